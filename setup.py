@@ -5,7 +5,7 @@ setuptools packages the result but does not drive the compiler: here every sourc
 (a command with inputs and one output) and jobs run in parallel and only when an input changed. The
 same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C library in both forms
 (`library`). Environment: `TE_CUDA`, `TE_CUDA_ARCHS`, `TE_WERROR`, `TE_SANITIZE`, `TE_LINEINFO`,
-`CC`, `CFLAGS`, `LDFLAGS`, `V`; CONTRIBUTING.md explains them.
+`TE_FL_SKIP_CUDA`, `CC`, `CFLAGS`, `LDFLAGS`, `V`; CONTRIBUTING.md explains them.
 """
 
 import fcntl
@@ -36,8 +36,6 @@ VERBOSE = os.environ.get("V", "0") == "1"
 BUILD = Path("build/sanitize" if SANITIZE else "build")
 GROUPS = ("core", "cpu", "layer", "python")  # always built; csrc/cuda where its headers exist
 KERNEL_DIRS = ("csrc/cuda/kernels", "csrc/cuda/device", "csrc/include", "csrc")
-NO_CUDA = "TE_CUDA=0" if os.environ.get("TE_CUDA") else "TE_FL_SKIP_CUDA=1"
-CUDA = os.environ.get("TE_CUDA") or ("0" if os.environ.get("TE_FL_SKIP_CUDA") == "1" else "")
 # Machine code for the GPUs known today, PTX (compute_) of a portable level for later ones.
 ARCHS = os.environ.get("TE_CUDA_ARCHS") or "sm_80;sm_89;sm_90a;compute_90"
 SYSTEM_LIBS = ["-ldl", "-lm", "-lpthread"]
@@ -129,6 +127,18 @@ def find_nvcc():
     return nvcc if shutil.which("g++") else None, home  # its host compiler
 
 
+def why_no_cuda():
+    """Return the variable that leaves the CUDA backend out, or ""."""
+    skip = os.environ.get("TE_FL_SKIP_CUDA", "").strip() or "0"
+    if skip not in ("0", "1"):
+        raise SystemExit(f"TE_FL_SKIP_CUDA={skip}: expected 0 or 1")
+    if os.environ.get("TE_CUDA", "") == "1" and skip == "1":
+        raise SystemExit("TE_CUDA=1 and TE_FL_SKIP_CUDA=1: one of them has to go")
+    if os.environ.get("TE_CUDA") == "0":
+        return "TE_CUDA=0"
+    return "TE_FL_SKIP_CUDA=1" if skip == "1" else ""
+
+
 def find_cuda_headers(home):
     """Return the include folders that hold the CUDA headers, None where one is missing."""
     sites = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path]
@@ -139,7 +149,7 @@ def find_cuda_headers(home):
         candidates = [*toolkit, *wheels, Path("build/cuda-headers")]
         found = next((d for d in candidates if (d / header).exists()), None)
         folders.append(str(found)) if found else missing.append(header)
-    if missing and CUDA == "1":
+    if missing and os.environ.get("TE_CUDA") == "1":
         raise SystemExit(f"TE_CUDA=1 but {', '.join(missing)} not found; try `make cuda-headers`")
     return None if missing else list(dict.fromkeys(folders))
 
@@ -244,10 +254,10 @@ def build_objects(groups):
     started, notes = time.monotonic(), []
     common = openmp_flags(notes) + ([f"-fsanitize={SANITIZE}"] if SANITIZE else [])
     nvcc, home = find_nvcc()
-    wanted = CUDA != "0"
-    headers = find_cuda_headers(home) if wanted else None
+    unwanted = why_no_cuda()
+    headers = None if unwanted else find_cuda_headers(home)
     if headers is None:
-        notes.append(f"no CUDA ({'headers not found' if wanted else NO_CUDA})")
+        notes.append(f"no CUDA ({unwanted or 'headers not found'})")
     elif nvcc is None:
         notes.append("device code as source alone (nvcc with g++ not found)")
     ends = ":\n" if VERBOSE else ": "

@@ -157,6 +157,7 @@ CALLS: dict[str, tuple[str, int | None, int | None]] = {
     "the same, architecture limited": ("devices(x, 2, 3)", None, None),
     "the same, `supports` in Python": ("asks(x, 2, 3)", None, None),
     "torch's x.dtype, by itself": ("x.dtype", None, None),
+    "torch's x.dtype and x.device, by themselves": ("x.dtype; x.device", None, None),
     "manager.call(name), 3 arguments": ("call('op0', 1, 2, 3)", None, 18_900),
     "a context made, entered and left": ("with context(policy): pass", 500, 2_200),
 }
@@ -170,8 +171,11 @@ FLOORS = {
     "the same, architecture limited": "the same with 3, the first a tensor",
     "the same, `supports` in Python": "the same with 3, the first a tensor",
 }
-REMEMBERED = "of that: dtypes limited, remembered"
-"""What it adds; most of it is the time that torch takes to tell the dtype."""
+READS = {
+    "the same, dtypes limited": "torch's x.dtype, by itself",
+    "the same, architecture limited": "torch's x.dtype and x.device, by themselves",
+}
+"""What a limit, remembered, adds is for the most part the time that torch takes to tell these."""
 
 
 def measures(manager: OpManager, count: int) -> dict[str, Callable[[], float]]:
@@ -201,10 +205,11 @@ def from_python(taken: dict[str, list[float]]) -> list[dict[str, Any]]:
         figure = Figure.of(value - loop for value in values)
         under = None if floor is None else Figure.of(v - loop for v in taken[floor]).median
         rows.append(_row(name, figure, CALLS[name][1:], under))
-        if name == "the same, dtypes limited":
+        if name in READS:
             added = (a - b for a, b in zip(values, taken[floor], strict=True))
-            read = Figure.of(v - loop for v in taken["torch's x.dtype, by itself"]).median
-            rows.append(_row(REMEMBERED, Figure.of(added), (20, None), read))
+            read = Figure.of(v - loop for v in taken[READS[name]]).median
+            what = f"of that: {name.removeprefix('the same, ')}, remembered"
+            rows.append(_row(what, Figure.of(added), (20, None), read))
     return rows
 
 

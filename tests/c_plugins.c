@@ -2,9 +2,12 @@
  *
  * c_plugins.c - the plug-in of the tests, in the variants that tests/c_plugins.py builds with -D.
  *
- * Its fill writes value + ADDED to dense fp32 on the CPU. supports refuses what is negative; above
- * 100 the function fails in one way or another.
+ * Its fill writes value + ADDED to fp32 on the CPU. supports refuses what is negative; above 100
+ * the function fails in one way or another. With WORKSPACE it asks for value times so many bytes,
+ * and writes to all of them.
  */
+#include <string.h>
+
 #include <transformer_engine_plugin.h>
 
 #ifndef NAME
@@ -36,6 +39,14 @@
 #endif
 #ifndef RESULT
 #define RESULT TE_OK
+#endif
+#ifndef REASON
+#define REASON ""
+#endif
+#ifdef WORKSPACE
+#define WORKSPACE_FUNCTION workspace
+#else
+#define WORKSPACE_FUNCTION NULL
 #endif
 
 /* With what OP stands for. */
@@ -76,12 +87,28 @@ static te_status supports(void *self, te_context *context, const void *args)
     return a->output.dtype == TE_DTYPE_F32 ? TE_OK : TE_ERROR_UNSUPPORTED;
 }
 
+#ifdef WORKSPACE
+static te_status workspace(void *self, te_context *context, const void *args, size_t *bytes)
+{
+    (void)self, (void)context;
+    *bytes = (size_t)(((const te_fill_args *)args)->value * WORKSPACE);
+    return TE_OK;
+}
+#endif
+
 static te_status run(void *self, te_context *context, const void *args, void *stream)
 {
     const te_fill_args *a = args;
     const int64_t rows = a->output.shape[0], columns = a->output.shape[1];
     float *row = a->output.data;
     (void)self, (void)context, (void)stream;
+#ifdef WORKSPACE
+    if (a->workspace_size < (size_t)(a->value * WORKSPACE)) return TE_ERROR_MEMORY;
+    if ((uintptr_t)a->workspace % 16 != 0) return TE_ERROR_STATE;
+    if (a->workspace != NULL) memset(a->workspace, 0x5A, a->workspace_size);
+#endif
+    if (a->value > 600.0) return TE_ERROR_CALLBACK; /* and no exception is set */
+    if (a->value > 500.0) return TE_HOST_FAIL(host, TE_ERROR_DEVICE, "%s", REASON);
     if (a->value > 400.0) return TE_ERROR_UNSUPPORTED;
     if (a->value > 300.0) return (te_status)77;
     if (a->value > 200.0) return TE_ERROR_DEVICE;
@@ -104,7 +131,7 @@ static te_status run(void *self, te_context *context, const void *args, void *st
 
 te_status INIT(const te_host_api *api, uint32_t abi)
 {
-    const te_plugin_operator operators[] = {OPERATOR(OP, run, supports, NULL, NULL)};
+    const te_plugin_operator operators[] = {OPERATOR(OP, run, supports, WORKSPACE_FUNCTION, NULL)};
     const struct {
         te_plugin_backend backend;
         unsigned char appended[16]; /* by a later version */

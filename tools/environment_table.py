@@ -15,7 +15,10 @@ def _variable(variable):
     """Return the cells of a variable."""
     names = "<br>".join(f"`{name}`" for name in (variable.name, *variable.aliases))
     default = variable.default
-    shown = {False: "off", True: "on", None: "-"}.get(default, f"`{default}`")
+    if isinstance(default, bool):  # 1 is no True
+        shown = "on" if default else "off"
+    else:
+        shown = "-" if default in (None, "", ()) else f"`{default}`"
     return names, variable.accepted, shown, variable.doc
 
 

@@ -4,6 +4,8 @@
  */
 #include "core/fields.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 
 /* The kind of a field is that of its member: a list can not say something else than the struct. */
@@ -42,7 +44,9 @@ _Static_assert(_Generic((te_norm_kind)0, uint32_t : 1) &&
 #define X(NAME, op)                                                                                \
     static const te_field op##_fields[] = {TE_FIELDS_##op(X_FIELD)};                               \
     _Static_assert((int)te_field_count_##op <= (int)TE_OP_MAX_FIELDS,                              \
-                   "TE_OP_MAX_FIELDS is too low");
+                   "TE_OP_MAX_FIELDS is too low");                                                 \
+    _Static_assert((int)te_at_##op##_workspace == (int)te_field_count_##op - 1,                    \
+                   "a list ends with its workspace");
 TE_OPS(X)
 #undef X
 
@@ -115,5 +119,36 @@ void te_op_initial(te_op op, void *args)
     *(size_t *)args = info->size;
     for (int32_t i = 0; i < info->field_count; i++) {
         te_field_set_number(&info->fields[i], args, info->fields[i].initial);
+    }
+}
+
+/* Adds to a text that may be full; returns its length, which never reaches `size`. */
+__attribute__((format(printf, 4, 5))) static size_t add(char *text, size_t size, size_t length,
+                                                        const char *format, ...)
+{
+    va_list arguments;
+    int added;
+    va_start(arguments, format);
+    added = vsnprintf(text + length, size - length, format, arguments);
+    va_end(arguments);
+    if (added < 0) return length;
+    return (size_t)added < size - length ? length + (size_t)added : size - 1;
+}
+
+void te_op_shapes(te_op op, const void *args, char *text, size_t size)
+{
+    const te_op_info *info = te_op_describe(op);
+    size_t length = 0;
+    text[0] = '\0';
+    for (int32_t i = 0; info != NULL && i < info->field_count; i++) {
+        const te_tensor *tensor = te_field_member(&info->fields[i], args);
+        if (info->fields[i].kind != TE_FIELD_TENSOR || tensor->ndim == 0) continue;
+        length = add(text, size, length, "%s%s %s [", length == 0 ? "" : ", ", info->fields[i].name,
+                     te_dtype_name(tensor->dtype));
+        for (int32_t d = 0; d < tensor->ndim; d++) {
+            length =
+                add(text, size, length, "%s%lld", d > 0 ? ", " : "", (long long)tensor->shape[d]);
+        }
+        length = add(text, size, length, "]");
     }
 }

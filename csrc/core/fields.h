@@ -86,17 +86,20 @@
     "output = data / scale, from `row`, or from `column` where that is None."
 #define TE_FIELDS_dequantize(X)                                                                    \
     TE_OUT(X, dequantize, output, MATRIX, NUMBERS)                                                 \
-    TE_OPERAND(X, dequantize, , input)
+    TE_OPERAND(X, dequantize, , input)                                                             \
+    TE_WORKSPACE(X, dequantize)
 
 #define TE_SUMMARY_amax "Write AMAX_PARTIALS partial maxima of |input|."
 #define TE_FIELDS_amax(X)                                                                          \
     TE_IN(X, amax, input, MATRIX, NUMBERS)                                                         \
     X(amax, partials, partials, 1, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)                          \
-    TE_NUMBER(X, amax, hadamard, 0)
+    TE_NUMBER(X, amax, hadamard, 0)                                                                \
+    TE_WORKSPACE(X, amax)
 
 #define TE_SUMMARY_transpose "Transpose one-byte elements."
 #define TE_FIELDS_transpose(X)                                                                     \
-    TE_IN(X, transpose, input, MATRIX, ANY) TE_OUT(X, transpose, output, MATRIX, ANY)
+    TE_IN(X, transpose, input, MATRIX, ANY)                                                        \
+    TE_OUT(X, transpose, output, MATRIX, ANY) TE_WORKSPACE(X, transpose)
 
 #define TE_SUMMARY_gemm                                                                            \
     "d = epilogue(a b + bias), in FP8 from `a_row`, `b_row`, ... or in high precision."
@@ -125,14 +128,17 @@
     X(scaling_update, scale, scale, 1, WRITE, VECTOR, F32, 0, 0)                                   \
     X(scaling_update, history, history, 1, UPDATE, MATRIX, F32, 0, 0)                              \
     X(scaling_update, fp8_max, fp8_max, 1, READ, NONE, ANY, 0, 0)                                  \
-    TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)
+    TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)                                                \
+    TE_WORKSPACE(X, scaling_update)
 
 #define TE_SUMMARY_fill "Set every element."
 #define TE_FIELDS_fill(X)                                                                          \
-    TE_OUT(X, fill, output, MATRIX, ANY) X(fill, value, value, 1, READ, NONE, ANY, 0, 0)
+    TE_OUT(X, fill, output, MATRIX, ANY)                                                           \
+    X(fill, value, value, 1, READ, NONE, ANY, 0, 0) TE_WORKSPACE(X, fill)
 
 #define TE_SUMMARY_cast "Convert and copy between strided matrices."
-#define TE_FIELDS_cast(X) TE_IN(X, cast, input, MATRIX, ANY) TE_OUT(X, cast, output, MATRIX, ANY)
+#define TE_FIELDS_cast(X)                                                                          \
+    TE_IN(X, cast, input, MATRIX, ANY) TE_OUT(X, cast, output, MATRIX, ANY) TE_WORKSPACE(X, cast)
 
 #define TE_SUMMARY_norm "Normalize rows, times gamma plus beta; to high precision and (or) FP8."
 #define TE_FIELDS_norm(X)                                                                          \
@@ -190,7 +196,8 @@
     TE_IN(X, softcap, input, MATRIX, NUMBERS)                                                      \
     X(softcap, cap, cap, 1, READ, NONE, ANY, 0, 0)                                                 \
     TE_OPT(X, softcap, grad_output, MATRIX, NUMBERS)                                               \
-    TE_CAST_ANY(X, softcap)
+    TE_CAST_ANY(X, softcap)                                                                        \
+    TE_WORKSPACE(X, softcap)
 
 #define TE_SUMMARY_softmax                                                                         \
     "Softmax of scale * input + bias over the keys that a query may attend, with dropout."
@@ -206,7 +213,8 @@
     TE_NUMBER(X, softmax, dropout, 0)                                                              \
     TE_NUMBER(X, softmax, window_left, -1)                                                         \
     TE_NUMBER(X, softmax, window_right, -1)                                                        \
-    TE_NUMBER(X, softmax, diagonal, 0)
+    TE_NUMBER(X, softmax, diagonal, 0)                                                             \
+    TE_WORKSPACE(X, softmax)
 
 #define TE_SUMMARY_softmax_backward "Gradient of softmax."
 #define TE_FIELDS_softmax_backward(X)                                                              \
@@ -215,7 +223,8 @@
     TE_OUT(X, softmax_backward, grad_input, DIMS, NUMBERS)                                         \
     TE_RNG(X, softmax_backward)                                                                    \
     TE_NUMBER(X, softmax_backward, scale, 1)                                                       \
-    TE_NUMBER(X, softmax_backward, dropout, 0)
+    TE_NUMBER(X, softmax_backward, dropout, 0)                                                     \
+    TE_WORKSPACE(X, softmax_backward)
 
 /* What attention and its gradient read. */
 #define TE_ATTENDED(X, op, name) X(op, name, problem.name, 1, READ, DIMS, FLOATS, 0, 0)
@@ -289,7 +298,8 @@
     TE_OUT(X, dropout_add, output, MATRIX, NUMBERS)                                                \
     TE_OPT(X, dropout_add, bias, VECTOR, NUMBERS)                                                  \
     TE_OPT(X, dropout_add, residual, MATRIX, NUMBERS)                                              \
-    TE_DROPS(X, dropout_add)
+    TE_DROPS(X, dropout_add)                                                                       \
+    TE_WORKSPACE(X, dropout_add)
 
 #define TE_SUMMARY_dropout_backward "Gradients of dropout_add with respect to input and bias."
 #define TE_FIELDS_dropout_backward(X)                                                              \
@@ -316,7 +326,8 @@
     TE_NUMBER(X, rope, cp_size, 1)                                                                 \
     TE_NUMBER(X, rope, cp_rank, 0)                                                                 \
     TE_NUMBER(X, rope, interleaved, 0)                                                             \
-    TE_NUMBER(X, rope, backward, 0)
+    TE_NUMBER(X, rope, backward, 0)                                                                \
+    TE_WORKSPACE(X, rope)
 
 #define TE_CACHE(X, op, access)                                                                    \
     X(op, key_cache, cache.key, 1, access, DIMS, NUMBERS, 0, 0)                                    \
@@ -330,7 +341,8 @@
     TE_IN(X, cache_append, starts, VECTOR, I32)                                                    \
     TE_OPT(X, cache_append, counts, VECTOR, I32)                                                   \
     TE_OPT(X, cache_append, cu_seqlens, VECTOR, I32)                                               \
-    X(cache_append, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
+    X(cache_append, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)                      \
+    TE_WORKSPACE(X, cache_append)
 
 #define TE_SUMMARY_cache_gather "The keys and values in a cache, each sequence's in a row."
 #define TE_FIELDS_cache_gather(X)                                                                  \
@@ -338,7 +350,8 @@
     TE_IN(X, cache_gather, lengths, VECTOR, I32)                                                   \
     TE_OUT(X, cache_gather, key, DIMS, NUMBERS)                                                    \
     TE_OUT(X, cache_gather, value, DIMS, NUMBERS)                                                  \
-    X(cache_gather, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
+    X(cache_gather, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)                      \
+    TE_WORKSPACE(X, cache_gather)
 
 /* Positions in the lists: te_at_norm_gamma, ... */
 #define X_AT(op, name, ...) te_at_##op##_##name,

@@ -85,6 +85,24 @@ static te_status take_struct(const char *what, const void *given, size_t least, 
     return TE_OK;
 }
 
+/* What policies, tables and environment variables can name: no separators of these. */
+static te_status check_name(const char *what, const char *name)
+{
+    const size_t length = strlen(name);
+    for (size_t i = 0; i < length; i++) {
+        const int at_end = i == 0 || i == length - 1;
+        if (name[i] >= ' ' && name[i] <= '~' && strchr(",;|=", name[i]) == NULL &&
+            !(at_end && name[i] == ' ')) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "backend: its %s has byte %d at %zu, expected printable ASCII without , ; | "
+                       "= and without a space at an end",
+                       what, (int)(unsigned char)name[i], i);
+    }
+    return TE_OK;
+}
+
 static te_status check_backend(const te_plugin *plugin, const te_plugin_backend *backend)
 {
     if (backend->abi >> 16 != TE_PLUGIN_ABI_MAJOR) {
@@ -96,6 +114,7 @@ static te_status check_backend(const te_plugin *plugin, const te_plugin_backend 
     if (backend->name == NULL || backend->name[0] == '\0') {
         return TE_FAIL(TE_ERROR_INVALID, "backend: it has no name");
     }
+    TE_TRY(check_name("name", backend->name));
     if ((int)backend->kind < TE_PLUGIN_VENDOR || backend->kind > TE_PLUGIN_REFERENCE) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: kind = %d, expected 0 to 2", backend->name,
                        (int)backend->kind);
@@ -104,6 +123,7 @@ static te_status check_backend(const te_plugin *plugin, const te_plugin_backend 
         (backend->vendor == NULL || backend->vendor[0] == '\0')) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: it has no vendor", backend->name);
     }
+    if (backend->vendor != NULL) TE_TRY(check_name("vendor", backend->vendor));
     if ((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)",
                        backend->name, (int)backend->device);
@@ -151,6 +171,10 @@ static te_status make_records(const te_plugin_backend *given, registered_backend
 {
     const char *at = (const char *)given->operators;
     const size_t stride = given->operators->size;
+    if (stride % _Alignof(te_plugin_operator) != 0) {
+        return TE_FAIL(TE_ERROR_INVALID, "backend %s: operators have size %zu, no multiple of %zu",
+                       given->name, stride, _Alignof(te_plugin_operator));
+    }
     for (; made->count < given->operator_count; made->count++, at += stride) {
         te_plugin_record *record = &made->records[made->count];
         te_plugin_operator own;

@@ -12,28 +12,8 @@
 #include "core/tensor.h"
 
 enum { REASON_BYTES = 512, SHAPES_BYTES = 512 };
-
-/* "input f32 [4, 16], gamma f32 [16]": the tensors of a call. */
-static void write_shapes(te_op op, const void *args, char *text)
-{
-    const te_op_info *info = te_op_describe(op);
-    int length = 0;
-    text[0] = '\0';
-    for (int32_t i = 0; i < info->field_count && length < SHAPES_BYTES - 1; i++) {
-        const te_tensor *tensor = te_field_member(&info->fields[i], args);
-        if (info->fields[i].kind != TE_FIELD_TENSOR || !te_tensor_present(tensor)) continue;
-        length +=
-            snprintf(text + length, (size_t)(SHAPES_BYTES - length), "%s%s %s [",
-                     length == 0 ? "" : ", ", info->fields[i].name, te_dtype_name(tensor->dtype));
-        for (int32_t d = 0; d < tensor->ndim && length < SHAPES_BYTES - 1; d++) {
-            length += snprintf(text + length, (size_t)(SHAPES_BYTES - length), "%s%lld",
-                               d > 0 ? ", " : "", (long long)tensor->shape[d]);
-        }
-        if (length < SHAPES_BYTES - 1) {
-            length += snprintf(text + length, (size_t)(SHAPES_BYTES - length), "]");
-        }
-    }
-}
+/* More workspace than any process has: sums of sizes do not overflow below. */
+#define MOST_WORKSPACE ((size_t)1 << 62)
 
 /* The failure of a function of a plug-in, with the text that it has left, if it has. */
 static te_status tell(const te_plugin_record *record, const void *args, te_status st,
@@ -42,15 +22,13 @@ static te_status tell(const te_plugin_record *record, const void *args, te_statu
     const te_plugin_slot *slot = &record->slot;
     char reason[REASON_BYTES], shapes[SHAPES_BYTES];
     int known = st < TE_OK && st >= TE_ERROR_INTERRUPTED;
-    if (st == TE_ERROR_CALLBACK || st == TE_ERROR_INTERRUPTED)
-        return st; /* the caller's business */
     if (!known) {
         (void)snprintf(reason, sizeof reason, "it returned %d, which is no te_status", (int)st);
     } else {
         (void)snprintf(reason, sizeof reason, "%s",
                        te_failure_count() == failures ? "it gave no reason" : te_last_error());
     }
-    write_shapes(slot->op, args, shapes);
+    te_op_shapes(slot->op, args, shapes, sizeof shapes);
     return TE_FAIL(known ? st : TE_ERROR_STATE, "%s: backend %s: %s (%s)", te_op_name(slot->op),
                    slot->backend, reason, shapes);
 }
@@ -103,15 +81,34 @@ static te_status workspace(void *self, te_context *context, const void *args, si
 {
     const te_plugin_record *record = self;
     const uint64_t failures = te_failure_count();
-    te_status st = record->given.workspace(record->given.self, context, args, bytes);
-    return st == TE_OK ? st : tell(record, args, st, failures);
+    te_status st;
+    *bytes = 0;
+    st = record->given.workspace(record->given.self, context, args, bytes);
+    if (st != TE_OK) return tell(record, args, st, failures);
+    if (*bytes <= MOST_WORKSPACE) return TE_OK;
+    return TE_FAIL(TE_ERROR_MEMORY, "%s: backend %s: it asks for %zu bytes of workspace",
+                   te_op_name(record->slot.op), record->slot.backend, *bytes);
+}
+
+/* What a plug-in has asked for it finds in args, whoever calls. */
+static te_status check_workspace(te_plugin_record *record, te_context *context, const void *args)
+{
+    const te_op_info *info = te_op_describe(record->slot.op);
+    const char *member = (const char *)args + info->fields[info->field_count - 1].offset;
+    size_t need;
+    TE_TRY(workspace(record, context, args, &need));
+    return te_check_workspace(record->slot.op, *(void *const *)(const void *)member,
+                              *(const size_t *)(const void *)(member + sizeof(void *)), need);
 }
 
 static te_status run(void *self, te_context *context, const void *args, void *stream)
 {
     te_plugin_record *record = self;
-    const uint64_t failures = te_failure_count();
-    te_status st = record->given.function(record->given.self, context, args, stream);
+    uint64_t failures;
+    te_status st;
+    if (record->given.workspace != NULL) TE_TRY(check_workspace(record, context, args));
+    failures = te_failure_count();
+    st = record->given.function(record->given.self, context, args, stream);
     if (st != TE_OK) return tell(record, args, st, failures);
     (void)atomic_fetch_add_explicit(&record->calls, 1, memory_order_relaxed);
     return TE_OK;
@@ -129,12 +126,14 @@ te_status te_plugin_record_make(const te_plugin_backend *backend, const te_plugi
                                 te_plugin_record *record)
 {
     const int32_t op = te_op_find(given->name);
-    size_t size;
+    const te_op_info *info;
+    size_t size, workspace_end;
     if (op < 0) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: there is no operator %s", backend->name,
                        given->name == NULL ? "without a name" : given->name);
     }
-    size = te_op_describe((te_op)op)->size;
+    info = te_op_describe((te_op)op);
+    size = info->size;
     if (given->function == NULL) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: %s has no function", backend->name,
                        given->name);
@@ -144,6 +143,13 @@ te_status te_plugin_record_make(const te_plugin_backend *backend, const te_plugi
                        "backend %s: %s reads %zu bytes of its args, this library (%s) has %zu: it "
                        "was built for a later one",
                        backend->name, given->name, given->args_size, TE_VERSION, size);
+    }
+    workspace_end = info->fields[info->field_count - 1].offset + sizeof(void *) + sizeof(size_t);
+    if (given->workspace != NULL && given->args_size < workspace_end) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "backend %s: %s has a workspace function, and its args end before the "
+                       "workspace: args_size = %zu, expected at least %zu",
+                       backend->name, given->name, given->args_size, workspace_end);
     }
     if (given->args_size < sizeof(size_t)) {
         return TE_FAIL(TE_ERROR_INVALID, "backend %s: %s: args_size = %zu, expected %zu",

@@ -92,7 +92,9 @@ te_tensor te_tensor_rows(const te_tensor *tensor)
 {
     const int32_t last = tensor->ndim - 1;
     te_tensor rows = *tensor;
-    int64_t count = 1, stride = tensor->shape[last];
+    int64_t count = 1, stride;
+    if (last < 0) return rows;
+    stride = tensor->shape[last];
     for (int32_t i = last - 1; i >= 0; i--) {
         if (tensor->shape[i] != 1 && stride != TE_NO_STRIDE) {
             if (count == 1) {

@@ -26,8 +26,8 @@ te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length
 te_dtype te_operand_dtype(const te_operand *operand);
 
 int64_t te_tensor_numel(const te_tensor *tensor);
-/* The rows of a tensor of at least two dims, all dims before the last, as a matrix. Its row stride
- * is TE_NO_STRIDE where they are no one distance apart. */
+/* The rows of a tensor, all dims before the last, as a matrix; of no dims it is as it was. The row
+ * stride is TE_NO_STRIDE where they are no one distance apart. */
 #define TE_NO_STRIDE (-1)
 te_tensor te_tensor_rows(const te_tensor *tensor);
 /* The argument has data. */

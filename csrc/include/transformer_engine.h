@@ -261,7 +261,8 @@ typedef struct te_cast_request {
 }
 #endif
 
-#include "transformer_engine_ops.h" /* te_op, and the args struct of each */
+#include "transformer_engine_ops.h"    /* te_op, and the args struct of each */
+#include "transformer_engine_fields.h" /* te_op_info and te_field */
 
 #ifdef __cplusplus
 extern "C" {

@@ -76,6 +76,8 @@ typedef struct te_dequantize_args {
     size_t size;
     te_operand input; /* but for `wide` */
     te_tensor output; /* [rows, columns] f32, f16, bf16; unit column stride */
+    void *workspace;
+    size_t workspace_size;
 } te_dequantize_args;
 
 /* Partial maxima of |x|, NaN ignored; their maximum is the amax. All TE_AMAX_PARTIALS entries are
@@ -85,6 +87,8 @@ typedef struct te_amax_args {
     te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride */
     float *partials;  /* device float[TE_AMAX_PARTIALS] */
     int32_t hadamard; /* of the columns as te_cast_request.hadamard transforms them */
+    void *workspace;
+    size_t workspace_size;
 } te_amax_args;
 
 /* output[c, r] = input[r, c] of one-byte elements (FP8, u8); columns of output beyond the input's
@@ -93,6 +97,8 @@ typedef struct te_transpose_args {
     size_t size;
     te_tensor input;  /* [rows, columns] */
     te_tensor output; /* [columns, >= rows] */
+    void *workspace;
+    size_t workspace_size;
 } te_transpose_args;
 
 typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilogue; /* tanh GELU */
@@ -139,12 +145,16 @@ typedef struct te_scaling_update_args {
     te_tensor history; /* [length, slots] f32; row 0 accumulates, the newest finished one is last */
     float fp8_max;     /* largest FP8 value times 2^-margin */
     te_amax_algo algo;
+    void *workspace;
+    size_t workspace_size;
 } te_scaling_update_args;
 
 typedef struct te_fill_args {
     size_t size;
     te_tensor output; /* [rows, columns] any dtype, unit column stride */
     double value;     /* rounded to the dtype (FP8 saturates) */
+    void *workspace;
+    size_t workspace_size;
 } te_fill_args;
 
 /* Converts and copies between strided matrices. input smaller than output: the rest is zeroed;
@@ -153,6 +163,8 @@ typedef struct te_cast_args {
     size_t size;
     te_tensor input; /* [rows, columns] f32, f16, bf16 (any dtype when output has the same) */
     te_tensor output;
+    void *workspace;
+    size_t workspace_size;
 } te_cast_args;
 
 /* ---- operators of a Transformer layer ------------------------------------------------------ */
@@ -286,6 +298,8 @@ typedef struct te_softcap_args {
     te_tensor grad_output; /* [rows, columns] in the dtype of input; data NULL: forward */
     te_cast_request cast;
     float cap; /* positive */
+    void *workspace;
+    size_t workspace_size;
 } te_softcap_args;
 
 /* Random decisions are Philox4x32-10 (core/philox.h): `rng` is a device int64[2] {seed, offset};
@@ -311,6 +325,8 @@ typedef struct te_softmax_args {
     const int64_t *rng;      /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
+    void *workspace;
+    size_t workspace_size;
 } te_softmax_args;
 
 /* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout,
@@ -322,6 +338,8 @@ typedef struct te_softmax_backward_args {
     te_tensor grad_input;    /* as grad_output; may be the same memory */
     const int64_t *rng;
     float scale, dropout;
+    void *workspace;
+    size_t workspace_size;
 } te_softmax_backward_args;
 
 /* Which query attends which key, and how much: what te_attention and its gradient read. Query head
@@ -433,6 +451,8 @@ typedef struct te_dropout_add_args {
     const int64_t *rng; /* NULL where both probabilities are 0 */
     float dropout, drop_path;
     int64_t samples; /* divides rows */
+    void *workspace;
+    size_t workspace_size;
 } te_dropout_add_args;
 
 /* Gradient of te_dropout_add with respect to input and bias; that of residual is grad_output. */
@@ -481,6 +501,8 @@ typedef struct te_rope_args {
     int32_t cp_size, cp_rank; /* 0, 0: one rank */
     int32_t interleaved;
     int32_t backward;
+    void *workspace;
+    size_t workspace_size;
 } te_rope_args;
 
 /* Keys and values that sequences keep, in pages of so many tokens: token p of sequence i is token
@@ -505,6 +527,8 @@ typedef struct te_cache_append_args {
     te_tensor starts;     /* [batch] i32: how many tokens each sequence had before */
     te_tensor counts;     /* [batch] i32: how many of its tokens are new ones; data NULL: all */
     te_tensor cu_seqlens; /* [batch + 1] i32: first token of each sequence; data NULL: none */
+    void *workspace;
+    size_t workspace_size;
 } te_cache_append_args;
 
 /* The keys and values of the first lengths[i] tokens of each sequence, one after the other; zeros
@@ -515,81 +539,9 @@ typedef struct te_cache_gather_args {
     te_tensor lengths; /* [batch] i32, 0 to tokens */
     te_tensor key;   /* [batch, tokens, heads, d_k]; dtype of the cache; any strides but the last */
     te_tensor value; /* [batch, tokens, heads, d_v] */
+    void *workspace;
+    size_t workspace_size;
 } te_cache_gather_args;
-
-/* ---- fields ------------------------------------------------------------------------------- */
-
-/* What is known of each field of an args struct, for whoever fills or reads one without knowing the
- * operator: a binding of another language, a plug-in. */
-
-typedef enum te_field_kind {
-    TE_FIELD_TENSOR,   /* te_tensor */
-    TE_FIELD_FLOATS,   /* float *: `count` elements on the device */
-    TE_FIELD_INT64S,   /* int64_t *: likewise */
-    TE_FIELD_FLOAT,    /* float */
-    TE_FIELD_DOUBLE,   /* double */
-    TE_FIELD_INT32,    /* int32_t */
-    TE_FIELD_INT64,    /* int64_t */
-    TE_FIELD_ENUM,     /* an enum, or uint32_t */
-    TE_FIELD_BIT,      /* bit `count` of a uint32_t */
-    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last field */
-} te_field_kind;
-
-/* How the elements of a tensor lie. */
-typedef enum te_field_form {
-    TE_FORM_NONE,
-    TE_FORM_MATRIX, /* two dims, unit column stride */
-    TE_FORM_VECTOR, /* one dim, dense */
-    TE_FORM_DIMS    /* up to TE_MAX_DIMS dims, unit last stride */
-} te_field_form;
-
-typedef enum te_field_dtypes {
-    TE_DTYPES_ANY,
-    TE_DTYPES_NUMBERS, /* f32, f16, bf16 */
-    TE_DTYPES_CODES,   /* e4m3, e5m2, u8 */
-    TE_DTYPES_SCALES,  /* f32, u8 */
-    TE_DTYPES_F32,
-    TE_DTYPES_I32,
-    TE_DTYPES_MASK,  /* u8: 0 or not */
-    TE_DTYPES_FLOATS /* f32, f16, bf16, e4m3, e5m2 */
-} te_field_dtypes;
-
-typedef enum te_field_access { TE_ACCESS_READ, TE_ACCESS_WRITE, TE_ACCESS_UPDATE } te_field_access;
-
-typedef struct te_field {
-    const char *name;
-    size_t offset, size; /* of the member; a workspace has its size behind it */
-    te_field_kind kind;
-    te_field_form form;
-    te_field_dtypes dtypes;
-    te_field_access access;
-    int32_t required; /* a call without it is INVALID */
-    int64_t count;
-    double initial; /* of a number that is not given */
-} te_field;
-
-typedef struct te_op_info {
-    size_t size; /* of the args struct */
-    const te_field *fields;
-    int32_t field_count; /* at most TE_OP_MAX_FIELDS */
-    const char *summary; /* one sentence */
-} te_op_info;
-
-enum { TE_OP_MAX_FIELDS = 48 };
-
-/* Fields of an operator in the order of its args struct; NULL for a bad number. */
-TE_API const te_op_info *te_op_describe(te_op op);
-/* Sets a number, an enum or a bit of an args struct; a field of another kind stays as it is. */
-TE_API void te_field_set_number(const te_field *field, void *args, double value);
-/* The value of one; 0 for a field of another kind. */
-TE_API double te_field_number(const te_field *field, const void *args);
-/* Where a field lies. Data comes first in a tensor: the same for pointers. */
-static inline const void *te_field_member(const te_field *field, const void *args)
-{
-    return (const char *)args + field->offset;
-}
-/* Fills an args struct as if nothing was given: its size, initial values, zeros. */
-TE_API void te_op_initial(te_op op, void *args);
 
 #ifdef __cplusplus
 }

@@ -46,7 +46,7 @@ typedef struct te_plugin_operator {
     size_t args_size;
     te_op_function function;
     te_op_supports supports;            /* NULL: takes every call */
-    te_op_workspace_function workspace; /* NULL: needs none */
+    te_op_workspace_function workspace; /* NULL: needs none. args_size reaches the workspace */
     void *self;                         /* of these three */
 } te_plugin_operator;
 
@@ -60,15 +60,16 @@ typedef struct te_plugin_backend {
     size_t size;
     uint32_t abi;        /* TE_PLUGIN_ABI */
     te_plugin_kind kind; /* te_plugin_kind */
-    const char *name;    /* of this backend alone: with "vendor." before it what policies name */
-    const char *vendor;  /* whose it is; VENDOR needs one, of others it may be NULL */
+    /* Printable ASCII without , ; | and =, which separate names, and no space at an end. */
+    const char *name;   /* of this backend alone: with "vendor." before it what policies name */
+    const char *vendor; /* whose it is; VENDOR needs one, of others it may be NULL */
     te_device_type device;
     int32_t priority;                    /* among those of one token the highest is asked first */
     const te_plugin_operator *operators; /* an array; all of them have the size of the first */
     size_t operator_count;
     /* Called once when nothing can call the backend any more: when its last slot is dropped, or
-     * where te_plugin_init fails after it has registered it. On any thread. NULL: nobody is told.
-     */
+     * where te_plugin_init fails after it has registered it. On any thread; a process may end
+     * before. NULL: nobody is told. */
     void (*release)(void *self);
     void *self;
 } te_plugin_backend;
@@ -112,8 +113,8 @@ typedef struct te_host_api {
     float (*dtype_max)(te_dtype dtype);
 
     int64_t (*tensor_elements)(const te_tensor *tensor);
-    /* All dims before the last as the rows of a matrix. Its row stride is -1 where these are no one
-     * distance apart. */
+    /* All dims before the last as the rows of a matrix; an absent tensor as it is. The row stride
+     * is -1 where they are no one distance apart. */
     te_tensor (*tensor_rows)(const te_tensor *tensor);
     /* Dense elements on the host to fp32, and back: to nearest even, FP8 saturates. INVALID for the
      * integers and for what is packed. */

@@ -93,6 +93,7 @@ static void put_tensor(te_tensor *field, const te_tensor *tensor, te_field_form 
 static void bind(const run_state *run, const te_stage *stage, stage_args *args)
 {
     const te_op_info *info = te_op_describe(stage->op);
+    char *workspace;
     memcpy(args, stage->args, info->size);
     for (int32_t u = 0; u < stage->use_count; u++) {
         const te_use *use = &stage->uses[u];
@@ -107,12 +108,9 @@ static void bind(const run_state *run, const te_stage *stage, stage_args *args)
             *(void **)(void *)member = element_of(run, use);
         }
     }
-    for (int32_t f = info->field_count - 1; f >= 0; f--) { /* it is the last one, or not there */
-        if (info->fields[f].kind != TE_FIELD_WORKSPACE) break;
-        *(void **)(void *)((char *)args + info->fields[f].offset) = run->workspace;
-        *(size_t *)(void *)((char *)args + info->fields[f].offset + sizeof(void *)) =
-            run->workspace_size;
-    }
+    workspace = (char *)args + info->fields[info->field_count - 1].offset;
+    *(void **)(void *)workspace = run->workspace;
+    *(size_t *)(void *)(workspace + sizeof(void *)) = run->workspace_size;
 }
 
 static int length_fits(int64_t given, int64_t expected)

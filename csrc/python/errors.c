@@ -4,12 +4,15 @@
  * messages about arguments have: "function: argument: what is wrong and what to do".
  */
 #include <stdarg.h>
+#include <string.h>
 
 #include "python/state.h"
 
 PyObject *tepy_raise(te_status status)
 {
     PyObject *exception = PyExc_RuntimeError; /* STATE, DEVICE, and a callback that set none */
+    PyObject *decoded;
+    const char *text;
     switch (status) {
     case TE_ERROR_INVALID:
         exception = PyExc_ValueError;
@@ -30,7 +33,11 @@ PyObject *tepy_raise(te_status status)
     default:
         break;
     }
-    PyErr_SetString(exception, te_last_error());
+    text = te_last_error();
+    /* It may be cut off within a character, and a plug-in's may be in any encoding. */
+    decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
+    if (decoded != NULL) PyErr_SetObject(exception, decoded);
+    Py_XDECREF(decoded);
     return NULL;
 }
 

@@ -70,21 +70,10 @@ static PyObject *lend_args(const tepy_function_slot *record, const void *args, t
 /* Lets the error that a function raised say of which call: the operator, and its tensors. */
 static void add_note(te_op op, const void *args)
 {
-    const te_op_info *info = te_op_describe(op);
     PyObject *type, *value, *traceback, *done = NULL;
     char text[600];
-    int length = snprintf(text, sizeof text, "in te_%s:", te_op_name(op));
-    for (int i = 0; i < info->field_count && length < (int)sizeof text - 100; i++) {
-        const te_tensor *tensor = te_field_member(&info->fields[i], args);
-        if (info->fields[i].kind != TE_FIELD_TENSOR || tensor->ndim == 0) continue;
-        length += snprintf(text + length, sizeof text - (size_t)length, " %s %s [",
-                           info->fields[i].name, te_dtype_name(tensor->dtype));
-        for (int32_t d = 0; d < tensor->ndim && length < (int)sizeof text - 30; d++) {
-            length += snprintf(text + length, sizeof text - (size_t)length, "%s%lld",
-                               d > 0 ? ", " : "", (long long)tensor->shape[d]);
-        }
-        length += snprintf(text + length, sizeof text - (size_t)length, "]");
-    }
+    const size_t length = (size_t)snprintf(text, sizeof text, "in te_%s: ", te_op_name(op));
+    te_op_shapes(op, args, text + length, sizeof text - length);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (value != NULL) done = PyObject_CallMethod(value, "add_note", "s", text);

@@ -189,7 +189,7 @@ static te_status run_by(const op_call *call, te_context *context, void *stream)
 /* Asks how much workspace the call needs, and lends it a tensor of that size. */
 static int make_workspace(op_call *call, te_context *context)
 {
-    const int at = call->info->field_count - 1; /* the last field, where there is one */
+    const int at = call->info->field_count - 1; /* the last field */
     const te_field *field = &call->info->fields[at];
     struct {
         void *data;
@@ -199,7 +199,6 @@ static int make_workspace(op_call *call, te_context *context)
     tepy_elements spec = {{call->function, field->name}, TE_DTYPE_U8, 0, call->device};
     PyObject *copy = NULL;
     te_status st;
-    if (field->kind != TE_FIELD_WORKSPACE) return 0;
     st = workspace_of(call, context, &workspace.size);
     if (st != TE_OK) {
         (void)tepy_raise(st);

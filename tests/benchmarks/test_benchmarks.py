@@ -27,6 +27,7 @@ GOALS = {
     "operator -> C function, 20 arguments": 200,
     "operator -> Python function, 3 arguments": 150,
     "of that: dtypes limited, remembered": 20,
+    "of that: architecture limited, remembered": 20,
     "a context made, entered and left": 500,
     "all operators choose anew: a known policy": 50_000,
     "all operators choose anew: a new policy": 50_000,
@@ -84,6 +85,22 @@ def test_dispatch(tmp_path):
         assert named[what]["goal_ns"] == goal
         assert what in printed
     assert named["operator -> C function, 3 arguments"]["fork_ns"] == 17_000
+    kept = kept_goals("## Plug-ins: `benchmarks/dispatch.py`")
+    assert kept.keys() <= named.keys() and kept.keys() >= GOALS.keys()
+    assert all(goal is None or named[what]["goal_ns"] == goal for what, goal in kept.items())
+
+
+def kept_goals(heading):
+    """Goal of each figure that RESULTS.md keeps of a benchmark, by its name in the report."""
+    page = (ROOT / "benchmarks/RESULTS.md").read_text()
+    section = page.split(f"{heading}\n")[1].split("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    rows = {name.strip(): goal.strip().replace(",", "") for name, _, _, goal, _ in cells[2:]}
+    return {
+        name: int(goal) if goal else None
+        for name, goal in rows.items()
+        if not name.startswith("the same before")
+    }
 
 
 def tables(results, name):

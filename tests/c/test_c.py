@@ -95,6 +95,41 @@ def test_shared_library_loads(library):
     assert isinstance(shared.te_last_error(), bytes)
 
 
+PLUGIN = """#include <transformer_engine_plugin.h>
+static const te_host_api *host;
+static te_status run(void *self, te_context *context, const void *args, void *stream)
+{
+    (void)self, (void)context, (void)args, (void)stream;
+    return TE_HOST_HAS(host, counters_read) ? TE_HOST_FAIL(host, TE_ERROR_DEVICE, "none") : TE_OK;
+}
+te_status te_plugin_init(const te_host_api *api, uint32_t abi)
+{
+    static const te_plugin_operator operators[] = {TE_PLUGIN_OPERATOR(fill, run, NULL, NULL, NULL)};
+    const te_plugin_backend backend = {
+        sizeof backend, TE_PLUGIN_ABI, TE_PLUGIN_VENDOR, "mine", "acme",
+        TE_DEVICE_CPU, 0, operators, 1, NULL, NULL};
+    TE_PLUGIN_REQUIRE(api, abi);
+    host = api;
+    return api->register_backend(&backend);
+}
+"""
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_plugins_in_both_languages(language, tmp_path):
+    """The macros of the header, too, and of the library nothing but types."""
+    source, plugin = tmp_path / "plugin.txt", tmp_path / "plugin.so"
+    source.write_text(PLUGIN)
+    standard = "-std=c11" if language == "c" else "-std=c++17"
+    link = "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"
+    status, said = run(CC, "-x", language, standard, *STRICT, *link, "-o", str(plugin), str(source))
+    if language == "c++" and "cc1plus" in said:
+        pytest.skip("no C++ compiler")
+    assert status == 0, said
+    status, said = run("nm", "-D", "--defined-only", str(plugin))
+    assert status == 0 and [line.split()[-1] for line in said.splitlines()] == ["te_plugin_init"]
+
+
 @pytest.mark.parametrize("header", ["transformer_engine.h", "transformer_engine_plugin.h"])
 @pytest.mark.parametrize("language", ["c", "c++"])
 def test_header_stands_alone(header, language, tmp_path):

@@ -16,8 +16,9 @@ static const te_host_api *host;
 static struct {
     te_plugin_backend backend;
     te_plugin_operator operators[3];
-    te_status after; /* what it returns where registration was well */
-    int times;       /* backends, of the names below */
+    size_t workspace; /* bytes that it asks for */
+    te_status after;  /* what it returns where registration was well */
+    int times;        /* backends, of the names below */
 } plan;
 static const char *const names[] = {"one", "two", "three"};
 static int released;
@@ -37,7 +38,7 @@ static te_status supports(void *self, te_context *context, const void *args)
 static te_status workspace(void *self, te_context *context, const void *args, size_t *bytes)
 {
     (void)self, (void)context, (void)args;
-    *bytes = 100;
+    if (plan.workspace > 0) *bytes = plan.workspace; /* else it forgets to: none */
     return TE_OK;
 }
 
@@ -73,6 +74,7 @@ static void good(void)
     const te_plugin_operator operator= TE_PLUGIN_OPERATOR(fill, fill, supports, workspace, &added);
     memset(&plan, 0, sizeof plan);
     plan.times = 1;
+    plan.workspace = 100;
     plan.operators[0] = operator;
     plan.backend = (te_plugin_backend){.size = sizeof plan.backend,
                                        .abi = TE_PLUGIN_ABI,
@@ -113,12 +115,22 @@ static void test_refusals(test_device *t)
     REFUSED(plan.backend.abi += 1U << 16, TE_ERROR_UNSUPPORTED, "built for version 2");
     REFUSED(plan.backend.name = NULL, TE_ERROR_INVALID, "it has no name");
     REFUSED(plan.backend.vendor = "", TE_ERROR_INVALID, "backend one: it has no vendor");
+    REFUSED(plan.backend.name = "a\nb", TE_ERROR_INVALID, "its name has byte 10 at 1");
+    REFUSED(plan.backend.name = "abc\xe9", TE_ERROR_INVALID, "its name has byte 233 at 3");
+    REFUSED(plan.backend.name = " a", TE_ERROR_INVALID, "its name has byte 32 at 0");
+    REFUSED(plan.backend.vendor = "a|b", TE_ERROR_INVALID, "its vendor has byte 124 at 1");
+    REFUSED(plan.backend.vendor = "a ", TE_ERROR_INVALID, "its vendor has byte 32 at 1");
+    REFUSED((plan.backend.kind = TE_PLUGIN_REFERENCE, plan.backend.vendor = "a,b"),
+            TE_ERROR_INVALID, "its vendor has byte 44 at 1");
     REFUSED(plan.backend.kind = (te_plugin_kind)3, TE_ERROR_INVALID, "kind = 3");
     REFUSED(plan.backend.device = (te_device_type)-1, TE_ERROR_INVALID, "device = -1");
     REFUSED(plan.backend.operators = NULL, TE_ERROR_INVALID, "it has no operators");
     REFUSED(plan.backend.operator_count = 0, TE_ERROR_INVALID, "it has no operators");
     REFUSED(plan.backend.operator_count = SIZE_MAX / 4, TE_ERROR_INVALID, "operators, there are");
     REFUSED(plan.operators[0].size = 8, TE_ERROR_INVALID, "operator: size = 8");
+    REFUSED(plan.operators[0].size += 1, TE_ERROR_INVALID, "no multiple of 8");
+    REFUSED(plan.operators[0].args_size = offsetof(te_fill_args, workspace), TE_ERROR_INVALID,
+            "fill has a workspace function, and its args end before");
     REFUSED(plan.operators[0].name = "fil", TE_ERROR_INVALID, "there is no operator fil");
     REFUSED(plan.operators[0].name = NULL, TE_ERROR_INVALID, "there is no operator");
     REFUSED(plan.operators[0].function = NULL, TE_ERROR_INVALID, "fill has no function");
@@ -137,6 +149,7 @@ static void test_refusals(test_device *t)
     good();
     plan.times = 3;
     plan.operators[0].name = "gemm"; /* args_size is smaller: that is an older plug-in */
+    plan.operators[0].workspace = NULL;
     plan.after = TE_ERROR_DEVICE;
     refused(t, TE_ERROR_DEVICE, "it gave no reason", 3);
 }
@@ -197,7 +210,22 @@ static void test_the_table(test_device *t)
     TEST_CHECK(t, host->op_find("nor") == -1 && host->op_find(NULL) == -1, "op_find");
     TEST_CHECK(t, host->tensor_elements(&cube) == 24, "elements");
     TEST_CHECK(t, host->tensor_rows(&cube).strides[0] == 8, "rows");
+    TEST_CHECK(t, host->tensor_rows(&(te_tensor){.ndim = 0}).ndim == 0, "rows of nothing");
     TEST_CHECK(t, host->dtype_size(TE_DTYPE_BF16, 3) == 6, "dtype_size");
+    for (int wrong = -1; wrong < 100; wrong += 100) {
+        const te_op op = (te_op)wrong;
+        const te_dtype dtype = (te_dtype)wrong;
+        size_t bytes = 7;
+        TEST_CHECK(t, strcmp(host->op_name(op), "invalid") == 0, "op_name(%d)", wrong);
+        TEST_CHECK(t, host->op_describe(op) == NULL, "op_describe(%d)", wrong);
+        host->op_initial(op, NULL); /* nothing to write */
+        TEST_CHECK(t, host->op_run(t->context, op, &args, NULL) == TE_ERROR_INVALID, "op_run");
+        TEST_CHECK(t, host->op_workspace(t->context, op, &args, &bytes) == TE_ERROR_INVALID,
+                   "op_workspace");
+        TEST_CHECK(t, strcmp(host->dtype_name(dtype), "invalid") == 0, "dtype_name");
+        TEST_CHECK(t, host->dtype_bits(dtype) == 0 && host->dtype_max(dtype) == 0.0F, "dtype");
+        TEST_CHECK(t, host->to_f32(dtype, elements, back, 1) == TE_ERROR_INVALID, "to_f32");
+    }
     TEST_CHECK(t, host->interrupted() == 0, "interrupted");
     for (int dtype = 0; dtype < TE_DTYPE_COUNT; dtype++) {
         const te_dtype at = (te_dtype)dtype;
@@ -226,7 +254,12 @@ static void test_slots(test_device *t)
     te_plugin *plugin = NULL, *again = NULL;
     const te_plugin_slot *slot;
     test_matrix m = test_matrix_new(t, TE_DTYPE_F32, 2, 3, 0);
-    te_fill_args args = {.size = sizeof args, .output = m.tensor, .value = 1.0};
+    char memory[100];
+    te_fill_args args = {.size = sizeof args,
+                         .output = m.tensor,
+                         .value = 1.0,
+                         .workspace = memory,
+                         .workspace_size = sizeof memory};
     size_t bytes = 0;
     t->running = "slots";
     good();
@@ -270,6 +303,47 @@ static void test_slots(test_device *t)
     test_release(t);
 }
 
+/* A call lends what a plug-in has asked for, or does not reach it. */
+static void test_workspaces(test_device *t)
+{
+    te_plugin *plugin = NULL;
+    const te_plugin_slot *slot;
+    char memory[100];
+    test_matrix m = test_matrix_new(t, TE_DTYPE_F32, 2, 3, 0);
+    te_fill_args args = {.size = sizeof args, .output = m.tensor, .value = 1.0};
+    size_t bytes = 7;
+    t->running = "workspaces";
+    good();
+    TEST_OK(t, te_plugin_add(init, "p", &plugin));
+    slot = te_plugin_slot_at(plugin, 0);
+    for (size_t given = 0; given <= sizeof memory; given += sizeof memory - 1) {
+        args.workspace = given == 0 ? NULL : memory;
+        args.workspace_size = given;
+        TEST_CHECK(
+            t, te_slot_run(&slot->slot, t->context, TE_OP_FILL, &args, NULL) == TE_ERROR_INVALID,
+            "%zu bytes", given);
+        TEST_CHECK(t, strstr(te_last_error(), "100 are needed") != NULL, "%s", te_last_error());
+    }
+    args.size = offsetof(te_fill_args, workspace); /* a caller of an earlier version lends none */
+    TEST_CHECK(t, te_slot_run(&slot->slot, t->context, TE_OP_FILL, &args, NULL) == TE_ERROR_INVALID,
+               "an older caller");
+    args.size = sizeof args;
+    TEST_CHECK(t, te_plugin_slot_calls(slot) == 0, "calls");
+    plan.workspace = SIZE_MAX - 100;
+    TEST_CHECK(
+        t, te_slot_workspace(&slot->slot, t->context, TE_OP_FILL, &args, &bytes) == TE_ERROR_MEMORY,
+        "a size that overflows");
+    TEST_CHECK(t, strstr(te_last_error(), "backend one: it asks for") != NULL, "%s",
+               te_last_error());
+    plan.workspace = 0;
+    TEST_OK(t, te_slot_workspace(&slot->slot, t->context, TE_OP_FILL, &args, &bytes));
+    TEST_CHECK(t, bytes == 0, "%zu", bytes);
+    args.workspace = NULL;
+    TEST_OK(t, te_slot_run(&slot->slot, t->context, TE_OP_FILL, &args, NULL));
+    te_plugin_release(plugin);
+    test_release(t);
+}
+
 /* One that was built before `value` came does not get calls that have one. */
 static void test_older_plugins(test_device *t)
 {
@@ -281,6 +355,7 @@ static void test_older_plugins(test_device *t)
     good();
     plan.operators[0].args_size = offsetof(te_fill_args, value);
     plan.operators[0].supports = NULL;
+    plan.operators[0].workspace = NULL;
     TEST_OK(t, te_plugin_add(init, "p", &plugin));
     slot = te_plugin_slot_at(plugin, 0);
     TEST_OK(t, te_slot_run(&slot->slot, t->context, TE_OP_FILL, &args, NULL));
@@ -305,13 +380,16 @@ static void *work(void *opaque)
     for (int i = 0; i < CALLS; i++) {
         te_plugin *plugin = NULL;
         float numbers[6];
+        char memory[100];
         te_fill_args args = {.size = sizeof args,
                              .output = {.data = numbers,
                                         .dtype = TE_DTYPE_F32,
                                         .ndim = 2,
                                         .shape = {2, 3},
                                         .strides = {3, 1}},
-                             .value = (double)i};
+                             .value = (double)i,
+                             .workspace = memory,
+                             .workspace_size = sizeof memory};
         te_status st = te_plugin_add(init, "p", &plugin);
         if (st == TE_OK) {
             st = te_slot_run(&te_plugin_slot_at(plugin, 0)->slot, t->context, TE_OP_FILL, &args,
@@ -352,6 +430,7 @@ static void check_all(test_device *t)
     test_inside_of_an_init(t);
     test_the_table(t);
     test_slots(t);
+    test_workspaces(t);
     test_older_plugins(t);
     test_threads(t);
     t->running = "files";

@@ -7,7 +7,8 @@ import native
 import pytest
 import torch
 from core.junk import ACCEPTED, JUNK, STRANGE, core
-from native import CASES, ROWS, SLOTS, K, N, fp8, fresh_core, linear_plan, linear_tensors, state
+from native import ROWS, SLOTS, K, N, fp8, fresh_core, linear_plan, linear_tensors, state
+from native_cases import CASES
 
 
 def raw(tensor):

@@ -3,12 +3,12 @@
 
 import inspect
 
-import native
 import pytest
 import torch
 from comparators import assert_bits
 from microscaled import forms
-from native import CASES, fresh_core
+from native import fresh_core
+from native_cases import CASES, SCORES
 
 
 @pytest.fixture
@@ -200,11 +200,11 @@ def test_keywords_in_any_order(core):
     results = []
     for names in (list(case.kwargs), list(case.kwargs)[::-1]):
         keywords = {name: case.kwargs[name] for name in names}
-        output = torch.zeros(native.SCORES)
+        output = torch.zeros(SCORES)
         core.softmax(input=case.args[0], output=output, **keywords)
         results.append(output)
     assert_bits(*results)
-    output = torch.zeros(native.SCORES)
+    output = torch.zeros(SCORES)
     core.softmax(case.args[0], output, **case.kwargs)
     assert_bits(output, results[0])
 

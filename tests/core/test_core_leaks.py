@@ -9,7 +9,8 @@ import tracemalloc
 import native
 import pytest
 import torch
-from native import CASES, Case, fresh_core
+from native import fresh_core
+from native_cases import CASES, Case
 
 CALLS = 200
 

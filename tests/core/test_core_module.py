@@ -10,7 +10,8 @@ from pathlib import Path
 import native
 import pytest
 import torch
-from native import CASES, ROWS, K, fresh_core, linear_plan, linear_tensors
+from native import ROWS, K, fresh_core, linear_plan, linear_tensors
+from native_cases import CASES
 
 import transformer_engine
 from transformer_engine import _core as shared

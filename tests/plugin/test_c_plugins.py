@@ -192,6 +192,40 @@ def test_errors_say_whose_they_are(tmp_path):
     assert slot.calls == 0
 
 
+def test_texts_of_any_encoding(tmp_path):
+    """Cut off within a character, or no UTF-8: the error is still the plug-in's."""
+    for i in range(4):  # of four bytes each
+        text = "x" * i + "\\U0001F525" * 300
+        (slot,) = _core.load_plugin(build(tmp_path, f"long{i}", REASON=text))
+        with pytest.raises(RuntimeError, match="backend mine: .*\U0001f525.* \\(output f32"):
+            filled(slot, 501.0)
+    (slot,) = _core.load_plugin(build(tmp_path, "latin", REASON="abc\\351"))
+    with pytest.raises(RuntimeError, match=r"abc\\xe9 \(output f32 \[3, 5\]\)"):
+        filled(slot, 501.0)
+
+
+def test_a_callback_that_raised_nothing_is_told(tmp_path):
+    (slot,) = _core.load_plugin(build(tmp_path))
+    with pytest.raises(RuntimeError, match=r"mine: it gave no reason \(output f32 \[3, 5\]\)"):
+        filled(slot, 601.0)
+
+
+def test_workspaces(tmp_path):
+    path = build(tmp_path, NAME="scratchy", WORKSPACE="1000.0")
+    (slot,) = _core.load_plugin(path)
+    for value in (0.0, 0.001, 1.0, 97.0):
+        assert (filled(slot, value) == torch.tensor(value + 0.5, dtype=torch.float32)).all()
+    huge = build(tmp_path, "huge", NAME="huge", WORKSPACE="1e18")
+    (slot,) = _core.load_plugin(huge)
+    with pytest.raises(MemoryError, match="fill: backend huge: it asks for 9000000000000000000 "):
+        filled(slot, 9.0)
+    plugin.register_library(plugin.get_registry(), path)
+    fill, output = plugin.get_default_manager().operator("te_fill"), torch.zeros(2, 2)
+    with plugin.with_preference("vendor"):
+        fill(output, 3.0)
+    assert (output == 3.5).all()
+
+
 def test_supports_of_a_slot():
     (slot,) = _core.load_plugin(usual())
     output, before = torch.zeros(2, 2), slot.calls

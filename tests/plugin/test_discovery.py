@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,8 @@ def test_entry_points(monkeypatch):
 
 
 FAILURES = {
+    "exits": "import sys; sys.exit(3)",
+    "exits when it registers": REGISTERS.format(entry="register", more="raise SystemExit(3)"),
     "raises": REGISTERS.format(entry="register", more="raise OSError('no chip')"),
     "has no entry": "x = 3",
     "can not be imported": "import a_module_that_is_not_there",
@@ -125,15 +128,15 @@ def test_an_interrupt_while_plug_ins_register(monkeypatch, told):
                 kind = KIND.VENDOR
                 registry.register(plugin.OpImpl(name, name, kind, print, vendor=self.value))
                 if self.value == "two" and asked.count("two") < 3:
-                    raise (KeyboardInterrupt, SystemExit)[asked.count("two") - 1]
+                    raise KeyboardInterrupt
 
             return register
 
     asked, points = [], [Point(name) for name in ("one", "two", "three")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     manager = plugin.OpManager()
-    for interrupt in KeyboardInterrupt, SystemExit:
-        with pytest.raises(interrupt):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
             manager.ensure_initialized()
         assert manager.registry.list_operators() == ["vendor.one"]
     assert "vendor.three" in str(manager.explain("vendor.three"))
@@ -162,6 +165,39 @@ def test_a_plug_in_that_fails_takes_nothing_of_others(monkeypatch, told):
     assert manager.call("op") == "flagos.other"
     assert [one.impl_id for one in manager.registry.get_implementations("op")] == ["flagos.other"]
     assert "OSError: no chip" in told.records[0].getMessage()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_a_failure_took_away_is_back(error, tmp_path, monkeypatch, told):
+    """Implementations that it has unregistered, or put its own in the place of."""
+    registry = plugin.OpRegistry()
+    impls = [plugin.OpImpl("my_op", f"reference.{n}", KIND.REFERENCE, str) for n in "abc"]
+    registry.register_many(impls)
+
+    def register(given):
+        given.unregister("my_op", "reference.a")
+        given.unregister("my_op", "reference.b")
+        given.register(plugin.OpImpl("my_op", "reference.b", KIND.REFERENCE, int))
+        given.register(plugin.OpImpl("other", "reference.b", KIND.REFERENCE, int))
+        raise error
+
+    point = SimpleNamespace(name="point", value="", load=lambda: register)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            plugin.discover_plugin(registry)
+    else:
+        assert plugin.discover_plugin(registry) == 0
+    assert registry.list_operators() == ["my_op"]
+    left = {impl.impl_id: impl for impl in registry.get_implementations("my_op")}
+    assert all(left[impl.impl_id] is impl for impl in impls) and len(left) == 3
+
+
+@pytest.mark.parametrize("name", ["libno_such.so", "libno_such.so.1", "libno_such.so.1.2", "./no"])
+def test_names_of_shared_objects(name, monkeypatch, told):
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", name)
+    plugin.OpManager().ensure_initialized()
+    assert f"{name}: cannot open shared object" in told.text
 
 
 def test_levels_of_the_logger(monkeypatch):

@@ -4,15 +4,19 @@
 The sample for JAX waits for `transformer_engine.jax`, which is not built yet.
 """
 
+import ast
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from transformer_engine import _core
+
+SETUP = Path(__file__).parents[2] / "setup.py"
 
 
 def run(code, tmp_path, **environment):
@@ -201,6 +205,27 @@ def test_levels_of_the_logger(level, is_told, tmp_path):
     assert ("no_such_module (env_module) did not register" in done.stderr) is is_told
 
 
+@pytest.mark.skipif(not SETUP.exists(), reason="needs the source tree")
+@pytest.mark.parametrize("te_cuda", ["", "0", "1"])
+@pytest.mark.parametrize("skip", ["", "0", "1", "yes"])
+def test_building_without_cuda(te_cuda, skip, monkeypatch):
+    """While it is built: what setup.py does, without building."""
+    functions = {
+        found.name: found for found in ast.parse(SETUP.read_text()).body if hasattr(found, "name")
+    }
+    body = ast.Module([functions["why_no_cuda"]], [])
+    names = {"os": os}
+    exec(compile(body, str(SETUP), "exec"), names)
+    monkeypatch.setenv("TE_CUDA", te_cuda)
+    monkeypatch.setenv("TE_FL_SKIP_CUDA", skip)
+    if skip == "yes" or (te_cuda, skip) == ("1", "1"):
+        with pytest.raises(SystemExit, match="TE_FL_SKIP_CUDA="):
+            names["why_no_cuda"]()
+        return
+    wanted = "TE_CUDA=0" if te_cuda == "0" else "TE_FL_SKIP_CUDA=1" if skip == "1" else ""
+    assert names["why_no_cuda"]() == wanted
+
+
 def test_usage(device):
     """Its recipe for training."""
     import transformer_engine.pytorch as te
@@ -208,6 +233,8 @@ def test_usage(device):
 
     fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)
     model, input = te.Linear(64, 32, device=device), torch.randn(16, 64, device=device)
+    before = fp8_gemms()
     with te.autocast(enabled=True, recipe=fp8_recipe):
         output = model(input)
+    assert fp8_gemms() - before == 1
     assert output.shape == (16, 32) and output.isfinite().all()

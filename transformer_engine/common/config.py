@@ -361,7 +361,8 @@ TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
     "TE_FL_PLUGIN_MODULES",
     (),
     _words,
-    "names of Python modules and paths of shared objects (/ or .so) with commas between them",
+    "names of Python modules and paths of shared objects (/, or .so or .so.1 at the end) "
+    "with commas between them",
     "What registers implementations, besides installed packages.",
 )
 TE_FL_SKIP_CUDA = _flag(

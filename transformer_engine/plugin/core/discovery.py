@@ -6,6 +6,7 @@ A plug-in is a Python module or function, or a shared object (transformer_engine
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,7 +128,8 @@ def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> No
 
 def _named(name: str) -> Any:
     """A module, or the path of a shared object as it is."""
-    return name if "/" in name or name.endswith(".so") else importlib.import_module(name)
+    is_path = "/" in name or re.search(r"\.so(\.\d+)*$", name)
+    return name if is_path else importlib.import_module(name)
 
 
 def _load(
@@ -146,7 +148,7 @@ def _load(
         with registry.undone_if_it_fails():
             _entry_of(load())(registry)
         done = True
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not end the program
         LoggerManager.get_logger().error(
             "plug-in %s (%s) did not register: %s: %s", name, source, type(error).__name__, error
         )

@@ -34,7 +34,7 @@ class OpRegistry:
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._snapshot = OpRegistrySnapshot({}, 0)
-        self._recorders: dict[int, list[OpImpl]] = {}  # by thread
+        self._recorders: dict[int, list[tuple[OpImpl, bool]]] = {}  # by thread; true: it came
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -64,7 +64,7 @@ class OpRegistry:
                         "unregister it first, or choose another impl_id"
                     )
                 changed[impl.op_name] = (*known, impl)
-            self._recorders.get(threading.get_ident(), []).extend(given)
+            self._record(given, True)
             listeners = self._changed(changed)
         _tell(listeners)
 
@@ -78,26 +78,31 @@ class OpRegistry:
             changed[op_name] = tuple(impl for impl in changed[op_name] if impl is not found)
             if not changed[op_name]:
                 del changed[op_name]
+            self._record((found,), False)
             listeners = self._changed(changed)
         _tell(listeners)
         return found
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """Inside ``with`` take out what this thread has registered there, if an error ends it."""
+        """What this thread (un)registers inside ``with``, undone if an error ends it."""
         thread = threading.get_ident()
         outer, made = self._recorders.get(thread), []
         self._recorders[thread] = made
         try:
             yield
         except BaseException:
-            for impl in made:
-                if self.get_implementation(impl.op_name, impl.impl_id) is impl:
+            done, made = made, []
+            self._recorders.pop(thread)
+            for impl, came in reversed(done):
+                there = self.get_implementation(impl.op_name, impl.impl_id)
+                if came and there is impl:
                     self.unregister(impl.op_name, impl.impl_id)
-            made.clear()
+                elif not came and there is None:
+                    self.register(impl)
             raise
         finally:
-            self._recorders.pop(thread)
+            self._recorders.pop(thread, None)
             if outer is not None:
                 self._recorders[thread] = outer
                 outer += made
@@ -105,6 +110,8 @@ class OpRegistry:
     def clear(self) -> None:
         """Take all out."""
         with self._lock:
+            for impls in self._snapshot.impls_by_op.values():
+                self._record(impls, False)
             listeners = self._changed({})
         _tell(listeners)
 
@@ -134,6 +141,11 @@ class OpRegistry:
         """Call ``listener.registry_changed()`` after each change, for as long as it lives."""
         with self._lock:
             self._listeners.add(listener)
+
+    def _record(self, impls: Iterable[OpImpl], came: bool) -> None:
+        recorder = self._recorders.get(threading.get_ident())
+        if recorder is not None:
+            recorder += [(impl, came) for impl in impls]
 
     def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple:
         """Put the snapshot in place, at once; who is to be told, once the lock is free."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import config, graphs
-from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization, flags_of
-from transformer_engine.common.plans import CallPlans, call_plans
-from transformer_engine.pytorch import arenas, scaling, torch_ops
-from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.common.graphs import Quantization, flags_of
+from transformer_engine.common.plans import CallPlans
+from transformer_engine.pytorch import arenas, scaling
 from transformer_engine.pytorch.function import (
     run_call,
     run_forward_alone,
@@ -35,10 +34,10 @@ from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
     PartTensors,
-    check_dtypes,
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import reset_linear
+from transformer_engine.pytorch.module.planned import Planned
 from transformer_engine.pytorch.module.situation import (
     Bound,
     keep,
@@ -85,7 +84,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class ComposedModule(Inspected, WeightGradients, Fp8Module):
+class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -540,57 +539,6 @@ class ComposedModule(Inspected, WeightGradients, Fp8Module):
     def _bind_outside(self) -> None:
         """Bind quantizers of weights while a graph is traced, outside of the graph."""
         quantized.bind_quantizers(self)
-
-    def _plans_for(
-        self, key: tuple, quantization: tuple[Quantization, ...], traced: bool
-    ) -> CallPlans:
-        if traced:
-            codes, epsilons = quantization[0].flat()
-            self._ensure_plans(key, codes, tuple(map(torch_ops.as_constant, epsilons)))
-        plans = self._plans.get(key)
-        return self._make_plans(key, quantization) if plans is None else plans
-
-    @constant_in_graphs
-    def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
-        """Make plans while a graph is traced, outside of the graph."""
-        import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
-
-        torch_ops.offer_formulas()
-        plans = self._plans.get(key)
-        if plans is None:
-            found = Quantization.of_flat(*quantization)
-            plans = self._make_plans(key, (found,) * len(self.PARTS))
-        if key[1] is not None:
-            self._keep_recipe(key[1])
-        reason = None if plans.quantized else "no FP8 was in force where it was compiled"
-        self.__dict__["_ran"] = Ran(plans, reason)
-
-    def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
-        """Plans for a kind of call; see `_prepare` for the key."""
-        count = len(self.PARTS)
-        device, _, recompute = key[:3]
-        flags, bias_grads = key[3 : 3 + count], key[3 + count : 3 + 2 * count]
-        inp, out, norm_dtype, *rest = self._codes(key[3 + 2 * count :])
-        parts = []
-        for i, sizes in enumerate(self._sizes()):
-            weight, bias, grad = rest[3 * i : 3 * i + 3]
-            dtypes = (inp if i == 0 else out, weight, bias, out, grad)
-            found = custom.in_dtype(quantization[i], out)
-            external = self._external[i] | custom.stages_of(found)
-            how = (found, flags[i], bias_grads[i], external)
-            parts.append(LinearSpec(*sizes, *dtypes, *how))
-        norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
-        prepare_device(device)
-        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute)
-        return keep(self._plans, key, call_plans(spec))
-
-    def _codes(self, dtypes: tuple) -> list[int]:
-        """Codes of the dtypes of a key; TypeError for what no plan takes."""
-        labels = ["inp", "output", "layer_norm_weight"]
-        for prefix in self.PARTS:
-            labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
-        check_dtypes(type(self).__name__, labels, dtypes)
-        return [_core.dtype_code(dtype) for dtype in dtypes]
 
     # ---- calibration -----------------------------------------------------------------------------
 
