@@ -6,7 +6,8 @@
  * A plug-in is known by its te_plugin_init: dlopen gives the same one for every name of a file. A
  * lock is held while one registers, so that two threads get one plug-in; whoever holds and drops
  * plug-ins does not wait for that, for it may hold a lock that the plug-in waits for (Python's).
- * Which plug-in is registering is a matter of its thread.
+ * Which plug-in is registering is a matter of its thread. One that is being released is waited for
+ * before it registers anew: its release and its te_plugin_init share its statics.
  */
 #include "core/plugin.h"
 
@@ -54,6 +55,7 @@ typedef struct registered_backend {
 struct te_plugin {
     te_plugin_init_function init;
     int users;
+    int32_t generation; /* of forks, when it was dropped: in a child nobody ends another's drop */
     struct te_plugin *next;
     registered_backend *backends, **last; /* in order */
 };
@@ -61,7 +63,10 @@ struct te_plugin {
 TE_PROCESS_LOCK(starting); /* held while a plug-in registers, and taken before the other one */
 TE_PROCESS_LOCK(lock);     /* of the list, and of the users of those in it */
 static te_plugin *plugins;
+static te_plugin *leaving; /* their backends are being released */
+static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 static _Thread_local te_plugin *registering; /* whose te_plugin_init this thread is in */
+static _Thread_local int releasing;          /* and in how many calls of `release` it is */
 
 /* ---- registration ------------------------------------------------------------------------- */
 
@@ -254,22 +259,41 @@ static const te_host_api host = {
 /* ---- life --------------------------------------------------------------------------------- */
 
 /* Without the lock: the plug-in's own code runs. */
-static void drop(te_plugin *plugin)
+static void release_backends(te_plugin *plugin)
 {
+    releasing++;
     while (plugin->backends != NULL) {
         registered_backend *backend = plugin->backends;
         plugin->backends = backend->next;
         if (backend->backend.release != NULL) backend->backend.release(backend->backend.self);
         free(backend);
     }
-    free(plugin);
+    releasing--;
 }
 
-/* One more user of the plug-in that has this function; NULL: there is none. */
+/* Takes a plug-in out of a list; with the lock. */
+static void unlink_plugin(te_plugin **at, const te_plugin *plugin)
+{
+    while (*at != plugin) at = &(*at)->next;
+    *at = plugin->next;
+}
+
+/* Whether one with this function is being released, by a thread of this process; with the lock. */
+static int is_leaving(te_plugin_init_function init)
+{
+    for (const te_plugin *at = leaving; at != NULL; at = at->next) {
+        if (at->init == init && at->generation == te_fork_generation()) return 1;
+    }
+    return 0;
+}
+
+/* One more user of the plug-in that has this function; NULL: there is none, nor one that is being
+ * released. */
 static te_plugin *find_plugin(te_plugin_init_function init)
 {
     te_plugin *found;
     (void)pthread_mutex_lock(&lock);
+    while (is_leaving(init)) (void)pthread_cond_wait(&left, &lock);
     for (found = plugins; found != NULL && found->init != init;) found = found->next;
     if (found != NULL) found->users++;
     (void)pthread_mutex_unlock(&lock);
@@ -288,7 +312,8 @@ static te_status start(te_plugin *plugin, const char *name)
     if (st == TE_OK) return TE_OK;
     (void)snprintf(reason, sizeof reason, "%s",
                    te_failure_count() == failures ? "it gave no reason" : te_last_error());
-    drop(plugin); /* before the text is set: it runs the plug-in's code */
+    release_backends(plugin); /* before the text is set: it runs the plug-in's code */
+    free(plugin);
     return TE_FAIL(st < TE_OK && st >= TE_ERROR_INTERRUPTED ? st : TE_ERROR_STATE,
                    "plug-in %s: te_plugin_init returned %d: %s", name, (int)st, reason);
 }
@@ -315,8 +340,9 @@ te_status te_plugin_add(te_plugin_init_function init, const char *name, te_plugi
     te_status st = TE_OK;
     *out = NULL;
     if (init == NULL || name == NULL) return TE_FAIL(TE_ERROR_INVALID, "plug-in: init is NULL");
-    if (registering != NULL) {
-        return TE_FAIL(TE_ERROR_STATE, "plug-in %s: one that registers may load no other", name);
+    if (registering != NULL || releasing > 0) {
+        return TE_FAIL(TE_ERROR_STATE, "plug-in %s: one that %s may load no other", name,
+                       registering != NULL ? "registers" : "is released");
     }
     (void)pthread_mutex_lock(&starting);
     *out = find_plugin(init);
@@ -355,17 +381,35 @@ void te_plugin_retain(te_plugin *plugin)
 
 void te_plugin_release(te_plugin *plugin)
 {
-    te_plugin **at = &plugins;
     int unused;
     if (plugin == NULL) return;
     (void)pthread_mutex_lock(&lock);
     unused = --plugin->users == 0;
     if (unused) {
-        while (*at != plugin) at = &(*at)->next;
-        *at = plugin->next;
+        unlink_plugin(&plugins, plugin);
+        plugin->generation = te_fork_generation();
+        plugin->next = leaving;
+        leaving = plugin;
     }
     (void)pthread_mutex_unlock(&lock);
-    if (unused) drop(plugin);
+    if (!unused) return;
+    release_backends(plugin);
+    (void)pthread_mutex_lock(&lock);
+    unlink_plugin(&leaving, plugin);
+    (void)pthread_cond_broadcast(&left);
+    (void)pthread_mutex_unlock(&lock);
+    free(plugin);
+}
+
+/* Nobody waits in a child, whatever its parent's threads did. */
+static void renew_left(void)
+{
+    (void)pthread_cond_init(&left, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks_of_left(void)
+{
+    (void)pthread_atfork(NULL, NULL, renew_left);
 }
 
 size_t te_plugin_slot_count(const te_plugin *plugin)

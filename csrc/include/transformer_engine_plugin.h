@@ -69,7 +69,7 @@ typedef struct te_plugin_backend {
     size_t operator_count;
     /* Called once when nothing can call the backend any more: when its last slot is dropped, or
      * where te_plugin_init fails after it has registered it. On any thread; a process may end
-     * before. NULL: nobody is told. */
+     * before. It loads no plug-in. NULL: nobody is told. */
     void (*release)(void *self);
     void *self;
 } te_plugin_backend;

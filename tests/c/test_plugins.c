@@ -3,7 +3,10 @@
  * test_plugins.c - plug-ins that are linked with the program: what is refused, versions of structs
  * on either side, slots, selections, threads.
  */
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #include <transformer_engine_plugin.h>
 
@@ -188,6 +191,39 @@ static void test_inside_of_an_init(test_device *t)
     TEST_OK(t, te_plugin_add(init_twice, "p", &plugin));
     TEST_CHECK(t, te_plugin_slot_count(plugin) == 1, "slots");
     te_plugin_release(plugin);
+}
+
+/* Operators of a later version: as far apart as they say, and nothing set that is not known. */
+static void test_larger_operators(test_device *t)
+{
+    struct {
+        te_plugin_operator known;
+        uint64_t appended;
+    } later[2];
+    te_plugin *plugin = NULL;
+    t->running = "larger operators";
+    good();
+    memset(later, 0, sizeof later);
+    for (int i = 0; i < 2; i++) {
+        later[i].known = plan.operators[0];
+        later[i].known.size = sizeof later[i];
+    }
+    later[1].known.name = "norm";
+    later[1].known.args_size = sizeof(te_norm_args);
+    plan.backend.operators = &later[0].known;
+    plan.backend.operator_count = 2;
+    TEST_OK(t, te_plugin_add(init, "the plug-in", &plugin));
+    TEST_CHECK(t, te_plugin_slot_count(plugin) == 2, "slots");
+    TEST_CHECK(t, te_plugin_slot_at(plugin, 1)->op == TE_OP_NORM, "the second one");
+    te_plugin_release(plugin);
+    released = 0;
+    later[1].appended = 1;
+    refused(t, TE_ERROR_UNSUPPORTED, "operator: it sets what this library", 0);
+    later[1].appended = 0;
+    later[1].known.size -= sizeof later[1].appended;
+    refused(t, TE_ERROR_INVALID, "operators have sizes", 0);
+    later[0].known.size = SIZE_MAX - 7;
+    refused(t, TE_ERROR_UNSUPPORTED, "operator: it sets what this library", 0);
 }
 
 /* ---- what a plug-in is handed -------------------------------------------------------------- */
@@ -422,17 +458,76 @@ static void test_threads(test_device *t)
     te_plugin_release(plugin);
 }
 
+/* ---- releasing and registering anew -------------------------------------------------------- */
+
+static _Atomic int in_release, overlapped;
+
+static void slow_release(void *self)
+{
+    te_plugin *other = NULL;
+    const struct timespec while_others_load = {.tv_nsec = 2000000};
+    atomic_fetch_add(&in_release, 1);
+    (void)nanosleep(&while_others_load, NULL);
+    if (te_plugin_add(init, "inner", &other) != TE_ERROR_STATE) ++*(int *)self;
+    atomic_fetch_sub(&in_release, 1);
+}
+
+static te_status slow_init(const te_host_api *api, uint32_t abi)
+{
+    (void)abi;
+    if (atomic_load(&in_release) != 0) atomic_fetch_add(&overlapped, 1);
+    host = api;
+    return api->register_backend(&plan.backend);
+}
+
+static void *load_and_leave(void *unused)
+{
+    int64_t failures = 0;
+    (void)unused;
+    for (int i = 0; i < 20; i++) {
+        te_plugin *plugin = NULL;
+        if (te_plugin_add(slow_init, "p", &plugin) != TE_OK) failures++;
+        te_plugin_release(plugin);
+    }
+    return (void *)(intptr_t)failures;
+}
+
+/* Its te_plugin_init never runs beside its release: both use its statics. */
+static void test_registering_anew(test_device *t)
+{
+    pthread_t threads[4];
+    te_plugin *plugin = NULL;
+    t->running = "registering anew";
+    good();
+    plan.backend.release = slow_release;
+    for (int i = 0; i < 4; i++) {
+        TEST_CHECK(t, pthread_create(&threads[i], NULL, load_and_leave, NULL) == 0, "thread");
+    }
+    for (int i = 0; i < 4; i++) {
+        void *failures = NULL;
+        TEST_CHECK(t, pthread_join(threads[i], &failures) == 0 && failures == NULL, "%d failures",
+                   (int)(intptr_t)failures);
+    }
+    TEST_CHECK(t, atomic_load(&overlapped) == 0, "%d times", atomic_load(&overlapped));
+    TEST_CHECK(t, released == 0, "it loaded another one when it was released");
+    plan.after = TE_ERROR_MEMORY; /* what fails is released under the lock of those that register */
+    TEST_CHECK(t, te_plugin_add(init, "p", &plugin) == TE_ERROR_MEMORY, "%s", te_last_error());
+    TEST_CHECK(t, released == 0, "it loaded another one when it failed");
+}
+
 static void check_all(test_device *t)
 {
     te_plugin *plugin = NULL;
     test_refusals(t);
     test_names_are_used_once(t);
     test_inside_of_an_init(t);
+    test_larger_operators(t);
     test_the_table(t);
     test_slots(t);
     test_workspaces(t);
     test_older_plugins(t);
     test_threads(t);
+    test_registering_anew(t);
     t->running = "files";
     TEST_CHECK(t, te_plugin_load("/no/such/file.so", &plugin) == TE_ERROR_INVALID, "load");
     TEST_CHECK(t, strstr(te_last_error(), "/no/such/file.so") != NULL, "%s", te_last_error());

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import transformer_engine.pytorch
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.builtin import OPERATORS
 from transformer_engine.plugin.core import discovery
@@ -403,4 +404,5 @@ def test_a_backward_has_the_selection_of_its_forward():
 
 
 def test_names_of_functions():
+    assert transformer_engine.pytorch.plugin is transformer_engine.plugin
     assert discovery.discover_op_plugin is discovery.discover_plugin

@@ -145,7 +145,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Attention: parts of other backends",
-        "the backends are torch's scaled_dot_product_attention and this library's own",
+        "the backends are torch's scaled_dot_product_attention, this library's own and a plug-in's",
         "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN choose (docs/attention.md); "
         "te.DotProductAttention attends",
         """
@@ -188,7 +188,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Communication of quantized tensors",
-        "there are no quantized tensors to communicate",
+        "what ranks exchange is in high precision",
         "pass plain tensors, quantizer=None",
         "pytorch.distributed: _NVFP4AllGatherAsyncHandle",
         partly="pytorch.distributed.gather_along_first_dim",

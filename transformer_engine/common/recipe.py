@@ -10,8 +10,7 @@ Two habits of client programs shape this file. They pass keyword arguments that 
 have (`recipe_base.accept_unknown_arguments`). And they unpickle recipes through allow-lists of
 class names, so the pickle of a recipe must name this module's public classes only.
 
-Recipes that are not built yet can be imported and made, since programs do so whether they use them
-or not; `autocast` and the modules refuse them (`common.absent`). Which recipes work is asked with
+Every recipe runs on every device. Which of them a device multiplies by itself is asked with
 ``te.is_mxfp8_available()``, its siblings and ``check_*_support()`` of `pytorch.quantization`, never
 with ``hasattr``.
 """

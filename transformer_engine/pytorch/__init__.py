@@ -77,6 +77,7 @@ _NAMES_OF = {
 }
 """Modules that are imported when one of these names is asked for."""
 _LAZY = {name: f"{__name__}.{of}" for of, names in _NAMES_OF.items() for name in names.split()}
+_LAZY["plugin"] = "transformer_engine"  # te.plugin.explain, te.plugin.check
 
 __getattr__, __dir__ = absent.attach(globals(), _SUBMODULES, _LAZY)
 

@@ -194,8 +194,8 @@ def gather_along_first_dim(
     """Put the tensors [n, ...] of all ranks, of one shape, one below the other: [ranks * n, ...].
 
     `process_group` None: all ranks. `output_tensor`, contiguous, is written where it is given.
-    Returns it and a handle or None; that of an asynchronous call is to be waited for. Quantized
-    tensors are not there yet: NotImplementedError for a quantizer.
+    Returns it and a handle or None; that of an asynchronous call is to be waited for. They are
+    not quantized on the way: NotImplementedError for a quantizer.
     """
     if quantizer is not None:
         raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
