@@ -320,6 +320,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "load_plugin": lambda core: Case([c_plugins.usual()]),
     "obey": lambda core: Case([None]),
     "find_selections": lambda core: Case([print]),
+    "before_cuda": lambda core: Case([print]),
     "selected": lambda core: Case([]),
     "unselected": lambda core: Case([]),
     "selection_number": lambda core: Case([]),

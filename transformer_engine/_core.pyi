@@ -410,6 +410,9 @@ def obey(dispatcher: Dispatcher | None, /) -> None:
 def find_selections(find: Callable[[], Any], /) -> None:
     """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
 
+def before_cuda(check: Callable[[], Any], /) -> None:
+    """Call ``check()`` before a context of a CUDA device is made: it may raise."""
+
 def obeying(name: str, /) -> Callable[..., None]:
     """The function of an operator that asks first what runs of plans ask.
 

@@ -23,12 +23,37 @@ static void context_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-static tepy_context *context_make(PyTypeObject *type, te_device device)
+/* Where the program goes without CUDA an exception says so. */
+static int may_use(const tepy_state *state, te_device device)
 {
+    PyObject *check = state->before_cuda, *done;
+    if (device.type != TE_DEVICE_CUDA || check == NULL) return 0;
+    Py_INCREF(check);
+    done = PyObject_CallNoArgs(check);
+    Py_DECREF(check);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+PyObject *tepy_before_cuda(PyObject *module, PyObject *check)
+{
+    if (!PyCallable_Check(check)) {
+        (void)tepy_fail(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
+                        "expected a callable, got %R", Py_TYPE(check));
+        return NULL;
+    }
+    tepy_set(&tepy_state_of(module)->before_cuda, Py_NewRef(check));
+    return Py_NewRef(Py_None);
+}
+
+static tepy_context *context_make(const tepy_state *state, te_device device)
+{
+    PyTypeObject *type = (PyTypeObject *)state->context_type;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     te_context *context = NULL;
     tepy_context *self;
     te_status st;
+    if (may_use(state, device) != 0) return NULL;
     Py_BEGIN_ALLOW_THREADS; /* opens libraries */
     st = te_context_create(device, &context);
     Py_END_ALLOW_THREADS;
@@ -50,13 +75,14 @@ static tepy_context *context_make(PyTypeObject *type, te_device device)
 static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device_type", "index", NULL};
-    PyObject *device_type = NULL, *index = NULL;
+    PyObject *device_type = NULL, *index = NULL, *module = PyType_GetModule(type);
     te_device device;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:Context", names, &device_type, &index) ||
+    if (module == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:Context", names, &device_type, &index) ||
         tepy_device_args("Context", device_type, index, &device) != 0) {
         return NULL;
     }
-    return (PyObject *)context_make(type, device);
+    return (PyObject *)context_make(tepy_state_of(module), device);
 }
 
 /* Releases the te_context; -1 where a call is running. */
@@ -161,7 +187,7 @@ static tepy_context *own_context(tepy_state *state, te_device device)
     if (slot < 0) return NULL;
     self = (tepy_context *)state->contexts[slot];
     if (!is_usable(self)) {
-        self = context_make((PyTypeObject *)state->context_type, device);
+        self = context_make(state, device);
         if (self == NULL) return NULL;
         if (state->tuning[slot] != NULL && set_tuning(self, state->tuning[slot]) != 0) {
             Py_DECREF(self);

@@ -492,6 +492,7 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
         (void)tepy_fail(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
         return NULL;
     }
+    if (table != Py_None && tepy_check_table(self, table, site) != 0) return NULL;
     self->version++;
     tepy_set(&self->table, table == Py_None ? NULL : Py_NewRef(table));
     return Py_NewRef(Py_None);
@@ -560,44 +561,33 @@ static PyType_Spec dispatcher_spec = {
 
 /* ---- types -------------------------------------------------------------------------------- */
 
-static int add_type(PyObject *module, const char *name, PyObject *type)
+/* Keeps a type that was made in *slot, and adds it to the module. */
+static int add_type(PyObject *module, const char *name, PyObject **slot, PyObject *made)
 {
-    return type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
+    *slot = made;
+    return made == NULL ? -1 : PyModule_AddObjectRef(module, name, made);
 }
 
 int tepy_dispatch_add(PyObject *module)
 {
-    tepy_state *state = tepy_state_of(module);
-    PyObject *made;
-    state->frames = PyThread_tss_alloc();
-    if (state->frames == NULL || PyThread_tss_create(state->frames) != 0) {
+    tepy_state *s = tepy_state_of(module);
+    PyObject *choice_type = NULL;
+    int failed;
+    s->frames = PyThread_tss_alloc();
+    if (s->frames == NULL || PyThread_tss_create(s->frames) != 0) {
         (void)PyErr_NoMemory();
         return -1;
     }
-    state->operator_type = PyType_FromModuleAndSpec(module, &operator_spec, NULL);
-    state->scope_type = tepy_scope_make_type(module);
-    state->selection_type = tepy_selection_make_type(module);
-    state->dispatcher_type = PyType_FromModuleAndSpec(module, &dispatcher_spec, NULL);
-    state->predicate_type = tepy_predicate_make_type(module);
-    state->implementation_type = PyType_FromModuleAndSpec(module, &implementation_spec, NULL);
-    made = PyType_FromModuleAndSpec(module, &choice_spec, NULL);
-    if (made == NULL || PyModule_AddObjectRef(module, "Choice", made) != 0) {
-        Py_XDECREF(made);
-        return -1;
-    }
-    Py_DECREF(made);
-    return add_type(module, "Operator", state->operator_type) != 0 ||
-                   add_type(module, "Scope", state->scope_type) != 0 ||
-                   add_type(module, "Selection", state->selection_type) != 0 ||
-                   add_type(module, "Dispatcher", state->dispatcher_type) != 0 ||
-                   add_type(module, "Predicate", state->predicate_type) != 0 ||
-                   add_type(module, "Implementation", state->implementation_type) != 0
-               ? -1
-               : 0;
-}
-
-void tepy_dispatch_free(tepy_state *state)
-{
-    if (state->frames != NULL) PyThread_tss_free(state->frames);
-    state->frames = NULL;
+#define MADE(spec) PyType_FromModuleAndSpec(module, &spec##_spec, NULL)
+    failed =
+        add_type(module, "Operator", &s->operator_type, MADE(operator)) != 0 ||
+        add_type(module, "Scope", &s->scope_type, tepy_scope_make_type(module)) != 0 ||
+        add_type(module, "Selection", &s->selection_type, tepy_selection_make_type(module)) != 0 ||
+        add_type(module, "Dispatcher", &s->dispatcher_type, MADE(dispatcher)) != 0 ||
+        add_type(module, "Predicate", &s->predicate_type, tepy_predicate_make_type(module)) != 0 ||
+        add_type(module, "Implementation", &s->implementation_type, MADE(implementation)) != 0 ||
+        add_type(module, "Choice", &choice_type, MADE(choice)) != 0;
+#undef MADE
+    Py_XDECREF(choice_type);
+    return failed ? -1 : 0;
 }

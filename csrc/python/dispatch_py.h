@@ -37,6 +37,9 @@ PyObject *tepy_scope_make_type(PyObject *module);
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
 /* Whether this thread is in a scope in which runs of plans obey nobody: the innermost one. */
 int tepy_obeys_nobody(const tepy_dispatcher *dispatcher);
+/* -1 with an exception where an entry of a table, a tuple, has another item than Implementations.
+ */
+int tepy_check_table(const tepy_dispatcher *dispatcher, PyObject *table, tepy_site site);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
 

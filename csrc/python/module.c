@@ -13,12 +13,14 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     tepy_state *state = tepy_state_of(module);
     int result = tepy_state_visit(state, visit, arg);
+    if (result == 0) result = tepy_scopes_visit(state, visit, arg);
     return result != 0 ? result : tepy_backends_visit(state, visit, arg);
 }
 
 static int module_clear(PyObject *module)
 {
     tepy_state *state = tepy_state_of(module);
+    tepy_scopes_clear(state);
     tepy_backends_clear(state);
     tepy_state_clear(state);
     return 0;
@@ -28,7 +30,6 @@ static void module_free(void *module)
 {
     (void)module_clear(module);
     tepy_operators_free(tepy_state_of(module)); /* functions hold the module: there are none now */
-    tepy_dispatch_free(tepy_state_of(module));
 }
 
 /* Numbers of the public headers by their names there, less the TE_. */

@@ -112,26 +112,37 @@ static int ask_once(predicate *self, PyObject *tensor)
 static int is_plain(PyTypeObject *type)
 {
     return type == Py_TYPE(Py_None) || type == &PyLong_Type || type == &PyBool_Type ||
-           type == &PyFloat_Type || type == &PyUnicode_Type || type == &PyList_Type ||
-           type == &PyTuple_Type;
+           type == &PyFloat_Type || type == &PyUnicode_Type;
+}
+
+/* Lists in lists that are looked into; operators have two. */
+#define DEPTH 4
+
+/* Of a list or tuple the first item tells. Answers as of `ask`. */
+static int ask_argument(predicate *self, PyObject *argument, int depth)
+{
+    const tepy_state *state = self->state;
+    PyObject *type = (PyObject *)Py_TYPE(argument), *first;
+    const int is_list = type == (PyObject *)&PyList_Type;
+    int result;
+    if ((type == state->tensor_type || type == state->parameter_type) && state->exchange != NULL)
+        return ask_once(self, argument);
+    if (is_plain((PyTypeObject *)type)) return 2;
+    if (!is_list && type != (PyObject *)&PyTuple_Type) return ask(self, argument);
+    if (depth == DEPTH || PyObject_Size(argument) < 1) return 2;
+    first = Py_NewRef(is_list ? PyList_GetItem(argument, 0) : PyTuple_GetItem(argument, 0));
+    result = ask_argument(self, first, depth + 1);
+    Py_DECREF(first);
+    return result;
 }
 
 int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     predicate *self = (predicate *)object;
-    const tepy_state *state = self->state;
     const Py_ssize_t count = tepy_positional(nargsf) + (names == NULL ? 0 : PyTuple_Size(names));
     PyObject *answer;
     int result = 2;
-    for (Py_ssize_t i = 0; i < count && result == 2; i++) {
-        PyObject *type = (PyObject *)Py_TYPE(args[i]);
-        const int is_tensor = type == state->tensor_type || type == state->parameter_type;
-        if (is_tensor && state->exchange != NULL) {
-            result = ask_once(self, args[i]);
-        } else if (!is_plain((PyTypeObject *)type)) {
-            result = ask(self, args[i]);
-        }
-    }
+    for (Py_ssize_t i = 0; i < count && result == 2; i++) result = ask_argument(self, args[i], 0);
     if (result == 2) result = 1; /* nothing is against it */
     if (result != 1 || self->supports == NULL) return result;
     answer = tepy_call_vector(self->supports, args, nargsf, names);

@@ -21,46 +21,120 @@ typedef struct scope {
 } scope;
 
 /* What is in force for a thread, innermost first. */
-typedef struct tepy_frame {
+struct tepy_frame {
     PyObject *owner; /* the Scope */
     PyObject *table; /* of `met`; NULL: not made yet */
     PyObject *met;   /* the dispatcher that asked last */
     unsigned long long version;
-    struct tepy_frame *outer;
-} tepy_frame;
+    tepy_frame *outer;
+    tepy_frame *next, **link; /* in the list of all threads; what points to this one */
+};
 
 static tepy_frame *innermost(const tepy_state *state)
 {
-    return PyThread_tss_get(state->frames);
+    return state->frames == NULL ? NULL : PyThread_tss_get(state->frames);
+}
+
+static void release(tepy_frame *frame)
+{
+    Py_DECREF(frame->owner);
+    Py_XDECREF(frame->table);
+    Py_XDECREF(frame->met);
+    free(frame);
+}
+
+/* A frame that its thread has no more. */
+static void drop(tepy_frame *frame)
+{
+    *frame->link = frame->next;
+    if (frame->next != NULL) frame->next->link = frame->link;
+    release(frame);
+}
+
+int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg)
+{
+    for (tepy_frame *frame = state->entered; frame != NULL; frame = frame->next) {
+        Py_VISIT(frame->owner);
+        Py_VISIT(frame->table);
+        Py_VISIT(frame->met);
+    }
+    return 0;
+}
+
+void tepy_scopes_clear(tepy_state *state)
+{
+    tepy_frame *frame = state->entered;
+    if (state->frames != NULL) PyThread_tss_free(state->frames);
+    state->frames = NULL; /* no thread is in a scope, leaves or enters one */
+    state->entered = NULL;
+    while (frame != NULL) {
+        tepy_frame *next = frame->next;
+        release(frame);
+        frame = next;
+    }
 }
 
 /* ---- tables in force ---------------------------------------------------------------------- */
+
+int tepy_check_table(const tepy_dispatcher *self, PyObject *table, tepy_site site)
+{
+    const PyTypeObject *wanted = (PyTypeObject *)self->state->implementation_type;
+    for (Py_ssize_t place = 0; place < PyTuple_Size(table); place++) {
+        PyObject *entry = PyTuple_GetItem(table, place);
+        for (Py_ssize_t i = 0; PyTuple_Check(entry) && i < PyTuple_Size(entry); i++) {
+            PyObject *item = PyTuple_GetItem(entry, i);
+            if (Py_TYPE(item) != wanted)
+                return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
+                                 Py_TYPE(item));
+        }
+    }
+    return 0;
+}
 
 /* New reference: what a dispatcher's function makes of a policy. */
 static PyObject *make_table(const tepy_dispatcher *self, PyObject *policy)
 {
     PyObject *table = PyObject_CallFunctionObjArgs(self->resolve, policy, NULL);
     const tepy_site site = {"Dispatcher", "resolve"};
-    if (table == NULL || PyTuple_Check(table)) return table;
-    (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    if (table == NULL) return NULL;
+    if (!PyTuple_Check(table)) {
+        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+    } else if (tepy_check_table(self, table, site) == 0) {
+        return table;
+    }
     Py_DECREF(table);
     return NULL;
 }
 
-/* New reference to the table of a frame's policy; it stays with the frame. The frame is the
- * thread's, and lives on while the function runs. */
+/* Whether the thread is still in a scope by this frame; the memory of one that was left may have
+ * become that of another scope's. */
+static int is_entered(const tepy_state *state, const tepy_frame *frame, const PyObject *owner)
+{
+    const tepy_frame *each = innermost(state);
+    while (each != NULL && each != frame) each = each->outer;
+    return each != NULL && each->owner == owner;
+}
+
+/* New reference to the table of a frame's policy; it stays with the frame. What is asked while it
+ * is made may leave the scope (a generator that holds it goes on), and the frame is gone. */
 static PyObject *table_of_frame(tepy_dispatcher *self, tepy_frame *frame)
 {
     const unsigned long long version = self->version;
-    PyObject *table;
+    PyObject *table, *owner;
     if (frame->table != NULL && frame->met == (PyObject *)self && frame->version == version) {
         return Py_NewRef(frame->table);
     }
-    table = make_table(self, ((scope *)frame->owner)->policy);
-    if (table == NULL) return NULL;
-    tepy_set(&frame->table, Py_NewRef(table));
-    tepy_set(&frame->met, Py_NewRef((PyObject *)self));
-    frame->version = version;
+    owner = Py_NewRef(frame->owner);
+    table = make_table(self, ((scope *)owner)->policy);
+    if (table != NULL && is_entered(self->state, frame, owner)) {
+        PyObject *former = frame->table, *met = frame->met;
+        frame->table = Py_NewRef(table);
+        frame->met = Py_NewRef((PyObject *)self);
+        frame->version = version;
+        Py_XDECREF(former); /* from here on the frame may be gone, too */
+        Py_XDECREF(met);
+    }
+    Py_DECREF(owner);
     return table;
 }
 
@@ -145,12 +219,13 @@ static int show_label(const tepy_state *state, PyObject *labels)
     if (frame == NULL) {
         label = PyUnicode_FromString("");
     } else {
-        scope *self = (scope *)frame->owner;
+        scope *self = (scope *)Py_NewRef(frame->owner);
         if (self->label == NULL && self->table != NULL)
             self->label = PyUnicode_FromFormat("table %p", (void *)self->table);
-        else if (self->label == NULL)
-            self->label = PyObject_Repr(self->policy);
+        else if (self->label == NULL) /* another thread may have made it meanwhile */
+            tepy_set(&self->label, PyObject_Repr(self->policy));
         label = Py_XNewRef(self->label);
+        Py_DECREF((PyObject *)self);
     }
     if (label == NULL) return -1;
     result = PyObject_SetAttrString(labels, "scope", label);
@@ -173,19 +248,28 @@ PyObject *tepy_label_scopes(PyObject *module, PyObject *labels)
 static PyObject *scope_enter(PyObject *object, PyObject *unused)
 {
     const scope *self = (const scope *)object;
-    tepy_frame *frame = calloc(1, sizeof *frame);
+    tepy_state *state = self->state;
+    tepy_frame *frame;
     (void)unused;
+    if (state->frames == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "__enter__: the module is being finalized");
+        return NULL;
+    }
+    frame = calloc(1, sizeof *frame);
     if (frame == NULL) return PyErr_NoMemory();
-    frame->outer = innermost(self->state);
-    if (PyThread_tss_set(self->state->frames, frame) != 0) {
+    frame->outer = innermost(state);
+    if (PyThread_tss_set(state->frames, frame) != 0) {
         free(frame);
         return PyErr_NoMemory();
     }
     frame->owner = Py_NewRef(object);
-    if (show_label(self->state, self->state->labels) == 0) return Py_NewRef(self->policy);
-    (void)PyThread_tss_set(self->state->frames, frame->outer); /* nobody is going to leave it */
-    Py_DECREF(frame->owner);
-    free(frame);
+    frame->link = &state->entered;
+    frame->next = state->entered;
+    if (frame->next != NULL) frame->next->link = &frame->next;
+    state->entered = frame;
+    if (show_label(state, state->labels) == 0) return Py_NewRef(self->policy);
+    (void)PyThread_tss_set(state->frames, frame->outer); /* nobody is going to leave it */
+    drop(frame);
     return NULL;
 }
 
@@ -201,10 +285,7 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
         return NULL;
     }
     (void)PyThread_tss_set(self->state->frames, frame->outer);
-    Py_XDECREF(frame->table);
-    Py_XDECREF(frame->met);
-    Py_DECREF(frame->owner);
-    free(frame);
+    drop(frame);
     return show_label(self->state, self->state->labels) != 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -247,8 +328,7 @@ static PyType_Slot scope_slots[] = {
 static PyType_Spec scope_spec = {
     .name = "transformer_engine._core.Scope",
     .basicsize = sizeof(scope),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = scope_slots,
 };
 

@@ -222,16 +222,18 @@ PyObject *tepy_selection_make_type(PyObject *module)
 
 /* ---- what runs ask ------------------------------------------------------------------------ */
 
-/* New reference to the dispatcher that modules obey, or NULL; *failed where an exception is set. */
+/* New reference to the dispatcher that modules obey, or NULL; *failed where an exception is set.
+ * Threads that come while the first one looks for plug-ins look, too, which has them wait for its
+ * imports: none of them runs as if there were none. */
 static tepy_dispatcher *obeyed(tepy_state *state, int *failed)
 {
     *failed = 0;
     if (state->dispatcher == NULL && state->find_dispatcher != NULL && !state->found_dispatcher) {
-        PyObject *made;
-        state->found_dispatcher = 1; /* plug-ins may run modules while they register */
-        made = PyObject_CallNoArgs(state->find_dispatcher);
+        const unsigned long long told = state->told_dispatcher;
+        PyObject *made = PyObject_CallNoArgs(state->find_dispatcher);
         *failed = made == NULL;
-        if (made == NULL) state->found_dispatcher = 0;
+        /* Nobody has told meanwhile whom to obey, or to look anew: there is nobody. */
+        if (made != NULL && told == state->told_dispatcher) state->found_dispatcher = 1;
         Py_XDECREF(made);
     }
     if (*failed) return NULL;
@@ -268,6 +270,7 @@ PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
         return NULL;
     }
     state->found_dispatcher = 0;
+    state->told_dispatcher++;
     tepy_set(&state->dispatcher, dispatcher == Py_None ? NULL : Py_NewRef(dispatcher));
     return Py_NewRef(Py_None);
 }

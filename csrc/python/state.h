@@ -37,6 +37,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(predicate_type, INIT)                                                                        \
     X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
     X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
+    X(before_cuda, LAZY)       /* callable that raises where CUDA is not to be used */             \
     X(labels, LAZY)            /* a threading.local: where threads show the scopes they are in */  \
     X(key_dtype, INIT)         /* "dtype" */                                                       \
     X(key_requires_grad, INIT) /* "requires_grad" */                                               \
@@ -61,6 +62,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(field_names, TE_OP_COUNT, INIT) /* names of the fields of each operator, interned */
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
+typedef struct tepy_frame tepy_frame;     /* scope_py.c */
 
 typedef struct tepy_state {
 #define X(name, stage) PyObject *name;
@@ -72,8 +74,10 @@ typedef struct tepy_state {
     const tepy_dl_exchange *exchange; /* NULL until bind_torch */
     tepy_backend *backends;           /* linked list of those registered through this module */
     PyMethodDef *operators;           /* of the operators' functions; NULL until they are added */
-    Py_tss_t *frames;                 /* of each thread: the scopes that it is in */
-    int found_dispatcher;             /* find_dispatcher was called */
+    Py_tss_t *frames;     /* of each thread: the scopes that it is in; NULL: none any more */
+    tepy_frame *entered;  /* linked list of the frames of all threads */
+    int found_dispatcher; /* find_dispatcher was called, and found none */
+    unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 
 static inline tepy_state *tepy_state_of(PyObject *module)
@@ -173,7 +177,12 @@ void tepy_operators_free(tepy_state *state);
 
 /* Adds the types of operators whose implementations are chosen from Python. */
 int tepy_dispatch_add(PyObject *module);
-void tepy_dispatch_free(tepy_state *state);
+
+/* ---- scope_py.c ---- */
+
+/* Visits and gives up what scopes that were entered and not left hold. */
+int tepy_scopes_visit(tepy_state *state, visitproc visit, void *arg);
+void tepy_scopes_clear(tepy_state *state);
 
 /* ---- operators_py.c ---- */
 
@@ -262,6 +271,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "Have runs of plans ask what a Dispatcher's tables have at place 0; None: nobody.")          \
     X(find_selections, ONE, "find, /",                                                             \
       "Call find() before the first run that obeys nobody: it may call obey().")                   \
+    X(before_cuda, ONE, "check, /",                                                                \
+      "Call check() before a context of a CUDA device is made: it may raise.")                     \
     X(selected, NONE, "/",                                                                         \
       "A Scope of what runs of this thread obey, for a backward; None where they obey nobody.")    \
     X(unselected, NONE, "/", "The same of runs that obey nobody, whoever came since.")             \

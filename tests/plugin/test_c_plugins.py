@@ -285,7 +285,7 @@ def test_names_that_are_taken(tmp_path, monkeypatch, told):
 @pytest.mark.parametrize("as_type", [str, Path])
 def test_entry_points_that_are_paths(as_type, monkeypatch):
     class Point:
-        name = "point"
+        name, value = "point", "a path"
 
         @staticmethod
         def load():

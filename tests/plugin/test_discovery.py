@@ -76,7 +76,7 @@ def test_entry_points(monkeypatch):
         registry.register(plugin.OpImpl("my_op", "reference.r", KIND.REFERENCE, lambda: "found"))
 
     class Point:
-        name = "point"
+        name, value = "point", "module:register"
 
         @staticmethod
         def load():
@@ -115,6 +115,59 @@ def test_failures_are_told_once_and_leave_nothing(kind, tmp_path, monkeypatch, t
     assert [done for *_, done in plugin.get_discovered_plugin()] == [False, True, False]
 
 
+def test_an_interrupt_while_plug_ins_register(monkeypatch, told):
+    """It is raised, and the next use goes on from there; nothing is lost or registered twice."""
+
+    class Point:
+        def __init__(self, name):
+            self.name, self.value = "plug-in", name
+
+        def load(self):
+            def register(registry):
+                asked.append(self.value)
+                name = f"vendor.{self.value}"
+                kind = KIND.VENDOR
+                registry.register(plugin.OpImpl(name, name, kind, print, vendor=self.value))
+                if self.value == "two" and asked.count("two") < 3:
+                    raise KeyboardInterrupt
+
+            return register
+
+    asked, points = [], [Point(name) for name in ("one", "two", "three")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    manager = plugin.OpManager()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            manager.ensure_initialized()
+        assert manager.registry.list_operators() == ["vendor.one"]
+    assert "vendor.three" in str(manager.explain("vendor.three"))
+    assert manager.registry.list_operators() == ["vendor.one", "vendor.two", "vendor.three"]
+    assert asked == ["one", "two", "two", "two", "three"] and not told.records
+
+
+def test_a_plug_in_that_fails_takes_nothing_of_others(monkeypatch, told):
+    """What another thread registers meanwhile stays."""
+
+    class Point:
+        name, value = "bad", "module:register"
+
+        @staticmethod
+        def load():
+            return register
+
+    def register(registry):
+        registry.register(plugin.OpImpl("op", "vendor.bad", KIND.VENDOR, print, vendor="bad"))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(registry.register, counted("flagos.other", KIND.DEFAULT)).result(30)
+        raise OSError("no chip")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point])
+    manager = plugin.OpManager()
+    assert manager.call("op") == "flagos.other"
+    assert [one.impl_id for one in manager.registry.get_implementations("op")] == ["flagos.other"]
+    assert "OSError: no chip" in told.records[0].getMessage()
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_what_a_failure_took_away_is_back(error, tmp_path, monkeypatch, told):
     """Implementations that it has unregistered, or put its own in the place of."""
@@ -129,7 +182,7 @@ def test_what_a_failure_took_away_is_back(error, tmp_path, monkeypatch, told):
         given.register(plugin.OpImpl("other", "reference.b", KIND.REFERENCE, int))
         raise error
 
-    point = SimpleNamespace(name="point", load=lambda: register)
+    point = SimpleNamespace(name="point", value="", load=lambda: register)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
@@ -149,7 +202,8 @@ def test_names_of_shared_objects(name, monkeypatch, told):
 
 
 def test_levels_of_the_logger(monkeypatch):
-    for name, level in (("TEFL_LOG_LEVEL", "info"), ("TE_FL_LOG_LEVEL", "ERROR")):
+    names = "NOTSET DEBUG INFO WARN WARNING ERROR FATAL CRITICAL".split()
+    for name, level in (("TEFL_LOG_LEVEL", "info"), *(("TE_FL_LOG_LEVEL", one) for one in names)):
         monkeypatch.setenv(name, level)
         LoggerManager.reset()
         assert LoggerManager.get_logger().level == getattr(logging, level.upper())
@@ -248,6 +302,71 @@ def test_a_forked_child_goes_on(tmp_path):
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=environment
     )
+
+
+def test_a_fork_while_plug_ins_register(tmp_path):
+    """By the thread in which they do the child goes on; by another one it says what is missing."""
+    (tmp_path / "forks.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        import __main__
+        from transformer_engine.plugin.core import BackendImplKind, OpImpl
+
+        def add(registry, name, **options):
+            fn = lambda: name
+            registry.register(OpImpl("op", name, BackendImplKind.DEFAULT, fn, **options))
+
+        def register(registry):
+            add(registry, "flagos.a")
+            __main__.registers.set()
+            assert __main__.leave.wait(30)
+            if os.environ["FORKS"] == "plug-in":
+                __main__.child = os.fork()
+            add(registry, "flagos.b")
+        """)
+    )
+    program = """
+        import os, threading
+        from transformer_engine.plugin import core as plugin
+        registers, leave, child = threading.Event(), threading.Event(), None
+        manager = plugin.OpManager()
+        op = manager.operator("op")
+
+        def end(child):
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+        if os.environ["FORKS"] == "plug-in":
+            leave.set()
+            assert op() == "flagos.b"
+            if child == 0:
+                os._exit(17)
+        else:
+            thread = threading.Thread(target=manager.ensure_initialized)
+            thread.start()
+            assert registers.wait(30)
+            child = os.fork()
+            if child == 0:
+                for ask in (op, manager.selection, lambda: manager.explain("op")):
+                    try:
+                        ask()
+                    except RuntimeError as error:
+                        assert "forked while another thread" in str(error)
+                    else:
+                        os._exit(1)
+                leave.set()
+                assert plugin.OpManager().call("op") == "flagos.b"
+                os._exit(17)
+            leave.set()
+            thread.join()
+            assert op() == "flagos.b"
+        end(child)
+    """
+    for forks in ("plug-in", "main"):
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "FORKS": forks,
+                       "TE_FL_PLUGIN_MODULES": "forks",
+                       "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}  # fmt: skip
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        subprocess.run(command, check=True, timeout=60, env=environment)
 
 
 def test_a_backward_has_the_selection_of_its_forward():

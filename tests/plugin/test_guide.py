@@ -119,65 +119,97 @@ def test_out_of_tree_by_an_entry_point(tmp_path):
     assert run(CALL, tmp_path) == ["8"]
 
 
-GELU = """
+VENDORS = """
 from transformer_engine.plugin.core import BackendImplKind, OpImpl
 
 
 def register(registry):
-    kind = BackendImplKind.VENDOR
-    for vendor, takes in (("acme", False), ("my_vendor", True)):
+    for vendor, takes in ("acme", False), ("my_vendor", True):
         impl = OpImpl(
-            "gelu", f"vendor.{vendor}", kind, lambda x, quantizer: x, vendor=vendor,
-            priority=not takes, supports=lambda x, quantizer, takes=takes: takes,
+            "gelu", f"vendor.{vendor}", BackendImplKind.VENDOR, lambda input, quantizer: input,
+            vendor=vendor, priority=not takes, supports=lambda *args, takes=takes: takes,
         )
         registry.register(impl)
 """
 WHO_RAN = """
-import logging
 import torch
 import transformer_engine_torch as tex
-from transformer_engine.plugin import counts
-from transformer_engine.plugin.core.logger_manager import LoggerManager
+from transformer_engine.plugin.core import get_manager
 try:
     tex.gelu(torch.zeros(1, 1), None)
-    print(*counts(), end=" ")
 except NotImplementedError:
-    print("raised", end=" ")
-print(logging.getLevelName(LoggerManager.get_logger().level))
+    print("refused")
+print(*get_manager().counts())
 """
-MINE, OURS, LEVEL = "gelu/vendor.my_vendor", "gelu/default.native", "WARNING"
-VENDORS_FIRST = {"TE_FL_PLUGIN_MODULES": "my_plugin_module", "TE_FL_PREFER": "vendor"}
-VARIABLES = {  # the value, the other variables, and what is said without it and with it
-    "TE_FL_PREFER": ("reference", {}, (OURS, LEVEL), ("gelu/reference.torch", LEVEL)),
-    "TE_FL_STRICT": ("1", VENDORS_FIRST, (MINE, LEVEL), ("raised", LEVEL)),
-    "TE_FL_ALLOW_VENDORS": ("acme,other", VENDORS_FIRST, (MINE, LEVEL), (OURS, LEVEL)),
-    "TE_FL_DENY_VENDORS": ("my_vendor", VENDORS_FIRST, (MINE, LEVEL), (OURS, LEVEL)),
-    "TE_FL_PER_OP": (
-        "gelu=reference|flagos", VENDORS_FIRST, (MINE, LEVEL), ("gelu/reference.torch", LEVEL)
-    ),
-    "TE_FL_PLUGIN_MODULES": (
-        "my_plugin_module", {"TE_FL_PREFER": "vendor"}, (OURS, LEVEL), (MINE, LEVEL)
-    ),
-    "TEFL_LOG_LEVEL": ("DEBUG", {}, (OURS, LEVEL), (OURS, "DEBUG")),
-}  # fmt: skip
+VARIABLES = [
+    ("", "default.native"),
+    ("TE_FL_PREFER=reference", "reference.torch"),
+    ("TE_FL_PREFER=VENDOR", "vendor.my_vendor"),
+    ("TE_FL_PREFER_VENDOR=1", "vendor.my_vendor"),
+    ("TE_FL_PREFER_VENDOR=0", "default.native"),
+    ("TE_FL_PREFER=reference TE_FL_PREFER_VENDOR=1", "reference.torch"),
+    ("TE_FL_PREFER=vendor TE_FL_STRICT=1", "refused"),
+    ("TE_FL_PREFER=vendor TE_FL_STRICT=0", "vendor.my_vendor"),
+    ("TE_FL_PREFER=vendor TE_FL_ALLOW_VENDORS=acme,other", "default.native"),
+    ("TE_FL_PREFER=vendor TE_FL_DENY_VENDORS=my_vendor", "default.native"),
+    ("TE_FL_PER_OP=gelu=reference|flagos;relu=vendor", "reference.torch"),
+    ("TE_FL_PREFER=vendor TE_FL_PLUGIN_MODULES=", "default.native"),
+]
 
 
-@pytest.mark.parametrize("name", VARIABLES)
-def test_environment_variables(name, tmp_path, monkeypatch):
-    """Each changes what it is said to change."""
-    for other in (*VARIABLES, "TE_FL_LOG_LEVEL", "TE_FL_PREFER_VENDOR"):
-        monkeypatch.delenv(other, raising=False)
-    (tmp_path / "my_plugin_module.py").write_text(GELU)
-    value, others, without, with_it = VARIABLES[name]
-    assert run(WHO_RAN, tmp_path, **others) == list(without)
-    assert run(WHO_RAN, tmp_path, **others, **{name: value}) == list(with_it)
+@pytest.mark.parametrize(("variables", "expected"), VARIABLES)
+def test_environment_variables(variables, expected, tmp_path):
+    (tmp_path / "my_plugin_module.py").write_text(VENDORS)
+    given = {"TE_FL_PLUGIN_MODULES": "my_plugin_module"}
+    given |= dict(one.split("=", 1) for one in variables.split())
+    found = run(WHO_RAN, tmp_path, **given)
+    assert found == [expected if expected == "refused" else f"gelu/{expected}"]
+
+
+def test_skipping_cuda(tmp_path):
+    """CUDA tensors go to others than this library; here of anything that says it is one."""
+    (tmp_path / "my_plugin_module.py").write_text(VENDORS)
+    code = """
+    import torch
+    import transformer_engine.pytorch
+    import transformer_engine_torch as tex
+    from transformer_engine import _core
+    from transformer_engine.plugin.core import get_manager
+
+    class OnDevice:
+        dtype, device = torch.float32, torch.device("cuda", 0)
+
+    x = OnDevice()
+    assert tex.gelu(x, None) is x
+    assert get_manager().counts() == {"gelu/vendor.my_vendor": 1}
+    tex.gelu(torch.zeros(1, 1), None)
+    assert get_manager().counts()["gelu/default.native"] == 1
+    try:
+        _core.Context(_core.DEVICE_CUDA)
+    except NotImplementedError as error:
+        print(str(error).partition(":")[0])
+    """
+    given = {"TE_FL_SKIP_CUDA": "1", "TE_FL_PLUGIN_MODULES": "my_plugin_module"}
+    assert run(code, tmp_path, **given) == ["TE_FL_SKIP_CUDA=1"]
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("", True), ("error", True), ("CRITICAL", False)])
+def test_levels_of_the_logger(level, is_told, tmp_path):
+    command = [sys.executable, "-c", WHO_RAN]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TEFL_LOG_LEVEL": level,
+                   "TE_FL_PLUGIN_MODULES": "no_such_module"}  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["gelu/default.native"]
+    assert ("no_such_module (env_module) did not register" in done.stderr) is is_told
 
 
 @pytest.mark.skipif(not SETUP.exists(), reason="needs the source tree")
 @pytest.mark.parametrize("te_cuda", ["", "0", "1"])
 @pytest.mark.parametrize("skip", ["", "0", "1", "yes"])
-def test_skip_cuda(te_cuda, skip, monkeypatch):
-    """TE_FL_SKIP_CUDA is of the build: what setup.py does, without building."""
+def test_building_without_cuda(te_cuda, skip, monkeypatch):
+    """While it is built: what setup.py does, without building."""
     functions = {
         found.name: found for found in ast.parse(SETUP.read_text()).body if hasattr(found, "name")
     }

@@ -47,6 +47,29 @@ def test_a_preference_of_the_environment():
     )
 
 
+def test_threads_that_come_while_plug_ins_are_looked_for():
+    """They look, too, and none of them runs as if there were none."""
+    run(
+        """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        from transformer_engine.pytorch import plugins
+        both = threading.Barrier(2)
+
+        def find():
+            both.wait(30)
+            plugins.find()
+
+        _core.find_selections(find)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(norm, [x, x]))
+        from transformer_engine import plugin
+        assert plugin.counts() == {"rmsnorm_fwd/reference.torch": 2}
+        """,
+        TE_FL_PREFER="reference",
+    )
+
+
 PLUGIN = """
 import transformer_engine.pytorch as te  # at its top, as plug-ins do
 from transformer_engine.plugin.core import BackendImplKind, OpImpl

@@ -89,7 +89,7 @@ def test_tokens():
     for token in ("flagos", "default", "reference", "vendor:amd", "impl:vendor.cuda"):
         assert not match_token(vendor, token)
     assert match_token(impl("flagos.f"), "default") and match_token(impl("flagos.f"), "flagos")
-    for token in ("", "cuda", "vendor:", "impl:", "Vendor", "kind:x"):
+    for token in ("", "cuda", "vendor:", "impl:", "Vendor", "kind:x", 3):
         with pytest.raises(ValueError, match="expected flagos"):
             match_token(vendor, token)
         with pytest.raises(ValueError, match="expected flagos"):
@@ -148,6 +148,21 @@ def test_fingerprints_tell_policies_apart():
     for wrong in ("cuda", "", None):
         with pytest.raises(ValueError, match="prefer="):
             SelectionPolicy(wrong)
+    with pytest.raises(ValueError, match="op is there twice"):
+        SelectionPolicy(per_op_order=(("op", ("vendor",)), ("op", ("flagos",))))
+
+
+@pytest.mark.parametrize("wrong", ["amd", [3], [("amd",)]])
+def test_vendors_are_names(wrong):
+    """A text is no set of its letters, which would be vendors that nobody has."""
+    with pytest.raises(TypeError, match="allow_vendors=.*expected a set of names"):
+        SelectionPolicy(allow_vendors=wrong)
+    with pytest.raises(TypeError, match="deny_vendors=.*expected a set of names"):
+        SelectionPolicy.from_dict(deny_vendors=wrong)
+    if wrong != "amd":
+        for context in with_allowed_vendors, with_denied_vendors:
+            with pytest.raises(TypeError, match="vendors=.*expected a set of names"):
+                context(*wrong)
 
 
 def test_policy_of_the_environment(monkeypatch):
@@ -179,9 +194,50 @@ def test_what_implementations_must_be():
     for wrong in ({"fn": 3}, {"supports": 3}):
         with pytest.raises(TypeError, match="no callable"):
             impl("flagos.f", **wrong)
-    with pytest.raises(TypeError, match="expected a BackendImplKind"):
+    with pytest.raises(TypeError, match="expected BackendImplKind"):
         OpImpl("op", "x", "vendor", print)
+    for wrong in ({"op": 3}, {"vendor": 3}, {"priority": "high"}, {"priority": None},
+                  {"supported_dtypes": "bfloat16"}):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}.*expected"):
+            impl("flagos.f", **wrong)
+    with pytest.raises(TypeError, match="impl_id=3, expected str"):
+        OpImpl("op", 3, BackendImplKind.DEFAULT, print)
+    with pytest.raises(ValueError, match="no architecture"):
+        impl("flagos.f", min_arch="hopper")
     assert str(BackendImplKind.DEFAULT) == "flagos"
+
+
+class Unhashable:
+    """A function of a plug-in, as a dataclass would be one."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+    def __call__(self, *args):
+        return "unhashable"
+
+
+class Broken:
+    """One whose availability can not be asked for."""
+
+    @property
+    def _is_available(self):
+        raise OSError("no driver")
+
+    def __call__(self):
+        raise AssertionError
+
+
+def test_odd_functions_are_in_nobodys_way():
+    odd = impl("vendor.odd", fn=Unhashable(), supports=Unhashable(), op="odd")
+    broken = impl("vendor.broken", fn=Broken(), op="broken")
+    manager = manager_of(odd, broken, impl("flagos.f"))
+    assert manager.call("op") == "flagos.f" and manager.call("odd") == "unhashable"
+    with pytest.raises(RuntimeError, match="it raised OSError: no driver"):
+        manager.call("broken")
+    assert not broken.is_available() and manager.counts() == {"op/flagos.f": 1, "odd/vendor.odd": 1}
 
 
 def test_duplicates_and_half_lists():
@@ -296,6 +352,24 @@ def test_errors_are_raised_as_they_are_and_nothing_runs_twice():
     assert ran == ["fails", "fails"]
 
 
+def test_arguments_that_can_not_be_shown():
+    """A note says whose error it is all the same."""
+
+    class Odd:
+        shape = property(lambda self: 1 // 0)
+
+        def __repr__(self):
+            raise OSError
+
+    def fails(x, y):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as error:
+        manager_of(impl("flagos.f", fn=fails)).call("op", Odd(), [Odd(), 2])
+    (note,) = error.value.__notes__
+    assert "raised by flagos.f, an implementation of op" in note and "(x=Odd, y=[Odd, 2])" in note
+
+
 def test_what_does_not_take_a_call_is_passed_over():
     asked = []
 
@@ -331,11 +405,16 @@ def test_dtypes_and_architectures(device):
     assert manager.call("op", x.bfloat16()) == "flagos.f"
     assert manager.call("op", input=x) != "flagos.f"
     assert manager.call("op", 3) == "flagos.f"  # no tensor, no limit
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    for tensors, takes in (([x], False), ([x.half()], True), ([[x], [x.half()]], False),
+                           ([(x.half(),), [x]], True)):  # fmt: skip
+        expected = "flagos.f" if takes else "reference.torch"
+        with with_denied_vendors("new"):
+            assert manager.call("op", tensors) == manager.call("op", 8, flag, tensors) == expected
+            assert manager.call("op", chunk_size=8, noop=flag, tensor_lists=tensors) == expected
     far = manager_of(impl("vendor.far", min_arch="99.0"), impl("reference.torch"))
     with with_preference("vendor"):
-        assert far.call("op", x) == "reference.torch"
-    with pytest.raises(ValueError, match="no architecture"):
-        manager_of(impl("flagos.f", min_arch="hopper")).call("op")
+        assert far.call("op", x) == far.call("op", 8, [[x], [x]]) == "reference.torch"
 
 
 def test_predicates_remember_what_they_were_told(device):
@@ -365,7 +444,10 @@ def test_predicates_remember_what_they_were_told(device):
         dtype, device = torch.float64, "somewhere"
 
     assert not takes(Tensor()) and asked[-1] == (torch.float64, "somewhere")
-    assert takes([x.double()]) and takes() and takes(object())
+    assert takes([3, x.double()]) and takes() and takes(object()) and takes([], ())
+    endless = []
+    endless.append(endless)
+    assert takes(endless) and not takes(endless, x.double())
     for wrong in ((3,), (fits, 3)):
         with pytest.raises(TypeError, match="expected a callable"):
             _core.Predicate(*wrong)
@@ -398,6 +480,29 @@ def test_availability_is_asked_when_implementations_are_chosen():
 
     fn._is_available = broken
     assert "OSError: no driver" in str(manager.explain("op"))
+
+
+def test_availability_that_asks_for_operators():
+    """That ends, and is told; else each one of these would double how often all are asked."""
+    registry, asked = OpRegistry(), []
+    manager = OpManager(registry)
+    asks = {"call": lambda: manager.call("op"), "explain": lambda: manager.explain("op"),
+            "other": lambda: other.call("op")}  # fmt: skip
+    other = manager_of(impl("flagos.f"))
+    for number, kind in enumerate(list(asks) * 7):
+
+        def fn(name=f"flagos.{kind}{number}"):
+            return name
+
+        fn._is_available = lambda kind=kind: asked.append(kind) or asks[kind]()
+        registry.register(impl(f"flagos.{kind}{number}", fn=fn))
+    registry.register(impl("reference.torch"))
+    assert manager.call("op") == "flagos.other8"
+    assert len(asked) == 21
+    manager.bump_policy_epoch()
+    refused = [c.refused for c in manager.explain("op").candidates if c.refused]
+    assert len(refused) == 14
+    assert all("op: whether an implementation is available can not" in text for text in refused)
 
 
 def test_explanation():
@@ -436,6 +541,41 @@ def test_contexts_can_be_entered_again_and_must_be_left_in_order():
             set_global_policy(wrong)
 
 
+def test_a_context_that_ends_while_implementations_are_asked():
+    """A generator that has entered it goes on, say: its memory is not written then."""
+    policy = SelectionPolicy("reference")
+
+    def inside():
+        with policy_context(policy):
+            yield
+
+    def fn():
+        return "flagos.f"
+
+    def available():
+        if held:
+            held.pop().close()
+            others.extend(policy_context(SelectionPolicy("vendor")) for _ in range(8))
+            for other in others:
+                other.__enter__()
+        return True
+
+    held, others = [], []
+    fn._is_available = available
+    manager = manager_of(impl("flagos.f", fn=fn), impl("vendor.x"), impl("reference.torch"))
+    op = manager.operator("op")
+    for _ in range(100):
+        generator = inside()
+        next(generator)
+        manager.bump_policy_epoch()
+        held.append(generator)
+        assert op() == "reference.torch"
+        assert others and op() == "vendor.x"
+        while others:
+            others.pop().__exit__(None, None, None)
+        assert op() == "flagos.f"
+
+
 def test_managers_are_apart_and_end():
     registry = OpRegistry()
     registry.register(impl("flagos.f"))
@@ -448,11 +588,38 @@ def test_managers_are_apart_and_end():
     op, gone = one.operator("op"), weakref.ref(one)
     del one
     gc.collect()
+    registry.register(impl("flagos.z"))
+    assert op() == "flagos.z"  # it keeps its manager
+    with with_preference("vendor"):
+        assert op() == "flagos.z"
+    del op
+    gc.collect()
     assert gone() is None
-    registry.register(impl("flagos.z"))  # tells nobody
-    assert op() == "flagos.g"
-    with with_preference("vendor"), pytest.raises(RuntimeError, match="is gone"):
-        op()
+    registry.register(impl("flagos.zz"))  # tells nobody
+
+
+def test_what_is_unregistered_is_let_go():
+    """With what it holds, unless a selection may still call it; its calls stay counted."""
+    manager = manager_of(impl("flagos.f"))
+    registry, op, there = manager.registry, manager.operator("op"), []
+    kept = impl("vendor.kept", priority=9)
+    registry.register(kept)
+    with with_preference("vendor"):
+        selection = manager.selection()
+    registry.unregister("op", "vendor.kept")
+    for _ in range(300):
+        one = impl("vendor.x", fn=lambda *args: "x", supported_dtypes={"float32"})
+        there.append(weakref.ref(one.fn))
+        registry.register(one)
+        with with_preference("vendor"):
+            assert op() == "x"
+        assert registry.unregister("op", "vendor.x") is one
+    del one
+    gc.collect()
+    assert sum(fn() is not None for fn in there) < 100
+    with selection:
+        assert op() == "vendor.kept"
+    assert manager.counts() == {"op/vendor.x": 300, "op/vendor.kept": 1}
 
 
 def test_policies_of_all_managers():
@@ -473,6 +640,10 @@ def test_mistakes_of_native_callers():
     dispatcher.publish(((),))
     with pytest.raises(SystemError, match="nothing was called"):
         op()
+    with pytest.raises(TypeError, match="expected Implementations"):
+        dispatcher.publish(((), (print,)))
+    with pytest.raises(TypeError, match="expected Implementations"):
+        _core.Dispatcher(lambda policy: ((3,),), print).operator(0, "op")()
     with pytest.raises(ValueError, match="index"):
         dispatcher.operator(-1, "op")
     with pytest.raises(TypeError, match="expected a tuple"):

@@ -61,6 +61,38 @@ def test_there_are_109():
     assert set(SIGNATURES) <= set(tex.__all__) <= set(dir(tex))
 
 
+NAMES = """
+BackendImplKind OpImpl match_token TEFLBackendBase TEFLModule get_tefl_module reset_tefl_module
+get_registry get_manager reset_registry Logger LoggerManager SelectionPolicy PolicyManager
+get_policy set_global_policy reset_global_policy policy_context policy_from_env get_policy_epoch
+bump_policy_epoch with_strict_mode with_preference with_allowed_vendors with_denied_vendors
+PREFER_DEFAULT PREFER_VENDOR PREFER_REFERENCE VALID_PREFER_VALUES OpManager get_default_manager
+reset_default_manager OpRegistry discover_plugin discover_from_entry_points
+discover_from_env_modules get_discovered_plugin clear_discovered_plugin PLUGIN_GROUP
+PLUGIN_MODULES_ENV
+"""
+CLASSES = """
+DType Float8BlockScaleTensorFormat FP8FwdTensors FP8BwdTensors FP8TensorMeta NVTE_Activation_Type
+NVTE_Bias_Type NVTE_Mask_Type NVTE_Softmax_Type NVTE_Fused_Attn_Backend NVTE_QKV_Format
+NVTE_QKV_Layout CommOverlapType CommOverlapAlgo CommGemmOverlapRole CommOverlapHelper CommOverlap
+CommOverlapP2P CommGemmOverlapAlgoConfig FusedAdamCUDAKernel FusedSGDCUDAKernel
+"""
+
+
+def test_names_of_the_api():
+    """What the fork exports is there, by ``import *``, too."""
+    for package, names in ((core, NAMES), (tex, CLASSES)):
+        assert set(names.split()) <= set(package.__all__) & set(dir(package))
+        scope = {}
+        exec(f"from {package.__name__} import *", scope)
+        for name in names.split():
+            assert scope[name] is getattr(package, name), name
+    assert (core.PLUGIN_GROUP, core.PLUGIN_MODULES_ENV) == ("te_fl.plugin", "TE_FL_PLUGIN_MODULES")
+    assert {core.PREFER_DEFAULT, core.PREFER_VENDOR, core.PREFER_REFERENCE} == set(
+        core.VALID_PREFER_VALUES
+    )
+
+
 def test_names_of_the_fork():
     """What packages for the fork import by ``from ...core.ops import *``."""
     scope = {}
@@ -307,6 +339,23 @@ def test_registering_imports_no_torch():
         assert tex.relu is get_manager().operator("relu") is not former
         assert tex.relu(-torch.ones(2, 2), None).sum() == 0
         assert get_manager().call("get_num_cublas_streams") == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_operators_of_a_manager_that_was_reset():
+    """They go on with that, also where it had not been asked before."""
+    program = """
+        from transformer_engine.plugin.core import (
+            get_manager, reset_default_manager, with_preference)
+        former = get_manager()
+        op = former.operator("get_num_cublas_streams")
+        reset_default_manager()
+        assert op() == 1 and get_manager() is not former
+        del former
+        assert op() == 1
+        with with_preference("reference"):
+            assert op() == 1
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 

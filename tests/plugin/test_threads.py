@@ -181,3 +181,109 @@ def test_selections_and_operators_that_come_later():
             assert (op(), last()) == ("flagos.op", "flagos.last")
     with outer, plain:
         assert (op(), others()) == ("flagos.op", "reference.op")
+
+
+def test_scopes_that_nobody_leaves_keep_nothing():
+    """Of a thread that has ended, and of one that goes on: the module is collected with them."""
+    run("""
+    import gc, weakref
+    from transformer_engine import _core
+
+    class Policy:
+        pass
+
+    def enter():
+        policy = Policy()
+        scopes = [_core.Scope(policy), dispatcher.selection(), _core.Scope(policy)]
+        for scope in scopes:
+            scope.__enter__()
+        assert op() == 1 and _core.policy_in_force() is policy
+        return weakref.ref(policy)
+
+    implementation = _core.Implementation("op", "flagos.f", lambda: 1)
+    dispatcher = _core.Dispatcher(lambda policy: ((implementation,),), print)
+    op = dispatcher.operator(0, "op")
+    gone = [in_thread(enter), enter(), weakref.ref(_core), weakref.ref(implementation.function)]
+    gc.collect()
+    assert None not in [there() for there in gone]
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
+    for name in ("plugin", "_core", "KIND", "impl", "implementation", "dispatcher", "op"):
+        del globals()[name]
+    gc.collect()
+    assert [there() for there in gone] == [None] * 4
+    import transformer_engine._core as again
+    assert again.policy_in_force() is None
+    """)
+
+
+def test_sixteen_threads_of_modules_and_operators():
+    """While others register, reset the manager of the process, and set policies: all are right."""
+    run("""
+    import random
+    import torch
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)
+    norm, x, numbers = te.RMSNorm(16), torch.ones(4, 16), itertools.count()
+    errors, end = [], time.monotonic() + 4
+
+    def rmsnorm(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+        rsigma = (input.float().square().mean(-1) + eps).rsqrt()
+        return (input.float() * rsigma[:, None] * weight).to(otype), None, rsigma
+
+    def registers():
+        registry, name = plugin.get_registry(), f"vendor.{next(numbers)}"
+        options = {"vendor": "v", "supports": lambda *args: random.random() < 0.5}
+        registry.register(impl("relu", name, KIND.VENDOR, lambda x, _: x.clamp(min=0), **options))
+        options = {"vendor": "v", "supported_dtypes": random.choice([None, {"float32"}])}
+        registry.register(impl("rmsnorm_fwd", name, KIND.VENDOR, rmsnorm, **options))
+        if random.random() < 0.8:
+            registry.unregister("relu", name)
+            registry.unregister("rmsnorm_fwd", name)
+
+    def calls():
+        assert not tex.relu(-x, None).any()
+        given = torch.zeros(4, 16, requires_grad=True)
+        out = norm(given)
+        assert out.shape == given.shape and not out.any()
+        out.sum().backward()
+        assert (given.grad > 1).all()  # 1 / sqrt(eps)
+
+    def inside():
+        kind = random.choice(["vendor", "reference", "flagos"])
+        with plugin.with_preference(kind):
+            calls()
+            with plugin.get_manager().selection(), plugin.with_denied_vendors(str(next(numbers))):
+                calls()
+
+    def changes():
+        if random.random() < 0.1:
+            plugin.reset_default_manager()
+        plugin.set_global_policy(plugin.SelectionPolicy(random.choice(["vendor", "reference"])))
+        calls()
+        plugin.reset_global_policy()
+        plugin.bump_policy_epoch()
+
+    def asks():
+        plugin.get_manager().explain("relu")
+        plugin.get_manager().counts()
+        plugin.get_manager().operator(f"op{next(numbers) % 50}")
+
+    def repeat(number):
+        kinds = random.Random(number)
+        try:
+            while time.monotonic() < end:
+                kinds.choice([registers, calls, inside, changes, asks])()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=repeat, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    """)

@@ -365,7 +365,12 @@ TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
     "with commas between them",
     "What registers implementations, besides installed packages.",
 )
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+TE_FL_SKIP_CUDA = _flag(
+    "TE_FL_SKIP_CUDA",
+    "This library's CUDA kernels are not used: its operators take no CUDA tensors, those of "
+    "plug-ins and of plain torch do.",
+)
+LOG_LEVELS = ("NOTSET", "DEBUG", "INFO", "WARN", "WARNING", "ERROR", "FATAL", "CRITICAL")
 TE_FL_LOG_LEVEL: Variable[str] = Variable(
     "TE_FL_LOG_LEVEL",
     "WARNING",

@@ -16,11 +16,24 @@ def get_device_compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
+def _check_cuda() -> None:
+    """Raise where the environment wants this library without CUDA."""
+    if config.TE_FL_SKIP_CUDA.get():
+        raise NotImplementedError(
+            "TE_FL_SKIP_CUDA=1: this library's CUDA kernels are not used. Use operators of "
+            "plug-ins or of plain torch, modules on the CPU, or unset it"
+        )
+
+
+_core.before_cuda(_check_cuda)
+
+
 @functools.cache
 def prepare_device(device: torch.device) -> None:
     """Hand the environment's settings to the native side before it first uses a device."""
     if device.type != "cuda" or not _core.has_cuda():
         return
+    _check_cuda()
     cache = config.cache_dir()
     _core.cuda_configure(config.TE_NVRTC.get(), cache)
     if config.TE_GEMM_TUNE.get():

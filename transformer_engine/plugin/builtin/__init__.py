@@ -15,6 +15,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from transformer_engine import _core
+from transformer_engine.common.config import TE_FL_SKIP_CUDA
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
@@ -137,15 +139,16 @@ def register_builtins(registry: OpRegistry) -> int:
     The registry of `get_default_manager` has them from its first use on.
     """
     made = []
-    for groups, kind, impl_id, priority in (
-        (NATIVE, BackendImplKind.DEFAULT, "default.native", 150),
-        (SHARED, BackendImplKind.DEFAULT, "default.native", 150),
-        (SHARED, BackendImplKind.REFERENCE, "reference.torch", 50),
-        (REFERENCE, BackendImplKind.REFERENCE, "reference.torch", 50),
+    of_native = _core.Predicate(_is_no_cuda) if TE_FL_SKIP_CUDA.get() else None
+    for groups, kind, impl_id, priority, takes in (
+        (NATIVE, BackendImplKind.DEFAULT, "default.native", 150, of_native),
+        (SHARED, BackendImplKind.DEFAULT, "default.native", 150, None),
+        (SHARED, BackendImplKind.REFERENCE, "reference.torch", 50, None),
+        (REFERENCE, BackendImplKind.REFERENCE, "reference.torch", 50, None),
     ):
         for module, name in _listed(groups):
             fn = _Later(module, name).function
-            made.append(OpImpl(name, impl_id, kind, fn, priority=priority))
+            made.append(OpImpl(name, impl_id, kind, fn, priority=priority, supports=takes))
     for _, name in _listed(ABSENT):
         made.append(
             OpImpl(
@@ -165,6 +168,11 @@ def register_builtins(registry: OpRegistry) -> int:
     ]
     registry.register_many(made)
     return len(made)
+
+
+def _is_no_cuda(dtype: Any, device: Any) -> bool:
+    """Whether a tensor lies where kernels run without CUDA, by `_core.Predicate`."""
+    return getattr(device, "type", device) != "cuda"
 
 
 def _nobody_else(registry: OpRegistry, name: str) -> Any:

@@ -7,8 +7,7 @@ A plug-in is a Python module or function, or a shared object (transformer_engine
 import importlib
 import os
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformer_engine import _core
@@ -45,39 +44,44 @@ _found: list[tuple[str, str, bool]] = []
 def discover_plugin(registry: OpRegistry) -> int:
     """Let every plug-in register; the number of those that did.
 
-    One that fails is told once, by the logger, and leaves nothing in the registry. Into the
-    registry of the process go this library's own implementations first.
+    One that fails is told once, by the logger, and leaves nothing in the registry.
     """
-    _register_own(registry)
-    return discover_from_entry_points(registry) + discover_from_env_modules(registry)
+    return discover_others(registry, set())
 
 
 discover_op_plugin = discover_plugin
 
 
-def _register_own(registry: OpRegistry) -> None:
-    """Register the built-in implementations, if the registry is that of the default manager."""
-    default = getattr(sys.modules.get(f"{__package__}.manager"), "_default", None)
-    if default is not None and default.registry is registry:
-        from transformer_engine.plugin.builtin import register_builtins
+def discover_others(registry: OpRegistry, known: set[tuple[str, str, str]]) -> int:
+    """`discover_plugin`, of those that are not in `known`; they are added there.
 
-        register_builtins(registry)
+    Where that is interrupted, it goes on with the same `known`.
+    """
+    found = (*_entry_points(), *_env_modules())
+    return sum(_load(*plugin, registry, known) for plugin in found)
 
 
 def discover_from_entry_points(registry: OpRegistry) -> int:
     """`discover_plugin`, of installed packages."""
-    from importlib.metadata import entry_points
-
-    found = entry_points(group=PLUGIN_GROUP)
-    return sum(_load(point.name, "entry_point", point.load, registry) for point in found)
+    return sum(_load(*plugin, registry, set()) for plugin in _entry_points())
 
 
 def discover_from_env_modules(registry: OpRegistry) -> int:
     """`discover_plugin`, of the modules and shared objects that ``TE_FL_PLUGIN_MODULES`` names."""
-    return sum(
-        _load(name, "env_module", lambda name=name: _named(name), registry)
-        for name in TE_FL_PLUGIN_MODULES.get()
-    )
+    return sum(_load(*plugin, registry, set()) for plugin in _env_modules())
+
+
+def _entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
+    """Name, source, what it is and loader of each: two packages may use one name."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=PLUGIN_GROUP):
+        yield point.name, "entry_point", point.value, point.load
+
+
+def _env_modules() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
+    for name in TE_FL_PLUGIN_MODULES.get():
+        yield name, "env_module", name, lambda name=name: _named(name)
 
 
 def get_discovered_plugin() -> list[tuple[str, str, bool]]:
@@ -128,37 +132,29 @@ def _named(name: str) -> Any:
     return name if is_path else importlib.import_module(name)
 
 
-def _load(name: str, source: str, load: Callable[[], Any], registry: OpRegistry) -> bool:
-    """Load a plug-in and let it register."""
-    before = _registered(registry)
+def _load(
+    name: str,
+    source: str,
+    value: str,
+    load: Callable[[], Any],
+    registry: OpRegistry,
+    known: set[tuple[str, str, str]],
+) -> bool:
+    """Load a plug-in that is not `known`, and let it register."""
+    if (name, source, value) in known:
+        return False
     done = False
     try:
-        _entry_of(load())(registry)
+        with registry.undone_if_it_fails():
+            _entry_of(load())(registry)
         done = True
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not end the program
         LoggerManager.get_logger().error(
             "plug-in %s (%s) did not register: %s: %s", name, source, type(error).__name__, error
         )
-    finally:  # also of a KeyboardInterrupt
-        if not done:
-            _restore(registry, before)
+    known.add((name, source, value))
     _found.append((name, source, done))
     return done
-
-
-def _registered(registry: OpRegistry) -> dict[int, OpImpl]:
-    found = registry.snapshot().impls_by_op.values()
-    return {id(impl): impl for impls in found for impl in impls}
-
-
-def _restore(registry: OpRegistry, before: dict[int, OpImpl]) -> None:
-    """Undo what a plug-in has registered, and what it has unregistered."""
-    now = _registered(registry)
-    for key in now.keys() - before.keys():
-        registry.unregister(now[key].op_name, now[key].impl_id)
-    gone = [impl for key, impl in before.items() if key not in now]
-    if gone:
-        registry.register_many(gone)
 
 
 def _entry_of(loaded: Any) -> Callable[[OpRegistry], Any]:

@@ -46,17 +46,27 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 def _is_tensor(value: Any) -> bool:
     """Also of a quantized one that is no torch tensor."""
-    return hasattr(value, "shape") and (hasattr(value, "dtype") or hasattr(value, "dequantize"))
+    try:
+        return hasattr(value, "shape") and (hasattr(value, "dtype") or hasattr(value, "dequantize"))
+    except Exception:  # noqa: BLE001 - an attribute of its own that fails
+        return False
 
 
 def _shown(value: Any) -> str:
+    try:
+        return _text(value)
+    except Exception:  # noqa: BLE001 - what is told is another error
+        return type(value).__name__
+
+
+def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         ends = "[]" if isinstance(value, list) else "()"
         first = [_shown(one) for one in value[:3]] + ["..."] * (len(value) > 3)
         return f"{ends[0]}{', '.join(first)}{ends[1]}"
     if not _is_tensor(value):
-        text = repr(value)
         simple = value is None or isinstance(value, bool | int | float | str)
+        text = repr(value) if simple else ""
         return text if simple and len(text) <= _LONGEST else type(value).__name__
     kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if hasattr(type(value), "dequantize") and type(value).__name__ not in ("Tensor", "Parameter"):

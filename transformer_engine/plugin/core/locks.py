@@ -29,6 +29,10 @@ class ForkSafeLock:
     def __exit__(self, *error: Any) -> None:
         self._lock.release()
 
+    def made(self) -> object:
+        """Another object after a fork that has renewed it: what it guarded may be half done."""
+        return self._lock
+
     @contextlib.contextmanager
     def hold(self, wait: bool) -> Iterator[bool]:
         """Whether it is held inside ``with``: without `wait` only where no other thread has it."""

@@ -2,14 +2,14 @@
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
 import sys
-import weakref
+import threading
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
-from transformer_engine.plugin.core.discovery import discover_plugin
+from transformer_engine.plugin.core.discovery import discover_others
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy
 from transformer_engine.plugin.core.predicates import predicate_of
@@ -31,6 +31,8 @@ __all__ = [
 _OF_MODULES = ""
 _KEPT_TABLES = 64
 """Tables of that many policies are kept between two changes."""
+_KEPT_GONE = 32
+"""Implementations of that many which were unregistered are kept before they are looked through."""
 
 
 class _Row:
@@ -48,7 +50,7 @@ class _Row:
         self.ordered = _by_priority(impls)
         self.natives = tuple(map(manager._native, self.ordered))
         self.shape: object = None
-        if not any(hasattr(impl.fn, "_is_available") for impl in impls):
+        if not any(impl.has_availability() for impl in impls):
             shape = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
             self.shape = manager._shapes.setdefault(shape, object())  # which is compared faster
 
@@ -71,6 +73,8 @@ class _Table:
 class OpManager:
     """Operators by name, each a C object that calls the implementation in force.
 
+    An operator keeps its manager: who has one needs nothing else.
+
     Parameters
     ----------
     registry : OpRegistry, optional
@@ -82,7 +86,11 @@ class OpManager:
         self._policies = PolicyManager.get_instance()
         self._lock = ForkSafeLock()
         self._discovering = ForkSafeLock()
-        self._begun = self._initialized = False  # plug-ins register; they have
+        self._begun: object = None  # the lock under which plug-ins register
+        self._initialized = False  # they have
+        self._has_own = False  # this library's implementations register first
+        self._found: set[tuple[str, str, str]] = set()  # those that have, or have failed
+        self._asking = threading.local()  # `now`: the thread asks what is available
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
         # Place 0 is no operator's: runs of plans read it, where modules obey this manager.
@@ -91,15 +99,13 @@ class OpManager:
         self._selections: dict[tuple, Any] = {}
         self._operators: dict[str, _core.Operator] = {}
         self._implementations: dict[OpImpl, _core.Implementation] = {}
+        self._looked_through = 0  # how many there were when those unregistered were last let go
+        self._past: dict[str, int] = {}  # calls of those
         self._earlier: dict[OpImpl, int] = {}  # runs of slots of shared objects before it had them
         self._tables: dict[SelectionPolicy, _Table] = {}
         self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
         self._shapes: dict[tuple, object] = {}
-        me = weakref.ref(self)  # operators may outlive it
-        self._dispatcher = _core.Dispatcher(
-            lambda policy: _alive(me)._table(policy),
-            lambda name, refused: _alive(me)._refuse(name, refused),
-        )
+        self._dispatcher = _core.Dispatcher(self._table, self._refuse)
         self._registry.listen(self)
         self._policies.listen(self)
 
@@ -113,17 +119,30 @@ class OpManager:
 
         Other threads wait for that, but for those that are in the middle of an import: a plug-in
         may be waiting for theirs.
+
+        RuntimeError in a child of a process that has forked while another thread did so: that
+        thread is not there, and what it was importing can not be imported again.
         """
         if self._initialized:
             return
         with self._discovering.hold(wait=not _importing()) as held:
-            if not held or self._begun:  # plug-ins may ask for an operator, too
-                return
-            self._begun = True
+            if not held or self._begun is self._discovering.made():
+                return  # plug-ins may ask for an operator, too
+            if self._begun is not None:
+                raise RuntimeError(
+                    "this process was forked while another thread of its parent let plug-ins "
+                    "register: have get_manager().ensure_initialized() done before processes fork"
+                )
+            self._begun = self._discovering.made()
             try:
-                discover_plugin(self._registry)
-            finally:
+                if self._has_own:
+                    from transformer_engine.plugin.builtin import register_builtins
+
+                    register_builtins(self._registry)
+                discover_others(self._registry, self._found)
                 self._initialized = True
+            finally:
+                self._begun = None  # one that was interrupted goes on at the next use
 
     # ---- what it tells -------------------------------------------------------------------------
 
@@ -166,14 +185,18 @@ class OpManager:
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
-        found = _ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
+        found = self._ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
         counted = [Candidate(impl, why, self._calls(impl)) for impl, why in found]
         return Explanation(op_name, policy, tuple(counted))
 
     def counts(self) -> dict[str, int]:
         """Calls of implementations that ran, by "operator/impl_id"."""
-        counted = {impl: self._calls(impl) for impl in tuple(self._implementations)}
-        return {f"{impl.op_name}/{impl.impl_id}": calls for impl, calls in counted.items() if calls}
+        with self._lock:
+            counted = dict(self._past)
+            for impl in tuple(self._implementations):
+                name = f"{impl.op_name}/{impl.impl_id}"
+                counted[name] = counted.get(name, 0) + self._calls(impl)
+        return {name: calls for name, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
         """What is in force for this thread now, to be entered later, on whatever thread.
@@ -197,6 +220,24 @@ class OpManager:
         """Choose anew for the operators whose implementations are others."""
         with self._lock:
             self._changed()
+            if len(self._implementations) > self._looked_through + _KEPT_GONE:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep the calls alone of implementations that nobody can call any more; with the lock.
+
+        One that was unregistered may be in a selection that somebody keeps.
+        """
+        registered = self._registry.snapshot().impls_by_op
+        for impl in tuple(self._implementations):
+            native = self._implementations[impl]
+            nobody_else = sys.getrefcount(native) == 3  # the dict, this name, and the argument
+            if nobody_else and impl not in registered.get(impl.op_name, ()):
+                name = f"{impl.op_name}/{impl.impl_id}"
+                self._past[name] = self._past.get(name, 0) + self._calls(impl)
+                del self._implementations[impl]
+                self._earlier.pop(impl, None)
+        self._looked_through = len(self._implementations)
 
     def _changed(self) -> None:
         """Have the table made at the next call; with the lock."""
@@ -271,12 +312,31 @@ class OpManager:
 
     def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
         """The implementations of an operator that a policy has asked."""
-        usable = [impl for impl, refused in _ranked(row.impls, row.op, policy) if not refused]
+        usable = [impl for impl, refused in self._ranked(row.impls, row.op, policy) if not refused]
         place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
         pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
         if row.shape is not None and policy.get_per_op_order(row.op) is None:
             picks[row.shape] = pick
         return pick(row.natives)
+
+    def _ranked(
+        self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy
+    ) -> list[tuple[OpImpl, str]]:
+        """`_ranked`; RuntimeError for one that asks for operators while it is asked.
+
+        What these would be is what is being found out, by asking it: again and again, and twice as
+        often for each further one that does so.
+        """
+        if getattr(self._asking, "now", False):
+            raise RuntimeError(
+                f"{op}: whether an implementation is available can not depend on operators of its "
+                "manager, which are being chosen"
+            )
+        self._asking.now = True
+        try:
+            return _ranked(impls, op, policy)
+        finally:
+            self._asking.now = False
 
     def obeyed(self) -> _core.Dispatcher:
         """Have modules run what this manager selects; what runs of plans ask."""
@@ -295,8 +355,7 @@ class OpManager:
         key = policy.strict, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
-        me = weakref.ref(self)
-        refuse = (lambda name, asked: _alive(me)._refuse(name, asked)) if policy.strict else None
+        refuse = self._refuse if policy.strict else None
         if len(self._selections) >= _KEPT_TABLES:
             self._selections.clear()
         return self._selections.setdefault(key, slots.selection(found, refuse))
@@ -345,13 +404,6 @@ def _importing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _alive(me: "weakref.ref[OpManager]") -> OpManager:
-    found = me()
-    if found is None:
-        raise RuntimeError("the OpManager of this operator is gone: keep it, or ask another one")
-    return found
 
 
 def _nearest(op_name: str, registry: OpRegistry) -> str:
@@ -413,8 +465,10 @@ def get_default_manager() -> OpManager:
     if found is None:
         with _making:
             if _default is None:
-                _default = OpManager()
-                _core.obey(_default.obeyed())
+                made = OpManager()
+                made._has_own = True
+                _core.obey(made.obeyed())
+                _default = made
             found = _default
     return found
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation of an operator goes first: policies, and which one is in force."""
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.plugin.core.locks import ForkSafeLock
-from transformer_engine.plugin.core.types import Plain, check_token, vendor_key
+from transformer_engine.plugin.core.types import Plain, check_token, names_of, vendor_key
 
 __all__ = [
     "PREFER_DEFAULT",
@@ -72,7 +73,10 @@ class SelectionPolicy(Plain):
     Raises
     ------
     ValueError
-        `prefer` is none of these words, or something in `per_op_order` is no token.
+        `prefer` is none of these words, something in `per_op_order` is no token, or an operator
+        is there twice.
+    TypeError
+        Vendors are one text, or something that is no name.
     """
 
     prefer: str = PREFER_DEFAULT
@@ -93,12 +97,17 @@ class SelectionPolicy(Plain):
         for op, tokens in per_op_order:
             listed = (tokens,) if isinstance(tokens, str) else tuple(tokens)
             orders.append((op, tuple(check_token(token) for token in listed)))
+        orders.sort()
+        for (op, _), (other, _) in itertools.pairwise(orders):
+            if op == other:
+                raise ValueError(f"per_op_order: {op} is there twice, expected one order of it")
+        allowed = None if allow_vendors is None else names_of(allow_vendors, "allow_vendors")
         self.__dict__.update(
             prefer=_prefer_of(prefer),
             strict=bool(strict),
-            per_op_order=tuple(sorted(orders)),
-            deny_vendors=frozenset(deny_vendors),
-            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+            per_op_order=tuple(orders),
+            deny_vendors=names_of(deny_vendors, "deny_vendors"),
+            allow_vendors=allowed,
         )
 
     @classmethod
@@ -112,8 +121,13 @@ class SelectionPolicy(Plain):
     ) -> "SelectionPolicy":
         """A policy of plain containers; here an empty `allow_vendors` means all."""
         orders = tuple((op, tuple(tokens)) for op, tokens in (per_op_order or {}).items())
-        allowed = frozenset(allow_vendors or ()) or None
-        return cls(prefer, strict, orders, frozenset(deny_vendors or ()), allowed)
+        return cls(prefer, strict, orders, deny_vendors or (), allow_vendors or None)
+
+    def _but(self, **fields: Any) -> "SelectionPolicy":
+        """The same but for fields, whose values are right."""
+        made = object.__new__(SelectionPolicy)
+        made.__dict__.update(self.__dict__, **fields)
+        return made
 
     @property
     def per_op_order_dict(self) -> dict[str, list[str]]:
@@ -268,20 +282,21 @@ def policy_context(policy: SelectionPolicy) -> _core.Scope:
 
 def with_strict_mode() -> _core.Scope:
     """The policy in force now, strict, as `policy_context` does it."""
-    return policy_context(replace(get_policy(), strict=True))
+    return _core.Scope(get_policy()._but(strict=True))
 
 
 def with_preference(prefer: str) -> _core.Scope:
     """The policy in force now with another kind first, as `policy_context` does it."""
-    return policy_context(replace(get_policy(), prefer=prefer))
+    return _core.Scope(get_policy()._but(prefer=_prefer_of(prefer)))
 
 
 def with_allowed_vendors(*vendors: str) -> _core.Scope:
     """The policy in force now with these vendors alone, as `policy_context` does it."""
-    return policy_context(replace(get_policy(), allow_vendors=frozenset(vendors)))
+    return _core.Scope(get_policy()._but(allow_vendors=names_of(vendors, "vendors")))
 
 
 def with_denied_vendors(*vendors: str) -> _core.Scope:
     """The policy in force now without these vendors either, as `policy_context` does it."""
     policy = get_policy()
-    return policy_context(replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors)))
+    denied = policy.deny_vendors | names_of(vendors, "vendors")
+    return _core.Scope(policy._but(deny_vendors=denied))

@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an implementation takes a call: by dtype and architecture, and by what it says itself."""
 
-import functools
-import re
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from transformer_engine import _core
-from transformer_engine.plugin.core.types import OpImpl
+from transformer_engine.plugin.core.types import OpImpl, architecture
 
 __all__ = ["predicate_of"]
 
 
-@functools.lru_cache(maxsize=4096)
+_made: "weakref.WeakKeyDictionary[OpImpl, _core.Predicate]" = weakref.WeakKeyDictionary()
+
+
 def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
     """Whether it takes a call, from the arguments of that; None: it takes every call."""
     if impl.supported_dtypes is None and impl.min_arch is None:
         return impl.supports
-    least = None if impl.min_arch is None else _arch(impl.min_arch)
+    found = _made.get(impl)
+    return _made.setdefault(impl, _predicate(impl)) if found is None else found
+
+
+def _predicate(impl: OpImpl) -> _core.Predicate:
+    least = None if impl.min_arch is None else architecture(impl.min_arch)
     dtypes = (
         None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
     )
@@ -39,15 +45,7 @@ def _plain(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2].lower()
 
 
-def _arch(text: str) -> tuple[int, int]:
-    """(major, minor) of "sm_90", "sm_90a", "9.0" or "90"; ValueError for anything else."""
-    match = re.fullmatch(r"(?:sm_?)?(\d+?)\.?(\d)[a-z]?", str(text).strip().lower())
-    if match is None:
-        raise ValueError(f"min_arch={text!r} is no architecture: expected sm_90 or 9.0")
-    return int(match[1]), int(match[2])
-
-
-_INDICES = ("int32", "int64")
+_INDICES = ("int32", "int64", "bool")
 """Dtypes of places, lengths and flags, which calls may have before the tensors that matter."""
 
 

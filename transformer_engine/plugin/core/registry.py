@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementations there are."""
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -31,8 +33,8 @@ class OpRegistry:
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
-        self._impls: dict[str, dict[str, OpImpl]] = {}
         self._snapshot = OpRegistrySnapshot({}, 0)
+        self._recorders: dict[int, list[tuple[OpImpl, bool]]] = {}  # by thread; true: it came
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -51,40 +53,66 @@ class OpRegistry:
         """
         given = tuple(impls)
         with self._lock:
-            seen = set()
+            changed = dict(self._snapshot.impls_by_op)
             for impl in given:
                 if not isinstance(impl, OpImpl):
                     raise TypeError(f"expected an OpImpl, got {type(impl).__name__}")
-                key = (impl.op_name, impl.impl_id)
-                if key in seen or impl.impl_id in self._impls.get(impl.op_name, ()):
+                known = changed.get(impl.op_name, ())
+                if any(other.impl_id == impl.impl_id for other in known):
                     raise ValueError(
                         f"{impl.op_name} has an implementation {impl.impl_id!r} already: "
                         "unregister it first, or choose another impl_id"
                     )
-                seen.add(key)
-            for impl in given:
-                self._impls.setdefault(impl.op_name, {})[impl.impl_id] = impl
-            listeners = self._changed({impl.op_name for impl in given})
+                changed[impl.op_name] = (*known, impl)
+            self._record(given, True)
+            listeners = self._changed(changed)
         _tell(listeners)
 
     def unregister(self, op_name: str, impl_id: str) -> OpImpl:
         """Take an implementation out and return it; KeyError where there is none."""
         with self._lock:
-            found = self._impls.get(op_name, {}).pop(impl_id, None)
+            found = self.get_implementation(op_name, impl_id)
             if found is None:
                 raise KeyError(f"{op_name} has no implementation {impl_id!r}")
-            if not self._impls[op_name]:
-                del self._impls[op_name]
-            listeners = self._changed({op_name})
+            changed = dict(self._snapshot.impls_by_op)
+            changed[op_name] = tuple(impl for impl in changed[op_name] if impl is not found)
+            if not changed[op_name]:
+                del changed[op_name]
+            self._record((found,), False)
+            listeners = self._changed(changed)
         _tell(listeners)
         return found
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """What this thread (un)registers inside ``with``, undone if an error ends it."""
+        thread = threading.get_ident()
+        outer, made = self._recorders.get(thread), []
+        self._recorders[thread] = made
+        try:
+            yield
+        except BaseException:
+            done, made = made, []
+            self._recorders.pop(thread)
+            for impl, came in reversed(done):
+                there = self.get_implementation(impl.op_name, impl.impl_id)
+                if came and there is impl:
+                    self.unregister(impl.op_name, impl.impl_id)
+                elif not came and there is None:
+                    self.register(impl)
+            raise
+        finally:
+            self._recorders.pop(thread, None)
+            if outer is not None:
+                self._recorders[thread] = outer
+                outer += made
 
     def clear(self) -> None:
         """Take all out."""
         with self._lock:
-            names = set(self._impls)
-            self._impls.clear()
-            listeners = self._changed(names)
+            for impls in self._snapshot.impls_by_op.values():
+                self._record(impls, False)
+            listeners = self._changed({})
         _tell(listeners)
 
     def snapshot(self) -> OpRegistrySnapshot:
@@ -114,13 +142,13 @@ class OpRegistry:
         with self._lock:
             self._listeners.add(listener)
 
-    def _changed(self, names: set[str]) -> tuple:
-        """Make the snapshot anew; who is to be told, once the lock is free."""
-        impls = dict(self._snapshot.impls_by_op)
-        for name in names:
-            impls.pop(name, None)
-            if name in self._impls:
-                impls[name] = tuple(self._impls[name].values())
+    def _record(self, impls: Iterable[OpImpl], came: bool) -> None:
+        recorder = self._recorders.get(threading.get_ident())
+        if recorder is not None:
+            recorder += [(impl, came) for impl in impls]
+
+    def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple:
+        """Put the snapshot in place, at once; who is to be told, once the lock is free."""
         self._snapshot = OpRegistrySnapshot(impls, self._snapshot.version + 1)
         return tuple(self._listeners)
 

@@ -2,12 +2,21 @@
 """Implementations of operators, their kinds, and the tokens that policies name them by."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-__all__ = ["TOKENS", "BackendImplKind", "OpImpl", "check_token", "match_token"]
+__all__ = [
+    "TOKENS",
+    "BackendImplKind",
+    "OpImpl",
+    "architecture",
+    "check_token",
+    "match_token",
+    "names_of",
+]
 
 
 class BackendImplKind(StrEnum):
@@ -79,12 +88,16 @@ class OpImpl(Plain):
         Whether it takes a call, from the arguments of that and without side effects. Where it says
         no, the next implementation is asked.
 
+    What is wrong raises here, where its author sees it: at a call it would be in the way of all
+    operators, whose implementations are chosen together.
+
     Raises
     ------
     ValueError
-        VENDOR without a `vendor`.
+        VENDOR without a `vendor`, or `min_arch` is no architecture.
     TypeError
-        `fn` or `supports` is no callable, or `kind` none of `BackendImplKind`.
+        `fn` or `supports` is no callable, `kind` none of `BackendImplKind`, `priority` no int, or
+        a name none.
     """
 
     op_name: str
@@ -109,32 +122,72 @@ class OpImpl(Plain):
         min_arch: str | None = None,
         supports: Callable[..., Any] | None = None,
     ) -> None:
-        if not isinstance(kind, BackendImplKind):
-            raise TypeError(f"OpImpl {impl_id!r}: kind={kind!r}, expected a BackendImplKind")
+        for name, value, expected in (
+            ("op_name", op_name, str),
+            ("impl_id", impl_id, str),
+            ("kind", kind, BackendImplKind),
+            ("vendor", vendor, str | None),
+            ("priority", priority, int),
+        ):
+            if not isinstance(value, expected):
+                wanted = getattr(expected, "__name__", expected)
+                raise TypeError(f"OpImpl {impl_id!r}: {name}={value!r}, expected {wanted}")
         for name, value in (("fn", fn), ("supports", supports)):
             if not callable(value) and not (name == "supports" and value is None):
                 raise TypeError(f"OpImpl {impl_id!r}: {name}={value!r} is no callable")
         if kind is BackendImplKind.VENDOR and not vendor:
             raise ValueError(f"OpImpl {impl_id!r}: kind VENDOR needs a vendor")
-        dtypes = None if supported_dtypes is None else frozenset(supported_dtypes)
+        dtypes = None
+        if supported_dtypes is not None:
+            dtypes = names_of(supported_dtypes, f"OpImpl {impl_id!r}: supported_dtypes", object)
+        if min_arch is not None:
+            architecture(min_arch)
         self.__dict__.update(
             op_name=op_name, impl_id=impl_id, kind=kind, fn=fn, vendor=vendor, priority=priority,
             supported_dtypes=dtypes, min_arch=min_arch, supports=supports,
         )  # fmt: skip
 
+    def __hash__(self) -> int:
+        return hash((self.op_name, self.impl_id))  # functions need not have one
+
     def is_available(self) -> bool:
         """Whether it can run in this process."""
         return not self.unavailable_because()
 
+    def has_availability(self) -> bool:
+        """Whether it is to be asked; an attribute that raises counts as an answer."""
+        try:
+            return hasattr(self.fn, "_is_available")
+        except Exception:  # noqa: BLE001 - `unavailable_because` tells it
+            return True
+
     def unavailable_because(self) -> str:
         """Why it can not run in this process; "": it can."""
-        ask = getattr(self.fn, "_is_available", None)
-        if not callable(ask):
-            return ""
         try:
-            return "" if ask() else "it says that it is not available"
+            ask = getattr(self.fn, "_is_available", None)
+            available = not callable(ask) or ask()
+            return "" if available else "it says that it is not available"
         except Exception as error:  # noqa: BLE001 - an answer like any other: it is not available
             return f"asked whether it is available it raised {type(error).__name__}: {error}"
+
+
+def names_of(given: Iterable[Any], what: str, kind: type = str) -> frozenset:
+    """A set of names; TypeError for a text, which would be taken for its letters, and no names."""
+    if isinstance(given, str):
+        raise TypeError(f"{what}={given!r}, expected a set of names")
+    found = frozenset(given)
+    for name in found:
+        if not isinstance(name, kind):
+            raise TypeError(f"{what}={given!r}, expected a set of names")
+    return found
+
+
+def architecture(text: str) -> tuple[int, int]:
+    """(major, minor) of "sm_90", "sm_90a", "9.0" or "90"; ValueError for anything else."""
+    match = re.fullmatch(r"(?:sm_?)?(\d+?)\.?(\d)[a-z]?", str(text).strip().lower())
+    if match is None:
+        raise ValueError(f"min_arch={text!r} is no architecture: expected sm_90 or 9.0")
+    return int(match[1]), int(match[2])
 
 
 def vendor_key(name: str) -> str:
@@ -145,7 +198,7 @@ def vendor_key(name: str) -> str:
 
 def check_token(token: str) -> str:
     """The token; ValueError for what is none, with the grammar."""
-    head, colon, rest = token.partition(":")
+    head, colon, rest = token.partition(":") if isinstance(token, str) else ("", "", "")
     if (token in _KINDS) or (colon and head in ("vendor", "impl") and rest):
         return token
     raise ValueError(f"{token!r} is no token of a policy: expected {TOKENS}")
