@@ -7,6 +7,7 @@ is done, and what one returns else is copied there.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -64,14 +65,10 @@ def _cast_of(mode: int, dtype: torch.dtype, delayed: bool, *settings: Any) -> Op
     return OperandCast(recipe, code, given["amax_epsilon"], bits, given["margin"])
 
 
-def _storage_of(
+def _made_of(
     fields: Fields, quantizer: Any, row: recipes.Format, shape: tuple[int, int]
-) -> Any:
-    """A quantized storage over the forms of a call, of a nominal dtype of bf16.
-
-    No tensor: what a call lends is no part of torch's graphs, and a class of tensors costs several
-    times as much to make.
-    """
+) -> dict[str, Any]:
+    """Fields of a quantized tensor over the forms of a call."""
     data, column = fields["row"], fields["column"]
     scales, column_scales = fields["row_scales"], fields["column_scales"]
     forms: tuple
@@ -85,8 +82,7 @@ def _storage_of(
         forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
     else:
         forms = data, column, scales, column_scales
-    made = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
-    return row.tensor._STORAGE._made(made, torch.bfloat16)
+    return {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
 
 
 def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
@@ -98,7 +94,11 @@ def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
 
 
 class Place(NamedTuple):
-    """What an implementation casts with, and a storage over the memory of the call for that."""
+    """What an implementation casts with, and a storage over the memory of the call for that.
+
+    It is no tensor of torch, which takes longer to make: nobody records what becomes of it. Its
+    nominal dtype is bf16.
+    """
 
     quantizer: Any
     output: Any
@@ -107,15 +107,17 @@ class Place(NamedTuple):
 
 def place_of(fields: Fields, shape: tuple[int, int]) -> Place:
     """Of a call that wants values of this shape quantized."""
-    row, column = fields["row"], fields["column"]
-    data = column if row is None else row
+    rows, columns = fields["row"], fields["column"]
+    data = columns if rows is None else rows
     settings = [fields[name] for name in _SETTINGS]
     settings[_RNG] = settings[_RNG] is not None
     cast = _cast_of(fields["mode"], data.dtype, fields.get("scale") is not None, *settings)
     quantizer = _quantizer(fields, cast, data.device)
-    quantizer.set_usage(rowwise=row is not None, columnwise=column is not None)
+    quantizer.set_usage(rowwise=rows is not None, columnwise=columns is not None)
     quantizer.internal = True
-    return Place(quantizer, _storage_of(fields, quantizer, recipes.format_of(cast), shape), shape)
+    row = recipes.format_of(cast)
+    made = _made_of(fields, quantizer, row, shape)
+    return Place(quantizer, row.tensor._STORAGE._made(made, torch.bfloat16), shape)
 
 
 def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
@@ -136,7 +138,7 @@ def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
 def settle(fields: Fields, place: Place, made: Any) -> None:
     """See that what an implementation has made of a place is in the memory of the call."""
     if made is not place.output:
-        _copy_forms(made, place.output, fields.get("noop"))
+        _copy_forms(made, place, fields.get("noop"))
     _clear_padding(fields, place.shape)
 
 
@@ -166,21 +168,21 @@ def _cast_elsewhere(values: Tensor, fields: Fields, choices: Choices) -> Any:
     return None
 
 
-def _copy_forms(made: Any, output: Any, noop: Tensor | None) -> None:
+def _copy_forms(made: Any, place: Place, noop: Tensor | None) -> None:
     """Put what an implementation has returned into the storage over the memory of the call.
 
     It may be a tensor of the format, too.
     """
+    output = place.output
     if getattr(type(made), "_STORAGE", type(made)) is not type(output):
         raise TypeError(
             f"quantize: the result: {type(made).__name__}, expected a {type(output).__name__}"
         )
     if noop is not None:
         raise TypeError("quantize: with noop an implementation has to write to output")
-    if made.shape[-1:] != output.shape[-1:] or made.numel() != output.numel():
-        raise ValueError(
-            f"quantize: the result: shape {tuple(made.shape)}, expected {tuple(output.shape)}"
-        )
+    shape = tuple(made.shape)
+    if shape[-1:] != place.shape[-1:] or math.prod(shape) != math.prod(place.shape):
+        raise ValueError(f"quantize: the result: shape {shape}, expected {place.shape}")
     given, wanted = made.get_metadata(), output.get_metadata()
     for name in sorted(_MEANING & given.keys() & wanted.keys()):
         if given[name] != wanted[name]:
@@ -255,4 +257,4 @@ def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None
         rows, columns = data.shape
         columns *= 2 if mode == _core.SCALING_NVFP4 else 1
         shape = (columns, rows) if turned else (rows, columns)
-    return _storage_of(forms, quantizer, row, shape)
+    return row.tensor._made(_made_of(forms, quantizer, row, shape), torch.bfloat16, shape)
