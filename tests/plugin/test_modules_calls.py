@@ -65,6 +65,47 @@ def test_an_order_of_one_operator(device):
     assert recorded.ways == ["forward"]  # the gradient has the order of all
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_order_without_this_library(device, strict):
+    """What none of its tokens names is not run, under modules either; the rest is as ever."""
+    closed = {"rmsnorm_fwd": ["vendor:test"]}
+    policy = plugin.SelectionPolicy.from_dict(per_op_order=closed, strict=strict)
+    module, x = made("RMSNorm", device), data(device)
+    with plugin.policy_context(policy):
+        assert made("LayerNorm", device)(x).shape == x.shape
+        with pytest.raises(RuntimeError, match="rmsnorm_fwd: no implementation can be called"):
+            module(x)
+        recorded = Recorded()
+        register("rmsnorm_fwd", recorded.forward, supports=lambda x, *rest: len(x) == TOKENS)
+        module(x)
+        with pytest.raises(NotImplementedError, match=r"none that vendor\.test takes"):
+            module(x[:3])
+    assert recorded.ways == ["forward"]
+    module(x[:3])
+
+
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
+def test_amaxes_of_what_operators_compute(device, name):
+    """Current scaling measures what norms and activations compute: by whoever has compute_amax."""
+    module, x = made(name, device, BF16), data(device, BF16)
+    other, sizes = copy.deepcopy(module), []
+    wanted = step(other, x, recipes.Float8CurrentScaling)
+
+    def largest(values, amax):
+        sizes.append(values.shape[-1])
+        native("compute_amax")(values, amax)
+
+    register("compute_amax", largest)
+    got = step(module, x, recipes.Float8CurrentScaling, plugin.with_preference("vendor"))
+    for one, exact in zip(got, wanted, strict=True):
+        assert_bits(one, exact)
+    assert HIDDEN in sizes
+    plugin.get_registry().unregister("compute_amax", "vendor.test")
+    register("compute_amax", lambda values, amax: amax.fill_(2.0**40))
+    wild = step(module, x, recipes.Float8CurrentScaling, plugin.with_preference("vendor"))
+    assert float(wild[0].abs().max()) == 0.0 < float(wanted[0].abs().max())
+
+
 def test_a_vendor_that_is_denied(device):
     recorded = Recorded().register()
     with plugin.with_preference("vendor"), plugin.with_denied_vendors("TEST"):

@@ -20,6 +20,7 @@ from tex_cases import (
 from tols import BF16, E4M3, F32
 
 import transformer_engine.pytorch.tensor as tensors
+from transformer_engine.plugin.core import get_registry
 
 high = pytest.mark.parametrize("dtype", HIGH)
 
@@ -204,3 +205,16 @@ def test_refused_rope(tex):
     x, freqs = torch.ones(4, 1, 1, 8), torch.ones(4, 1, 1, 8)
     with pytest.raises(ValueError, match="fused_rope_forward: qkv_format=9"):
         tex.fused_rope_forward(x, freqs, None, 9, False, None, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["gelu", "qgelu", "srelu", "silu"])
+def test_gradients_of_activations_at_large_values(name):
+    """Powers of these are no fp32; the slope is that of the asymptote."""
+    x = torch.tensor([[-1e30, -100.0, 100.0, 1e30]])
+    grads = [
+        get_registry().get_implementation(f"d{name}", impl).fn(torch.ones_like(x), x, None)
+        for impl in ("reference.torch", "default.native")
+    ]
+    slope = [0.0, 0.0, 200.0, 2e30] if name == "srelu" else [0.0, 0.0, 1.0, 1.0]
+    for grad in grads:
+        assert_bits(grad, torch.tensor([slope]))

@@ -234,3 +234,23 @@ def test_errors():
         optimizer.step()
     with pytest.raises(NotImplementedError, match=r"FusedSGD\(wd_after_momentum=True\) is not"):
         FusedSGD([parameter], 0.1, wd_after_momentum=True)
+
+
+def test_steps_are_counted_whatever_the_default_dtype_is(device):
+    """bf16 has no 301."""
+    first = [p.detach() for p in parameters_of(device, torch.float32)]
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        params = [torch.nn.Parameter(p.clone()) for p in first]
+        optimizer = FusedAdam(params, **{**OPTIONS, "betas": (0.8, 0.9995)})
+        optimizer.param_groups[0]["step"] = 300
+        for p in params:
+            p.grad = torch.ones_like(p)
+        torch.set_default_dtype(default)
+        try:
+            optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(params)
+    for one, other in zip(*found, strict=True):
+        assert_bits(one, other)

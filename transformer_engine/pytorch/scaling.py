@@ -45,6 +45,8 @@ from transformer_engine.pytorch.state import Domain, current_state
 _TRACED = threading.local()
 """``last``: the compilation in which the thread traced an update last."""
 
+_FRESH = {"dtype": torch.float32, "device": "cpu"}
+
 _UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""
 
@@ -199,7 +201,7 @@ def expected_length(recipe: Any) -> int | None:
 def fresh_values(length: int, counts: tuple[int, int]) -> dict[str, tuple]:
     """State before anything was measured, as `Slots.values` gives it, on the CPU."""
     return {
-        direction: (torch.ones(n, device="cpu"), torch.zeros(length, n, device="cpu"))
+        direction: (torch.ones(n, **_FRESH), torch.zeros(length, n, **_FRESH))
         for direction, n in zip(DIRECTIONS, counts, strict=True)
     }
 

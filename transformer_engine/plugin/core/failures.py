@@ -6,10 +6,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["RAISED_BY", "described"]
+__all__ = ["RAISED_BY", "NobodyError", "described"]
 
 RAISED_BY = "raised by "
 """How a note about an implementation begins."""
+
+
+class NobodyError(RuntimeError):
+    """An operator has no implementation that can be called."""
+
 
 _LONGEST = 60
 """Characters of an argument that is no tensor."""

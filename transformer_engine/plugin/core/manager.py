@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from transformer_engine import _core
 from transformer_engine.common import selections
 from transformer_engine.plugin.core.discovery import discover_others
+from transformer_engine.plugin.core.failures import NobodyError
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy
 from transformer_engine.plugin.core.predicates import predicate_of
@@ -284,8 +285,7 @@ class OpManager:
                     entries[place] = self._entry(rows[place], policy, picks)
         entries = tuple(entries)
         if self._obeyed:
-            chosen = {row.op: entry for row, entry in zip(rows, entries, strict=True)}
-            entries = (self._of_modules(chosen, policy), *entries[1:])
+            entries = (self._of_modules(rows, entries, policy), *entries[1:])
         with self._lock:
             if generation == self._generation:
                 if len(self._tables) >= _KEPT_TABLES:
@@ -345,20 +345,28 @@ class OpManager:
             self._changed()
         return self._dispatcher
 
-    def _of_modules(self, chosen: Mapping[str, tuple], policy: SelectionPolicy) -> Any:
+    def _of_modules(
+        self, rows: tuple[_Row, ...], entries: tuple, policy: SelectionPolicy
+    ) -> "_core.Selection | None":
         """What runs of plans ask before this library's own operators; None: nobody."""
         if not self._obeyed:
             return None
         from transformer_engine.plugin import slots
 
+        chosen = {row.op: entry for row, entry in zip(rows, entries, strict=True)}
         found = slots.overriding(chosen)
-        key = policy.strict, tuple(found.items())
+        ordered = {}
+        for op, _ in policy.per_op_order:
+            place = self._places.get(op, len(rows))
+            if place < len(rows) and any(i.impl_id == slots.NATIVE for i in rows[place].impls):
+                ordered[op] = chosen[op]
+        closed = slots.closed(found, policy.strict, ordered)
+        key = closed, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
-        refuse = self._refuse if policy.strict else None
         if len(self._selections) >= _KEPT_TABLES:
             self._selections.clear()
-        return self._selections.setdefault(key, slots.selection(found, refuse))
+        return self._selections.setdefault(key, slots.selection(found, closed, self._refuse))
 
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)
@@ -393,7 +401,7 @@ class OpManager:
                 f"{op_name}: the call is none that {names} takes{strict}\n{explanation}"
             )
         known = "" if explanation.candidates else _nearest(op_name, self._registry)
-        raise RuntimeError(f"{op_name}: no implementation can be called{known}\n{explanation}")
+        raise NobodyError(f"{op_name}: no implementation can be called{known}\n{explanation}")
 
 
 def _importing() -> bool:

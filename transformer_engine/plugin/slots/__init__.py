@@ -5,7 +5,7 @@ Modules run operators of the C library, of which `MAPPED` says by which operator
 `transformer_engine_torch` they are defined. An adapter makes a function for a slot of the C
 operator out of implementations of these: it gets the fields of a call as a dict, calls one, and
 writes what that returns to where the call wants it. A call that no implementation takes goes on to
-this library's own (`NotImplemented`), under a strict policy it raises.
+this library's own (`NotImplemented`); under a strict policy, or one that leaves ours out, it raises.
 
 Operators ``te_<name>`` are those of the C library themselves: of their implementations modules run
 the slots of plug-ins that are shared objects (`discovery.register_library`), which take a call as
@@ -57,6 +57,7 @@ _GRADIENTS = (
     *(f"dbias_d{name}" for name in _UNGATED),
 )
 _CASTS = ("quantize", "bgrad_quantize")
+_OF_VALUES = (*_CASTS, "compute_amax")  # what becomes of values that another operator computes
 _SOFTMAX = tuple(
     f"scaled_{kind}softmax"
     for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
@@ -67,11 +68,11 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("quantize", _CASTS, "casts:quantize"),
     Mapped("dequantize", ("dequantize",), "casts:dequantize"),
     Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
-    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_CASTS), "norm:forward"),
+    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "norm:forward"),
     Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
-    Mapped("activation", (*_ACTIVATIONS, *_CASTS), "activation:forward"),
-    Mapped("activation_backward", (*_GRADIENTS, *_CASTS), "activation:backward"),
-    Mapped("softcap", _CASTS, "activation:softcap"),
+    Mapped("activation", (*_ACTIVATIONS, *_OF_VALUES), "activation:forward"),
+    Mapped("activation_backward", (*_GRADIENTS, *_OF_VALUES), "activation:backward"),
+    Mapped("softcap", _OF_VALUES, "activation:softcap"),
     Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
     Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
     Mapped("softmax", tuple(f"{name}_forward" for name in _SOFTMAX), "softmax:forward"),
@@ -93,7 +94,7 @@ PLACED: frozenset[str] = frozenset(
     for row in MAPPED
     if row.op.partition("_")[0] in ("norm", "activation")
     for name in row.names
-    if name not in _CASTS
+    if name not in _OF_VALUES
 )
 """Operators whose implementations are told where results go that the signature has no place for:
 by the keyword `out`, a tuple of tensors for the results, if they have a parameter of that name."""
@@ -137,7 +138,7 @@ def _slot(run: Callable, asked: str) -> Callable:
     What an implementation has raised says whose it is. Of an error that what one returned has led
     to, a note says who was asked.
     """
-    from transformer_engine.plugin.core.failures import RAISED_BY
+    from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
     from transformer_engine.pytorch.modes import any_autocast, in_own_dtypes
     from transformer_engine.pytorch.plugins import native
 
@@ -147,7 +148,7 @@ def _slot(run: Callable, asked: str) -> Callable:
     def slot(fields: Mapping[str, Any]) -> Any:
         try:
             return run_in_autocast(fields) if any_autocast() else run(fields)
-        except NotImplementedError:  # nobody takes the call, under a strict policy
+        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
             raise
         except Exception as error:
             if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
@@ -164,13 +165,32 @@ def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     return {name: found for name, found in asked.items() if found}
 
 
-def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_core.Selection | None":
+def closed(
+    overriding: Mapping[str, tuple], strict: bool, ordered: Mapping[str, Iterable[Any]]
+) -> frozenset[str]:
+    """Operators of which modules do not run this library's own where nobody else takes a call.
+
+    Under a strict policy all that have somebody else, and those whose own order of a policy,
+    `ordered` by operator, leaves ours out.
+    """
+    found = {
+        name
+        for name, entry in ordered.items()
+        if (name in OPERATORS or name in _LIBRARY) and all(one.impl_id != NATIVE for one in entry)
+    }
+    return frozenset(found | overriding.keys() if strict else found)
+
+
+def selection(
+    overriding: Mapping[str, tuple], closed: frozenset[str], refuse: Callable
+) -> "_core.Selection | None":
     """What runs of plans are to ask first; None: nobody.
 
-    `overriding` are implementations by operator, in the order in which they are asked. `refuse`
-    raises for a call that none takes; None: this library's own takes it.
+    `overriding` are implementations by operator, in the order in which they are asked. A call that
+    none of them takes is this library's own, but of those operators that are `closed`, for which
+    ``refuse(name, asked)`` raises.
     """
-    if not overriding:
+    if not overriding and not closed:
         return None
     from transformer_engine.plugin.slots.fields import Choices
 
@@ -178,10 +198,10 @@ def selection(overriding: Mapping[str, tuple], refuse: Callable | None) -> "_cor
     for name, op in _LIBRARY.items():
         found = overriding.get(name, ())
         slots += ((op, one.function, None) for one in found)
-        if found and refuse is not None:
+        if name in closed:
             slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
     for row in MAPPED:
-        own = Choices(overriding, row.names, refuse)
+        own = Choices(overriding, row.names, closed, refuse)
         if own:
             module, _, function = row.adapter.partition(":")
             make = getattr(importlib.import_module(f"{__name__}.{module}"), function)

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.casts import OPERATORS
 from transformer_engine.plugin.slots.fields import Choices, Fields, apart, written
-from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver
+from transformer_engine.plugin.slots.values import (
+    CAST_FIELDS,
+    are_cast,
+    are_elsewhere,
+    deliver,
+)
 
 _KINDS = tuple(_core.activation_names())
 _CLAMPED = "clamped_swiglu"
@@ -36,11 +40,6 @@ def _made(choice: Any, name: str, choices: Choices, tensors: tuple, numbers: Any
     return choice(*tensors, None, *numbers, out=(out,))
 
 
-def _casts_elsewhere(fields: Fields, choices: Choices) -> bool:
-    """Whether the values of a call are this library's, and their cast is not."""
-    return are_cast(fields) and bool(choices.keys() & OPERATORS)
-
-
 def _place(fields: Fields, *read: Tensor) -> Tensor | None:
     """Where the values of a call go; None where they are cast, too."""
     return None if are_cast(fields) else apart(fields["wide"], *read)
@@ -54,7 +53,7 @@ def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         choice, numbers = choices.get(kind), _numbers(kind, fields)
         made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
         if made is NotImplemented:
-            if not _casts_elsewhere(fields, choices):
+            if not are_elsewhere(fields, choices):
                 return NotImplemented
             columns = inp.shape[1] // (2 if kind.endswith("glu") else 1)
             made = torch.empty(inp.shape[0], columns, dtype=torch.float32, device=inp.device)
@@ -86,7 +85,7 @@ def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
         place = _place(fields, grad, inp)
         made = _made(choice, name, choices, (grad, inp), numbers, place)
         if made is NotImplemented:
-            if not _casts_elsewhere(fields, choices):
+            if not are_elsewhere(fields, choices):
                 return NotImplemented
             made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
             given = {name: fields[name] for name in _NUMBERS}
@@ -101,7 +100,7 @@ def softcap(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     """A softcap of this library, whose cast is somebody else's."""
 
     def run(fields: Fields) -> Any:
-        if not _casts_elsewhere(fields, choices):
+        if not are_elsewhere(fields, choices):
             return NotImplemented
         inp = fields["input"]
         made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)

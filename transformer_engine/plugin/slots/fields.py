@@ -34,29 +34,34 @@ class Choices(dict):
     """What to call in place of this library's own, by operator: a `_core.Choice` of each."""
 
     def __init__(
-        self, asked: Mapping[str, tuple], names: tuple[str, ...], refuse: Callable | None
+        self,
+        asked: Mapping[str, tuple],
+        names: tuple[str, ...],
+        closed: frozenset[str],
+        refuse: Callable,
     ) -> None:
-        """Of those of `names` that `asked` has implementations of; `refuse` as of `selection`."""
-        super().__init__(
-            (name, _core.Choice(name, asked[name], refuse, _placed(name, asked[name])))
-            for name in names
-            if name in asked
-        )
-        self._asked, self._refuse = asked, refuse
+        """Of those of `names` that somebody else has or that are closed; as of `selection`."""
+        self._asked = {n: asked.get(n, ()) for n in names if n in asked or n in closed}
+        self._closed, self._refuse = closed, refuse
         self._followed: dict[str, Any] = {}
+        super().__init__((name, self._choice(name, name in closed)) for name in self._asked)
+
+    def _choice(self, name: str, raises: bool) -> Any:
+        """Of an operator's implementations; whether it raises for a call that none takes."""
+        asked = self._asked[name]
+        return _core.Choice(name, asked, self._refuse if raises else None, _placed(name, asked))
 
     def followed(self, name: str, *others: str) -> Any:
         """What calls `name` where `others` are asked next; None: nobody has it.
 
-        Under a strict policy it does not raise for a call that it does not take, if somebody has
-        one of these: the last one does.
+        It does not raise for a call that it does not take, if somebody has one of these: where
+        they are closed, the last one does.
         """
-        if self._refuse is None or not any(other in self for other in others):
+        if name not in self._closed or not any(other in self for other in others):
             return self.get(name)
-        if name in self and name not in self._followed:
-            asked = self._asked[name]
-            self._followed[name] = _core.Choice(name, asked, None, _placed(name, asked))
-        return self._followed.get(name)
+        if name not in self._followed:
+            self._followed[name] = self._choice(name, False)
+        return self._followed[name]
 
     def implementations(self) -> str:
         """Whose these are, for people."""
@@ -65,7 +70,7 @@ class Choices(dict):
 
     def unexpressed(self, name: str) -> Any:
         """What an adapter returns for a call that an operator's arguments can not express."""
-        if self._refuse is not None:
+        if name in self._closed:
             self._refuse(name, self._asked[name])
         return NotImplemented
 

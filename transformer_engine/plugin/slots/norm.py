@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.casts import OPERATORS
 from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, written
-from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver
+from transformer_engine.plugin.slots.values import (
+    CAST_FIELDS,
+    are_cast,
+    are_elsewhere,
+    asked_for,
+    deliver,
+)
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
 _FORWARD = (
@@ -57,7 +62,7 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
             options = fields["eps"], out, quantizer, otype, 0, zero_centered
             values = choice(*given, *options, out=(out, *wanted))
         if values is NotImplemented:
-            if not cast or not choices.keys() & OPERATORS:
+            if not are_elsewhere(fields, choices):
                 return NotImplemented
             values = _native(fields)
         made, mean, rsigma = values
@@ -71,7 +76,7 @@ def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
 
 
 def _native(fields: Fields) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What this library computes, in fp32, for a cast that is somebody else's."""
+    """What this library computes, in fp32, of which somebody else makes what is wanted."""
     inp = fields["input"]
     made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
     given = {name: fields[name] for name in ("gamma", "beta", "mean", "rsigma", "eps")}

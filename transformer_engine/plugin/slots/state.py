@@ -12,7 +12,7 @@ from transformer_engine import _core
 from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
-__all__ = ["amax", "cache_append", "scaling_update", "transpose"]
+__all__ = ["amax", "cache_append", "measured", "scaling_update", "transpose"]
 
 _AMAX = tuple(name for name, *_ in _core.op_fields("amax"))
 _TRANSPOSE = tuple(name for name, *_ in _core.op_fields("transpose"))
@@ -28,15 +28,19 @@ def amax(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     def run(fields: Fields) -> Any:
         if fields["hadamard"]:
             return choices.unexpressed("compute_amax")
-        partials = fields["partials"]
-        found = torch.zeros(1, dtype=torch.float32, device=partials.device)
-        if choice(fields["input"], found) is NotImplemented:
-            return NotImplemented
-        partials.zero_()
-        partials[:1] = found
-        return None
+        return measured(choice, fields["input"], fields["partials"])
 
     return run, _AMAX
+
+
+def measured(choice: Any, values: Tensor, partials: Tensor) -> Any:
+    """Have an implementation of ``compute_amax`` measure; NotImplemented where none takes it."""
+    found = torch.zeros(1, dtype=torch.float32, device=partials.device)
+    if choice(values, found) is NotImplemented:
+        return NotImplemented
+    partials.zero_()
+    partials[:1] = found
+    return None
 
 
 def transpose(choices: Choices) -> tuple[Callable, tuple[str, ...]]:

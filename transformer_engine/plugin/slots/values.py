@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots import casts
+from transformer_engine.plugin.slots import casts, state
 from transformer_engine.plugin.slots.fields import Fields, matrix, written
 
-__all__ = ["CAST_FIELDS", "are_cast", "asked_for", "deliver"]
+__all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver"]
 
 _OWN = ("wide", "amax_partials")
 _OF_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
@@ -22,6 +22,13 @@ def are_cast(fields: Fields) -> bool:
     """Whether a call wants its values quantized, or their largest magnitude."""
     wanted = "row", "column", "amax", "amax_partials", "row_scales", "column_scales"
     return any(fields[name] is not None for name in wanted)
+
+
+def are_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
+    """Whether somebody else has what becomes of a call's values: their cast, or their amax."""
+    if fields["amax_partials"] is not None:
+        return "compute_amax" in choices
+    return are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
 
 
 def asked_for(
@@ -59,7 +66,14 @@ def deliver(
     rows = matrix(values)
     written(op, "the result", fields["wide"], rows)
     if fields["amax_partials"] is not None:
-        _core.amax(rows, fields["amax_partials"])
+        _measure(rows, fields["amax_partials"], choices)
     sums = fields.get("bias_grad")
     if sums is not None or (are_cast(fields) and fields["amax_partials"] is None):
         casts.cast_values(rows, fields, choices)
+
+
+def _measure(values: Tensor, partials: Tensor, choices: Mapping[str, Any]) -> None:
+    """Find the largest magnitude of a matrix, by an implementation of somebody else if there is."""
+    choice = choices.get("compute_amax")
+    if choice is None or state.measured(choice, values, partials) is NotImplemented:
+        _core.amax(values, partials)

@@ -390,8 +390,7 @@ class Fp8Module(NativeModule):
         if values is None:
             self._loaded_state = None
             if slots is not None and slots.live:
-                fresh = torch.ones(1), torch.zeros(1, 1)
-                slots.load(dict.fromkeys(scaling.DIRECTIONS, fresh))
+                slots.load(scaling.fresh_values(1, (1, 1)))
             return
         if slots is not None and slots.live and slots.fits(values):
             slots.load(values)  # in place: graphs, compiled or captured, read this memory

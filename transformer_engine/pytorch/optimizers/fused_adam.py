@@ -223,7 +223,7 @@ class FusedAdam(torch.optim.Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            list(torch.full((len(pairs),), before, device=device).unbind()),
+            list(torch.full((len(pairs),), before, dtype=torch.float32, device=device).unbind()),
             foreach=False,
             fused=True,
             amsgrad=False,

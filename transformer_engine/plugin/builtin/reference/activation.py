@@ -40,11 +40,11 @@ def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
 def _through(op: str, function: Callable, grad: Any, fwd_input: Any) -> tuple[Tensor, torch.dtype]:
     """Gradient of an activation's input in fp32, and what it is rounded to."""
     source = checked(op, "fwd_input", fwd_input)
-    x = source.float().requires_grad_()
+    x = source.double().requires_grad_()  # powers of large values are finite
     with torch.enable_grad():
         out = function(x)
-    (made,) = torch.autograd.grad(out, x, checked(op, "grad", grad).float())
-    return made, source.dtype
+    (made,) = torch.autograd.grad(out, x, checked(op, "grad", grad).double())
+    return made.float(), source.dtype
 
 
 def _forward(name: str) -> Callable:
