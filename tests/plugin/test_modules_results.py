@@ -69,6 +69,24 @@ def test_the_place_in_another_form(device, form):
         assert_bits(module(x).detach(), wanted)
 
 
+def test_statistics_as_a_matrix(device):
+    """A column of them is; another one has them in an order of its own."""
+    own, shape = native("rmsnorm_fwd"), [-1, 1]
+
+    def rmsnorm(*args):
+        y, mu, rsigma = own(*args)
+        return y, mu, rsigma.view(*shape)
+
+    register("rmsnorm_fwd", rmsnorm)
+    module, x = made("RMSNorm", device), data(device).requires_grad_()
+    with vendor():
+        module(x)
+        module(x[:0])
+        shape[1] = 2
+        with pytest.raises(ValueError, match=rf"rsigma: shape \({TOKENS // 2}, 2\), expected"):
+            module(x)
+
+
 # ---- numbers of another kind ---------------------------------------------------------------------
 
 KINDS = {

@@ -101,7 +101,10 @@ def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
         return
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: {name}: {type(values).__name__}, expected a tensor")
-    lines_fit = out.dim() < 2 or values.shape[-1:] == out.shape[-1:]
+    if out.dim() < 2:
+        lines_fit = values.dim() < 2 or max(values.shape) == max(out.numel(), 1)
+    else:
+        lines_fit = values.shape[-1:] == out.shape[-1:]
     if values.numel() != out.numel() or not lines_fit:
         raise ValueError(f"{op}: {name}: shape {tuple(values.shape)}, expected {tuple(out.shape)}")
     if (
