@@ -7,7 +7,7 @@ ARGS ?=
 NO_BUILD ?=
 TESTS ?= tests
 CLIENT_TESTS ?= tests/clients tests/docs/test_code_blocks.py::test_python_with_clients
-SANITIZE_TESTS ?= tests/core tests/backend
+SANITIZE_TESTS ?= tests/core tests/backend tests/plugin/test_c_plugins.py tests/plugin/test_c_plugins_passing.py
 WORKERS ?= logical
 # Tests share the cores among processes, eight at most (WORKERS=0: one, without pytest-xdist). Two threads in each
 # run every parallel loop; a thread that waits sleeps, for another process needs the core.

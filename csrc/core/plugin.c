@@ -7,7 +7,7 @@
  * lock is held while one registers, so that two threads get one plug-in; whoever holds and drops
  * plug-ins does not wait for that, for it may hold a lock that the plug-in waits for (Python's).
  * Which plug-in is registering is a matter of its thread. One that is being released is waited for
- * before it registers anew: its release and its te_plugin_init share its statics.
+ * before it registers anew: its release and its te_plugin_init share its static variables.
  */
 #include "core/plugin.h"
 
@@ -300,7 +300,7 @@ static te_plugin *find_plugin(te_plugin_init_function init)
     return found;
 }
 
-/* Lets a new plug-in register; one that fails is dropped. */
+/* Lets a new plug-in register; of one that fails nothing stays. */
 static te_status start(te_plugin *plugin, const char *name)
 {
     const uint64_t failures = te_failure_count();
@@ -313,7 +313,6 @@ static te_status start(te_plugin *plugin, const char *name)
     (void)snprintf(reason, sizeof reason, "%s",
                    te_failure_count() == failures ? "it gave no reason" : te_last_error());
     release_backends(plugin); /* before the text is set: it runs the plug-in's code */
-    free(plugin);
     return TE_FAIL(st < TE_OK && st >= TE_ERROR_INTERRUPTED ? st : TE_ERROR_STATE,
                    "plug-in %s: te_plugin_init returned %d: %s", name, (int)st, reason);
 }
@@ -322,11 +321,16 @@ static te_status start(te_plugin *plugin, const char *name)
 static te_status make_plugin(te_plugin_init_function init, const char *name, te_plugin **out)
 {
     te_plugin *made = calloc(1, sizeof *made);
+    te_status st;
     if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "plug-in %s: no memory to load it", name);
     made->init = init;
     made->last = &made->backends;
     made->users = 1;
-    TE_TRY(start(made, name));
+    st = start(made, name);
+    if (st != TE_OK) {
+        free(made);
+        return st;
+    }
     (void)pthread_mutex_lock(&lock);
     made->next = plugins;
     plugins = made;

@@ -493,7 +493,7 @@ static void *load_and_leave(void *unused)
     return (void *)(intptr_t)failures;
 }
 
-/* Its te_plugin_init never runs beside its release: both use its statics. */
+/* Its te_plugin_init never runs beside its release: both use its static variables. */
 static void test_registering_anew(test_device *t)
 {
     pthread_t threads[4];
