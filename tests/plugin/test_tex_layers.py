@@ -211,13 +211,13 @@ def test_refused_rope(tex):
 @pytest.mark.parametrize("name", ["gelu", "qgelu", "srelu", "silu"])
 def test_gradients_of_activations_at_large_values(name):
     """Powers of these are no fp32; the slope is that of the asymptote."""
-    x = torch.tensor([[-1e30, -100.0, 100.0, 1e30]])
+    x = torch.tensor([[-1e30, 1e4, 1e30]])
     registry = OpRegistry()
     register_builtins(registry)
     grads = [
         registry.get_implementation(f"d{name}", impl).fn(torch.ones_like(x), x, None)
         for impl in ("reference.torch", "default.native")
     ]
-    slope = [0.0, 0.0, 200.0, 2e30] if name == "srelu" else [0.0, 0.0, 1.0, 1.0]
+    slope = [0.0, 2e4, 2e30] if name == "srelu" else [0.0, 1.0, 1.0]
     for grad in grads:
-        assert_bits(grad, torch.tensor([slope]))
+        assert torch.equal(grad, torch.tensor([slope]))  # zeros of either sign
