@@ -23,6 +23,7 @@ LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"
 COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 GOALS = {
     "C: dispatch: table, slot, call, counters": 5,
+    "C: what supports adds to that": 20,
     "operator -> C function, 3 arguments": 100,
     "operator -> C function, 20 arguments": 200,
     "operator -> Python function, 3 arguments": 150,

@@ -134,3 +134,25 @@ def test_changes_while_modules_run():
     for thread in threads: thread.join()
     assert not errors, errors
     """)
+
+
+@pytest.mark.gpu
+def test_cuda_without_kernels_of_this_library():
+    """Operators go to those of plain torch, modules raise."""
+    run(
+        """
+        import transformer_engine_torch as tex
+        from transformer_engine import plugin
+
+        x = x.cuda()
+        assert torch.equal(tex.relu(-x, None), torch.zeros_like(x))
+        assert plugin.counts() == {"relu/reference.torch": 1}
+        try:
+            te.RMSNorm(16, device="cuda")(x)
+        except NotImplementedError as error:
+            assert "TE_FL_SKIP_CUDA=1" in str(error), error
+        else:
+            raise AssertionError("it ran")
+        """,
+        TE_FL_SKIP_CUDA="1",
+    )

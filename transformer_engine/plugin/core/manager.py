@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from operator import itemgetter
+from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformer_engine import _core
@@ -186,7 +187,7 @@ class OpManager:
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
-        found = self._ranked(snapshot.impls_by_op.get(op_name, ()), op_name, policy)
+        found = self._ranked(_by_priority(snapshot.impls_by_op.get(op_name, ())), op_name, policy)
         counted = [Candidate(impl, why, self._calls(impl)) for impl, why in found]
         return Explanation(op_name, policy, tuple(counted))
 
@@ -302,7 +303,7 @@ class OpManager:
             for op in impls.keys() - self._places.keys():
                 self._places[op] = len(self._places)
             places = tuple(self._places)
-        found = tuple([impls.get(op, ()) for op in places])
+        found = tuple(map(impls.get, places, itertools.repeat(())))
         rows = list(known)
         for place in _changed_places(found, former):
             rows[place : place + 1] = [_Row(places[place], found[place], self)]
@@ -312,7 +313,8 @@ class OpManager:
 
     def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
         """The implementations of an operator that a policy has asked."""
-        usable = [impl for impl, refused in self._ranked(row.impls, row.op, policy) if not refused]
+        ranked = self._ranked(row.ordered, row.op, policy)
+        usable = [impl for impl, refused in ranked if not refused]
         place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
         pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
         if row.shape is not None and policy.get_per_op_order(row.op) is None:
@@ -320,7 +322,7 @@ class OpManager:
         return pick(row.natives)
 
     def _ranked(
-        self, impls: tuple[OpImpl, ...], op: str, policy: SelectionPolicy
+        self, ordered: list[OpImpl], op: str, policy: SelectionPolicy
     ) -> list[tuple[OpImpl, str]]:
         """`_ranked`; RuntimeError for one that asks for operators while it is asked.
 
@@ -334,7 +336,7 @@ class OpManager:
             )
         self._asking.now = True
         try:
-            return _ranked(impls, op, policy)
+            return _ranked(ordered, op, policy)
         finally:
             self._asking.now = False
 
@@ -427,7 +429,7 @@ def _by_priority(impls: tuple[OpImpl, ...]) -> list[OpImpl]:
 
 def _changed_places(now: tuple, before: tuple) -> list[int]:
     """Where two lists by place differ, of which the first may be longer."""
-    differ = [place for place, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b]
+    differ = itertools.compress(itertools.count(), map(is_not, now, before))
     return [*differ, *range(len(before), len(now))]
 
 
@@ -439,14 +441,20 @@ def _pick(places: list[int]) -> Callable[[tuple], tuple]:
 
 
 def _ranked(
-    impls: tuple[OpImpl, ...], op_name: str, policy: SelectionPolicy
+    ordered: list[OpImpl], op_name: str, policy: SelectionPolicy
 ) -> list[tuple[OpImpl, str]]:
-    """Implementations in the order in which a policy has them asked; then the others, and why."""
+    """Implementations in the order in which a policy has them asked; then the others, and why.
+
+    They come in the order of their priorities.
+    """
     tokens = policy.get_per_op_order(op_name)
     order = policy.get_default_order() if tokens is None else tokens
     used, others = [], []
-    for impl in _by_priority(impls):
-        place = next((i for i, token in enumerate(order) if match_token(impl, token)), None)
+    for impl in ordered:
+        if tokens is None:
+            place = order.index(impl.kind)  # a kind is a token, and all are there
+        else:
+            place = next((i for i, token in enumerate(order) if match_token(impl, token)), None)
         is_vendor = impl.kind is BackendImplKind.VENDOR
         if is_vendor and not policy.is_vendor_allowed(impl.vendor or ""):
             others.append((impl, f"the policy does not allow vendor {impl.vendor}"))
