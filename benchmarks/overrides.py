@@ -144,7 +144,7 @@ def host_time(step: Callable[[], None], machine: Machine) -> float:
 
 def rows(machine: Machine, sizes: Sizes, dispatcher: Any, limit: float) -> Iterator[dict[str, Any]]:
     """A row for each precision and kind."""
-    turns, calls = (3, 1) if machine.quick else (9, 8)
+    turns, calls = (3, 1) if machine.quick else (15, 8)
     for precision, recipe in (("bf16", None), ("delayed", DelayedScaling())):
         step = make_step(machine, sizes, recipe)
 

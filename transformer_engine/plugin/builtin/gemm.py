@@ -212,7 +212,7 @@ def generic_gemm(
     simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
     simple = simple and _gives(operands, of_operands, dtype)
     simple = simple and (added is None or added.dtype == _bias_dtype(is_quantized, dtype))
-    simple = simple and (grad or not gelu or _applies_gelu(operands))
+    simple = simple and (grad or not gelu or _applies_gelu(operands, A.device))
     if out is None or not simple:
         made = torch.empty(shape, dtype=dtype, device=A.device)
     else:
@@ -278,12 +278,14 @@ _WITH_GELU = (
     (_core.SCALING_MXFP8, _core.SCALING_MXFP8),
 )
 """How operands are scaled that are multiplied with gelu in one call."""
+_TILES = {_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D}
+"""Of cuBLASLt those have no gelu."""
 
 
-def _applies_gelu(operands: dict[str, Any]) -> bool:
+def _applies_gelu(operands: dict[str, Any], device: torch.device) -> bool:
     """Whether the native call does: one GEMM reads both operands."""
     modes = tuple(operands.get(f"{name}_mode", _core.SCALING_NONE) for name in "ab")
-    if modes not in _WITH_GELU:
+    if modes not in _WITH_GELU or (device.type == "cuda" and not _TILES.isdisjoint(modes)):
         return False
     one, other = (
         next(
