@@ -173,8 +173,8 @@ class Machine:
     def sustained_time(self, step: Callable[[], Any], calls: int, ahead: int = 0) -> float:
         """Seconds per call, of `calls` in a row; the host may be what limits them.
 
-        `ahead` calls come before these, without a wait: what is timed is the middle of a loop, where
-        the host is as far ahead of the device as it gets.
+        `ahead` calls come before these, without a wait: what is timed is the middle of a loop,
+        where the host is as far ahead of the device as it gets.
         """
         self.synchronize()
         for _ in range(ahead):

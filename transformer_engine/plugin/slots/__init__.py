@@ -5,7 +5,8 @@ Modules run operators of the C library, of which `MAPPED` says by which operator
 `transformer_engine_torch` they are defined. An adapter makes a function for a slot of the C
 operator out of implementations of these: it gets the fields of a call as a dict, calls one, and
 writes what that returns to where the call wants it. A call that no implementation takes goes on to
-this library's own (`NotImplemented`); under a strict policy, or one that leaves ours out, it raises.
+this library's own (`NotImplemented`); under a strict policy, or one that leaves ours out, it
+raises.
 
 Operators ``te_<name>`` are those of the C library themselves: of their implementations modules run
 the slots of plug-ins that are shared objects (`discovery.register_library`), which take a call as

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_quantize`` and ``te_dequantize`` by operators of `transformer_engine_torch`.
 
-The quantizer and the quantized storage that an implementation is given are made of the fields of the
-call: the storage lies in the memory of the call, so that an implementation that writes to `output`
-is done, and what one returns else is copied there.
+The quantizer and the quantized storage that an implementation is given are made of the fields of
+the call: the storage lies in the memory of the call, so that an implementation that writes to
+`output` is done, and what one returns else is copied there.
 """
 
 import functools
@@ -45,8 +45,7 @@ _DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
 
 @functools.lru_cache(maxsize=256)
 def _cast_of(mode: int, dtype: torch.dtype, delayed: bool, *settings: Any) -> OperandCast:
-    """How a call casts: by its scaling mode, the dtype of its codes, whether it is given a scale,
-    and `_SETTINGS`."""
+    """How a call casts: by its mode, the dtype of codes, whether it has a scale, `_SETTINGS`."""
     given = dict(zip(_SETTINGS, settings, strict=True))
     recipe = _core.RECIPE_DELAYED if delayed else _core.RECIPE_CURRENT
     recipe = recipe if mode == _core.SCALING_TENSOR else _RECIPES[mode]
