@@ -22,3 +22,14 @@ def manager():
 def dtype(device):
     """What this library's attention runs on a device."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """No variable of the plug-in system is set, and no policy stays."""
+    for name in ("PREFER", "PREFER_VENDOR", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP",
+                 "PLUGIN_MODULES"):  # fmt: skip
+        monkeypatch.delenv(f"TE_FL_{name}", raising=False)
+    plugin.reset_global_policy()
+    yield
+    plugin.reset_global_policy()
