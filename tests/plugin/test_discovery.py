@@ -406,3 +406,25 @@ def test_a_backward_has_the_selection_of_its_forward():
 def test_names_of_functions():
     assert transformer_engine.pytorch.plugin is transformer_engine.plugin
     assert discovery.discover_op_plugin is discovery.discover_plugin
+
+
+@pytest.mark.parametrize("loads", ["the module", "its function"])
+def test_a_plug_in_of_two_names_registers_once(loads, tmp_path, monkeypatch, told):
+    """Installed, and named by the variable besides."""
+    write(tmp_path, "te_plug_twice", REGISTERS.format(entry="register", more="pass"), monkeypatch)
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "te_plug_twice")
+
+    class Point:
+        name, value = "twice", "te_plug_twice"
+
+        @staticmethod
+        def load():
+            import te_plug_twice
+
+            return te_plug_twice if loads == "the module" else te_plug_twice.register
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point])
+    assert plugin.OpManager().call("my_op", 1) == 2
+    found = [("twice", "entry_point", True), ("te_plug_twice", "env_module", True)]
+    assert plugin.get_discovered_plugin() == found
+    assert not told.records

@@ -46,16 +46,17 @@ def discover_plugin(registry: OpRegistry) -> int:
 
     One that fails is told once, by the logger, and leaves nothing in the registry.
     """
-    return discover_others(registry, set())
+    return discover_others(registry, {})
 
 
 discover_op_plugin = discover_plugin
 
 
-def discover_others(registry: OpRegistry, known: set[tuple[str, str, str]]) -> int:
+def discover_others(registry: OpRegistry, known: dict[tuple[str, str, str], Any]) -> int:
     """`discover_plugin`, of those that are not in `known`; they are added there.
 
-    Where that is interrupted, it goes on with the same `known`.
+    Where that is interrupted, it goes on with the same `known`. One that is found by an entry point
+    and by its name registers once.
     """
     found = (*_entry_points(), *_env_modules())
     return sum(_load(*plugin, registry, known) for plugin in found)
@@ -63,12 +64,14 @@ def discover_others(registry: OpRegistry, known: set[tuple[str, str, str]]) -> i
 
 def discover_from_entry_points(registry: OpRegistry) -> int:
     """`discover_plugin`, of installed packages."""
-    return sum(_load(*plugin, registry, set()) for plugin in _entry_points())
+    known: dict[tuple[str, str, str], Any] = {}
+    return sum(_load(*plugin, registry, known) for plugin in _entry_points())
 
 
 def discover_from_env_modules(registry: OpRegistry) -> int:
     """`discover_plugin`, of the modules and shared objects that ``TE_FL_PLUGIN_MODULES`` names."""
-    return sum(_load(*plugin, registry, set()) for plugin in _env_modules())
+    known: dict[tuple[str, str, str], Any] = {}
+    return sum(_load(*plugin, registry, known) for plugin in _env_modules())
 
 
 def _entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
@@ -138,21 +141,23 @@ def _load(
     value: str,
     load: Callable[[], Any],
     registry: OpRegistry,
-    known: set[tuple[str, str, str]],
+    known: dict[tuple[str, str, str], Any],
 ) -> bool:
-    """Load a plug-in that is not `known`, and let it register."""
+    """Load a plug-in that is not `known`, and let it register: it has its function there then."""
     if (name, source, value) in known:
         return False
-    done = False
+    done, register = False, None
     try:
         with registry.undone_if_it_fails():
-            _entry_of(load())(registry)
-        done = True
+            found = _entry_of(load())
+            if not any(found is one for one in known.values()):  # it may have another name, too
+                found(registry)
+        done, register = True, found
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not end the program
         LoggerManager.get_logger().error(
             "plug-in %s (%s) did not register: %s: %s", name, source, type(error).__name__, error
         )
-    known.add((name, source, value))
+    known[name, source, value] = register
     _found.append((name, source, done))
     return done
 

@@ -91,7 +91,7 @@ class OpManager:
         self._begun: object = None  # the lock under which plug-ins register
         self._initialized = False  # they have
         self._has_own = False  # this library's implementations register first
-        self._found: set[tuple[str, str, str]] = set()  # those that have, or have failed
+        self._found: dict[tuple[str, str, str], Any] = {}  # those that have, or have failed
         self._asking = threading.local()  # `now`: the thread asks what is available
         self._generation = 0  # raised by every change
         self._epoch = 0  # raised by those after which all is chosen anew
