@@ -140,6 +140,6 @@ def test_policy_of_the_environment(monkeypatch):
     assert policy_from_env().prefer == "vendor"
     for name, value in (("PREFER", "cuda"), ("PER_OP", "gelu"), ("STRICT", "maybe"),
                         ("PER_OP", "gelu=cuda")):  # fmt: skip
-        with monkeypatch.context() as patch, pytest.raises(ValueError):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"TE_FL_{name}"):
             patch.setenv(f"TE_FL_{name}", value)
             policy_from_env()

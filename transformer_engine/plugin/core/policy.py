@@ -164,13 +164,14 @@ def policy_from_env() -> SelectionPolicy:
     if not prefer:
         by_vendor = config.TE_FL_PREFER_VENDOR.get()
         prefer = PREFER_VENDOR if by_vendor else PREFER_DEFAULT
-    return SelectionPolicy(
-        prefer,
-        config.TE_FL_STRICT.get(),
-        config.TE_FL_PER_OP.get(),
-        frozenset(config.TE_FL_DENY_VENDORS.get()),
-        frozenset(allowed) if allowed else None,
-    )
+    strict, orders = config.TE_FL_STRICT.get(), config.TE_FL_PER_OP.get()
+    denied = frozenset(config.TE_FL_DENY_VENDORS.get())
+    try:
+        return SelectionPolicy(
+            prefer, strict, orders, denied, frozenset(allowed) if allowed else None
+        )
+    except ValueError as error:  # the others have been looked at as they were read
+        raise ValueError(f"{config.TE_FL_PER_OP.name}: {error}") from None
 
 
 class PolicyManager:
