@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from comparators import assert_bits, assert_within
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine.plugin.builtin import SHARED, register_builtins
 from transformer_engine.plugin.core import get_registry
@@ -254,3 +255,28 @@ def test_steps_are_counted_whatever_the_default_dtype_is(device):
         found.append(params)
     for one, other in zip(*found, strict=True):
         assert_bits(one, other)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what is read from tensors: on a device that waits, and ends a capture."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_capturable_steps_read_nothing(device, master):
+    lists = [[torch.randn(5, device=device)] for _ in range(4 + master)]
+    lists[3][0].abs_()
+    op = optimizers.multi_tensor_adam_capturable
+    op = optimizers.multi_tensor_adam_capturable_master if master else op
+    noop, step = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 3))
+    lr, inverse = (torch.full((1,), value, device=device) for value in (0.01, 0.5))
+    before = lists[1][0].clone()
+    with Reads() as reads:
+        op(1024, noop, lists, lr, 0.9, 0.99, 1e-8, step, 1, 1, 0.1, inverse)
+    assert reads.count == 0
+    assert not torch.equal(lists[1][0], before)

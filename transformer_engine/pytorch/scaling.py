@@ -46,6 +46,7 @@ _TRACED = threading.local()
 """``last``: the compilation in which the thread traced an update last."""
 
 _FRESH = {"dtype": torch.float32, "device": "cpu"}
+"""How state is made, whatever defaults of torch are set."""
 
 _UPDATING = Lock()
 """Held by the thread that updates: native updates let the GIL go."""

@@ -10,14 +10,12 @@ __all__ = ["RAISED_BY", "NobodyError", "described"]
 
 RAISED_BY = "raised by "
 """How a note about an implementation begins."""
+_LONGEST = 60
+"""Characters of an argument that is no tensor."""
 
 
 class NobodyError(RuntimeError):
     """An operator has no implementation that can be called."""
-
-
-_LONGEST = 60
-"""Characters of an argument that is no tensor."""
 
 
 def described(

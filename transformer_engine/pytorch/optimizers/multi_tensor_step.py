@@ -73,7 +73,7 @@ class _Adam:
             return params
         step = self.step.detach().reshape(()) if isinstance(self.step, Tensor) else self.step
         before = step - 1 if bias_correction else _LATE
-        steps = [p.new_full((), before, dtype=torch.float32) for p in params]
+        steps = [p.new_empty((), dtype=torch.float32).fill_(before) for p in params]
         function = adamw if mode == 1 else adam
         function(
             params, grads, means, squares, [], steps,
