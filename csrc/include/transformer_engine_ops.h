@@ -322,20 +322,26 @@ typedef struct te_softmax_args {
     te_tensor sink;   /* [heads] f32; data NULL: none */
     te_tensor output; /* as input: with dropout */
     te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
-    const int64_t *rng;      /* NULL where dropout is 0 */
+    te_tensor log_sum; /* [batch, heads, queries] f32, dense: the logarithm of the sum that a row is
+                          divided by, +Inf where it has no term; data NULL: not wanted */
+    const int64_t *rng; /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
     void *workspace;
     size_t workspace_size;
 } te_softmax_args;
 
-/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout,
- * with a sink too: its gradient is less the sum of all others of its rows, by scale 1. */
+/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout.
+ * The same sum, times the sink's own probability exp(sink - log_sum), is less the gradient of a
+ * row's sink: of the rounded gradients of a row no sum is accurate, for that of all is 0. */
 typedef struct te_softmax_backward_args {
     size_t size;
     te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
     te_tensor probabilities; /* as grad_output: without dropout */
     te_tensor grad_input;    /* as grad_output; may be the same memory */
+    te_tensor sink;          /* [heads] f32, of the forward; these three: all, or data NULL */
+    te_tensor log_sum;       /* [batch, heads, queries] f32, dense, of the forward */
+    te_tensor grad_sinks;    /* as log_sum: what each row adds to the gradient of its head's sink */
     const int64_t *rng;
     float scale, dropout;
     void *workspace;
