@@ -2,8 +2,6 @@
  *
  * check_attention.c - checks of attention, rotary embeddings and caches that no rule says.
  */
-#include <string.h>
-
 #include "core/attention.h"
 #include "core/check_ops.h"
 #include "core/status.h"
@@ -40,28 +38,8 @@ static te_status check_packed(const te_check_site *site, const te_attention_prob
     return TE_OK;
 }
 
-/* [batch, heads, queries] of scores, dense. */
-static te_status check_rows(const te_check_site *site, const char *name, const te_tensor *tensor,
-                            const te_tensor *scores)
-{
-    te_tensor rows = {.ndim = 3};
-    int64_t dense = 1;
-    if (!te_tensor_requested(tensor)) return TE_OK;
-    memcpy(rows.shape, scores->shape, 3 * sizeof *rows.shape);
-    TE_TRY(te_check_sizes(site, name, tensor, &rows, 0));
-    for (int i = 2; i >= 0; i--) {
-        if (dense > 0 && rows.shape[i] > 1 && tensor->strides[i] != dense) {
-            return INVALID(name, "dim %d: stride %lld, expected %lld: make it contiguous", i,
-                           LL(tensor->strides[i]), LL(dense));
-        }
-        dense *= rows.shape[i];
-    }
-    return TE_OK;
-}
-
 te_status te_check_softmax(const te_check_site *site, const te_softmax_args *args)
 {
-    TE_TRY(check_rows(site, "log_sum", &args->log_sum, &args->input));
     return te_check_length(site, "sink", &args->sink, args->input.shape[1]);
 }
 
@@ -69,14 +47,12 @@ te_status te_check_softmax_backward(const te_check_site *site, const te_softmax_
 {
     const te_tensor *const three[] = {&args->sink, &args->log_sum, &args->grad_sinks};
     static const char *const names[] = {"sink", "log_sum", "grad_sinks"};
-    const int given = te_tensor_requested(&args->grad_sinks);
+    const int wanted = te_tensor_present(&args->grad_sinks);
     for (int i = 0; i < 3; i++) {
-        if (te_tensor_requested(three[i]) == given) continue;
-        return INVALID(names[i], given ? "None beside grad_sinks: give sink, log_sum and grad_sinks"
-                                       : "it is for grad_sinks, which is None");
+        if (te_tensor_present(three[i]) == wanted) continue;
+        return INVALID(names[i], wanted ? "None beside grad_sinks: give sink and log_sum"
+                                        : "grad_sinks, which it is for, is None");
     }
-    TE_TRY(check_rows(site, "log_sum", &args->log_sum, &args->grad_output));
-    TE_TRY(check_rows(site, "grad_sinks", &args->grad_sinks, &args->grad_output));
     return te_check_length(site, "sink", &args->sink, args->grad_output.shape[1]);
 }
 
@@ -104,7 +80,8 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     const te_tensor values = {.ndim = 4, .shape = {q[0], k[1], k[2], d_v}};
     const te_tensor attended = {.ndim = 4, .shape = {q[0], q[1], q[2], d_v}};
     const te_tensor scores = {.ndim = 4, .shape = {q[0], q[2], q[1], k[1]}};
-    const te_tensor sums = {.ndim = 4, .shape = {q[0], packed ? q[1] : q[2], packed ? q[2] : q[1]}};
+    const te_tensor sums = {.ndim = 3, .shape = {q[0], packed ? q[1] : q[2], packed ? q[2] : q[1]}};
+    int64_t dense = 1;
     if (packed) TE_TRY(check_packed(site, p, batch));
     TE_TRY(te_check_length(site, "query_lengths", &p->query_lengths, batch));
     TE_TRY(te_check_length(site, "key_lengths", &p->key_lengths, batch));
@@ -119,7 +96,16 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     if (te_tensor_requested(&p->bias)) TE_TRY(te_check_sizes(site, "bias", &p->bias, &scores, 1));
     TE_TRY(te_check_length(site, "sink", &p->sink, q[2]));
     TE_TRY(check_slopes(site, &p->slopes, batch, q[2]));
-    return check_rows(site, "statistics", statistics, &sums);
+    if (!te_tensor_requested(statistics)) return TE_OK;
+    TE_TRY(te_check_sizes(site, "statistics", statistics, &sums, 0));
+    for (int i = 2; i >= 0; i--) {
+        if (dense > 0 && sums.shape[i] > 1 && statistics->strides[i] != dense) {
+            return INVALID("statistics", "dim %d: stride %lld, expected %lld: make it contiguous",
+                           i, LL(statistics->strides[i]), LL(dense));
+        }
+        dense *= sums.shape[i];
+    }
+    return TE_OK;
 }
 
 /* Scales that have to be there with FP8, and not without. */

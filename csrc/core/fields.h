@@ -208,7 +208,7 @@
     TE_OPT(X, softmax, bias, DIMS, NUMBERS)                                                        \
     TE_OPT(X, softmax, sink, VECTOR, F32)                                                          \
     TE_OPT_OUT(X, softmax, probabilities, DIMS, NUMBERS)                                           \
-    TE_OPT_OUT(X, softmax, log_sum, DIMS, F32)                                                     \
+    TE_OPT_OUT(X, softmax, log_sum, VECTOR, F32)                                                   \
     TE_RNG(X, softmax)                                                                             \
     TE_NUMBER(X, softmax, scale, 1)                                                                \
     TE_NUMBER(X, softmax, dropout, 0)                                                              \
@@ -223,8 +223,8 @@
     TE_IN(X, softmax_backward, probabilities, DIMS, NUMBERS)                                       \
     TE_OUT(X, softmax_backward, grad_input, DIMS, NUMBERS)                                         \
     TE_OPT(X, softmax_backward, sink, VECTOR, F32)                                                 \
-    TE_OPT(X, softmax_backward, log_sum, DIMS, F32)                                                \
-    TE_OPT_OUT(X, softmax_backward, grad_sinks, DIMS, F32)                                         \
+    TE_OPT(X, softmax_backward, log_sum, VECTOR, F32)                                              \
+    TE_OPT_OUT(X, softmax_backward, grad_sinks, VECTOR, F32)                                       \
     TE_RNG(X, softmax_backward)                                                                    \
     TE_NUMBER(X, softmax_backward, scale, 1)                                                       \
     TE_NUMBER(X, softmax_backward, dropout, 0)                                                     \

@@ -322,8 +322,8 @@ typedef struct te_softmax_args {
     te_tensor sink;   /* [heads] f32; data NULL: none */
     te_tensor output; /* as input: with dropout */
     te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
-    te_tensor log_sum; /* [batch, heads, queries] f32, dense: the logarithm of the sum that a row is
-                          divided by, +Inf where it has no term; data NULL: not wanted */
+    te_tensor log_sum;  /* [batch * heads * queries] f32: the logarithm of the sum that a row is
+                           divided by, +Inf where it has no term; data NULL: not wanted */
     const int64_t *rng; /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
@@ -340,7 +340,7 @@ typedef struct te_softmax_backward_args {
     te_tensor probabilities; /* as grad_output: without dropout */
     te_tensor grad_input;    /* as grad_output; may be the same memory */
     te_tensor sink;          /* [heads] f32, of the forward; these three: all, or data NULL */
-    te_tensor log_sum;       /* [batch, heads, queries] f32, dense, of the forward */
+    te_tensor log_sum;       /* [batch * heads * queries] f32, of the forward */
     te_tensor grad_sinks;    /* as log_sum: what each row adds to the gradient of its head's sink */
     const int64_t *rng;
     float scale, dropout;

@@ -442,7 +442,7 @@ def sink_gradients(device, x, mask, sink, dropout, rng):
     pair, may = new_pair(rng), allowed(x.shape, mask)
     grad, rows = normal(rng, x.shape, x.dtype), x.shape[:3]
     drop = {"rng": pair_on(device, pair), "dropout": dropout} if dropout else {}
-    log_sum, sinks = (Poisoned(rows, F32, device) for _ in range(2))
+    log_sum, sinks = (Poisoned((rows.numel(),), F32, device) for _ in range(2))
     output, p, placed = (torch.empty_like(x, device=device) for _ in range(3))
     placed.copy_(x)
     of_mask = None if mask is None else mask.to(device)
@@ -462,7 +462,7 @@ def sink_gradients(device, x, mask, sink, dropout, rng):
     dp = grad.double() * drop_factors(pair, x.shape, dropout)
     terms = own * (softmax(x.double(), may, sink.double()) * dp.abs()).sum(-1)
     made = -own * (softmax(x.double(), may, sink.double()) * dp).sum(-1)
-    return log_sum.tensor.cpu(), sinks.tensor.cpu(), exact, made, terms
+    return *(t.tensor.cpu().view(rows) for t in (log_sum, sinks)), exact, made, terms
 
 
 @pytest.mark.parametrize("level", [0.0, -12.0, 9.0])
@@ -498,10 +498,10 @@ def test_sums_of_rows_without_keys(device, level, rng):
 
 
 def test_sum_of_a_row_of_nan(device):
-    x, logs = torch.zeros(1, 1, 3, 8, device=device), torch.empty(1, 1, 3, device=device)
+    x, logs = torch.zeros(1, 1, 3, 8, device=device), torch.empty(3, device=device)
     x[0, 0, 1, 2], x[0, 0, 2, 5] = NAN, INF
     _core.softmax(x, torch.empty_like(x), log_sum=logs)
-    assert logs.cpu().isnan().tolist() == [[[False, True, True]]]
+    assert logs.cpu().isnan().tolist() == [False, True, True]
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -524,12 +524,7 @@ WRONG = {
     ),
     "wide bias": (ValueError, r"bias: dim 1: size 6", {"bias": torch.zeros(2, 6, 4, 8)}),
     "short sink": (ValueError, r"sink: .* vector of", {"sink": torch.zeros(7)}),
-    "short sums": (ValueError, r"log_sum: dim 1: size 4", {"log_sum": torch.zeros(2, 4, 4)}),
-    "sums apart": (
-        ValueError,
-        r"log_sum: dim 1: stride 8, expected 4",
-        {"log_sum": torch.zeros(2, 3, 8)[..., :4]},
-    ),
+    "short sums": (ValueError, r"log_sum: .* vector of", {"log_sum": torch.zeros(23)}),
     "integer bias": (TypeError, r"bias: dtype i32", {"bias": X.int()}),
     "two-dim mask": (ValueError, r"mask: ndim = 2, expected 4", {"mask": X[0, 0].bool()}),
     "probabilities of another dtype": (

@@ -16,8 +16,8 @@ __all__ = ["scaled_softmax", *absent.names_of(__name__)]
 
 
 def _row_of_each(scores: Tensor) -> Tensor:
-    """A number for each row of scores, [batch, heads, queries] fp32."""
-    return scores.new_empty(scores.shape[:3], dtype=torch.float32)
+    """A number for each row of scores, [batch * heads * queries] fp32."""
+    return scores.new_empty(scores.shape[:3].numel(), dtype=torch.float32)
 
 
 _forward = operator(
@@ -80,7 +80,7 @@ class _ScaledSoftmax(OperatorCall):
         if of_bias is not None:
             grad_bias = grad.sum_to_size(of_bias.shape).to(of_bias.dtype)
             grad = (grad if scale == 1.0 else grad * scale).to(dtype)
-        grad_sink = sinks.sum((0, 2)) if self.settings[-1] else None
+        grad_sink = sinks.view(grad.shape[:3]).sum((0, 2)) if self.settings[-1] else None
         return None, grad, None, grad_bias, grad_sink, None
 
 
