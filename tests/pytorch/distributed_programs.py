@@ -274,6 +274,18 @@ def quantized_shards(device, name, order, weights, batches):
     return kinds, before, outputs, parts()
 
 
+def uneven_shards(device):
+    """Quantize a weight whose rows the ranks can not share evenly: the message of the error."""
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        model = torch.nn.Sequential(te.Linear(64, 63, device="meta"))
+    shard(model, device)
+    try:
+        model[0].reset_parameters()
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def in_place(device, kind):
     """Change a weight between forward and backward, unsharded: the message of the error."""
     model = make_model(kind, device)

@@ -221,6 +221,13 @@ def test_fsdp2_of_quantized_weights(ranks, name, order):
         assert_same_bits(out.detach(), results[0][2][0])
 
 
+def test_fsdp2_refuses_quantized_weights_of_uneven_parts(ranks):
+    if ranks.size == 1:
+        pytest.skip("one rank has all rows")
+    for message in ranks.run(programs.uneven_shards):
+        assert f"weight of 63 rows over {ranks.size} ranks is not there yet" in message
+
+
 def joined_parts(results, place):
     """The whole weights of the parts of all ranks."""
     return {key: torch.cat([result[place][key] for result in results]) for key in results[0][place]}
