@@ -183,7 +183,7 @@ class autocast:  # noqa: N801 - the name that users know
             else:
                 recipe = get_default_recipe()
         state = current_state()
-        if self._enabled or self._calibrating:
+        if (self._enabled or self._calibrating) and not torch.compiler.is_compiling():
             scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)

@@ -277,7 +277,8 @@ class LayerCall(ModuleCall):
         return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        scaling.settle(self.domain, "backward")
+        if not self.traced:
+            scaling.settle(self.domain, "backward")
         state = (*self._state[1], *main)
         given = (*given, *state)
         return self._run(plans.backward, self._slots[1], given, len(state), packed)
