@@ -187,10 +187,11 @@ def delayed_update(scale, history, fp8_max, most_recent=False):
     for slot in range(slots):
         column = [np.float32(v) for v in history[:, slot]]
         current = column[0]
-        if current != 0:
-            rolled = [column[i + 1] if i + 1 < length else current for i in range(length)]
-            rolled[0] = np.float32(0.0)
-            new_history[:, slot] = rolled
+        if current == 0:  # an idle step
+            continue
+        rolled = [column[i + 1] if i + 1 < length else current for i in range(length)]
+        rolled[0] = np.float32(0.0)
+        new_history[:, slot] = rolled
         window = [current] if most_recent else [current, *column[1:]]
         numbers = [v for v in window if not np.isnan(v)]
         if not numbers:

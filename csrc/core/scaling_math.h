@@ -52,6 +52,14 @@ TE_SHARED float te_max_ignoring_nan(float a, float b)
     return b > a ? b : a;
 }
 
+/* Whether a step of delayed scaling cast nothing, or zeros alone, by the amax that it has recorded:
+ * then neither the history nor the scale of the slot changes. The window that the scale was made of
+ * is one entry longer than the history that is kept, so a scale made again could be another one. */
+TE_SHARED int te_is_idle(float live)
+{
+    return live == 0.0F;
+}
+
 /* Scale of delayed scaling: fp8_max / amax where amax is finite and positive, else the old scale;
  * an overflowing quotient becomes FLT_MAX. fp8_max already holds the factor 2^-margin. */
 TE_SHARED float te_delayed_scale(float amax, float old_scale, float fp8_max)

@@ -138,7 +138,8 @@ typedef struct te_gemm_args {
 
 typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_algo;
 
-/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
+/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). A slot whose
+ * row 0 is 0 stays as it is. */
 typedef struct te_scaling_update_args {
     size_t size;
     te_tensor scale;   /* [slots] f32 */

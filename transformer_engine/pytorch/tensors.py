@@ -38,6 +38,11 @@ def is_quantized(tensor: Any) -> bool:
     return type(tensor) is not Tensor and getattr(type(tensor), "_TE_QUANTIZED", False)
 
 
+def local_of(tensor: Any) -> Any:
+    """Get this rank's part of a sharded tensor (DTensor); any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def rebuild_quantized(
     kind: str, shape: tuple, dtype: torch.dtype, fields: dict, recast: tuple | None, about: tuple
 ) -> Any:
