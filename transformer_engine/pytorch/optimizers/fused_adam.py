@@ -21,6 +21,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam_capturable_master,
     multi_tensor_adam_param_remainder,
 )
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -182,7 +183,7 @@ class FusedAdam(torch.optim.Optimizer):
         return (
             self.store_param_remainders
             and param.dtype is torch.bfloat16
-            and not is_quantized(_local(param))
+            and not is_quantized(local_part(param))
         )
 
     def _initialize_state(
@@ -228,7 +229,7 @@ class FusedAdam(torch.optim.Optimizer):
         stores = self._stores_remainders(param) if stores is None else stores
         self._initialize_state(param, "master_param", False, stores)
         if not stores:
-            self.set_scaled_state(param, "master_param", _wide(param))
+            self.set_scaled_state(param, "master_param", wide_copy(param))
 
     def get_unscaled_state(
         self, param: Tensor, state_name: str, skip_unscale: bool = False
@@ -352,7 +353,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.initialize_state(param)
                 grad = self._grad_of(param)
-                if grad is not None and _local(param).numel() > 0:
+                if grad is not None and local_part(param).numel() > 0:
                     _check(param, grad)
                     rows.append(self._row(param, grad))
             self._update(group, rows, inverse)
@@ -385,7 +386,7 @@ class FusedAdam(torch.optim.Optimizer):
             else self.get_unscaled_state(param, name)
             for name in ("exp_avg", "exp_avg_sq")
         ]
-        quantized = is_quantized(_local(param))
+        quantized = is_quantized(local_part(param))
         if self._has_master(param):
             master = self.state[param]["master_param"]
             if master.dtype is torch.int16:
@@ -393,7 +394,7 @@ class FusedAdam(torch.optim.Optimizer):
             if self.name_to_dtype_map["master_param"] not in _DIRECT:
                 master = self.get_unscaled_state(param, "master_param")
             return _Row(param, grad, master, *means, None if quantized else param.detach())
-        return _Row(param, grad, _wide(param) if quantized else param.detach(), *means, None)
+        return _Row(param, grad, wide_copy(param) if quantized else param.detach(), *means, None)
 
     def _update(self, group: dict, rows: list[_Row], inverse: Tensor | None) -> None:
         kinds: dict[tuple, list[_Row]] = {}
@@ -431,7 +432,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _keep(self, row: _Row) -> None:
         """Scale states that were expanded, and quantize parameters of new values."""
         states = {"exp_avg": row.mean, "exp_avg_sq": row.square}
-        quantized = is_quantized(_local(row.param))
+        quantized = is_quantized(local_part(row.param))
         if self._has_master(row.param) and (quantized or not _is_remainder(row)):
             states["master_param"] = row.value
         for name, value in states.items():
@@ -448,16 +449,6 @@ def _is_remainder(row: _Row) -> bool:
 def _rounds(row: _Row) -> bool:
     """Whether a master is updated, and the parameter rounded from it."""
     return row.extra is not None and not _is_remainder(row)
-
-
-def _local(param: Tensor) -> Tensor:
-    """What this rank has of a parameter."""
-    return getattr(param, "_local_tensor", param)
-
-
-def _wide(param: Tensor) -> Tensor:
-    """A copy of a parameter in fp32."""
-    return param.detach().clone().float()
 
 
 def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: bool) -> None:

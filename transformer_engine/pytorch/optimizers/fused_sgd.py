@@ -9,6 +9,8 @@ from torch import Tensor
 
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import multi_tensor_sgd
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedSGD"]
 
@@ -22,7 +24,7 @@ class FusedSGD(torch.optim.Optimizer):
     Parameters
     ----------
     params : iterable of Parameter or of dict
-        fp32, fp16 or bf16; as of `torch.optim.SGD`.
+        fp32, fp16 or bf16, quantized ones too; as of `torch.optim.SGD`.
     lr : float
         Learning rate.
     momentum, dampening, weight_decay, nesterov
@@ -78,7 +80,7 @@ class FusedSGD(torch.optim.Optimizer):
             state = self.state[param]
             first = state.get("momentum_buffer") is None
             if first:
-                state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
+                state["momentum_buffer"] = torch.zeros_like(wide_copy(param))
             found.append(state["momentum_buffer"])
         return found, first
 
@@ -115,11 +117,13 @@ class FusedSGD(torch.optim.Optimizer):
 
     def _update(self, group: dict, params: list[Tensor], first: bool) -> None:
         momentum = group["momentum"]
-        kept = self.get_momentums(params)[0] if momentum != 0.0 else params
-        lists = [[p.grad for p in params], params, kept]
+        kept = self.get_momentums(params)[0] if momentum != 0.0 else []
+        narrow = [is_quantized(local_part(p)) for p in params]
+        values = [wide_copy(p) if one else p for p, one in zip(params, narrow, strict=True)]
+        lists = [[p.grad for p in params], values, values if momentum == 0.0 else kept]
         flags: dict[torch.device, Tensor] = {}
         for param in params:
-            flags.setdefault(param.device, param.new_zeros(1, dtype=torch.int32))
+            flags.setdefault(param.device, torch.zeros(1, dtype=torch.int32, device=param.device))
         for device, flag in flags.items():
             here = [i for i, p in enumerate(params) if p.device == device]
             multi_tensor_applier(
@@ -127,6 +131,9 @@ class FusedSGD(torch.optim.Optimizer):
                 group["weight_decay"], momentum, group["dampening"], group["lr"],
                 group["nesterov"], first, self.wd_after_momentum, 1.0,
             )  # fmt: skip
+        for param, value, one in zip(params, values, narrow, strict=True):
+            if one:
+                param.copy_(value)
 
 
 def _check(param: Tensor) -> None:

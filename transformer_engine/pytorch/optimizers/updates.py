@@ -9,11 +9,21 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["Lists", "checked_lists", "run_update"]
+__all__ = ["Lists", "checked_lists", "local_part", "run_update", "wide_copy"]
 
 Lists = Sequence[Sequence[Tensor]]
 
 _GRAD = 0
+
+
+def local_part(param: Tensor) -> Tensor:
+    """What this rank has of a parameter."""
+    return getattr(param, "_local_tensor", param)
+
+
+def wide_copy(param: Tensor) -> Tensor:
+    """A copy of a parameter in fp32, of a quantized one too."""
+    return param.detach().clone().float()
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
