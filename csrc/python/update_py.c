@@ -59,7 +59,7 @@ static int take_tensors(update_call *call)
 {
     const size_t count = (size_t)call->args.count;
     call->views = calloc(count * TE_UPDATE_LIST_COUNT + 1, sizeof *call->views);
-    call->held = calloc(count * TE_UPDATE_LIST_COUNT + 1, sizeof *call->held);
+    call->held = calloc(count * TE_UPDATE_LIST_COUNT + 1, sizeof(PyObject *));
     if (call->views == NULL || call->held == NULL) {
         (void)PyErr_NoMemory();
         return -1;
