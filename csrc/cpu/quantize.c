@@ -44,7 +44,7 @@ te_status te_cpu_amax(const te_amax_args *args)
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     if (args->hadamard != 0) {
         memset(args->partials, 0, TE_AMAX_PARTIALS * sizeof(float));
-        args->partials[0] = te_cpu_hadamard_amax(te_cpu_kernels_get(), &input);
+        args->partials[0] = te_cpu_hadamard_amax(te_cpu_kernels_get(), &input, args->hadamard);
         return TE_OK;
     }
     te_cpu_quantize_row measure = te_cpu_kernels_get()->quantize[input.dtype][0][0];
