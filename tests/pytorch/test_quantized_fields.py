@@ -195,6 +195,21 @@ def test_what_reads_otherwise_in_pickles_is_refused(device):
             pickled(type(tensor), given)
 
 
+@pytest.mark.parametrize("name", THEIRS)
+def test_crafted_pickles_are_refused(device, name):
+    """A file may put attributes on a tensor that the class has no name for, and nothing else."""
+    tensor = THEIRS[name]()(source_of(device, (32, 48)))
+    rebuild, (kind, shape, dtype, fields, recast, about) = tensor.__reduce_ex__(2)
+    found = rebuild(kind, shape, dtype, fields, recast, (*about[:2], {"main_grad_scale": 3}))
+    assert found.main_grad_scale == 3
+    for taken in ("dequantize", "_write", "__torch_dispatch__", "shape", 3):
+        with pytest.raises(ValueError, match="attributes .*: the class has these names"):
+            rebuild(kind, shape, dtype, fields, recast, (*about[:2], {taken: print}))
+    for wrong in ({**fields, "dequantize": print}, [], None):
+        with pytest.raises(ValueError, match="fields .*, expected some of"):
+            rebuild(kind, shape, dtype, wrong, recast, about)
+
+
 # ---- paths ---------------------------------------------------------------------------------------
 
 
