@@ -258,7 +258,6 @@ typedef struct te_cast_request {
     int32_t margin; /* MXFP8: powers of two left free below the largest number */
     int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
                               of 6 where that loses less; to nearest, and nothing transformed */
-    int32_t reserved;      /* 0 */
     int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; of
                               te_quantize alone, not with `square` */
 } te_cast_request;
