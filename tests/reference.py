@@ -69,8 +69,12 @@ def narrow(values, dtype):
 
 @quiet
 def dequantize(tensor, scale_inv, dtype):
-    """Decode FP8: q * scale_inv in fp32, rounded to dtype."""
-    return narrow(as_f32(tensor) * np.float32(scale_inv), dtype)
+    """Decode FP8: q * scale_inv in fp32, rounded to dtype; finite numbers give finite ones."""
+    codes, scale_inv = as_f32(tensor), np.float32(scale_inv)
+    limit = np.float32(torch.finfo(dtype).max)
+    values = codes * scale_inv
+    finite = np.isfinite(codes) & np.isfinite(scale_inv)
+    return narrow(np.where(finite, np.clip(values, -limit, limit), values), dtype)
 
 
 @quiet

@@ -29,7 +29,8 @@
     X(op, prefix##column, member.column, 0, READ, MATRIX, CODES, 0, 0)                             \
     X(op, prefix##column_scales, member.column_scales, 0, READ, DIMS, SCALES, 0, 0)                \
     X(op, prefix##row_amax, member.row_amax, 0, READ, VECTOR, F32, 0, 0)                           \
-    X(op, prefix##column_amax, member.column_amax, 0, READ, VECTOR, F32, 0, 0)
+    X(op, prefix##column_amax, member.column_amax, 0, READ, VECTOR, F32, 0, 0)                     \
+    X(op, prefix##scales_to_256, member.scales_to_256, 0, READ, NONE, ANY, 0, 0)
 
 /* What a casting operator is asked for. */
 #define TE_CAST_TO_FP8(X, op)                                                                      \
@@ -53,7 +54,7 @@
     X(op, hadamard, cast.hadamard, 0, READ, NONE, ANY, 0, 0)                                       \
     X(op, margin, cast.margin, 0, READ, NONE, ANY, 0, 0)                                           \
     X(op, four_over_six, cast.four_over_six, 0, READ, NONE, ANY, 0, 0)                             \
-    X(op, scales_to_256, cast.scales_to_256, 0, READ, NONE, ANY, 0, 0)                             \
+    X(op, scales_to_256, cast.result.scales_to_256, 0, READ, NONE, ANY, 0, 0)                      \
     X(op, row_scaled, cast.row_scaled, 0, READ, NONE, ANY, 0, 0)
 
 #define TE_CAST_ANY(X, op)                                                                         \

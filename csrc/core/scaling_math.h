@@ -45,6 +45,15 @@ TE_SHARED int te_is_finite(float value)
     return (te_float_bits(value) & 0x7f800000U) != 0x7f800000U;
 }
 
+/* What a code stands for with an inverse scale: no Inf where these are none, for a code may have
+ * been rounded up beyond the largest number of the dtype that is read, `limit`. */
+TE_SHARED float te_scaled_value(float code, float scale_inv, float limit)
+{
+    const float value = code * scale_inv;
+    if (!te_is_finite(code) || !te_is_finite(scale_inv)) return value;
+    return value > limit ? limit : value < -limit ? -limit : value;
+}
+
 /* The larger one; a NaN loses to a number (as fmaxf, without the library). */
 TE_SHARED float te_max_ignoring_nan(float a, float b)
 {

@@ -195,14 +195,14 @@ enum { TE_ROW_SCALES_INVERSE = 0, TE_ROW_SCALES_AMAX = 1, TE_ROW_SCALES = 2 };
  * Padding (columns up to row.shape[1], rows up to column.shape[1]) is zero. */
 typedef struct te_operand {
     te_scaling_mode mode;
+    int32_t scales_to_256;   /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
     te_tensor wide;          /* [rows, columns] f32, f16, bf16 */
     te_tensor row;           /* [rows, >= columns] e4m3, e5m2; NVFP4: u8 */
     te_tensor row_scales;    /* of `row`: f32 or u8, see TE_SCALING_MODES */
     te_tensor column;        /* [columns, >= rows], but for MXFP8: physically transposed */
     te_tensor column_scales; /* of `column`; TENSOR: the same memory as row_scales, or other */
-    te_tensor row_amax,
-        column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with (times 448 / 256
-                        with scales up to 256); `row_amax` may be one of each row, [rows] */
+    te_tensor row_amax, column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with;
+                                        `row_amax` may be one of each row, [rows] */
 } te_operand;
 
 #define TE_AMAX_PARTIALS 1024
@@ -223,6 +223,12 @@ typedef struct te_operand {
  *
  * MXFP8, NVFP4: what a scale is, core/microscale.h says. For NVFP4 partials are given, of values
  * that an operator computes those of a call before; what follows `power_2_scale` is theirs. */
+typedef enum te_hadamard {
+    TE_HADAMARD_NONE = 0,
+    TE_HADAMARD_SIGNED = 1,  /* with the signs of the recipe */
+    TE_HADAMARD_UNSIGNED = 2 /* H16 / 4 alone: nothing is negated first */
+} te_hadamard;
+
 typedef enum te_four_over_six {
     TE_FOUR_OVER_SIX_NONE = 0,
     TE_FOUR_OVER_SIX_MAE = 1, /* by the sum of errors */
@@ -242,7 +248,7 @@ typedef struct te_cast_request {
     /* NVFP4: groups of 16 values of the column-wise form are transformed before they are cast:
      * negated by TE_HADAMARD_SIGNS, times the Hadamard matrix H16 / 4, all in bf16. A product of
      * two operands so made is that of the operands. Not with `square`. */
-    int32_t hadamard;
+    int32_t hadamard;             /* te_hadamard */
     const float *column_partials; /* NVFP4: partials of the column-wise values, where they are
                                      others: te_amax with `hadamard`; NULL: the same */
     const int64_t
@@ -252,7 +258,6 @@ typedef struct te_cast_request {
     int32_t margin; /* MXFP8: powers of two left free below the largest number */
     int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
                               of 6 where that loses less; to nearest, and nothing transformed */
-    int32_t scales_to_256; /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
     int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; of
                               te_quantize alone, not with `square` */
 } te_cast_request;

@@ -86,7 +86,7 @@ typedef struct te_amax_args {
     size_t size;
     te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride */
     float *partials;  /* device float[TE_AMAX_PARTIALS] */
-    int32_t hadamard; /* of the columns as te_cast_request.hadamard transforms them */
+    int32_t hadamard; /* te_hadamard: of the columns as te_cast_request.hadamard transforms them */
     void *workspace;
     size_t workspace_size;
 } te_amax_args;
