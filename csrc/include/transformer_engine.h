@@ -113,14 +113,17 @@ TE_API te_status te_context_check(const te_context *context);
 /* CUDA: while enabled, the first run of each new GEMM problem times the candidates of cuBLASLt on
  * the operands of that call and keeps the fastest; the host waits for it, and a call under stream
  * capture or one that accumulates is not timed. cache_file, where not NULL, keeps winners across
- * processes. Problems met before keep what they have. Off by default; UNSUPPORTED on other devices.
+ * processes, if it and its folder are as cuda_configure wants a folder. Problems met before keep
+ * what they have. Off by default; UNSUPPORTED on other devices.
  */
 TE_API te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file);
 
 /* Where the CUDA backend gets its device code, for the process and from the next context on:
  * force_source compiles the embedded source with NVRTC even where an embedded binary would load;
  * cache_dir keeps what was compiled (NULL or "": nothing is kept). INVALID for a path that is too
- * long, UNSUPPORTED where the library was built without CUDA. */
+ * long; STATE where the folder belongs to neither this user nor root, or others may write to it:
+ * then nothing is kept, and the rest holds. UNSUPPORTED where the library was built without CUDA.
+ */
 TE_API te_status te_cuda_configure(int force_source, const char *cache_dir);
 
 /* ---- interrupts --------------------------------------------------------------------------- */
