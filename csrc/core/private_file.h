@@ -13,8 +13,8 @@
 /* Opens a private folder: a descriptor, which the caller closes, or -1. Then `why` has the reason
  * in one line, and is empty where there is nothing under that path. */
 int te_private_folder(const char *path, char *why, size_t size);
-/* The same of the folder that a file lies in, by the file's path, and the folder is made where there
- * is none; *name is the file's name in it, a part of `path`. */
+/* The same of the folder that a file lies in, by the file's path, and the folder is made where
+ * there is none; *name is the file's name in it, a part of `path`. */
 int te_private_folder_of(const char *path, const char **name, char *why, size_t size);
 /* Opens a private file of a folder to read it: a descriptor, which the caller closes, or -1. */
 int te_private_open(int folder, const char *name);
