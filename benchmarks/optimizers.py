@@ -22,7 +22,7 @@ COLUMNS = [
     Column("bytes_each", "bytes each", ">10d"),
     Column("ms", "ms", ">9.3f"),
     Column("rate", "GB/s", ">9.1f"),
-    Column("share", "of copy", ">8.3f"),
+    Column("share", "of limit", ">8.3f"),
 ]
 TURNS = 7
 

@@ -32,7 +32,7 @@ def made(monkeypatch):
         monkeypatch.setattr(module, "_forward", noted)
 
     note(native, "output", "statistics", "top")
-    note(softmax, "weights", "probabilities")
+    note(softmax, "weights", "probabilities", "log_sum")
     return found
 
 

@@ -281,26 +281,26 @@ def test_lengths_beyond_the_sequence_are_refused(lengths, wrong):
 # ---- views that begin anywhere -------------------------------------------------------------------
 
 
-def unaligned(shape, where):
+def unaligned(shape, where, device):
     """A view whose lines, or whose memory, begin at an odd element."""
     if where == "lines":
-        return torch.randn(*shape[:-1], shape[-1] + 3, device="cuda", dtype=F16)[..., 1:-2]
-    return torch.randn(1 + math.prod(shape), device="cuda", dtype=F16)[1:].view(shape)
+        return torch.randn(*shape[:-1], shape[-1] + 3, device=device, dtype=F16)[..., 1:-2]
+    return torch.randn(1 + math.prod(shape), device=device, dtype=F16)[1:].view(shape)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("where", ["lines", "memory"])
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("which", ["q", "k", "v", "qkv", "grad", "qkv grad"])
 @pytest.mark.parametrize("backend", ["native", "sdpa", "unfused"], indirect=True)
-def test_views_without_alignment(backend, which, way, where):
+def test_views_without_alignment(device, backend, which, way, where):
     """Kernels of other libraries read 16 bytes at once: what does not begin there is copied."""
     torch._dynamo.reset()
+    _core.reset_counters()
     shapes = dict.fromkeys("qk", (1, 33, 4, 72)) | {"v": (1, 33, 4, 64), "grad": (1, 33, 256)}
     given = {
-        name: unaligned(shape, where)
+        name: unaligned(shape, where, device)
         if name in which
-        else torch.randn(shape, device="cuda", dtype=F16)
+        else torch.randn(shape, device=device, dtype=F16)
         for name, shape in shapes.items()
     }
     module = DotProductAttention(4, (72, 64), qkv_format="bshd", attn_mask_type="causal")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.modes import dispatch_modes, in_transform
 
 
@@ -28,49 +29,13 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 def is_aligned(tensor: Tensor) -> bool:
     """Whether each line of the last dim has memory of its own that begins at 16 bytes."""
     size = tensor.element_size()
-    if torch_ops.behind_operators(tensor) or in_transform():  # storages begin at more than that
-        begin = tensor.storage_offset() * size
-    else:
-        begin = tensor.data_ptr()
-    return begin % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and all(
+        n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1]
+    )
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return contiguous_like(tensor).copy_(tensor)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where a CUDA kernel of another library could not read it in vectors.
-
-    Such kernels take views whose last stride is 1, and read 16 bytes at once; not all check that
-    each line begins at a multiple of these. Differentiable.
-    """
-    if not tensor.is_cuda or (tensor.stride(-1) == 1 and is_aligned(tensor)):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-class _AlignedGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient arrives as `aligned` makes it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return aligned(grad)
-
-
-def with_aligned_gradient(tensor: Tensor) -> Tensor:
-    """The output of another library's CUDA kernel, whose backward reads its gradient in vectors."""
-    return _AlignedGradient.apply(tensor) if tensor.is_cuda and tensor.requires_grad else tensor
 
 
 def operator(
@@ -194,3 +159,58 @@ class OperatorCall:
     def __init__(self, like: Tensor, *settings: Any) -> None:
         """`settings`: what the forward and the backward need besides tensors."""
         self.settings, self.traced = settings, torch_ops.behind_operators(like)
+
+
+# ---- what other libraries read -------------------------------------------------------------------
+
+_copy = traceable("aligned", "Tensor tensor", 1, _copied, contiguous_like)
+"""A copy, which no compiler takes for the tensor itself."""
+
+
+class _Aligned(OperatorCall):
+    """A copy, whose gradient is the tensor's."""
+
+    label = "aligned"
+
+    def run_forward(self, tensors: tuple) -> tuple[Tensor, tuple]:
+        return _copy(self.traced, *tensors), ()
+
+    def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
+        return None, *grads
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where a CUDA kernel of another library could not read it in vectors.
+
+    Such kernels take views whose last stride is 1, and read 16 bytes at once; not all check that
+    each line begins at a multiple of these. Where a graph is traced nobody knows where tensors will
+    begin, so it copies. Differentiable.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    if torch_ops.behind_operators(tensor) or in_transform():
+        return run_call(_Aligned(tensor), tensor)
+    return tensor if tensor.stride(-1) == 1 and is_aligned(tensor) else _copied(tensor)
+
+
+class _AlignedGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient arrives as `aligned` makes it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _copy(True, grad) if torch_ops.behind_operators(grad) else aligned(grad)
+
+
+def with_aligned_gradient(tensor: Tensor) -> Tensor:
+    """The output of another library's CUDA kernel, whose backward reads its gradient in vectors."""
+    return _AlignedGradient.apply(tensor) if tensor.is_cuda and tensor.requires_grad else tensor

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.modes import (
+    compilation,
     is_traced_or_faked,
     make_wrapper,
     no_torch_function,
@@ -425,7 +426,12 @@ class QuantizedTensor(Tensor):
         return self
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the first form that is there: by it programs tell whether two share any."""
+        """The memory of the first form that is there: by it programs tell whether two share any.
+
+        To torch.compile, which describes the tensors of the forms besides, it is the wrapper's own.
+        """
+        if compilation() is not None:
+            return super().untyped_storage()
         return next(t for t in self.get_data_tensors() if t is not None).untyped_storage()
 
     # ---- as a part of a weight that FSDP2 has sharded -----------------------------------------
