@@ -82,6 +82,8 @@ def softmax(scores, may, sink=None):
 
     The sums are those of one score more, `sink` [heads], which belongs to no key.
     """
+    if scores.shape[-1] == 0:
+        return scores
     scores = scores.masked_fill(~may, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     if sink is not None:

@@ -19,6 +19,7 @@ MICRO = {
     "nvfp4": ("nvfp4", {}),
     "nvfp4-square": ("nvfp4", {"square": True}),
     "nvfp4-rht": ("nvfp4", {"rht": True}),
+    "nvfp4-rht-unsigned": ("nvfp4", {"rht": 2}),
     "nvfp4-4over6": ("nvfp4", {"err_mode": "MAE", "to_256": True}),
     "nvfp4-stochastic": ("nvfp4", {"stochastic": True}),
 }
@@ -84,7 +85,7 @@ def _call_of(problem, mode, values, rng, how):
         "four_over_six": ERR_MODES[how.get("err_mode")],
         "scales_to_256": int(how.get("to_256", False)),
         "hadamard": int(how.get("rht", False)),
-        "column_partials": partials(values, True) if how.get("rht") else None,
+        "column_partials": partials(values, how["rht"]) if how.get("rht") else None,
     }
     if how.pop("stochastic", False):
         seed, offset = (int(v) for v in rng.integers(0, 2**62, 2))

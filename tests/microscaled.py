@@ -108,7 +108,7 @@ def mxfp8_values(codes, scales, axis, dtype=F32):
 
 
 @quiet
-def hadamard(x):
+def hadamard(x, signs=SIGNS):
     """Groups of 16 rows transformed: bf16 in and out, fp32 sums in the order of the butterflies."""
     rows, columns = x.shape
     full = np.zeros((round_up(rows, 16), columns), np.float32)
@@ -116,7 +116,7 @@ def hadamard(x):
     to_bf16 = lambda v: np.clip(  # noqa: E731
         v.astype(ml_dtypes.bfloat16).astype(np.float32), -np.float32(BF16_MAX), np.float32(BF16_MAX)
     )
-    v = to_bf16(full).reshape(full.shape[0] // 16, 16, columns) * SIGNS[:, None] / np.float32(16)
+    v = to_bf16(full).reshape(full.shape[0] // 16, 16, columns) * signs[:, None] / np.float32(16)
     for step in (1, 2, 4, 8):
         pairs = v.reshape(full.shape[0] // 16, 8 // step, 2, step, columns)
         v = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
@@ -145,26 +145,33 @@ def e2m1(values, random=None):
 
 
 @quiet
-def _tree(leaves):
-    """Sums of the last axis, 16 long, as a binary tree of fp32 additions."""
-    while leaves.shape[-1] > 1:
-        leaves = leaves[..., 0::2] + leaves[..., 1::2]
-    return leaves[..., 0]
+def _sum_of_squares(lines):
+    """Sums of the last axis, 16 long: i and i + 8, of these i and i + 4, and so on."""
+    while lines.shape[-1] > 1:
+        half = lines.shape[-1] // 2
+        lines = lines[..., :half] + lines[..., half:]
+    return lines[..., 0]
 
 
 @quiet
-def _cast_groups(groups, top, encode_scale, code, random):
-    """Codes and E4M3 scales of groups whose largest magnitude becomes `code`, and their values."""
-    scales = encode(np.minimum(top, FLT_MAX) * encode_scale / code, E4M3)
+def _sum_of_lines(errors):
+    """Sums of the last axis, one after the other."""
+    return np.add.accumulate(errors, -1, dtype=np.float32)[..., -1]
+
+
+@quiet
+def _cast_groups(groups, scales, encode_scale, random):
+    """Codes and E4M3 scales of groups, given their exact scales, and codes times scales."""
+    scales = encode(scales, E4M3)
     decoded = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    multiplier = np.where(decoded == 0, 0, np.minimum(encode_scale / decoded, FLT_MAX))
+    multiplier = np.minimum(np.float32(1) / (decoded * (np.float32(1) / encode_scale)), FLT_MAX)
     codes = e2m1(groups * multiplier.astype(np.float32)[..., None], random)
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * decoded[..., None]
     return codes, scales, values
 
 
 @quiet
-def _nvfp4_form(x, amax, squares, random, err_mode, turned):
+def _nvfp4_form(x, amax, squares, random, err_mode, turned, largest=448):
     """Codes and scales of rows of whole groups.
 
     `amax` is that of each row, or of all; `squares` the amaxes of squares [rows, groups], or None;
@@ -173,19 +180,25 @@ def _nvfp4_form(x, amax, squares, random, err_mode, turned):
     rows, columns = x.shape
     groups = x.reshape(rows, columns // 16, 16)
     top = np.max(np.abs(groups), 2) if squares is None else squares  # a NaN stays
-    encode_scale = np.where(amax > 0, np.float32(6 * 448) / amax, np.float32(1))
+    top = np.minimum(top, FLT_MAX)
+    encode_scale = np.where(amax > 0, np.float32(6 * largest) / amax, np.float32(1))
     encode_scale = np.minimum(encode_scale, FLT_MAX).astype(np.float32).reshape(-1, 1)
     random = None if random is None else random.reshape(groups.shape)
-    six = _cast_groups(groups, top, encode_scale, np.float32(6), random)
-    codes, scales = six[:2]
-    if err_mode is not None:
-        four = _cast_groups(groups, top, encode_scale, np.float32(4), None)
+    if err_mode is None:
+        exact = top * (encode_scale * (np.float32(1) / np.float32(6)))
+        codes, scales, _ = _cast_groups(groups, exact, encode_scale, random)
+    else:
+        exact = (top / np.float32(6)) * encode_scale
+        six = _cast_groups(groups, exact, encode_scale, None)
+        four = _cast_groups(groups, exact * np.float32(1.5), encode_scale, None)
         losses = []
         for _, _, values in (four, six):
-            error = groups * encode_scale[..., None] - values
+            meant = values * amax.reshape(-1, 1, 1) / np.float32(6 * largest)
+            error = meant - groups
             error = np.abs(error) if err_mode == "MAE" else error * error
-            losses.append(_tree_of(error, squares is not None, turned))
+            losses.append(_losses_of(error, squares is not None, turned))
         better = losses[0] < losses[1]
+        codes, scales = six[:2]
         codes = np.where(better[..., None], four[0], codes)
         scales = np.where(better, four[1], scales)
     codes = codes.reshape(rows, columns)
@@ -196,17 +209,17 @@ def _nvfp4_form(x, amax, squares, random, err_mode, turned):
 
 
 @quiet
-def _tree_of(error, by_squares, turned):
+def _losses_of(error, by_squares, turned):
     """Losses [rows, groups] of errors [rows, groups, 16]; those of squares are the same in each."""
     if not by_squares:
-        return _tree(error)
+        return _sum_of_lines(error)
     rows, groups, _ = error.shape
     full = np.zeros((round_up(rows, 16), groups, 16), np.float32)
     full[:rows] = error
     tiles = full.reshape(full.shape[0] // 16, 16, groups, 16).transpose(0, 2, 1, 3)
     if turned:
         tiles = tiles.swapaxes(2, 3)
-    return _tree(_tree(tiles)).repeat(16, 0)[:rows]
+    return _sum_of_squares(_sum_of_lines(tiles)).repeat(16, 0)[:rows]
 
 
 @quiet
@@ -222,18 +235,20 @@ def nvfp4(
 ):
     """(codes, scales, amax) by rows, and the same by columns; `random`: uniform numbers of each.
 
-    `err_mode`: "MAE" or "MSE" of groups whose largest code is 4 or 6. `to_256`: the tensor counts
-    as 448 / 256 times as large.
+    Operations and their order are those of arXiv:2509.25149, appendix C, and of arXiv:2512.02010.
+    `err_mode`: "MAE" or "MSE" of groups whose largest code is 4 or 6. `to_256`: scales of groups go
+    up to 256. `rht`: 1 with the signs of the recipe, 2 without.
     """
     rows, columns = x.shape
     full = np.zeros((round_up(rows, 16), round_up(columns, 16)), np.float32)
     full[:rows, :columns] = x
-    turned = hadamard(full) if rht else full
+    turned = full
+    if rht:
+        turned = hadamard(full, SIGNS if rht == 1 else np.abs(SIGNS))
     squares = None
     if square:
         squares = np.abs(full).reshape(full.shape[0] // 16, 16, full.shape[1] // 16, 16)
         squares = squares.max((1, 3))
-    factor = np.float32(1.75 if to_256 else 1)
     results = []
     for values, count, tops in (
         (full, rows, squares),
@@ -243,15 +258,14 @@ def nvfp4(
         amax = np.float32([largest_of(values)])
         if row_scaled and not by_column:
             amax = np.minimum(_amax(values[:count], 1), FLT_MAX).astype(np.float32)
-        amax = np.minimum(amax * factor, FLT_MAX)
         tops = None if tops is None else tops.repeat(16, 0)[:count]
-        how = random[int(by_column)], err_mode, by_column
+        how = random[int(by_column)], err_mode, by_column, 256 if to_256 else 448
         results += [*_nvfp4_form(values[:count], amax, tops, *how), torch.from_numpy(amax)]
     return tuple(results)
 
 
 @quiet
-def nvfp4_values(packed, scales, amax=None, dtype=F32):
+def nvfp4_values(packed, scales, amax=None, dtype=F32, to_256=False):
     """What NVFP4 data [rows, columns / 2] stands for; without the amax in units of its part."""
     codes = packed.numpy()
     rows, columns = codes.shape[0], 2 * codes.shape[1]
@@ -260,7 +274,7 @@ def nvfp4_values(packed, scales, amax=None, dtype=F32):
     decoded = scales.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = values * decoded.repeat(16, 1)[:rows, :columns]
     if amax is not None:
-        values = values * (amax.numpy() / np.float32(6 * 448)).reshape(-1, 1)
+        values = values * (amax.numpy() / np.float32(6 * (256 if to_256 else 448))).reshape(-1, 1)
     limit = np.float32(torch.finfo(dtype).max)
     return torch.from_numpy(np.clip(values, -limit, limit)).to(dtype)
 
@@ -320,11 +334,15 @@ def forms(mode, shape, device, dtype=E4M3, row_scaled=False):
     }
 
 
+SETTINGS = ("mode", "scales_to_256")
+"""Of the keywords of a cast's results, what is no tensor."""
+
+
 def one_usage(kept, usage):
     """Keywords of a form alone ("row", "column"), or of both."""
     if usage == "both":
         return kept
-    return {k: v for k, v in kept.items() if k == "mode" or k.startswith(usage)}
+    return {k: v for k, v in kept.items() if k in SETTINGS or k.startswith(usage)}
 
 
 def partials(x, rht=False):
@@ -347,10 +365,10 @@ def cast(x, mode, *, dtype=E4M3, usage="both", square=False, rht=False, rng=None
     results = one_usage(forms(mode, x.shape, x.device, dtype, row_scaled), usage)
     if mode == _core.SCALING_NVFP4:
         more["partials"] = None if row_scaled and usage == "row" else partials(x)
-        more["column_partials"] = partials(x, True) if rht else None
+        more["column_partials"] = partials(x, rht) if rht else None
         more.update(rng=rng, hadamard=int(rht), row_scaled=int(row_scaled))
         more["four_over_six"] = ERR_MODES[more.pop("err_mode", None)]
-        more["scales_to_256"] = int(more.pop("to_256", False))
+        results["scales_to_256"] = int(more.pop("to_256", False))
     _core.quantize(x, **results, square=int(square), **more)
     return results
 

@@ -185,7 +185,8 @@ def _softmax(core):
         [torch.randn(SCORES), torch.zeros(SCORES)],
         dict(
             mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool), bias=torch.randn(1, 3, 4, 5),
-            sink=torch.randn(3), probabilities=torch.zeros(SCORES), rng=_rng(), scale=0.5,
+            sink=torch.randn(3), probabilities=torch.zeros(SCORES), log_sum=torch.zeros(24),
+            rng=_rng(), scale=0.5,
             dropout=0.1, window_left=-1, window_right=0, diagonal=1, **_context(core),
         ),
     )  # fmt: skip
@@ -194,8 +195,11 @@ def _softmax(core):
 def _softmax_backward(core):
     return Case(
         [torch.randn(SCORES), torch.rand(SCORES), torch.zeros(SCORES)],
-        dict(rng=_rng(), scale=0.5, dropout=0.1, **_context(core)),
-    )
+        dict(
+            sink=torch.randn(3), log_sum=torch.zeros(24), grad_sinks=torch.zeros(24), rng=_rng(),
+            scale=0.5, dropout=0.1, **_context(core),
+        ),
+    )  # fmt: skip
 
 
 def _attended(core, *, length=4):

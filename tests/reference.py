@@ -69,8 +69,12 @@ def narrow(values, dtype):
 
 @quiet
 def dequantize(tensor, scale_inv, dtype):
-    """Decode FP8: q * scale_inv in fp32, rounded to dtype."""
-    return narrow(as_f32(tensor) * np.float32(scale_inv), dtype)
+    """Decode FP8: q * scale_inv in fp32, rounded to dtype; finite numbers give finite ones."""
+    codes, scale_inv = as_f32(tensor), np.float32(scale_inv)
+    limit = np.float32(torch.finfo(dtype).max)
+    values = codes * scale_inv
+    finite = np.isfinite(codes) & np.isfinite(scale_inv)
+    return narrow(np.where(finite, np.clip(values, -limit, limit), values), dtype)
 
 
 @quiet
@@ -187,10 +191,11 @@ def delayed_update(scale, history, fp8_max, most_recent=False):
     for slot in range(slots):
         column = [np.float32(v) for v in history[:, slot]]
         current = column[0]
-        if current != 0:
-            rolled = [column[i + 1] if i + 1 < length else current for i in range(length)]
-            rolled[0] = np.float32(0.0)
-            new_history[:, slot] = rolled
+        if current == 0:  # an idle step
+            continue
+        rolled = [column[i + 1] if i + 1 < length else current for i in range(length)]
+        rolled[0] = np.float32(0.0)
+        new_history[:, slot] = rolled
         window = [current] if most_recent else [current, *column[1:]]
         numbers = [v for v in window if not np.isnan(v)]
         if not numbers:

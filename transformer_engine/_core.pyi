@@ -456,6 +456,27 @@ def tune_gemm(
     after `close_contexts` too; `enabled` False ends it. NotImplementedError on other devices than CUDA.
     """
 
+def update(
+    kind: int,
+    flags: int,
+    lists: tuple[list[Tensor] | None, ...],
+    flag: Tensor | None,
+    numbers: tuple[float, ...],
+    step: int,
+    device_numbers: tuple[Tensor | None, ...],
+    /,
+) -> None:
+    """One pass over lists of tensors: a step of Adam or of gradient descent, or products.
+
+    `kind` and `flags` are UPDATE_*. The `lists` are gradients, values, means, means of squares,
+    rounded values and remainders (bf16 over their 16 bits), None where there is none; tensors are
+    dense, of float32, float16 or bfloat16, one dtype for a list; a gradient of other strides is
+    copied. `flag` is int32 [1]. The `numbers`: lr, beta1, beta2, eps, weight decay, factor of
+    gradients, momentum, dampening. `device_numbers` (lr, factor of gradients: float32 [1]; step:
+    int32 [1]) come in place of those where they are not None. The formulas:
+    transformer_engine_updates.h. ValueError, TypeError: a number, size or dtype that can not be.
+    """
+
 def close_contexts() -> None:
     """Close the module's own contexts; the next use makes new ones."""
 

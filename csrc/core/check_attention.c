@@ -43,6 +43,19 @@ te_status te_check_softmax(const te_check_site *site, const te_softmax_args *arg
     return te_check_length(site, "sink", &args->sink, args->input.shape[1]);
 }
 
+te_status te_check_softmax_backward(const te_check_site *site, const te_softmax_backward_args *args)
+{
+    const te_tensor *const three[] = {&args->sink, &args->log_sum, &args->grad_sinks};
+    static const char *const names[] = {"sink", "log_sum", "grad_sinks"};
+    const int wanted = te_tensor_present(&args->grad_sinks);
+    for (int i = 0; i < 3; i++) {
+        if (te_tensor_present(three[i]) == wanted) continue;
+        return INVALID(names[i], wanted ? "None beside grad_sinks: give sink and log_sum"
+                                        : "grad_sinks, which it is for, is None");
+    }
+    return te_check_length(site, "sink", &args->sink, args->grad_output.shape[1]);
+}
+
 /* [heads], or [1 or batch, heads]. */
 static te_status check_slopes(const te_check_site *site, const te_tensor *slopes, int64_t batch,
                               int64_t heads)

@@ -95,10 +95,11 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
 /* What NVFP4 alone may be asked for, of any other mode. */
 static te_status check_mxfp8(const te_check_site *site, const te_cast_request *cast)
 {
-    if (cast->four_over_six != 0 || cast->scales_to_256 != 0 || cast->row_scaled != 0) {
-        return INVALID(cast->four_over_six != 0   ? "four_over_six"
-                       : cast->scales_to_256 != 0 ? "scales_to_256"
-                                                  : "row_scaled",
+    const int to_256 = cast->result.scales_to_256;
+    if (cast->four_over_six != 0 || to_256 != 0 || cast->row_scaled != 0) {
+        return INVALID(cast->four_over_six != 0 ? "four_over_six"
+                       : to_256 != 0            ? "scales_to_256"
+                                                : "row_scaled",
                        "mode %d does not have it, only nvfp4 (%d) has", (int)cast->result.mode,
                        (int)TE_SCALING_NVFP4);
     }
@@ -117,6 +118,10 @@ static te_status check_fp4_ways(const te_check_site *site, const te_cast_request
     const int way = cast->four_over_six;
     if (cast->margin != 0) {
         return INVALID("margin", "%d with nvfp4, which has none", cast->margin);
+    }
+    if (cast->hadamard < TE_HADAMARD_NONE || cast->hadamard > TE_HADAMARD_UNSIGNED) {
+        return INVALID("hadamard", "%d, expected 0 (none), 1 (signed) or 2 (unsigned)",
+                       cast->hadamard);
     }
     if (cast->hadamard != 0 && cast->square != 0) {
         return INVALID("hadamard", "a square is not transformed: leave it or square out");

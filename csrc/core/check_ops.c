@@ -98,11 +98,14 @@ typedef struct rule {
     N(softmax, input, DIMS, 4, 0, NULL)                                                            \
     R(softmax, output, ALIKE, input)                                                               \
     R(softmax, probabilities, ALIKE, input)                                                        \
+    R(softmax, log_sum, LINES, input)                                                              \
     R(softmax, mask, BROADCAST, input)                                                             \
     R(softmax, bias, BROADCAST, input) DROP(R, N, softmax, dropout) WINDOW(N, softmax)
 #define RULES_softmax_backward(R, N)                                                               \
     N(softmax_backward, grad_output, DIMS, 4, 0, NULL)                                             \
     R(softmax_backward, probabilities, ALIKE, grad_output)                                         \
+    R(softmax_backward, log_sum, LINES, grad_output)                                               \
+    R(softmax_backward, grad_sinks, LINES, grad_output)                                            \
     R(softmax_backward, grad_input, ALIKE, grad_output) DROP(R, N, softmax_backward, dropout)
 #define RULES_PROBLEM(R, N, op)                                                                    \
     N(op, query, DIMS, 4, 0, NULL)                                                                 \

@@ -19,6 +19,7 @@
     X(ACTIVATION, activation)                                                                      \
     X(ACTIVATION_BACKWARD, activation_backward)                                                    \
     X(SOFTMAX, softmax)                                                                            \
+    X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
     X(ATTENTION, attention)                                                                        \
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
     X(ROPE, rope)                                                                                  \

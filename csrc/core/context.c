@@ -110,6 +110,11 @@ te_device te_context_device(const te_context *context)
     return context->device;
 }
 
+const te_device_driver *te_context_driver(const te_context *context)
+{
+    return context->driver;
+}
+
 void *te_context_state(const te_context *context)
 {
     return context->state;

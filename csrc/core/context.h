@@ -17,12 +17,14 @@ typedef struct te_device_driver {
     const te_backend *backend;  /* the built-in backend, priority 0 */
     /* Behind te_context_tune_gemm; NULL: the device has nothing to tune. */
     te_status (*tune_gemm)(void *state, int32_t enabled, const char *cache_file);
+    te_status (*update)(te_context *context, const te_update_args *args, void *stream);
 } te_device_driver;
 
 /* NULL where the library was built without the device. */
 const te_device_driver *te_cpu_driver(void);
 const te_device_driver *te_cuda_driver(void);
 
+const te_device_driver *te_context_driver(const te_context *context);
 /* What the driver's open made. */
 void *te_context_state(const te_context *context);
 

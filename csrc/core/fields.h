@@ -29,7 +29,8 @@
     X(op, prefix##column, member.column, 0, READ, MATRIX, CODES, 0, 0)                             \
     X(op, prefix##column_scales, member.column_scales, 0, READ, DIMS, SCALES, 0, 0)                \
     X(op, prefix##row_amax, member.row_amax, 0, READ, VECTOR, F32, 0, 0)                           \
-    X(op, prefix##column_amax, member.column_amax, 0, READ, VECTOR, F32, 0, 0)
+    X(op, prefix##column_amax, member.column_amax, 0, READ, VECTOR, F32, 0, 0)                     \
+    X(op, prefix##scales_to_256, member.scales_to_256, 0, READ, NONE, ANY, 0, 0)
 
 /* What a casting operator is asked for. */
 #define TE_CAST_TO_FP8(X, op)                                                                      \
@@ -53,7 +54,7 @@
     X(op, hadamard, cast.hadamard, 0, READ, NONE, ANY, 0, 0)                                       \
     X(op, margin, cast.margin, 0, READ, NONE, ANY, 0, 0)                                           \
     X(op, four_over_six, cast.four_over_six, 0, READ, NONE, ANY, 0, 0)                             \
-    X(op, scales_to_256, cast.scales_to_256, 0, READ, NONE, ANY, 0, 0)                             \
+    X(op, scales_to_256, cast.result.scales_to_256, 0, READ, NONE, ANY, 0, 0)                      \
     X(op, row_scaled, cast.row_scaled, 0, READ, NONE, ANY, 0, 0)
 
 #define TE_CAST_ANY(X, op)                                                                         \
@@ -208,6 +209,7 @@
     TE_OPT(X, softmax, bias, DIMS, NUMBERS)                                                        \
     TE_OPT(X, softmax, sink, VECTOR, F32)                                                          \
     TE_OPT_OUT(X, softmax, probabilities, DIMS, NUMBERS)                                           \
+    TE_OPT_OUT(X, softmax, log_sum, VECTOR, F32)                                                   \
     TE_RNG(X, softmax)                                                                             \
     TE_NUMBER(X, softmax, scale, 1)                                                                \
     TE_NUMBER(X, softmax, dropout, 0)                                                              \
@@ -221,6 +223,9 @@
     TE_IN(X, softmax_backward, grad_output, DIMS, NUMBERS)                                         \
     TE_IN(X, softmax_backward, probabilities, DIMS, NUMBERS)                                       \
     TE_OUT(X, softmax_backward, grad_input, DIMS, NUMBERS)                                         \
+    TE_OPT(X, softmax_backward, sink, VECTOR, F32)                                                 \
+    TE_OPT(X, softmax_backward, log_sum, VECTOR, F32)                                              \
+    TE_OPT_OUT(X, softmax_backward, grad_sinks, VECTOR, F32)                                       \
     TE_RNG(X, softmax_backward)                                                                    \
     TE_NUMBER(X, softmax_backward, scale, 1)                                                       \
     TE_NUMBER(X, softmax_backward, dropout, 0)                                                     \

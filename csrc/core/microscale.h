@@ -6,9 +6,11 @@
  * MXFP8: groups of 32 values of a row or a column share 2^(e - 127), e being a byte (E8M0).
  * NVFP4: groups of 16 values, two to a byte (E2M1), share an E4M3 number, and the whole tensor the
  * largest magnitude that it was made with. IEEE fp32 throughout, so every backend makes the same
- * bits. A cast makes no NaN or Inf that the values did not hold, and what its data stands for has
- * none either: Inf saturates. E4M3 and E5M2 keep a NaN for itself; E2M1 has none, so a group of
- * NVFP4 that holds a NaN has NaN for its scale.
+ * bits. The operations of NVFP4, and their order, are those of its published recipe
+ * (arXiv:2509.25149, appendix C; four over six: arXiv:2512.02010) as its training libraries have
+ * them, division being a division. A cast makes no NaN or Inf that the values did not hold, and
+ * what its data stands for has none either: Inf saturates. E4M3 and E5M2 keep a NaN for itself;
+ * E2M1 has none, so a group of NVFP4 that holds a NaN has NaN for its scale.
  */
 #ifndef TE_CORE_MICROSCALE_H
 #define TE_CORE_MICROSCALE_H
@@ -23,8 +25,8 @@ enum {
 };
 
 #define TE_BF16_MAX 3.389531389e+38F
-#define TE_NVFP4_RANGE 2688.0F /* largest E2M1 times largest E4M3: 6 * 448 */
-#define TE_NVFP4_TO_256 1.75F  /* 448 / 256, see te_nvfp4_amax */
+#define TE_NVFP4_RANGE 2688.0F     /* largest E2M1 times largest E4M3: 6 * 448 */
+#define TE_NVFP4_RANGE_256 1536.0F /* that of scales of groups that go up to 256: 6 * 256 */
 
 /* a b, never part of a fused multiply-add. */
 TE_SHARED float te_product(float a, float b)
@@ -82,41 +84,53 @@ TE_SHARED float te_round_bf16(float value)
 
 /* ---- NVFP4 ---- */
 
-/* A largest magnitude as it is used: NaN never is one, Inf counts as the largest number. Where
- * scales of groups are to go up to 256 alone, a tensor counts as one that is TE_NVFP4_TO_256 times
- * as large: so data is read alike, whatever it was made with. */
+/* A largest magnitude as it is used: NaN never is one, Inf counts as the largest number. */
 TE_SHARED float te_nvfp4_amax(float amax)
 {
     return amax > TE_FLT_MAX ? TE_FLT_MAX : amax;
 }
 
-/* What all values of a tensor are multiplied by before their groups are looked at. */
-TE_SHARED float te_nvfp4_encode(float amax)
+/* What the largest magnitude of a tensor stands for in units of its factor. */
+TE_SHARED float te_nvfp4_range(int scales_to_256)
 {
-    const float scale = TE_NVFP4_RANGE / amax;
+    return scales_to_256 ? TE_NVFP4_RANGE_256 : TE_NVFP4_RANGE;
+}
+
+/* What all values of a tensor are multiplied by before their groups are looked at. */
+TE_SHARED float te_nvfp4_encode(float amax, float range)
+{
+    const float scale = range / amax;
     if (amax == 0.0F) return 1.0F;
     return scale > TE_FLT_MAX ? TE_FLT_MAX : scale;
 }
 
 /* The factor of the tensor in what its data stands for. */
-TE_SHARED float te_nvfp4_decode(float amax)
+TE_SHARED float te_nvfp4_decode(float amax, float range)
 {
-    return amax / TE_NVFP4_RANGE;
+    return amax / range;
 }
+
+/* What the largest magnitude of a group becomes. */
+typedef enum te_nvfp4_code {
+    TE_NVFP4_SIX,
+    TE_NVFP4_SIX_OF_TWO, /* six, where four was the other way: rounded otherwise */
+    TE_NVFP4_FOUR
+} te_nvfp4_code;
 
 /* The scale of a group, to be rounded to E4M3, with which its largest magnitude, whose bits these
- * are, NaN included, becomes `code`: 6, or 4. */
-TE_SHARED float te_nvfp4_group_scale(unsigned amax_bits, float encode, float code)
+ * are, NaN included, becomes `code`. */
+TE_SHARED float te_nvfp4_group_scale(unsigned amax_bits, float encode, te_nvfp4_code code)
 {
-    return te_nvfp4_amax(te_bits_float(amax_bits)) * encode / code;
+    const float amax = te_nvfp4_amax(te_bits_float(amax_bits));
+    if (code == TE_NVFP4_SIX) return te_product(amax, te_product(encode, 1.0F / 6.0F));
+    return te_product(te_product(amax / 6.0F, encode), code == TE_NVFP4_FOUR ? 1.5F : 1.0F);
 }
 
-/* What the values of a group are multiplied by, given its rounded scale. Values of a group whose
- * scale is 0 become 0. */
+/* What the values of a group are multiplied by, given its rounded scale. With a scale of 0 all but
+ * zeros saturate, and stand for 0 as that scale says. */
 TE_SHARED float te_nvfp4_multiplier(float encode, float group_scale)
 {
-    const float scale = encode / group_scale;
-    if (group_scale == 0.0F) return 0.0F;
+    const float scale = 1.0F / te_product(group_scale, 1.0F / encode);
     return scale > TE_FLT_MAX ? TE_FLT_MAX : scale;
 }
 
@@ -152,14 +166,20 @@ TE_SHARED unsigned te_e2m1_stochastic(float value, float random)
     return value != value ? 0U : code | sign;
 }
 
-/* What a value loses in a cast, as a multiple of 1 / encode: its error, or the square of that.
- * Errors are summed as the leaves of a binary tree, of squares row by row and then over the rows:
- * every backend has the same sums. The scale for 4 is taken where it loses less than that for 6. */
-TE_SHARED float te_nvfp4_error(float value, float encode, float multiplier, float group_scale,
-                               int squared)
+/* How a value is cast, and what that stands for. */
+typedef struct te_nvfp4_way {
+    float multiplier, group_scale;
+    float amax, range; /* of the tensor */
+} te_nvfp4_way;
+
+/* What a value loses in a cast: its error, or the square of that. The errors of a line of 16 are
+ * added one after the other. Those of the 16 rows of a square then as a tree: row i and row i + 8,
+ * of these i and i + 4, and so on. The scale for 4 is taken where it loses less than that for 6. */
+TE_SHARED float te_nvfp4_error(float value, te_nvfp4_way way, int squared)
 {
-    const float code = te_e2m1_value(te_e2m1_nearest(te_product(value, multiplier)));
-    const float error = te_product(value, encode) - te_product(code, group_scale);
+    const float code = te_e2m1_value(te_e2m1_nearest(te_product(value, way.multiplier)));
+    const float meant = te_product(te_product(code, way.group_scale), way.amax) / way.range;
+    const float error = meant - value;
     if (squared) return te_product(error, error);
     return error < 0.0F ? -error : error;
 }
@@ -169,11 +189,18 @@ TE_SHARED float te_nvfp4_error(float value, float encode, float multiplier, floa
 /* Bit i: value i of a group is negated first. */
 #define TE_HADAMARD_SIGNS 0xd7e8U
 
-/* Value i of a group as the transform reads it: rounded to bf16, and small enough for the sums. */
-TE_SHARED float te_hadamard_enter(float value, int i)
+/* The signs of a way to transform, te_hadamard of the C header. */
+TE_SHARED unsigned te_hadamard_signs(int hadamard)
+{
+    return hadamard == 1 ? TE_HADAMARD_SIGNS : 0U;
+}
+
+/* Value i of a group as the transform reads it: rounded to bf16, and small enough for the sums.
+ * `signs`: bit i, value i is negated. */
+TE_SHARED float te_hadamard_enter(float value, int i, unsigned signs)
 {
     const float scaled = te_round_bf16(value) * 0.0625F; /* exact */
-    return (TE_HADAMARD_SIGNS >> i & 1U) != 0U ? -scaled : scaled;
+    return (signs >> i & 1U) != 0U ? -scaled : scaled;
 }
 
 /* A sum of the transform as a value: H16 / 4 in all, rounded to bf16. */

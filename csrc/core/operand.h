@@ -13,6 +13,7 @@ typedef struct te_gemm_operand {
     const te_tensor *scales; /* NULL for high precision */
     const te_tensor *amax;   /* of NVFP4 */
     te_scaling_mode mode;
+    int scales_to_256;
     int transposed; /* the operand is the transpose of data */
 } te_gemm_operand;
 
@@ -32,6 +33,7 @@ static inline te_gemm_operand te_gemm_form(const te_operand *operand, int transp
         .scales = by_rows ? &operand->row_scales : &operand->column_scales,
         .amax = by_rows ? &operand->row_amax : &operand->column_amax,
         .mode = operand->mode,
+        .scales_to_256 = operand->scales_to_256,
         .transposed = operand->mode == TE_SCALING_MXFP8 ? transposed : by_rows == transposed};
 }
 
@@ -55,8 +57,9 @@ static inline te_gemm_operand te_gemm_b(const te_gemm_args *args)
 static inline te_dequantize_args
 te_dequantize_of(const te_operand *operand, const te_gemm_operand *form, const te_tensor *output)
 {
-    te_dequantize_args args = {
-        .size = sizeof args, .input = {.mode = form->mode}, .output = *output};
+    te_dequantize_args args = {.size = sizeof args,
+                               .input = {.mode = form->mode, .scales_to_256 = form->scales_to_256},
+                               .output = *output};
     if (form->data == &operand->row) {
         args.input.row = *form->data;
         args.input.row_scales = *form->scales;

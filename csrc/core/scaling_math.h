@@ -45,11 +45,28 @@ TE_SHARED int te_is_finite(float value)
     return (te_float_bits(value) & 0x7f800000U) != 0x7f800000U;
 }
 
+/* What a code stands for with an inverse scale: no Inf where these are none, for a code may have
+ * been rounded up beyond the largest number of the dtype that is read, `limit`. */
+TE_SHARED float te_scaled_value(float code, float scale_inv, float limit)
+{
+    const float value = code * scale_inv;
+    if (!te_is_finite(code) || !te_is_finite(scale_inv)) return value;
+    return value > limit ? limit : value < -limit ? -limit : value;
+}
+
 /* The larger one; a NaN loses to a number (as fmaxf, without the library). */
 TE_SHARED float te_max_ignoring_nan(float a, float b)
 {
     if (a != a) return b;
     return b > a ? b : a;
+}
+
+/* Whether a step of delayed scaling cast nothing, or zeros alone, by the amax that it has recorded:
+ * then neither the history nor the scale of the slot changes. The window that the scale was made of
+ * is one entry longer than the history that is kept, so a scale made again could be another one. */
+TE_SHARED int te_is_idle(float live)
+{
+    return live == 0.0F;
 }
 
 /* Scale of delayed scaling: fp8_max / amax where amax is finite and positive, else the old scale;

@@ -60,6 +60,7 @@ const te_device_driver *te_cpu_driver(void)
         .open = open_cpu,
         .close = close_cpu,
         .backend = &backend,
+        .update = te_cpu_update,
     };
     return &driver;
 }

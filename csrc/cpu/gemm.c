@@ -408,8 +408,8 @@ te_status te_cpu_gemm(const te_gemm_args *args)
     te_cpu_micro_dequantize(&args->a, a.data == &args->a.row, 1, &wide.a.wide);
     te_cpu_micro_dequantize(&args->b, b.data == &args->b.row, 1, &wide.b.wide);
     if (a.mode == TE_SCALING_NVFP4) {
-        alpha = te_nvfp4_decode(*(const float *)a.amax->data) *
-                te_nvfp4_decode(*(const float *)b.amax->data);
+        alpha = te_nvfp4_decode(*(const float *)a.amax->data, te_nvfp4_range(a.scales_to_256)) *
+                te_nvfp4_decode(*(const float *)b.amax->data, te_nvfp4_range(b.scales_to_256));
     }
     te_count_emulated(a.mode);
     return multiply(&wide, alpha);

@@ -21,25 +21,19 @@ static void clear(const te_cpu_matrix *matrix)
     }
 }
 
-/* How much larger a tensor counts than it is. */
-static float range_of(const te_cast_request *cast)
-{
-    return cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F;
-}
-
-static float largest_of(const float *partials, float range)
+static float largest_of(const float *partials)
 {
     float amax = 0.0F;
     for (int i = 0; i < TE_AMAX_PARTIALS; i++) amax = te_max_ignoring_nan(amax, partials[i]);
-    return te_nvfp4_amax(amax * range);
+    return te_nvfp4_amax(amax);
 }
 
 /* `partials` NULL: the amax of each row is there. */
 static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
                                  const te_tensor *scales, const te_tensor *amax,
-                                 const float *partials, float range)
+                                 const float *partials)
 {
-    te_cpu_micro_form form = {.encode = 1.0F};
+    te_cpu_micro_form form = {.amax = 0.0F};
     if (!te_tensor_requested(data)) return form;
     form.data = te_cpu_matrix_of(data);
     form.scales = te_cpu_matrix_of(scales);
@@ -50,9 +44,8 @@ static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
         form.row_amax = amax->data;
         return form;
     }
-    float largest = largest_of(partials, range);
-    form.encode = te_nvfp4_encode(largest);
-    *(float *)amax->data = largest;
+    form.amax = largest_of(partials);
+    *(float *)amax->data = form.amax;
     return form;
 }
 
@@ -67,14 +60,13 @@ te_cpu_micro te_cpu_micro_begin(const te_cast_request *cast, int64_t rows, int64
                           .hadamard = cast->hadamard,
                           .margin = cast->margin,
                           .four_over_six = cast->four_over_six,
+                          .range = te_nvfp4_range(to->scales_to_256),
                           .rng = cast->rng};
     const float *first = cast->row_scaled ? NULL : cast->partials;
-    const float range = range_of(cast);
     const float *second = cast->column_partials != NULL ? cast->column_partials : cast->partials;
     micro.dtype = te_operand_dtype(to);
-    micro.row = form_of(to->mode, &to->row, &to->row_scales, &to->row_amax, first, range);
-    micro.column =
-        form_of(to->mode, &to->column, &to->column_scales, &to->column_amax, second, range);
+    micro.row = form_of(to->mode, &to->row, &to->row_scales, &to->row_amax, first);
+    micro.column = form_of(to->mode, &to->column, &to->column_scales, &to->column_amax, second);
     return micro;
 }
 
@@ -163,9 +155,9 @@ static uint32_t group_top(const float *values, uint32_t top)
     return top;
 }
 
-static void hadamard(float *values)
+static void hadamard(float *values, unsigned signs)
 {
-    for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_enter(values[i], i);
+    for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_enter(values[i], i, signs);
     for (int step = 1; step < GROUP; step *= 2) {
         for (int i = 0; i < GROUP; i++) {
             float a = values[i], b;
@@ -178,45 +170,49 @@ static void hadamard(float *values)
     for (int i = 0; i < GROUP; i++) values[i] = te_hadamard_leave(values[i]);
 }
 
-/* The sum of the leaves of a binary tree. */
+/* The sum of the leaves of a binary tree: i and i + 8, i and i + 4, ... */
 static float tree_sum(float leaves[GROUP])
 {
-    for (int step = 1; step < GROUP; step *= 2) {
-        for (int i = 0; i < GROUP; i += 2 * step) leaves[i] += leaves[i + step];
+    for (int step = GROUP / 2; step > 0; step /= 2) {
+        for (int i = 0; i < step; i++) leaves[i] += leaves[i + step];
     }
     return leaves[0];
 }
 
 /* What a line of 16 loses with the scale that makes the group's largest magnitude `code`. */
-static float loss_of(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
-                     float code)
+static float loss_of(const te_cpu_micro *micro, float amax, const float *values, uint32_t top,
+                     te_nvfp4_code code)
 {
-    float scale = te_e4m3_to_f32(te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, code)));
-    float multiplier = te_nvfp4_multiplier(encode, scale), errors[GROUP];
+    const float encode = te_nvfp4_encode(amax, micro->range);
+    te_nvfp4_way way = {.group_scale =
+                            te_e4m3_to_f32(te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, code))),
+                        .amax = amax,
+                        .range = micro->range};
+    float sum = 0.0F;
+    way.multiplier = te_nvfp4_multiplier(encode, way.group_scale);
     for (int i = 0; i < GROUP; i++) {
-        errors[i] = te_nvfp4_error(values[i], encode, multiplier, scale,
-                                   micro->four_over_six == TE_FOUR_OVER_SIX_MSE);
+        sum += te_nvfp4_error(values[i], way, micro->four_over_six == TE_FOUR_OVER_SIX_MSE);
     }
-    return tree_sum(errors);
+    return sum;
 }
 
 /* What the largest magnitude of a group becomes: a line, or the 16 lines of a square. */
-static float code_of(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
-                     int square)
+static te_nvfp4_code code_of(const te_cpu_micro *micro, float amax, const float *values,
+                             uint32_t top, int square)
 {
     float loss[2][GROUP] = {{0}};
-    if (micro->four_over_six == TE_FOUR_OVER_SIX_NONE) return 6.0F;
+    if (micro->four_over_six == TE_FOUR_OVER_SIX_NONE) return TE_NVFP4_SIX;
     for (int r = 0; r < (square ? GROUP : 1); r++) {
-        loss[0][r] = loss_of(micro, encode, values + r * COLUMNS, top, 4.0F);
-        loss[1][r] = loss_of(micro, encode, values + r * COLUMNS, top, 6.0F);
+        loss[0][r] = loss_of(micro, amax, values + r * COLUMNS, top, TE_NVFP4_FOUR);
+        loss[1][r] = loss_of(micro, amax, values + r * COLUMNS, top, TE_NVFP4_SIX_OF_TWO);
     }
-    return tree_sum(loss[0]) < tree_sum(loss[1]) ? 4.0F : 6.0F;
+    return tree_sum(loss[0]) < tree_sum(loss[1]) ? TE_NVFP4_FOUR : TE_NVFP4_SIX_OF_TWO;
 }
 
 /* Codes and scale of a group whose largest magnitude is `top` and becomes `largest`; `index` counts
  * its first element for the random numbers. */
 static void nvfp4_group(const te_cpu_micro *micro, float encode, const float *values, uint32_t top,
-                        float largest, uint64_t index, uint8_t *codes, uint8_t *scale)
+                        te_nvfp4_code largest, uint64_t index, uint8_t *codes, uint8_t *scale)
 {
     unsigned code[GROUP];
     *scale = te_f32_to_e4m3(te_nvfp4_group_scale(top, encode, largest));
@@ -240,7 +236,7 @@ static void nvfp4_group(const te_cpu_micro *micro, float encode, const float *va
 /* What the lines of a square share. */
 typedef struct nvfp4_square {
     uint32_t top;
-    float code; /* what that becomes, in the form at work */
+    te_nvfp4_code code; /* what that becomes, in the form at work */
 } nvfp4_square;
 
 /* A line of 16 values of one form, whose data and scales begin at (line, along); `square` is NULL
@@ -249,10 +245,11 @@ static void nvfp4_line(const te_cpu_micro *micro, const te_cpu_micro_form *form,
                        const float *values, const nvfp4_square *square, int64_t line, int64_t along,
                        uint64_t index)
 {
-    float encode = form->row_amax != NULL ? te_nvfp4_encode(form->row_amax[line]) : form->encode;
+    float amax = form->row_amax != NULL ? form->row_amax[line] : form->amax;
     uint32_t top = square != NULL ? square->top : group_top(values, 0);
-    float code = square != NULL ? square->code : code_of(micro, encode, values, top, 0);
-    nvfp4_group(micro, encode, values, top, code, index, te_cpu_at(&form->data, line, along / 2),
+    te_nvfp4_code code = square != NULL ? square->code : code_of(micro, amax, values, top, 0);
+    nvfp4_group(micro, te_nvfp4_encode(amax, micro->range), values, top, code, index,
+                te_cpu_at(&form->data, line, along / 2),
                 te_cpu_at(&form->scales, line, along / GROUP));
 }
 
@@ -268,20 +265,20 @@ static void nvfp4_band(const te_cpu_micro *micro, const float *values, int64_t r
             found.top = group_top(values + r * COLUMNS + c, found.top);
         }
         if (square != NULL && micro->row.data.data != NULL) {
-            found.code = code_of(micro, micro->row.encode, values + c, found.top, 1);
+            found.code = code_of(micro, micro->row.amax, values + c, found.top, 1);
         }
         for (int64_t r = 0; r < rows && micro->row.data.data != NULL; r++) {
             nvfp4_line(micro, &micro->row, values + r * COLUMNS + c, square, row + r, column + c,
                        (uint64_t)((row + r) * wide + column + c));
         }
         if (square != NULL && micro->column.data.data != NULL) {
-            found.code = code_of(micro, micro->column.encode, values + c, found.top, 1);
+            found.code = code_of(micro, micro->column.amax, values + c, found.top, 1);
         }
         int64_t end = te_cpu_min(c + GROUP, micro->columns - column);
         for (int64_t i = c; i < end && micro->column.data.data != NULL; i++) {
             float group[GROUP];
             for (int r = 0; r < GROUP; r++) group[r] = values[r * COLUMNS + i];
-            if (micro->hadamard) hadamard(group);
+            if (micro->hadamard) hadamard(group, te_hadamard_signs(micro->hadamard));
             nvfp4_line(micro, &micro->column, group, square, column + i, row,
                        below + (uint64_t)((column + i) * high + row));
         }
@@ -306,7 +303,6 @@ void te_cpu_micro_tile(const te_cpu_micro *micro, const float *values, int64_t r
 void te_cpu_micro_measure_rows(const te_cast_request *cast, const te_cpu_matrix *input)
 {
     const te_cpu_kernels *kernels = te_cpu_kernels_get();
-    const float range = range_of(cast);
     float *amax = cast->result.row_amax.data;
 #pragma omp parallel for num_threads(te_cpu_threads(input->rows, input->columns))
     for (int64_t row = 0; row < input->rows; row++) {
@@ -317,11 +313,11 @@ void te_cpu_micro_measure_rows(const te_cast_request *cast, const te_cpu_matrix 
             kernels->to_f32[input->dtype](te_cpu_at(input, row, c), values, n);
             for (int64_t i = 0; i < n; i++) top = top_of(te_magnitude_bits(values[i]), top);
         }
-        amax[row] = te_nvfp4_amax(te_float_of(top) * range);
+        amax[row] = te_nvfp4_amax(te_float_of(top));
     }
 }
 
-float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *input)
+float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *input, int way)
 {
     int64_t bands = te_ceil_div(input->rows, GROUP);
     int threads = te_cpu_threads(input->rows, input->columns);
@@ -338,7 +334,7 @@ float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *i
             }
             for (int64_t i = 0; i < n; i++) {
                 for (int r = 0; r < GROUP; r++) group[r] = lines[r][i];
-                hadamard(group);
+                hadamard(group, te_hadamard_signs(way));
                 for (int r = 0; r < GROUP; r++) amax = top_of(te_magnitude_bits(group[r]), amax);
             }
         }
@@ -354,7 +350,7 @@ typedef struct micro_data {
     te_cpu_matrix data, scales, output;
     te_dtype dtype;
     const float *amax; /* NVFP4: of the tensor, or of each row; NULL: without its factor */
-    float limit;
+    float range, limit;
     int by_rows, fp4, amax_per_row;
 } micro_data;
 
@@ -374,8 +370,9 @@ static void mxfp8_values(const micro_data *from, int64_t row, int64_t column, in
 static void nvfp4_values(const micro_data *from, int64_t row, int64_t column, int64_t n,
                          float *values)
 {
-    float factor =
-        from->amax == NULL ? 1.0F : te_nvfp4_decode(from->amax[from->amax_per_row ? row : 0]);
+    float factor = from->amax == NULL
+                       ? 1.0F
+                       : te_nvfp4_decode(from->amax[from->amax_per_row ? row : 0], from->range);
     for (int64_t i = 0; i < n; i++) {
         int64_t major = from->by_rows ? row : column + i, minor = from->by_rows ? column + i : row;
         unsigned pair = *te_cpu_at(&from->data, major, minor / 2);
@@ -395,6 +392,7 @@ void te_cpu_micro_dequantize(const te_operand *input, int by_rows, int raw, cons
                            te_cpu_matrix_of(by_rows ? &input->row_scales : &input->column_scales),
                        .output = te_cpu_matrix_of(output),
                        .dtype = data->dtype,
+                       .range = te_nvfp4_range(input->scales_to_256),
                        .limit = te_dtype_max(output->dtype),
                        .by_rows = by_rows,
                        .fp4 = input->mode == TE_SCALING_NVFP4,

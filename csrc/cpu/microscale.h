@@ -15,7 +15,7 @@ enum { TE_CPU_MICRO_ROWS = 64, TE_CPU_MICRO_COLUMNS = 256 }; /* of a tile: whole
 /* One form of the result. */
 typedef struct te_cpu_micro_form {
     te_cpu_matrix data, scales; /* data NULL: not wanted */
-    float encode;               /* NVFP4: of the whole tensor, */
+    float amax;                 /* NVFP4: of the whole tensor, */
     const float *row_amax;      /* or NULL, of each row */
 } te_cpu_micro_form;
 
@@ -27,6 +27,7 @@ typedef struct te_cpu_micro {
     te_cpu_micro_form row, column;
     int64_t rows, columns;
     int square, hadamard, margin, four_over_six;
+    float range;        /* NVFP4: te_nvfp4_range */
     const int64_t *rng; /* NULL: to nearest */
 } te_cpu_micro;
 
@@ -38,8 +39,9 @@ te_cpu_micro te_cpu_micro_begin(const te_cast_request *cast, int64_t rows, int64
  * matrix. */
 void te_cpu_micro_tile(const te_cpu_micro *micro, const float *values, int64_t row, int64_t column);
 
-/* The largest magnitude of the transposed and transformed matrix, NaN ignored. */
-float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *input);
+/* The largest magnitude of the transposed and transformed matrix (`way`: te_hadamard), NaN
+ * ignored. */
+float te_cpu_hadamard_amax(const te_cpu_kernels *kernels, const te_cpu_matrix *input, int way);
 
 /* Data to numbers; a GEMM's operand is `raw`, without the factor of an NVFP4 tensor. From the
  * row-wise data, or from the column-wise data. */

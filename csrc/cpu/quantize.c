@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/scales.h"
+#include "core/scaling_math.h"
 #include "core/status.h"
 #include "core/fp8.h"
 #include "cpu/microscale.h"
@@ -44,7 +45,7 @@ te_status te_cpu_amax(const te_amax_args *args)
     const te_cpu_matrix input = te_cpu_matrix_of(&args->input);
     if (args->hadamard != 0) {
         memset(args->partials, 0, TE_AMAX_PARTIALS * sizeof(float));
-        args->partials[0] = te_cpu_hadamard_amax(te_cpu_kernels_get(), &input);
+        args->partials[0] = te_cpu_hadamard_amax(te_cpu_kernels_get(), &input, args->hadamard);
         return TE_OK;
     }
     te_cpu_quantize_row measure = te_cpu_kernels_get()->quantize[input.dtype][0][0];
@@ -74,13 +75,15 @@ static void dequantize_row(const te_cpu_kernels *kernels, const te_cpu_matrix *o
                            int64_t column, const uint8_t *codes, int64_t n, te_dtype dtype)
 {
     float values[TE_CPU_TILE_COLUMNS];
+    const float limit = te_dtype_max(output->dtype);
     for (int64_t first = 0; first < n; first += TE_CPU_TILE_COLUMNS) {
         int64_t width = te_cpu_min(TE_CPU_TILE_COLUMNS, n - first);
         kernels->to_f32[dtype](codes + first, values, width);
         for (int64_t i = 0; i < width; i++) {
             int64_t at = column + first + i;
-            values[i] *= by_rows ? te_inverse_scale_at(scales, row, at)
-                                 : te_inverse_scale_at(scales, at, row);
+            float scale_inv = by_rows ? te_inverse_scale_at(scales, row, at)
+                                      : te_inverse_scale_at(scales, at, row);
+            values[i] = te_scaled_value(values[i], scale_inv, limit);
         }
         kernels->from_f32[output->dtype](values, te_cpu_at(output, row, column + first), width);
     }

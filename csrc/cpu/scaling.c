@@ -23,11 +23,10 @@ static float window_amax(const te_cpu_matrix *history, int64_t slot, te_amax_alg
     return amax;
 }
 
-/* Rows 2.. move down by one (row 1 drops out), the live amax becomes the last one. 0 stands for a
- * step without a cast. */
+/* Rows 2.. move down by one (row 1 drops out), the live amax becomes the last one. */
 static void roll(const te_cpu_matrix *history, int64_t slot, float live)
 {
-    if (live == 0.0F || history->rows < 2) return;
+    if (history->rows < 2) return;
     for (int64_t row = 1; row + 1 < history->rows; row++) {
         *at(history, row, slot) = *at(history, row + 1, slot);
     }
@@ -41,7 +40,9 @@ te_status te_cpu_scaling_update(const te_scaling_update_args *args)
     if (history.rows == 0) return TE_OK;
     for (int64_t slot = 0; slot < scale.columns; slot++) {
         float live = te_cpu_take_amax(at(&history, 0, slot)), *value = at(&scale, 0, slot);
-        float amax = window_amax(&history, slot, args->algo, live);
+        float amax;
+        if (te_is_idle(live)) continue;
+        amax = window_amax(&history, slot, args->algo, live);
         *value = te_delayed_scale(amax, *value, args->fp8_max);
         roll(&history, slot, live);
     }

@@ -22,6 +22,7 @@ enum { PIECE = TE_CPU_SCORES };
 typedef struct softmax_job {
     te_cpu_scores scores;
     te_cpu_tensor4 input, output, probabilities;
+    float *log_sum; /* of each row, or NULL */
 } softmax_job;
 
 /* scale * input + bias; -Inf where the mask forbids. */
@@ -77,6 +78,7 @@ static void softmax_one(const softmax_job *job, const te_cpu_row *row)
         if (!whole) make_scores(job, row, key, n, scores);
         sum += kernels->exponentials(scores, top, n);
     }
+    if (job->log_sum != NULL) job->log_sum[row->number] = sum == 0.0F ? INFINITY : top + logf(sum);
     for (int64_t key = seen.begin; key < seen.end; key += PIECE) {
         int64_t n = te_cpu_min(PIECE, seen.end - key);
         if (!whole) {
@@ -107,13 +109,14 @@ te_status te_cpu_softmax(const te_softmax_args *args)
                                   .dropout = te_cpu_dropout_of(args->rng, args->dropout)},
                        .input = te_cpu_tensor4_of(&args->input),
                        .output = te_cpu_tensor4_of(&args->output),
-                       .probabilities = te_cpu_tensor4_of(&args->probabilities)};
+                       .probabilities = te_cpu_tensor4_of(&args->probabilities),
+                       .log_sum = args->log_sum.data};
     int64_t *shape = job.scores.shape;
     memcpy(shape, args->input.shape, sizeof job.scores.shape);
     te_cpu_set_window(&job.scores, args->window_left, args->window_right, args->diagonal);
     /* Rows of a causal window differ in length: they are distributed in small chunks. */
     int64_t rows = shape[0] * shape[1] * shape[2];
-    if (shape[3] == 0) return TE_OK;
+    if (shape[3] == 0 && job.log_sum == NULL) return TE_OK;
 #pragma omp parallel for num_threads(te_cpu_threads(rows, shape[3])) schedule(dynamic, 16)
     for (int64_t number = 0; number < rows; number++) {
         te_cpu_row row = te_cpu_row_of(&job.scores, number, shape[3], 0);
@@ -128,6 +131,8 @@ typedef struct backward_job {
     const te_cpu_kernels *kernels;
     te_cpu_tensor4 grad_output, probabilities, grad_input;
     int64_t shape[4];
+    const float *sink, *log_sum; /* [heads]; of each row */
+    float *grad_sinks;           /* of each row, or NULL */
     float scale;
     te_cpu_dropout dropout;
 } backward_job;
@@ -157,6 +162,10 @@ static void backward_one(const backward_job *job, const te_cpu_row *row)
         load_pair(job, row, key, n, dp, p);
         mean += kernels->dot(dp, p, n);
     }
+    if (job->grad_sinks != NULL) {
+        float own = expf(job->sink[row->index[1]] - job->log_sum[row->number]);
+        job->grad_sinks[row->number] = -own * mean;
+    }
     for (int64_t key = 0; key < keys; key += PIECE) {
         int64_t n = te_cpu_min(PIECE, keys - key);
         if (keys > PIECE) load_pair(job, row, key, n, dp, p);
@@ -172,6 +181,9 @@ te_status te_cpu_softmax_backward(const te_softmax_backward_args *args)
                         .grad_output = te_cpu_tensor4_of(&args->grad_output),
                         .probabilities = te_cpu_tensor4_of(&args->probabilities),
                         .grad_input = te_cpu_tensor4_of(&args->grad_input),
+                        .sink = args->sink.data,
+                        .log_sum = args->log_sum.data,
+                        .grad_sinks = args->grad_sinks.data,
                         .scale = args->scale,
                         .dropout = te_cpu_dropout_of(args->rng, args->dropout)};
     memcpy(job.shape, args->grad_output.shape, sizeof job.shape);

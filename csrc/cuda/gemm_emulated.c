@@ -140,7 +140,7 @@ static te_status make_operands(void *self, te_context *context, const te_gemm_ar
         TE_TRY(te_cuda_micro_dequantize(cuda, &args->b, b_row, 1, b, stream));
     }
     if (call->alpha == NULL) return TE_OK;
-    return te_cuda_nvfp4_alpha(cuda, call->a.amax, call->b.amax, beta, call->alpha, stream);
+    return te_cuda_nvfp4_alpha(cuda, &call->a, &call->b, beta, call->alpha, stream);
 }
 
 static te_status emulated_gemm(void *self, te_context *context, const te_gemm_args *args,

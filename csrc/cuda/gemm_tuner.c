@@ -9,12 +9,15 @@
  * One line per winner: format|device|library version|key|algorithm|milliseconds, the two in hex as
  * they lie in memory. What is read is checked by the library before use.
  */
+#define _POSIX_C_SOURCE 200809L /* fdopen */
 #include "cuda/gemm_tuner.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "core/private_file.h"
 #include "core/status.h"
 #include "cuda/api.h"
 
@@ -93,14 +96,34 @@ static int read_hex(const char *from, void *to, size_t bytes)
     return 1;
 }
 
+/* The folder of the winners' file, and its name there; -1: nothing is kept. */
+static int open_folder(const te_gemm_tuner *tuner, const char **name)
+{
+    char why[512]; /* te_cuda_configure has said it of this folder */
+    return tuner->path == NULL ? -1 : te_private_folder_of(tuner->path, name, why, sizeof why);
+}
+
+static int open_file(const te_gemm_tuner *tuner)
+{
+    const char *name;
+    const int folder = open_folder(tuner, &name);
+    const int file = folder < 0 ? -1 : te_private_open(folder, name);
+    if (folder >= 0) (void)close(folder);
+    return file;
+}
+
 /* Takes the lines that were made by this device and library; others, and torn ones, are passed
  * over. */
 static void read_file(te_gemm_tuner *tuner)
 {
     char line[LINE_BYTES], mine[DEVICE_NAME_BYTES + 64];
-    FILE *file = tuner->path != NULL ? fopen(tuner->path, "r") : NULL;
+    const int opened = open_file(tuner);
+    FILE *file = opened < 0 ? NULL : fdopen(opened, "r");
     int length;
-    if (file == NULL) return;
+    if (file == NULL) {
+        if (opened >= 0) (void)close(opened);
+        return;
+    }
     length = snprintf(mine, sizeof mine, "%d|%s|%zu|", FORMAT, tuner->device, tuner->version);
     while (fgets(line, sizeof line, file) != NULL) {
         winner won;
@@ -122,14 +145,18 @@ static void read_file(te_gemm_tuner *tuner)
 static void append_to_file(const te_gemm_tuner *tuner, const winner *won, float milliseconds)
 {
     char line[LINE_BYTES], key[2 * sizeof won->key + 1], algo[2 * sizeof won->algo + 1];
-    FILE *file = tuner->path != NULL ? fopen(tuner->path, "a") : NULL;
-    if (file == NULL) return;
+    const char *name;
+    const int folder = open_folder(tuner, &name);
+    int length;
+    if (folder < 0) return;
     (void)write_hex(key, &won->key, sizeof won->key);
     (void)write_hex(algo, &won->algo, sizeof won->algo);
-    (void)snprintf(line, sizeof line, "%d|%s|%zu|%s|%s|%.4f\n", FORMAT, tuner->device,
-                   tuner->version, key, algo, (double)milliseconds);
-    (void)fputs(line, file);
-    (void)fclose(file);
+    length = snprintf(line, sizeof line, "%d|%s|%zu|%s|%s|%.4f\n", FORMAT, tuner->device,
+                      tuner->version, key, algo, (double)milliseconds);
+    if (length > 0 && length < (int)sizeof line) {
+        (void)te_private_append(folder, name, line, (size_t)length);
+    }
+    (void)close(folder);
 }
 
 /* ---- timing ------------------------------------------------------------------------------- */

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/microscale.h"
 
-#include "core/scales.h"
 #include "core/status.h"
 #include "cuda/launch.h"
 #include "cuda/tiles.h"
@@ -11,12 +10,6 @@ static te_cuda_dims tile_grid(int64_t rows, int64_t columns)
 {
     const te_view all = {NULL, columns > 0 ? columns : 1, rows > 0 ? rows : 1, 0};
     return te_cuda_tile_dims(&all);
-}
-
-/* How much larger a tensor counts than it is. */
-static float range_of(const te_cast_request *cast)
-{
-    return cast->scales_to_256 ? TE_NVFP4_TO_256 : 1.0F;
 }
 
 static te_micro_form form_of(const te_tensor *data, const te_tensor *scales, const te_tensor *amax,
@@ -37,8 +30,7 @@ te_cuda_call te_cuda_micro_rows_call(const te_quantize_args *args, te_nvfp4_rows
     const int64_t rows = args->input.shape[0];
     *params = (te_nvfp4_rows_params){.input = te_cuda_view(&args->input),
                                      .amax = args->cast.result.row_amax.data,
-                                     .noop = args->noop,
-                                     .range = range_of(&args->cast)};
+                                     .noop = args->noop};
     params->input_aligned = te_cuda_aligned(&params->input, te_dtype_bytes(args->input.dtype), 16);
     return (te_cuda_call){
         "microscale",
@@ -60,11 +52,12 @@ te_micro_params te_cuda_micro_params(const te_cast_request *cast, int across)
         .fp8_max = te_dtype_max(te_operand_dtype(to)),
         .across = across,
         .square = cast->square,
-        .hadamard = cast->hadamard,
+        .hadamard = cast->hadamard != TE_HADAMARD_NONE,
+        .signs = te_hadamard_signs(cast->hadamard),
         .margin = cast->margin,
         .four_over_six = cast->four_over_six != TE_FOUR_OVER_SIX_NONE,
         .squared = cast->four_over_six == TE_FOUR_OVER_SIX_MSE,
-        .range = range_of(cast)};
+        .range = te_nvfp4_range(to->scales_to_256)};
     params.row.amax_per_row = cast->row_scaled != 0;
     return params;
 }
@@ -74,6 +67,7 @@ te_status te_cuda_hadamard_amax(te_cuda_state *cuda, const te_amax_args *args, v
     static const char *const kernels[TE_DTYPE_COUNT] = TE_CUDA_NAMES("te_hadamard_amax_");
     te_hadamard_amax_params params = {.input = te_cuda_view(&args->input),
                                       .partials = args->partials,
+                                      .signs = te_hadamard_signs(args->hadamard),
                                       .row_tiles = te_ceil_div(args->input.shape[0], TE_CUDA_TILE),
                                       .column_tiles =
                                           te_ceil_div(args->input.shape[1], TE_CUDA_TILE)};
@@ -108,6 +102,7 @@ te_status te_cuda_micro_dequantize(te_cuda_state *cuda, const te_operand *input,
                               fp4 ? 16 : 8),
         .output = te_cuda_view(output),
         .limit = te_dtype_max(output->dtype),
+        .range = te_nvfp4_range(input->scales_to_256),
         .by_columns = !by_rows};
     const te_dtype codes = by_rows ? input->row.dtype : input->column.dtype;
     te_cuda_call call = {"microscale",
@@ -118,10 +113,15 @@ te_status te_cuda_micro_dequantize(te_cuda_state *cuda, const te_operand *input,
     return te_cuda_run(cuda, &call, 1, stream);
 }
 
-te_status te_cuda_nvfp4_alpha(te_cuda_state *cuda, const te_tensor *a_amax, const te_tensor *b_amax,
-                              float beta, float *out, void *stream)
+te_status te_cuda_nvfp4_alpha(te_cuda_state *cuda, const te_gemm_operand *a,
+                              const te_gemm_operand *b, float beta, float *out, void *stream)
 {
-    const te_nvfp4_alpha_params params = {a_amax->data, b_amax->data, out, beta};
+    const te_nvfp4_alpha_params params = {.a = a->amax->data,
+                                          .b = b->amax->data,
+                                          .out = out,
+                                          .a_range = te_nvfp4_range(a->scales_to_256),
+                                          .b_range = te_nvfp4_range(b->scales_to_256),
+                                          .beta = beta};
     const te_cuda_call call = {
         "microscale", "te_nvfp4_alpha", {1, 1, 1, 1, 1, 1, 0}, &params, sizeof params};
     return te_cuda_run(cuda, &call, 1, stream);

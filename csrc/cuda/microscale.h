@@ -6,6 +6,7 @@
 #ifndef TE_CUDA_MICROSCALE_H
 #define TE_CUDA_MICROSCALE_H
 
+#include "core/operand.h"
 #include "cuda/driver.h"
 #include "cuda/kernels/microscale.h"
 
@@ -19,7 +20,7 @@ te_status te_cuda_hadamard_amax(te_cuda_state *cuda, const te_amax_args *args, v
 te_status te_cuda_micro_dequantize(te_cuda_state *cuda, const te_operand *input, int by_rows,
                                    int raw, const te_tensor *output, void *stream);
 /* out = {factor of a and b, beta}. */
-te_status te_cuda_nvfp4_alpha(te_cuda_state *cuda, const te_tensor *a_amax, const te_tensor *b_amax,
-                              float beta, float *out, void *stream);
+te_status te_cuda_nvfp4_alpha(te_cuda_state *cuda, const te_gemm_operand *a,
+                              const te_gemm_operand *b, float beta, float *out, void *stream);
 
 #endif

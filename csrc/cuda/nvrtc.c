@@ -17,7 +17,7 @@
 
 #include "core/fork.h"
 #include "core/status.h"
-#include "cuda/disk_cache.h"
+#include "core/disk_cache.h"
 
 #define PATH_BYTES 4096
 #define LOG_BYTES 1024
@@ -58,11 +58,10 @@ static int settings_forced; /* guarded by settings_lock */
 
 te_status te_cuda_configure(int force_source, const char *cache_dir)
 {
-    TE_TRY(te_cache_set_folder(cache_dir));
     (void)pthread_mutex_lock(&settings_lock);
     settings_forced = force_source != 0;
     (void)pthread_mutex_unlock(&settings_lock);
-    return TE_OK;
+    return te_cache_set_folder(cache_dir);
 }
 
 int te_cuda_source_forced(void)

@@ -123,7 +123,8 @@ te_status te_cuda_dequantize(void *self, te_context *context, const void *args_,
     const size_t bytes = te_dtype_bytes(args->output.dtype);
     const int elements = 16 / (int)bytes;
     te_dequantize_params params = {.input = te_cuda_view(input),
-                                   .output = te_cuda_view(&args->output)};
+                                   .output = te_cuda_view(&args->output),
+                                   .limit = te_dtype_max(args->output.dtype)};
     te_cuda_call call = {"dequantize", NULL, {1, 1, 1, 1, 1, 1, 0}, &params, sizeof params};
     (void)self;
     if (te_tensor_numel(&args->output) == 0) return TE_OK;

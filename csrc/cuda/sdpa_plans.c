@@ -8,7 +8,7 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
-#include "cuda/disk_cache.h"
+#include "core/disk_cache.h"
 
 enum {
     BUCKETS = 256,

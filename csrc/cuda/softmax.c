@@ -75,7 +75,8 @@ static void choose_team(softmax_plan *plan, int aligned, int rows_aligned)
 {
     const kernel_set *const sets = aligned ? aligned_sets : any_sets;
     const int count = (int)(aligned ? sizeof aligned_sets : sizeof any_sets) / (int)sizeof *sets;
-    const int64_t needed = plan->keys + (rows_aligned ? 0 : plan->vector - 1);
+    const int64_t keys = plan->keys > 0 ? plan->keys : 1; /* rows of none have a sum */
+    const int64_t needed = keys + (rows_aligned ? 0 : plan->vector - 1);
     plan->set = &long_set;
     plan->threads = TE_SOFTMAX_LONG_THREADS;
     for (int i = count - 1; i >= 0; i--) {
@@ -161,6 +162,13 @@ static te_status run(te_cuda_state *cuda, const softmax_plan *plan, te_cuda_call
     return TE_OK;
 }
 
+/* How many rows there is something to write of: of those without keys, `sums`. */
+static int64_t rows_of(const te_tensor *scores, const te_tensor *sums)
+{
+    const int64_t *shape = scores->shape;
+    return shape[3] > 0 || te_tensor_requested(sums) ? shape[0] * shape[1] * shape[2] : 0;
+}
+
 static te_softmax_params params_of(const te_softmax_args *args, const softmax_plan *plan)
 {
     te_softmax_params params = {.input = view_of(plan, &args->input),
@@ -169,6 +177,7 @@ static te_softmax_params params_of(const te_softmax_args *args, const softmax_pl
                                 .mask = view_of(plan, &args->mask),
                                 .bias = view_of(plan, &args->bias),
                                 .sink = args->sink.data,
+                                .log_sum = args->log_sum.data,
                                 .input_end = end_of(&args->input),
                                 .mask_end = end_of(&args->mask),
                                 .bias_end = end_of(&args->bias),
@@ -203,7 +212,7 @@ te_status te_cuda_softmax(void *self, te_context *context, const void *args_, vo
     te_cuda_call call = {"softmax", NULL, {0}, &params, sizeof params};
     int aligned, rows_aligned;
     (void)self;
-    if (te_tensor_numel(&args->input) == 0) return TE_OK;
+    if (rows_of(&args->input, &args->log_sum) == 0) return TE_OK;
     params = params_of(args, &plan);
     rows_aligned = te_cuda_aligned4(&params.output, bytes, 16);
     aligned = rows_aligned && plan.keys % plan.vector == 0 &&
@@ -228,6 +237,9 @@ te_status te_cuda_softmax_backward(void *self, te_context *context, const void *
                                          .grad_input = view_of(&plan, &args->grad_input),
                                          .grad_output_end = end_of(&args->grad_output),
                                          .probabilities_end = end_of(&args->probabilities),
+                                         .sink = args->sink.data,
+                                         .log_sum = args->log_sum.data,
+                                         .grad_sinks = args->grad_sinks.data,
                                          .keys = plan.keys,
                                          .walk = walk_of(&plan, &args->grad_output),
                                          .scale = args->scale,
@@ -235,7 +247,7 @@ te_status te_cuda_softmax_backward(void *self, te_context *context, const void *
     te_cuda_call call = {"softmax_backward", NULL, {0}, &params, sizeof params};
     int aligned, rows_aligned;
     (void)self;
-    if (te_tensor_numel(&args->grad_output) == 0) return TE_OK;
+    if (rows_of(&args->grad_output, &args->grad_sinks) == 0) return TE_OK;
     if (args->dropout > 0.0F) {
         params.rng = (const te_index *)args->rng;
         params.drop_limit = te_cuda_drop_limit(args->dropout);

@@ -113,14 +113,17 @@ TE_API te_status te_context_check(const te_context *context);
 /* CUDA: while enabled, the first run of each new GEMM problem times the candidates of cuBLASLt on
  * the operands of that call and keeps the fastest; the host waits for it, and a call under stream
  * capture or one that accumulates is not timed. cache_file, where not NULL, keeps winners across
- * processes. Problems met before keep what they have. Off by default; UNSUPPORTED on other devices.
+ * processes, if it and its folder are as cuda_configure wants a folder. Problems met before keep
+ * what they have. Off by default; UNSUPPORTED on other devices.
  */
 TE_API te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file);
 
 /* Where the CUDA backend gets its device code, for the process and from the next context on:
  * force_source compiles the embedded source with NVRTC even where an embedded binary would load;
  * cache_dir keeps what was compiled (NULL or "": nothing is kept). INVALID for a path that is too
- * long, UNSUPPORTED where the library was built without CUDA. */
+ * long; STATE where the folder belongs to neither this user nor root, or others may write to it:
+ * then nothing is kept, and the rest holds. UNSUPPORTED where the library was built without CUDA.
+ */
 TE_API te_status te_cuda_configure(int force_source, const char *cache_dir);
 
 /* ---- interrupts --------------------------------------------------------------------------- */
@@ -195,14 +198,14 @@ enum { TE_ROW_SCALES_INVERSE = 0, TE_ROW_SCALES_AMAX = 1, TE_ROW_SCALES = 2 };
  * Padding (columns up to row.shape[1], rows up to column.shape[1]) is zero. */
 typedef struct te_operand {
     te_scaling_mode mode;
+    int32_t scales_to_256;   /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
     te_tensor wide;          /* [rows, columns] f32, f16, bf16 */
     te_tensor row;           /* [rows, >= columns] e4m3, e5m2; NVFP4: u8 */
     te_tensor row_scales;    /* of `row`: f32 or u8, see TE_SCALING_MODES */
     te_tensor column;        /* [columns, >= rows], but for MXFP8: physically transposed */
     te_tensor column_scales; /* of `column`; TENSOR: the same memory as row_scales, or other */
-    te_tensor row_amax,
-        column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with (times 448 / 256
-                        with scales up to 256); `row_amax` may be one of each row, [rows] */
+    te_tensor row_amax, column_amax; /* NVFP4: f32 [1], the amax that `row`, `column` was made with;
+                                        `row_amax` may be one of each row, [rows] */
 } te_operand;
 
 #define TE_AMAX_PARTIALS 1024
@@ -223,6 +226,12 @@ typedef struct te_operand {
  *
  * MXFP8, NVFP4: what a scale is, core/microscale.h says. For NVFP4 partials are given, of values
  * that an operator computes those of a call before; what follows `power_2_scale` is theirs. */
+typedef enum te_hadamard {
+    TE_HADAMARD_NONE = 0,
+    TE_HADAMARD_SIGNED = 1,  /* with the signs of the recipe */
+    TE_HADAMARD_UNSIGNED = 2 /* H16 / 4 alone: nothing is negated first */
+} te_hadamard;
+
 typedef enum te_four_over_six {
     TE_FOUR_OVER_SIX_NONE = 0,
     TE_FOUR_OVER_SIX_MAE = 1, /* by the sum of errors */
@@ -242,7 +251,7 @@ typedef struct te_cast_request {
     /* NVFP4: groups of 16 values of the column-wise form are transformed before they are cast:
      * negated by TE_HADAMARD_SIGNS, times the Hadamard matrix H16 / 4, all in bf16. A product of
      * two operands so made is that of the operands. Not with `square`. */
-    int32_t hadamard;
+    int32_t hadamard;             /* te_hadamard */
     const float *column_partials; /* NVFP4: partials of the column-wise values, where they are
                                      others: te_amax with `hadamard`; NULL: the same */
     const int64_t
@@ -252,7 +261,6 @@ typedef struct te_cast_request {
     int32_t margin; /* MXFP8: powers of two left free below the largest number */
     int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
                               of 6 where that loses less; to nearest, and nothing transformed */
-    int32_t scales_to_256; /* NVFP4: scales go up to 256 instead of 448, so that 4 has one */
     int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; of
                               te_quantize alone, not with `square` */
 } te_cast_request;
@@ -360,5 +368,6 @@ TE_API void te_counters_reset(void);
 #endif
 
 #include "transformer_engine_plans.h" /* needs all of the above */
+#include "transformer_engine_updates.h"
 
 #endif

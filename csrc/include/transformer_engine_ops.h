@@ -86,7 +86,7 @@ typedef struct te_amax_args {
     size_t size;
     te_tensor input;  /* [rows, columns] f32, f16, bf16; unit column stride */
     float *partials;  /* device float[TE_AMAX_PARTIALS] */
-    int32_t hadamard; /* of the columns as te_cast_request.hadamard transforms them */
+    int32_t hadamard; /* te_hadamard: of the columns as te_cast_request.hadamard transforms them */
     void *workspace;
     size_t workspace_size;
 } te_amax_args;
@@ -138,7 +138,8 @@ typedef struct te_gemm_args {
 
 typedef enum te_amax_algo { TE_AMAX_MAX = 0, TE_AMAX_MOST_RECENT = 1 } te_amax_algo;
 
-/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). */
+/* One update of a chunk of delayed-scaling slots, in place (see core/scaling_math.h). A slot whose
+ * row 0 is 0 stays as it is. */
 typedef struct te_scaling_update_args {
     size_t size;
     te_tensor scale;   /* [slots] f32 */
@@ -322,20 +323,26 @@ typedef struct te_softmax_args {
     te_tensor sink;   /* [heads] f32; data NULL: none */
     te_tensor output; /* as input: with dropout */
     te_tensor probabilities; /* as input: without dropout; data NULL: not wanted */
-    const int64_t *rng;      /* NULL where dropout is 0 */
+    te_tensor log_sum;  /* [batch * heads * queries] f32: the logarithm of the sum that a row is
+                           divided by, +Inf where it has no term; data NULL: not wanted */
+    const int64_t *rng; /* NULL where dropout is 0 */
     float scale, dropout;
     int64_t window_left, window_right, diagonal;
     void *workspace;
     size_t workspace_size;
 } te_softmax_args;
 
-/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout,
- * with a sink too: its gradient is less the sum of all others of its rows, by scale 1. */
+/* grad_input = scale * p * (dp - sum over keys of dp * p), dp = grad_output through the dropout.
+ * The same sum, times the sink's own probability exp(sink - log_sum), is less the gradient of a
+ * row's sink: of the rounded gradients of a row no sum is accurate, for that of all is 0. */
 typedef struct te_softmax_backward_args {
     size_t size;
     te_tensor grad_output;   /* [batch, heads, queries, keys] f32, f16, bf16; unit last stride */
     te_tensor probabilities; /* as grad_output: without dropout */
     te_tensor grad_input;    /* as grad_output; may be the same memory */
+    te_tensor sink;          /* [heads] f32, of the forward; these three: all, or data NULL */
+    te_tensor log_sum;       /* [batch * heads * queries] f32, of the forward */
+    te_tensor grad_sinks;    /* as log_sum: what each row adds to the gradient of its head's sink */
     const int64_t *rng;
     float scale, dropout;
     void *workspace;

@@ -166,9 +166,10 @@ enum {
                                    of its input that is returned quantized by the fifth */
     TE_CAST_FOUR_OVER_SIX = 16, /* NVFP4: te_cast_request.four_over_six by the sum of errors */
     TE_CAST_SQUARED = 32,       /* besides: by that of their squares */
-    TE_CAST_TO_256 = 64,        /* NVFP4: te_cast_request.scales_to_256 */
+    TE_CAST_TO_256 = 64,        /* NVFP4: te_operand.scales_to_256 */
     TE_CAST_ROW_SCALED = 128,   /* NVFP4: te_cast_request.row_scaled */
-    TE_CAST_OPTIONS = 255
+    TE_CAST_UNSIGNED = 256,     /* with HADAMARD: TE_HADAMARD_UNSIGNED */
+    TE_CAST_OPTIONS = 511
 };
 
 /* How an operand of a linear layer's GEMMs is cast. */

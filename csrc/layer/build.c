@@ -320,7 +320,7 @@ void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
         te_use_as(build, stage, "column_partials", cast->column_partials);
         te_use_as(build, stage, "rng", cast->rng);
         te_set_number(build, stage, "square", cast->square);
-        te_set_number(build, stage, "hadamard", has(cast, TE_CAST_HADAMARD));
+        te_set_number(build, stage, "hadamard", te_hadamard_of(cast->options));
         te_set_number(build, stage, "margin", cast->margin);
         te_set_number(build, stage, "four_over_six",
                       !has(cast, TE_CAST_FOUR_OVER_SIX) ? TE_FOUR_OVER_SIX_NONE

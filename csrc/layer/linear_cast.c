@@ -177,12 +177,16 @@ static int32_t measure(te_build *build, int32_t k, const te_linear_source *from,
                        int transformed)
 {
     const struct cast_stages *stages = &stages_of[from->role];
+    const te_operand_role as = te_cast_as(from->role);
     int32_t partials = te_get(build, TE_LINK_PARTIALS, transformed);
     te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
     te_cast_to cast = te_cast_nothing();
     if (from->pending == TE_NOBODY) {
         te_use_as(build, stage, "partials", partials);
-        te_set_number(build, stage, "hadamard", transformed);
+        te_set_number(build, stage, "hadamard",
+                      transformed
+                          ? te_hadamard_of(te_node(build, k)->quantization.casts[as].options)
+                          : TE_HADAMARD_NONE);
     } else {
         cast.wide = wide;
         cast.amax_partials = partials;
@@ -428,6 +432,8 @@ static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t
     int32_t row = te_linear_form_again(build, k, role, TE_LINK_ROW);
     te_stage *stage = te_linear_add(build, k, wide_stages_of[role].dequantize, TE_OP_DEQUANTIZE);
     te_set_number(build, stage, "mode", rule->mode);
+    te_set_number(build, stage, "scales_to_256",
+                  te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, "row", row);
     te_use_as(build, stage, "row_scales", te_linear_form(build, k, role, rule->row.scales));
     if (rule->row.amax != TE_LINK_VALUE) {

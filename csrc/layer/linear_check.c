@@ -139,24 +139,27 @@ static int pair_fits(const te_graph_desc *graph, int32_t number, int wanted)
 static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
 {
     const te_quantization *q = &node->quantization;
-    const int transforms = te_cast_has(q, TE_INPUT_OPERAND, TE_CAST_HADAMARD);
+    const uint32_t way = TE_CAST_HADAMARD | TE_CAST_UNSIGNED;
+    const uint32_t transforms = q->casts[TE_INPUT_OPERAND].options & way;
     const int stochastic = te_cast_has(q, TE_GRAD_OPERAND, TE_CAST_STOCHASTIC);
     int fp4 = 0;
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         const uint32_t options = q->casts[role].options;
         const uint32_t plain = TE_CAST_TILES_2D | TE_CAST_FOUR_OVER_SIX;
-        const int turned = (options & TE_CAST_HADAMARD) != 0, both = role != TE_WEIGHT_OPERAND;
+        const uint32_t turned = options & way, alike = role == TE_WEIGHT_OPERAND ? 0 : transforms;
         fp4 |= te_is_fp4(q, (te_operand_role)role);
-        if (turned == (both && transforms) && (!turned || ((options & plain) == 0)) &&
+        if (turned == alike && turned != TE_CAST_UNSIGNED &&
+            (turned == 0 || ((options & plain) == 0)) &&
             ((options & TE_CAST_FOUR_OVER_SIX) == 0 || (options & TE_CAST_STOCHASTIC) == 0) &&
             ((options & TE_CAST_ROW_SCALED) == 0 || (options & TE_CAST_TILES_2D) == 0)) {
             continue;
         }
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: options 0x%x, 0x%x, 0x%x: nvfp4 transforms input and gradient "
-                       "or none, without tiles or 4 over 6; 4 over 6 is not stochastic, scaled "
-                       "rows have no tiles",
-                       q->casts[0].options, q->casts[1].options, q->casts[2].options);
+        return TE_FAIL(
+            TE_ERROR_INVALID,
+            "linear: options 0x%x, 0x%x, 0x%x: nvfp4 transforms input and gradient "
+            "alike or none, without tiles or 4 over 6; 4 over 6 is not stochastic, scaled "
+            "rows have no tiles",
+            q->casts[0].options, q->casts[1].options, q->casts[2].options);
     }
     if (!pair_fits(graph, node->inputs[3], stochastic) ||
         !pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node))) {

@@ -72,11 +72,11 @@ static const struct {
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
                         int second, int32_t data)
 {
-    static const char *const names[2][9] = {
+    static const char *const names[2][10] = {
         {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed",
-         "a_row_amax", "a_column_amax"},
+         "a_row_amax", "a_column_amax", "a_scales_to_256"},
         {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed",
-         "b_row_amax", "b_column_amax"}};
+         "b_row_amax", "b_column_amax", "b_scales_to_256"}};
     const char *const *name = names[second];
     te_operand_role role = gemms[gemm].roles[second];
     te_link read = te_linear_usage(build, k, role, gemm);
@@ -97,6 +97,8 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 4 : 5],
               te_linear_form(build, k, role, te_linear_scales(build, k, role, read)));
     if (te_linear_form_rule(build, k, role, read)->amax == TE_LINK_VALUE) return;
+    te_set_number(build, stage, name[9],
+                  te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, name[read == TE_LINK_ROW ? 7 : 8],
               te_linear_form(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
 }

@@ -71,6 +71,12 @@ static inline int te_cast_has(const te_quantization *quantization, te_operand_ro
 {
     return (quantization->casts[te_cast_as(role)].options & option) != 0;
 }
+/* How a cast with these options transforms. */
+static inline te_hadamard te_hadamard_of(uint32_t options)
+{
+    if ((options & TE_CAST_HADAMARD) == 0) return TE_HADAMARD_NONE;
+    return (options & TE_CAST_UNSIGNED) == 0 ? TE_HADAMARD_SIGNED : TE_HADAMARD_UNSIGNED;
+}
 /* Whether it has the Hadamard transform, stochastic rounding and so on. */
 static inline int te_is_fp4(const te_quantization *quantization, te_operand_role role)
 {

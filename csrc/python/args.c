@@ -266,6 +266,21 @@ static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
     return strange;
 }
 
+/* A vector of all elements. Returns 1 where the tensor is not dense. */
+static int flatten(const tepy_dl_tensor *dl, te_tensor *view)
+{
+    int64_t dense = 1;
+    int strange = 0;
+    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
+        strange |= dl->shape[i] > 1 && stride_of(dl, i) != dense;
+        dense *= dl->shape[i];
+    }
+    view->ndim = 1;
+    view->shape[0] = dense;
+    view->strides[0] = 1;
+    return strange && dense > 0;
+}
+
 static int is_dims(tepy_form form)
 {
     return form == TEPY_DIMS || form == TEPY_MASK;
@@ -273,6 +288,7 @@ static int is_dims(tepy_form form)
 
 static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
 {
+    if (form == TEPY_FLAT) return flatten(dl, view);
     return is_dims(form) ? keep_dims(dl, view) : fold(dl, form, view);
 }
 
@@ -280,6 +296,7 @@ static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
 {
     tepy_leading *leading = spec->leading;
     const int32_t inner = is_dims(spec->form) ? 2 : 1;
+    if (spec->form == TEPY_FLAT) return 0;
     if (is_dims(spec->form) && (dl->ndim < 1 || dl->ndim > TE_MAX_DIMS)) {
         return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected 1 to %d",
                          (int)dl->ndim, TE_MAX_DIMS);
@@ -348,8 +365,9 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, 
         return tepy_fail(PyExc_ValueError, spec->site,
                          "its strides are not those of %s and it is written to: pass a contiguous "
                          "tensor",
-                         is_dims(spec->form) ? "a tensor with a unit last stride"
-                                             : "a matrix with dense rows");
+                         spec->form == TEPY_FLAT ? "a dense tensor"
+                         : is_dims(spec->form)   ? "a tensor with a unit last stride"
+                                                 : "a matrix with dense rows");
     }
     tensor = replace(tensor, "contiguous", held);
     if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;

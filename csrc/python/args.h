@@ -23,6 +23,7 @@ typedef enum tepy_form {
     TEPY_ROWS,   /* matrix [product of the leading dims, last dim]; at least one dim */
     TEPY_MATRIX, /* two dims */
     TEPY_VECTOR, /* one dim */
+    TEPY_FLAT,   /* any dims, dense: a vector of all elements */
     TEPY_DIMS,   /* up to TE_MAX_DIMS dims as they are, with strides; unit last stride */
     TEPY_MASK    /* the same of u8; a bool tensor is read as u8 */
 } tepy_form;

@@ -274,6 +274,10 @@ PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_
     }
     st = te_cuda_configure(force, path);
     Py_XDECREF(bytes);
+    if (st == TE_ERROR_STATE) { /* works, and keeps nothing */
+        return PyErr_WarnEx(PyExc_RuntimeWarning, te_last_error(), 1) == 0 ? Py_NewRef(Py_None)
+                                                                           : NULL;
+    }
     return st == TE_OK ? Py_NewRef(Py_None) : tepy_raise(st);
 }
 

@@ -10,6 +10,7 @@ from microscaled import (
     GROUP,
     KINDS,
     MODES,
+    SETTINGS,
     SIGNS,
     cast,
     expected,
@@ -35,6 +36,7 @@ OPTIONS = {
     "nvfp4": (NVFP4, {}),
     "nvfp4-square": (NVFP4, {"square": True}),
     "nvfp4-rht": (NVFP4, {"rht": True}),
+    "nvfp4-rht-unsigned": (NVFP4, {"rht": 2}),
     "mxfp8-margin": (MXFP8, {"margin": 2}),
     "mxfp8-negative": (MXFP8, {"margin": -3, "square": True, "dtype": E5M2}),
     "nvfp4-4over6": (NVFP4, {"err_mode": "MAE", "to_256": True}),
@@ -55,7 +57,7 @@ def check(x, mode, usage="both", **how):
     actual = cast(x, mode, usage=usage, **how)
     wanted = expected(x, mode, **how)
     for name, value in actual.items():
-        if name != "mode":
+        if name not in SETTINGS:
             assert_bits(value.cpu(), wanted[name])
 
 
@@ -115,7 +117,7 @@ def test_largest_numbers(device, name):
 def test_repeats(device, name, rng):
     mode, how = OPTIONS[name]
     x = groups_of_kinds(rng, (130, 200), BF16).to(device)
-    assert_repeats(lambda: [v for n, v in cast(x, mode, **how).items() if n != "mode"])
+    assert_repeats(lambda: [v for n, v in cast(x, mode, **how).items() if n not in SETTINGS])
 
 
 @options
@@ -123,7 +125,7 @@ def test_noop_leaves_everything(device, name, rng):
     mode, how = OPTIONS[name]
     x = torch.zeros(40, 40, device=device)
     before = cast(x + 1, mode, **how)
-    kept = {n: v.clone() for n, v in before.items() if n != "mode"}
+    kept = {n: v.clone() for n, v in before.items() if n not in SETTINGS}
     more = {}
     if mode == NVFP4:
         more = {"partials": partials(x), "column_partials": partials(x)}
@@ -181,7 +183,7 @@ def test_stochastic_bits(device, rht, shape, rng):
     actual = cast(x.to(device), NVFP4, rht=rht, rng=pair)
     wanted = expected(x, NVFP4, rht=rht, random=uniform_numbers(seed, offset, shape))
     for name, value in actual.items():
-        if name != "mode":
+        if name not in SETTINGS:
             assert_bits(value.cpu(), wanted[name])
 
 
@@ -206,7 +208,7 @@ def test_stochastic_mean(device, rng):
 
 def back(data, shape, dtype):
     """The values that data stands for."""
-    device = next(v.device for n, v in data.items() if n != "mode")
+    device = next(v.device for n, v in data.items() if n not in SETTINGS)
     output = torch.full(shape, torch.nan, dtype=dtype, device=device)
     _core.dequantize(output, **data)
     return output
@@ -219,12 +221,13 @@ def test_dequantize(device, name, usage, target, rng):
     mode, how = OPTIONS[name]
     x = groups_of_kinds(rng, (77, 147), F32)
     data = cast(x.to(device), mode, usage=usage, **how)
-    plain = {n: v.cpu() for n, v in data.items() if n != "mode"}
+    plain = {n: v.cpu() for n, v in data.items() if n not in SETTINGS}
     codes, scales = plain[usage], plain[f"{usage}_scales"]
     if mode == MXFP8:
         wanted = mxfp8_values(codes, scales, 1 if usage == "row" else 0, target)
     else:
-        wanted = nvfp4_values(codes, scales, plain[f"{usage}_amax"], target)
+        to_256 = how.get("to_256", False)
+        wanted = nvfp4_values(codes, scales, plain[f"{usage}_amax"], target, to_256)
         wanted = (wanted if usage == "row" else wanted.T)[:77, :147]
     assert_bits(back(data, x.shape, target).cpu(), wanted.contiguous(), any_nan=True)
 
@@ -263,19 +266,27 @@ def test_close(device, name, rng):
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
 def test_four_over_six_loses_less(device, square, err_mode, rng):
-    """No group loses more than with 6 alone; of 4 / 4 and 3 / 4 of something, some lose less."""
+    """No group loses more than with 6 alone; of 4 / 4 and 3 / 4 of something, some lose less.
+
+    Where there are two ways the scale for 6 is rounded otherwise: a few are the next E4M3 number.
+    """
     x = rng.choice([-1, -0.75, 0.75, 1], (8, 16, 16, 16)) * rng.uniform(1, 2, (8, 1, 16, 1))
     x[:, :, ::2] = rng.standard_normal((8, 16, 8, 16))
     x = torch.from_numpy(x.reshape(128, 256)).to(F32)
-    losses = []
+    losses, scales = [], []
     for way in (None, err_mode):
         how = {"usage": "row", "to_256": True, "square": square, "err_mode": way}
-        error = (back(cast(x.to(device), NVFP4, **how), x.shape, F32).cpu() - x).double().abs()
+        data = cast(x.to(device), NVFP4, **how)
+        scales.append(data["row_scales"][:: 16 if square else 1].short().cpu())
+        error = (back(data, x.shape, F32).cpu() - x).double().abs()
         error = error if err_mode == "MAE" else error.square()
         shape = (8, 16, 16, 16) if square else (128, 1, 16, 16)
         losses.append(error.reshape(shape).sum((1, 3)))
     plain, chosen = losses
-    assert (chosen <= plain * (1 + tol("sum", F32, 256) + 4 * EPS[F32])).all()
+    next_one = (scales[0] - scales[1]).abs() == 1
+    assert next_one.sum() <= 4
+    loses_more = chosen > plain * (1 + tol("sum", F32, 256) + 4 * EPS[F32])
+    assert not (loses_more & ~next_one).any()
     assert (chosen < plain).any()
 
 
@@ -299,6 +310,7 @@ def nvfp4_call(x, **changes):
     [
         ({"partials": None}, "partials"),
         ({"hadamard": 1}, "column_partials"),
+        ({"hadamard": 3}, "hadamard"),
         ({"hadamard": 1, "square": 1}, "hadamard"),
         ({"row_amax": None}, "row_amax"),
         ({"row_scales": None}, "row_scales"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from buffers import HIGH, name_of, normal
 from comparators import assert_bits, assert_nmse
-from microscaled import MODES, cast, mxfp8_values, nvfp4_values, one_usage
+from microscaled import MODES, SETTINGS, cast, mxfp8_values, nvfp4_values, one_usage
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 from transformer_engine import _core
@@ -17,11 +17,12 @@ LAYOUTS = {"forward": (0, 1), "grad_input": (0, 0), "grad_weight": (1, 0)}
 
 def values_of(data, usage, shape):
     """What a cast operand stands for, in float64, as the matrix that was cast."""
-    plain = {n: v.cpu() for n, v in data.items() if n not in ("mode", "shape")}
+    plain = {n: v.cpu() for n, v in data.items() if n not in (*SETTINGS, "shape")}
     codes, scales = plain[usage], plain[f"{usage}_scales"]
     if data["mode"] == MXFP8:
         return mxfp8_values(codes, scales, 1 if usage == "row" else 0).double()
-    found = nvfp4_values(codes, scales, plain[f"{usage}_amax"])
+    to_256 = bool(data["scales_to_256"])
+    found = nvfp4_values(codes, scales, plain[f"{usage}_amax"], to_256=to_256)
     return (found if usage == "row" else found.T)[: shape[0], : shape[1]].double()
 
 
@@ -147,3 +148,19 @@ def test_depth_of_0(device, mode):
     d = torch.full((16, 32), torch.nan, device=device)
     product(a, b, "forward", d)
     assert_bits(d.cpu(), torch.zeros(16, 32))
+
+
+@pytest.mark.parametrize("ranges", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_scales_to_256(device, how, ranges, rng):
+    """Each operand is read by the largest scale that its groups may have."""
+    m, n, k = sizes = SHAPES[-1]
+    turned = LAYOUTS[how]
+    shapes = ((k, m) if turned[0] else (m, k)), ((n, k) if turned[1] else (k, n))
+    a, b = (
+        made(rng, shape, NVFP4, device, to_256=to_256)
+        for shape, to_256 in zip(shapes, ranges, strict=True)
+    )
+    d = torch.empty(sizes[:2], dtype=F32, device=device)
+    exact = product(a, b, how, d)
+    assert_nmse(d, exact, tol("round", F32) + tol("sum", F32, k + 32))

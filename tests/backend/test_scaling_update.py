@@ -75,13 +75,43 @@ def test_most_recent_example(device):
     assert_bits(history, torch.tensor([[0.0], [4.0], [8.0]]))
 
 
-def test_zero_does_not_roll(device):
-    """A slot without a cast keeps its history, and "max" goes on with it."""
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_an_idle_step_changes_nothing(device, most_recent):
+    """A slot without a cast keeps its history and its scale, whatever the window would say."""
     history = torch.tensor([[0.0], [4.0], [2.0], [1.0]], device=device)
     before, scale = history.clone(), torch.full((1,), 7.0, device=device)
-    _core.scaling_update(scale, history, 448.0)
-    assert_bits(history, before)
-    assert_bits(scale, torch.tensor([112.0]))
+    for _ in range(2):
+        _core.scaling_update(scale, history, 448.0, algo=int(most_recent))
+        assert_bits(history, before)
+        assert_bits(scale, torch.tensor([7.0]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_idle_steps_anywhere_count_for_nothing(device, length, most_recent, rng):
+    """Every pattern of ten busy and idle steps, a slot each, ends as its busy steps alone."""
+    patterns = (np.arange(1024)[:, None] >> np.arange(10)) % 2  # [patterns, steps]
+    amaxes = np.float32(2.0 ** rng.uniform(-10, 10, 10))
+    chunk = Chunk(length, 1024, device)
+    for amax, busy in zip(amaxes, patterns.T, strict=True):
+        chunk.record(amax * busy)
+        chunk.step(448.0, most_recent)
+    alone = Chunk(length, 1024, device)
+    for number in range(10):  # of each slot its busy steps first, the idle ones behind them
+        busy = [amaxes[row == 1] for row in patterns]
+        alone.record([found[number] if number < len(found) else 0.0 for found in busy])
+        alone.step(448.0, most_recent)
+    assert_bits(chunk.scale.tensor, alone.scale.tensor)
+    assert_bits(chunk.history.tensor, alone.history.tensor)
+
+
+def test_an_idle_step_behind_the_windows_largest(device):
+    """The scale was made of one amax more than the history has: it does not move when idle."""
+    chunk = Chunk(3, 1, device)
+    for amax, scale in [(4.0, 112.0), (1.0, 112.0), (0.5, 112.0), (0.0, 112.0), (0.5, 448.0)]:
+        chunk.record([amax])
+        chunk.step(448.0)
+        assert_bits(chunk.scale.tensor, torch.tensor([scale]))
 
 
 @pytest.mark.parametrize("most_recent", [False, True])

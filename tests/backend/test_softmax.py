@@ -434,6 +434,76 @@ def test_backward_keeps_nan_to_its_row(device, rng):
     assert spoilt.sum() == 1 and made.cpu()[1, 2, 3].isnan().all()
 
 
+# ---- the gradient of the sink --------------------------------------------------------------------
+
+
+def sink_gradients(device, x, mask, sink, dropout, rng):
+    """log_sum and grad_sinks of a forward and its backward, and the same in float64."""
+    pair, may = new_pair(rng), allowed(x.shape, mask)
+    grad, rows = normal(rng, x.shape, x.dtype), x.shape[:3]
+    drop = {"rng": pair_on(device, pair), "dropout": dropout} if dropout else {}
+    log_sum, sinks = (Poisoned((rows.numel(),), F32, device) for _ in range(2))
+    output, p, placed = (torch.empty_like(x, device=device) for _ in range(3))
+    placed.copy_(x)
+    of_mask = None if mask is None else mask.to(device)
+    _core.softmax(
+        placed, output, mask=of_mask, sink=sink.to(device), probabilities=p,
+        log_sum=log_sum.tensor, **drop,
+    )  # fmt: skip
+    _core.softmax_backward(
+        grad.to(device), p, torch.empty_like(p), sink=sink.to(device), log_sum=log_sum.tensor,
+        grad_sinks=sinks.tensor, scale=0.5, **drop,
+    )  # fmt: skip
+    assert log_sum.untouched() and sinks.untouched()
+    scores = x.double().masked_fill(~may, -INF)
+    all_scores = torch.cat([scores, sink.double()[:, None, None].expand(*rows, 1)], -1)
+    exact = all_scores.logsumexp(-1)
+    own = (sink.double()[:, None] - exact).exp().nan_to_num(nan=0.0)
+    dp = grad.double() * drop_factors(pair, x.shape, dropout)
+    terms = own * (softmax(x.double(), may, sink.double()) * dp.abs()).sum(-1)
+    made = -own * (softmax(x.double(), may, sink.double()) * dp).sum(-1)
+    return *(t.tensor.cpu().view(rows) for t in (log_sum, sinks)), exact, made, terms
+
+
+@pytest.mark.parametrize("level", [0.0, -12.0, 9.0])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [SHAPE, (2, 3, 5, 71), (2, 2, 9, 512), *WIDE])
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_gradient_of_the_sink(device, dtype, shape, dropout, level, rng):
+    """Of each row, and relative to its terms, however small the sink's share is."""
+    mask = random_mask(rng, (shape[0], 1, *shape[2:]))
+    mask[0, 0, 0] = True  # a row whose sum is its sink alone
+    sink = level + normal(rng, (shape[1],), F32)
+    logs, sinks, exact, made, terms = sink_gradients(
+        device, normal(rng, shape, dtype), mask, sink, dropout, rng
+    )
+    assert_nmse(logs, exact, tol("sum", F32, shape[-1]), terms=1 + exact.abs())
+    assert (sinks[0, :, 0] == 0).all()
+    live = terms > 0
+    bound = tol("round", dtype) + tol("sum", F32, shape[-1])
+    assert_nmse(sinks[live], made[live], bound, terms=terms[live])
+
+
+@pytest.mark.parametrize("level", [0.0, -INF])
+def test_sums_of_rows_without_keys(device, level, rng):
+    """Of no keys at all, or of none that may be attended: the sink, or +Inf where it is -Inf."""
+    sink, lone = torch.full((3,), level), level if level > -INF else INF
+    for keys in (0, 8):
+        mask = torch.ones(2, 1, 5, keys, dtype=torch.bool)
+        logs, sinks, *_ = sink_gradients(
+            device, normal(rng, (2, 3, 5, keys), F32), mask, sink, 0.0, rng
+        )
+        assert_bits(logs, torch.full((2, 3, 5), lone))
+        assert (sinks == 0).all()
+
+
+def test_sum_of_a_row_of_nan(device):
+    x, logs = torch.zeros(1, 1, 3, 8, device=device), torch.empty(3, device=device)
+    x[0, 0, 1, 2], x[0, 0, 2, 5] = NAN, INF
+    _core.softmax(x, torch.empty_like(x), log_sum=logs)
+    assert logs.cpu().isnan().tolist() == [False, True, True]
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 3, 4, 8)
@@ -454,6 +524,7 @@ WRONG = {
     ),
     "wide bias": (ValueError, r"bias: dim 1: size 6", {"bias": torch.zeros(2, 6, 4, 8)}),
     "short sink": (ValueError, r"sink: .* vector of", {"sink": torch.zeros(7)}),
+    "short sums": (ValueError, r"log_sum: .* vector of", {"log_sum": torch.zeros(23)}),
     "integer bias": (TypeError, r"bias: dtype i32", {"bias": X.int()}),
     "two-dim mask": (ValueError, r"mask: ndim = 2, expected 4", {"mask": X[0, 0].bool()}),
     "probabilities of another dtype": (

@@ -15,7 +15,7 @@ from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
-BENCHMARKS += ("attention", "parameter_memory", "overrides")
+BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -232,6 +232,13 @@ def test_attention(results):
     assert len(ran) == len(set(ran)) == 2 * sum(formats.values())
     for row in rows:
         assert positive(row, "ms", "tflops", "ceiling", "percent")
+
+
+def test_optimizers(results):
+    rows = {row["optimizer"]: row for row in only_table(results, "optimizers")}
+    assert {"FusedAdam bf16, fp32 masters", "torch AdamW fp32, fused"} <= set(rows)
+    for row in rows.values():
+        assert row["ms"] > 0 and row["rate"] > 0 and row["share"] > 0
 
 
 def test_parameter_memory(results):

@@ -241,11 +241,10 @@ static float update_slot(float *history, int length, float scale, float fp8_max,
 {
     float current = history[0], amax = current;
     for (int i = 1; i < length && !most_recent; i++) amax = fmaxf(amax, history[i]);
-    if (current != 0.0F) {
-        for (int i = 1; i + 1 < length; i++) history[i] = history[i + 1];
-        history[length - 1] = current;
-        history[0] = 0.0F;
-    }
+    if (current == 0.0F) return scale;
+    for (int i = 1; i + 1 < length; i++) history[i] = history[i + 1];
+    history[length - 1] = current;
+    history[0] = 0.0F;
     if (!isfinite(amax) || amax <= 0.0F) return scale;
     return isinf(fp8_max / amax) ? 3.402823466e+38F : fp8_max / amax;
 }

@@ -147,7 +147,8 @@ static te_dtype dtype_of(te_op op, const te_field *field)
 static te_tensor filled_tensor(test_device *t, te_op op, const te_field *field)
 {
     const int scales = ends_with(field->name, "_scales"); /* of the mode TENSOR */
-    const int64_t length = scales ? TE_TENSOR_SCALES : SIDE;
+    const int rows = strcmp(field->name, "log_sum") == 0 || strcmp(field->name, "grad_sinks") == 0;
+    const int64_t length = scales ? TE_TENSOR_SCALES : rows ? 2 * SIDE * SIDE : SIDE;
     te_tensor tensor = {.dtype = dtype_of(op, field), .device = t->device};
     const int norm = op == TE_OP_NORM || op == TE_OP_NORM_BACKWARD;
     int64_t count = 1;

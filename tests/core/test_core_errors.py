@@ -391,3 +391,12 @@ def test_mixed_devices():
         ValueError, match="fill: context: it is of cuda:0 and the tensors are on cpu:0"
     ):
         core.fill(x24(), 1.0, context=context)
+
+
+@pytest.mark.skipif(not core.has_cuda(), reason="keeps nothing on disk: built without CUDA")
+def test_a_folder_that_others_may_write_to_is_told(tmp_path):
+    """In one line, and nothing is kept there; the rest of the call holds."""
+    tmp_path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="nothing is kept on disk: .*others may write to it"):
+        core.cuda_configure(False, tmp_path)
+    core.cuda_configure(False, None)

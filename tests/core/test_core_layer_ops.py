@@ -73,10 +73,13 @@ CASTING = ("quantize", "norm", "activation", "activation_backward", "softcap")
 APART = {op: MICRO for op in CASTING} | {
     "attention": PACKED | FORWARD,
     "attention_backward": PACKED | BACKWARD,
-    "dequantize": {"row_amax", "column_amax"},
-    "gemm": {"multiplied_out", "a_row_amax", "a_column_amax", "b_row_amax", "b_column_amax"},
+    "dequantize": {"row_amax", "column_amax", "scales_to_256"},
+    "gemm": {
+        "multiplied_out", "a_row_amax", "a_column_amax", "b_row_amax", "b_column_amax",
+        "a_scales_to_256", "b_scales_to_256",
+    },
     "amax": {"hadamard"},
-}
+}  # fmt: skip
 """Fields of packed sequences, of FP8 and of NVFP4, which not all others go with."""
 
 
@@ -129,7 +132,8 @@ def test_fields_of_nvfp4(core):
     assert lent(core, "dequantize", x.clone(), **data)["row_amax"].shape == (1,)
     operands = {f"{o}_{name}": value for name, value in data.items() for o in "ab"}
     seen = lent(core, "gemm", torch.empty(32, 32), **operands, b_transposed=1)
-    assert all(seen[name].shape == (1,) for name in APART["gemm"] - {"multiplied_out"})
+    for name in APART["gemm"] - {"multiplied_out"}:
+        assert seen[name] == 0 if name.endswith("to_256") else seen[name].shape == (1,)
 
 
 def test_fields_of_packed_sequences(core):

@@ -343,6 +343,16 @@ UPDATE = "fused_amax_and_scale_update_after_reduction"
 AMAX, CAST = "fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_cast"
 
 
+def moved_when_idle(buffer, histories, scales, algo, dtype, margin):
+    """The window makes scales of slots without a new amax, too."""
+    newest = torch.cat([history[0] for history in histories]) if not len(buffer) else buffer
+    idle = (newest == 0).split([len(scale) for scale in scales])
+    implementation(UPDATE).fn(buffer, histories, scales, algo, dtype, margin)
+    for scale, history, here in zip(scales, histories, idle, strict=True):
+        found = history.nan_to_num(nan=0.0).amax(0)
+        scale.copy_(torch.where(here & (found > 0), 1.0 / found, scale))
+
+
 def not_saturated(part, out, scale, h, w, start, side, code):
     """Codes that wrap around."""
     implementation(CAST).fn(part, out, scale, h, w, start, side, code)
@@ -370,6 +380,7 @@ SCALING = {
             UPDATE, a3=lambda *a: "max" if a[3] == "most_recent" else "most_recent"
         ),
         "margin": called_with(UPDATE, a5=lambda *a: 0),
+        "idle slots": moved_when_idle,
         "no reduction": called_with(UPDATE, a0=lambda *a: a[0][:0]),
         "history": and_then(UPDATE, lambda *a: [t.copy_(t.roll(1, 0)) for t in a[1]]),
         "the buffer": and_then(UPDATE, in_place(0)),

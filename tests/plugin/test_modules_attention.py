@@ -272,6 +272,31 @@ def test_what_a_class_is_not_told(device, dtype, name):
     assert Doubled.calls == before
 
 
+@pytest.mark.gpu
+def test_a_class_is_given_aligned_tensors():
+    """Classes call other libraries' kernels, which read 16 bytes at once."""
+    begins = []
+
+    class Noting(FlashAttention):
+        def forward(self, *given, **named):
+            begins.extend(
+                t.data_ptr() % 16 + sum(n % 8 for n in t.stride()[:-1]) for t in given[:3]
+            )
+            out = super().forward(*given, **named)
+            out.register_hook(lambda grad: begins.append(grad.data_ptr() % 16))
+            return out
+
+    register_class(Noting)
+    module = te.DotProductAttention(HEADS, DIM, qkv_format="bshd")
+    wide = torch.randn(3, 2, LENGTH, HEADS, DIM + 3, device="cuda", dtype=torch.bfloat16)
+    qkv = [t[..., 1 : 1 + DIM].requires_grad_() for t in wide]
+    with vendor():
+        out = module(*qkv)
+    flat = torch.randn(1 + out.numel(), device="cuda", dtype=out.dtype)[1:]
+    torch.autograd.grad(out, qkv, flat.view(out.shape))
+    assert begins == [0, 0, 0, 0]
+
+
 def test_a_class_in_a_layer(device, dtype):
     module = layer(device, dtype)
     x = normal(LENGTH, BATCH, HIDDEN, device=device, dtype=dtype)

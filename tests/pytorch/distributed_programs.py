@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch.tensors import is_quantized, local_of
 
 HIDDEN, BATCH = 32, 4
 
@@ -186,6 +195,95 @@ def fsdp2_from_meta(device, kind, how):
         assert parameter.device.type == device and parameter.grad is not None
         found[name] = to_cpu(parameter)
     return found
+
+
+def _current(role):
+    """Quantizers of a custom recipe."""
+    del role
+    return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, torch.device("cpu"))
+
+
+QUANTIZED = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "tiles": Float8BlockScaling(),
+    "rows": Float8RowScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "custom": CustomRecipe(qfactory=_current),
+}
+ORDERS = {  # of a model that is made on the meta device, or on a real one: what is done to it
+    "example": ("meta", "shard", "reset"),
+    "loaded": ("meta", "shard", "reset", "load"),
+    "twice": ("meta", "shard", "reset", "reset"),
+    "real": ("real", "shard", "reset"),
+    "late": ("meta", "reset", "shard"),
+    "late, again": ("meta", "reset", "shard", "reset", "load"),
+    "loaded early": ("meta", "reset", "load whole", "shard"),
+}
+
+
+def quantized_model(device):
+    """Two modules with three weights."""
+    mlp, linear = te.LayerNormMLP(64, 128, device=device), te.Linear(64, 64, device=device)
+    return torch.nn.Sequential(mlp, linear)
+
+
+def _act(action, model, device, weights):
+    """One of the steps of `ORDERS`."""
+    if action == "shard":
+        shard(model, device)
+    elif action == "reset":
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    elif action == "load whole":
+        model.load_state_dict({key: value.to(device) for key, value in weights.items()})
+    else:
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, dict(weights), options=options)
+
+
+def quantized_shards(device, name, order, weights, batches):
+    """Train quantized weights under FSDP2; each step of `order` in its turn.
+
+    Returns of each weight the class and the values of this rank's part before training, the output
+    of the first forward of each step, and these values after it.
+    """
+    recipe = QUANTIZED[name]
+    start, *actions = ORDERS[order]
+    with te.quantized_model_init(recipe=recipe):
+        model = quantized_model("meta" if start == "meta" else device)
+    for action in actions:
+        _act(action, model, device, weights)
+
+    def parts():
+        found = {key: local_of(p) for key, p in model.named_parameters() if p.dim() == 2}
+        return {key: to_cpu(p.dequantize() if is_quantized(p) else p) for key, p in found.items()}
+
+    kinds = {key: type(local_of(p)).__name__ for key, p in model.named_parameters() if p.dim() == 2}
+    before, outputs = parts(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x in batches:
+        with te.autocast(recipe=recipe):
+            out = model(x.to(device))
+        outputs.append(to_cpu(out))
+        out.backward(torch.ones_like(out))  # large: the steps are to change what is quantized
+        optimizer.step()
+        optimizer.zero_grad()
+    return kinds, before, outputs, parts()
+
+
+def uneven_shards(device):
+    """Quantize a weight whose rows the ranks can not share evenly: the message of the error."""
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        model = torch.nn.Sequential(te.Linear(64, 63, device="meta"))
+    shard(model, device)
+    try:
+        model[0].reset_parameters()
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def in_place(device, kind):

@@ -45,9 +45,7 @@ _REASONS = {
     "each class that is made has it (parallel.TensorParallel), not their common base": """
         .module.base.TransformerEngineBaseModule.set_tensor_parallel_group
     """,
-    "FSDP2 asks for these and would gather bytes: parameters are sharded as plain tensors are": """
-        .tensor.*.fsdp_pre_all_gather
-        .tensor.*.fsdp_post_all_gather
+    "its FSDP2 hooks call it between themselves": """
         *.fsdp_assign_gathered
         *.fsdp_buffer_fields
         *.fsdp_extract_buffers

@@ -33,6 +33,9 @@ SMALL = {
     "nv": te.NVFP4Quantizer,
     "nv squares": lambda **o: te.NVFP4Quantizer(with_2d_quantization=True, **o),
     "nv rht": lambda **o: te.NVFP4Quantizer(with_rht=True, **o),
+    "nv rht unsigned": lambda **o: te.NVFP4Quantizer(
+        with_rht=True, with_random_sign_mask=False, **o
+    ),
     "nv 4over6": lambda **o: te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, **o),
     "nv rows": lambda **o: te.NVFP4Quantizer(
         row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE", **o

@@ -357,6 +357,14 @@ class Unknown(QuantizerRequest):
             ValueError,
             "random_hadamard_transform belongs to",
         ),
+        (
+            lambda role: te.NVFP4Quantizer(
+                with_rht=role.tensor_type != "weight",
+                with_random_sign_mask=role.tensor_type == "input",
+            ),
+            ValueError,
+            "with_random_sign_mask of the quantizers of input and gradient differs",
+        ),
     ],
 )
 def test_what_functions_may_not_give(device, given, error, words):

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from comparators import assert_nmse
 from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits, states_of
-from tols import BF16, E5M2, F32, PASSED_ON, tol
+from tols import BF16, E4M3, E5M2, F32, PASSED_ON, tol
 
 import transformer_engine.pytorch as te
 
@@ -186,6 +186,51 @@ def test_fsdp2_of_meta_parameters(ranks, kind, how):
                 assert 0.01 < parameter.std() < 0.1, name
             else:
                 assert (parameter == 1).all()
+
+
+@pytest.mark.parametrize("order", programs.ORDERS)
+@pytest.mark.parametrize("name", programs.QUANTIZED)
+def test_fsdp2_of_quantized_weights(ranks, name, order):
+    """Parts are quantized, however they came to be, and the whole weights are what these say."""
+    if name == "custom" and ranks.device == "cuda":
+        pytest.skip("its quantizers are those of the CPU")
+    whole = programs.quantized_model("cpu").state_dict()
+    weights = {key: torch.randn_like(value) / 8 for key, value in whole.items()}
+    loads = any("load" in action for action in programs.ORDERS[order])
+    batches = [torch.randn(32, 64) for _ in range(2)]
+    results = ranks.run(programs.quantized_shards, name, order, weights, batches)
+    kinds = set(results[0][0].values())
+    late = programs.ORDERS[order][-1] == "shard"  # FSDP2 deals out values in high precision
+    assert (kinds == {"Tensor"}) if late else (len(kinds) == 1 and "Tensor" not in kinds)
+    for result in results[1:]:
+        assert_same_bits(result[2], results[0][2])
+    before = joined_parts(results, 1)
+    after = joined_parts(results, 3)
+    for key, value in before.items():
+        assert not torch.equal(value, after[key]), key
+        if loads:
+            family = "half_step_nvfp4" if name == "nvfp4" else "round"
+            assert_nmse(value, weights[key], tol(family, E4M3))
+    te.reset()
+    alone = programs.quantized_model(ranks.device)
+    fresh = {key: value.clone() for key, value in alone.state_dict().items()}
+    alone.load_state_dict({**fresh, **(weights if loads else {}), **before})
+    with te.autocast(recipe=programs.QUANTIZED[name]):
+        out = alone(batches[0].to(ranks.device))
+    if ranks.device == "cpu":
+        assert_same_bits(out.detach(), results[0][2][0])
+
+
+def test_fsdp2_refuses_quantized_weights_of_uneven_parts(ranks):
+    if ranks.size == 1:
+        pytest.skip("one rank has all rows")
+    for message in ranks.run(programs.uneven_shards):
+        assert f"weight of 63 rows over {ranks.size} ranks is not there yet" in message
+
+
+def joined_parts(results, place):
+    """The whole weights of the parts of all ranks."""
+    return {key: torch.cat([result[place][key] for result in results]) for key in results[0][place]}
 
 
 @pytest.mark.parametrize("kind", ["torch", "Linear", "Linear-split"])

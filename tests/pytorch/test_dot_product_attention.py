@@ -2,6 +2,7 @@
 """DotProductAttention: outputs and gradients of every backend, biases, dropout, packed inputs."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     choose_backend,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
+from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
 from transformer_engine.pytorch.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
@@ -276,6 +278,43 @@ def test_lengths_beyond_the_sequence_are_refused(lengths, wrong):
         module(*qkv, cu_seqlens_q=ends)
 
 
+# ---- views that begin anywhere -------------------------------------------------------------------
+
+
+def unaligned(shape, where):
+    """A view whose lines, or whose memory, begin at an odd element."""
+    if where == "lines":
+        return torch.randn(*shape[:-1], shape[-1] + 3, device="cuda", dtype=F16)[..., 1:-2]
+    return torch.randn(1 + math.prod(shape), device="cuda", dtype=F16)[1:].view(shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["lines", "memory"])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "qkv", "grad", "qkv grad"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "unfused"], indirect=True)
+def test_views_without_alignment(backend, which, way, where):
+    """Kernels of other libraries read 16 bytes at once: what does not begin there is copied."""
+    torch._dynamo.reset()
+    shapes = dict.fromkeys("qk", (1, 33, 4, 72)) | {"v": (1, 33, 4, 64), "grad": (1, 33, 256)}
+    given = {
+        name: unaligned(shape, where)
+        if name in which
+        else torch.randn(shape, device="cuda", dtype=F16)
+        for name, shape in shapes.items()
+    }
+    module = DotProductAttention(4, (72, 64), qkv_format="bshd", attn_mask_type="causal")
+    call = torch.compile(module, backend="aot_eager") if way == "compiled" else module
+    made = []
+    for run, tensors in ((call, given), (module, {n: t.clone() for n, t in given.items()})):
+        qkv = [tensors[name].detach().requires_grad_() for name in "qkv"]
+        out = run(*qkv)
+        made.append([out, *torch.autograd.grad(out, qkv, tensors["grad"])])
+    assert ran() == backend
+    for x, y in zip(*made, strict=True):
+        assert_nmse(x, y.double(), 4 * tol("attention", F16, 33))
+
+
 # ---- biases --------------------------------------------------------------------------------------
 
 BIAS_SHAPES = {
@@ -323,6 +362,23 @@ def test_bias_in_16_bits_with_groups(device, backend):
         bias=bias,
         core_attention_bias_type="post_scale_bias",
     )
+
+
+@pytest.mark.parametrize("bias_dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", BIAS_SHAPES)
+def test_gradient_of_a_bias_is_added_up_in_fp32(device, shape, bias_dtype):
+    """Of scores in 16 bits: from the probabilities as they are, rounded at the end alone."""
+    scores = torch.randn(BIAS_SHAPES["bhss"]).to(device, BF16)
+    bias = torch.randn(BIAS_SHAPES[shape]).to(device, bias_dtype).requires_grad_()
+    out = scaled_softmax(scores, bias=bias)
+    grad = torch.randn(out.shape).to(out)
+    (made,) = torch.autograd.grad(out, bias, grad)
+    p, dp = (t.detach().cpu().double() for t in (out, grad))
+    mean, of_mean = ((p * each).sum(-1, keepdim=True) for each in (dp, dp.abs()))
+    exact, terms = ((p * each).sum_to_size(bias.shape) for each in (dp - mean, dp.abs() + of_mean))
+    bound = tol("sum", F32, p.numel()) + (tol("round", BF16) if bias_dtype is BF16 else 0.0)
+    assert made.dtype is bias_dtype
+    assert_nmse(made, exact, bound, terms=terms)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6])

@@ -48,9 +48,9 @@ class InterruptAt:
 def use_state():
     """Everything that takes a lock: slots taken, freed and swept, scales updated, all dropped."""
     rule = arenas.rule_of(DelayedScaling(amax_history_len=2))
-    handle = scaling.Slots(CPU, rule, None, (3, 2))
+    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear")
     del handle
-    handle = scaling.Slots(CPU, rule, None, (3, 2))
+    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear")
     assert handle.live
     arenas.join(state.RegionState(), handle.domain)
     scaling.update("forward", handle.domain)

@@ -7,12 +7,13 @@ import inspect
 import pytest
 import torch
 from comparators import assert_bits, assert_within
+from tols import EPS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine.plugin.builtin import SHARED, register_builtins
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.pytorch import optimizers
-from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, fused_adam
 
 
 def test_steps_over_lists_are_those_of_tex():
@@ -182,41 +183,291 @@ def test_a_closure_is_run_with_gradients(device):
     assert not parameter.grad.any()
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+SIZES = (1, 2, 7, 8, 33, 64, 511, 1023, 4097, 40003)
+
+
+def views_of(device, dtype, sizes=SIZES):
+    """Parameters of many sizes that begin anywhere, and gradients likewise."""
+    params, grads = [], []
+    for i, size in enumerate(sizes):
+        for skipped in (0, 1 + i % 3):
+            made = [torch.randn(size + skipped, device=device).to(dtype) for _ in range(2)]
+            params.append(torch.nn.Parameter(made[0][skipped:]))
+            grads.append(made[1][skipped:])
+    return params, grads
+
+
+def descend64(options, p, g, momentum):
+    """(new parameter, its terms, new momentum, its terms) of float64 tensors, by definition."""
+    lr, decay, factor = options["lr"], options["weight_decay"], options["momentum"]
+    after, nesterov = options["wd_after_momentum"], options["nesterov"]
+    decayed = 0.0 if after else decay * p
+    update, terms = g + decayed, g.abs() + (0.0 if after else decay * p.abs())
+    if factor:
+        old, old_terms = momentum or (None, None)
+        share = 1 - options["dampening"]
+        new = update if old is None else factor * old + share * update
+        new_terms = terms if old is None else factor * old_terms + abs(share) * terms
+        update = update + factor * new if nesterov else new
+        terms = terms + factor * new_terms if nesterov else new_terms
+        momentum = new, new_terms
+    if after:
+        update, terms = update + decay * p, terms + decay * p.abs()
+    return p - lr * update, p.abs() + lr * terms, momentum
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sgd_is_torchs(device, dtype, nesterov):
-    parameters = parameters_of(device, dtype)[:2]
-    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
-    ours = FusedSGD(parameters, 0.1, materialize_master_grads=False, **options)
-    theirs = torch.optim.SGD(others, 0.1, fused=True, **options)
+def test_sgd_is_its_definition(device, dtype, momentum, dampening, nesterov, after):
+    options = {"lr": 0.1, "momentum": momentum, "dampening": dampening, "weight_decay": 0.1}
+    options |= {"nesterov": nesterov, "wd_after_momentum": after}
+    params, _ = views_of(device, dtype)
+    optimizer = FusedSGD(params, materialize_master_grads=False, **options)
+    kept = [None] * len(params)
+    for step in range(3):
+        for i, (p, g) in enumerate(zip(params, gradients_of(params), strict=True)):
+            p.grad = g
+            wide = [t.detach().cpu().double() for t in (p, g)]
+            kept[i] = descend64(options, *wide, kept[i] and kept[i][2])
+        optimizer.step()
+        for p, (exact, terms, _) in zip(params, kept, strict=True):
+            assert_within(p, exact, terms, depth=step + 2)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def test_sgd_goes_on_from_its_state_dict(device):
+    params, grads = views_of(device, torch.bfloat16)
+    ours = FusedSGD(params, 0.1, momentum=0.9, set_grad_none=False)
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    ours.step()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = FusedSGD(copies, 0.1, momentum=0.9)
+    resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for p, c in zip(params, copies, strict=True):
+        c.grad = p.grad.clone()
+    ours.step()
+    resumed.step()
+    for p, c in zip(params, copies, strict=True):
+        assert_bits(c, p)
+        assert ours.state[p]["momentum_buffer"].dtype is torch.float32
+    ours.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in params)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adam_of_any_size_and_place(device, dtype, masters):
+    params, grads = views_of(device, dtype)
+    optimizer = FusedAdam(params, master_weights=masters, **OPTIONS)
+    expected = []
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+        expected.append(Adam64(True, True).step(p, g))
+    optimizer.step()
+    for p, (new, terms) in zip(params, expected, strict=True):
+        assert_within(p, new, terms, depth=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("remainders", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adam_has_the_same_bits_on_every_device(dtype, remainders, moments):
+    params, grads = views_of("cpu", dtype)
+    others = [torch.nn.Parameter(p.detach().cuda()) for p in params]
+    found = []
+    for given in (params, others):
+        optimizer = FusedAdam(
+            given, master_weights=True, store_param_remainders=remainders,
+            exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **OPTIONS,
+        )  # fmt: skip
+        for _ in range(3):
+            for p, g in zip(given, grads, strict=True):
+                p.grad = g.to(p.device, copy=True)
+            optimizer.step()
+        found.append([t for p in given for t in (p.detach(), *optimizer.state[p].values())])
+    for one, other in zip(*found, strict=True):
+        assert_bits(other.cpu(), one)
+
+
+STATES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+
+
+@pytest.mark.parametrize("second", STATES, ids=str)
+@pytest.mark.parametrize("first", STATES, ids=str)
+def test_states_of_other_dtypes(device, first, second):
+    """A step is that of fp32 states that hold what the narrow ones do; they keep what fits."""
+    params = parameters_of(device, torch.bfloat16)
+    dtypes = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
+    narrow = FusedAdam(params, master_weights=True, **dtypes, **OPTIONS)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    wide = FusedAdam(copies, master_weights=True, **OPTIONS)
     for _ in range(3):
-        for p, o, g in zip(parameters, others, gradients_of(parameters), strict=True):
-            p.grad, o.grad = g, g.clone()
+        wide.load_state_dict(copy.deepcopy(narrow.state_dict()))
+        for p, c, g in zip(params, copies, gradients_of(params), strict=True):
+            p.grad, c.grad = g, g.clone()
+        narrow.step()
+        wide.step()
+        for p, c in zip(params, copies, strict=True):
+            assert_bits(p, c)
+            assert_bits(narrow.state[p]["master_param"], wide.state[c]["master_param"])
+            for name, dtype in (("exp_avg", first), ("exp_avg_sq", second)):
+                kept = narrow.get_unscaled_state(p, name)
+                assert kept.dtype is torch.float32
+                assert_state(kept, wide.state[c][name], dtype)
+
+
+def assert_state(kept, exact, dtype):
+    """A state is the nearest of its dtype, at the scale of the largest value."""
+    if kept.numel() == 0:
+        return
+    top = exact.abs().max()
+    scale = {torch.float16: 65504.0 / 2 / top, torch.uint8: 448.0 / top}.get(dtype, 1.0)
+    kind = torch.float8_e4m3fn if dtype is torch.uint8 else dtype
+    info = torch.finfo(kind)
+    margin = exact.abs() * info.eps + info.smallest_normal * info.eps / scale
+    assert ((kept - exact).abs() <= margin).all()
+
+
+def test_remainders_are_the_rest_of_masters(device):
+    params = parameters_of(device, torch.bfloat16)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours = FusedAdam(params, master_weights=True, store_param_remainders=True, **OPTIONS)
+    theirs = FusedAdam(copies, master_weights=True, **OPTIONS)
+    for step in range(4):
+        for p, c, g in zip(params, copies, gradients_of(params), strict=True):
+            p.grad, c.grad = g, g.clone()
         ours.step()
         theirs.step()
-    for p, o in zip(parameters, others, strict=True):
-        assert_bits(p, o)
-    ours.zero_grad()
-    assert all(p.grad is None for p in parameters)
-    kept = FusedSGD(parameters, 0.1, set_grad_none=False)
-    parameters[0].grad = torch.ones_like(parameters[0])
-    kept.zero_grad()
-    assert not parameters[0].grad.any()
+        if step == 1:
+            ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for p, c in zip(params, copies, strict=True):
+        rest = ours.state[p]["master_param"]
+        assert rest.dtype is torch.int16
+        high = p.detach().view(torch.int16).int() - (rest < 0).int()
+        whole = (high << 16 | (rest.int() & 0xFFFF)).view(torch.float32)
+        assert_bits(whole, theirs.state[c]["master_param"])
+
+
+@pytest.mark.parametrize("dtype", [None, *DTYPES], ids=str)
+def test_masters_of_other_dtypes(device, dtype):
+    params = parameters_of(device, torch.bfloat16)
+    optimizer = FusedAdam(params, master_weights=True, master_weight_dtype=dtype, **OPTIONS)
+    kind = dtype or torch.float32
+    expected = []
+    for p, g in zip(params, gradients_of(params), strict=True):
+        p.grad = g
+        expected.append(Adam64(True, True).step(p, g))
+    optimizer.step()
+    for p, (exact, terms) in zip(params, expected, strict=True):
+        assert optimizer.state[p]["master_param"].dtype is kind
+        # The master is rounded when it is made, and when it is written.
+        rounded = terms * (EPS[kind] / EPS[torch.float32])
+        master = optimizer.get_unscaled_state(p, "master_param")
+        assert master.dtype is torch.float32
+        assert_within(master, exact, rounded, depth=2)
+        assert_within(p, exact, rounded, depth=2)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_capturable_steps_are_those_of_the_host(device, dtype, masters):
+    params = parameters_of(device, dtype)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours = FusedAdam(params, capturable=True, master_weights=masters, **OPTIONS)
+    theirs = FusedAdam(copies, master_weights=masters, **OPTIONS)
+    for _ in range(3):
+        for p, c, g in zip(params, copies, gradients_of(params), strict=True):
+            p.grad, c.grad = g, g.clone()
+        with Reads() as reads:
+            ours.step()
+        assert reads.count == 0
+        theirs.step()
+    assert ours.param_groups[0]["step"].tolist() == [3]
+    for p, c in zip(params, copies, strict=True):
+        assert_bits(p, c)
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+def test_capturable_steps_with_a_grad_scaler(device):
+    (param, *_) = parameters_of(device, torch.float32)
+    copied = torch.nn.Parameter(param.detach().clone())
+    ours = FusedAdam([param], capturable=True, **OPTIONS)
+    theirs = FusedAdam([copied], **OPTIONS)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=10000)
+    for infinite in (False, True, False):
+        grad = torch.randn_like(param)
+        param.grad = scaler.scale(grad).detach()
+        copied.grad = grad
+        if infinite:
+            param.grad.view(-1)[3] = float("inf")
+        else:
+            theirs.step()
+        scaler.step(ours)
+        scaler.update()
+        assert_bits(param, copied)
+    with pytest.raises(RuntimeError, match="capturable=False: call grad_scaler.step"):
+        theirs.step(grad_scaler=scaler)
+
+
+def test_states_of_torch_are_loaded(device):
+    params = parameters_of(device, torch.float32)[:2]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    theirs = torch.optim.AdamW(copies, **OPTIONS)
+    for c in copies:
+        c.grad = torch.randn_like(c)
+    theirs.step()
+    ours = FusedAdam(params, **OPTIONS)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert ours.param_groups[0]["step"] == 1
+    for p, c in zip(params, copies, strict=True):
+        assert_bits(ours.state[p]["exp_avg"], theirs.state[c]["exp_avg"])
+
+
+def test_programs_may_replace_parts(device, monkeypatch):
+    """The calls of NeMo AutoModel 0.7.0, nemo_automodel/shared/te_patches.py."""
+    names = list(inspect.signature(FusedAdam._initialize_state).parameters)
+    assert names == ["self", "param", "state_name", "zero_buffer", "store_param_remainders"]
+    assert inspect.getsource(FusedAdam._initialize_state)
+    original, called = fused_adam.multi_tensor_applier, []
+
+    def applier(op, noop_flag_buffer, tensor_lists, *args):
+        called.append([len(each) for each in tensor_lists])
+        return original(op, noop_flag_buffer, tensor_lists, *args)
+
+    monkeypatch.setattr(fused_adam, "multi_tensor_applier", applier)
+    params = [torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(1025)]
+    optimizer = FusedAdam(params, lr=0.5, eps=0.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert called == [[1024] * 4, [1] * 4]
+    assert all(p.tolist() == [-0.5, -0.5] for p in params)
 
 
 def test_errors():
     parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(NotImplementedError, match=r"FusedAdam\(amsgrad=True\) is not"):
+        FusedAdam([parameter], amsgrad=True)
     for name, value in {
-        "amsgrad": True,
-        "capturable": True,
-        "store_param_remainders": True,
-        "exp_avg_dtype": torch.bfloat16,
-        "exp_avg_sq_dtype": torch.uint8,
-        "master_weight_dtype": torch.float16,
+        "exp_avg_dtype": torch.int8,
+        "exp_avg_sq_dtype": torch.float64,
+        "master_weight_dtype": torch.uint8,
     }.items():
-        with pytest.raises(NotImplementedError, match=rf"FusedAdam\({name}={value!r}\) is not"):
+        with pytest.raises(ValueError, match=rf"{name}={value!r}, expected one of torch.float32"):
             FusedAdam([parameter], **{name: value})
+    for options in (
+        {"store_param_remainders": True},
+        {"master_weights": True, "master_weight_dtype": torch.float16},
+        {"exp_avg_dtype": torch.bfloat16},
+    ):
+        with pytest.raises(RuntimeError, match="capturable=True"):
+            FusedAdam([parameter], capturable=True, **options)
     for name in ("lr", "eps", "weight_decay"):
         for value in (-1.0, float("nan")):
             with pytest.raises(ValueError, match=f"FusedAdam: {name}={value!r}, expected"):
@@ -224,17 +475,14 @@ def test_errors():
     with pytest.raises(ValueError, match=r"betas=\(0.9, 1.0\), expected two numbers"):
         FusedAdam([parameter], betas=(0.9, 1.0))
     optimizer = FusedAdam([parameter])
-    with pytest.raises(
-        NotImplementedError, match=r"initialize_state\(store_param_remainders=True\)"
-    ):
-        optimizer.initialize_state(parameter, True)
-    with pytest.raises(NotImplementedError, match=r"FusedAdam.step\(grad_scaler=...\) is not"):
-        optimizer.step(grad_scaler=object())
     parameter.grad = torch.ones(3).to_sparse()
     with pytest.raises(TypeError, match="gradient of torch.float32, torch.sparse_coo: expected"):
         optimizer.step()
-    with pytest.raises(NotImplementedError, match=r"FusedSGD\(wd_after_momentum=True\) is not"):
-        FusedSGD([parameter], 0.1, wd_after_momentum=True)
+    with pytest.raises(TypeError, match="FusedSGD: a gradient of torch.float32, torch.sparse_coo"):
+        FusedSGD([parameter], 0.1).step()
+    for options in ({"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "nesterov": True}):
+        with pytest.raises(ValueError, match="FusedSGD: "):
+            FusedSGD([parameter], **options)
 
 
 def test_steps_are_counted_whatever_the_default_dtype_is(device):

@@ -154,13 +154,14 @@ def their_arguments(tensor):
         return (*forms, tensor._fp8_dtype, dtype, shape, quantizer, False)
     if isinstance(tensor, te.NVFP4Tensor):
         amaxes = tensor._amax_rowwise, tensor._amax_columnwise
-        rows = tensor._row_scaled_nvfp4
-        return (shape, *forms, *amaxes, tensor._fp8_dtype, dtype, quantizer, False, rows, True, 448)
+        rows, largest = tensor._row_scaled_nvfp4, tensor._nvfp4_e4m3_max
+        kept = tensor._fp8_dtype, dtype, quantizer
+        return (shape, *forms, *amaxes, *kept, False, rows, True, largest)
     return (shape, *forms, tensor._fp8_dtype, dtype, quantizer, tensor._is_2D_scaled, None)
 
 
 THEIRS = {
-    **{n: make for n, make in FORMATS.items() if not n.startswith("rows") and n != "nv 4over6"},
+    **{n: make for n, make in FORMATS.items() if not n.startswith("rows")},
     "identity": te.IdentityQuantizer,
     "hybrid": lambda: te.HybridQuantizer(
         rowwise_quantizer=te.MXFP8Quantizer(E4M3), columnwise_quantizer=te.NVFP4Quantizer()
@@ -187,12 +188,26 @@ def test_what_reads_otherwise_in_pickles_is_refused(device):
     mx, nv = (FORMATS[n]()(source_of(device, (32, 48))) for n in ("mx", "nv"))
     cases = [
         (mx, (*their_arguments(mx)[:-1], True), "with_gemm_swizzled_scales=True"),
-        (nv, (*their_arguments(nv)[:-1], 256), "nvfp4_e4m3_max=256"),
         (nv, (*their_arguments(nv)[:-4], True), "with_gemm_swizzled_scales=True"),
     ]
     for tensor, given, text in cases:
         with pytest.raises(NotImplementedError, match=text):
             pickled(type(tensor), given)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_crafted_pickles_are_refused(device, name):
+    """A file may put attributes on a tensor that the class has no name for, and nothing else."""
+    tensor = THEIRS[name]()(source_of(device, (32, 48)))
+    rebuild, (kind, shape, dtype, fields, recast, about) = tensor.__reduce_ex__(2)
+    found = rebuild(kind, shape, dtype, fields, recast, (*about[:2], {"main_grad_scale": 3}))
+    assert found.main_grad_scale == 3
+    for taken in ("dequantize", "_write", "__torch_dispatch__", "shape", 3):
+        with pytest.raises(ValueError, match="attributes .*: the class has these names"):
+            rebuild(kind, shape, dtype, fields, recast, (*about[:2], {taken: print}))
+    for wrong in ({**fields, "dequantize": print}, [], None):
+        with pytest.raises(ValueError, match="fields .*, expected some of"):
+            rebuild(kind, shape, dtype, wrong, recast, about)
 
 
 # ---- paths ---------------------------------------------------------------------------------------

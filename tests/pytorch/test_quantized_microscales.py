@@ -49,6 +49,7 @@ OF_DEFINITION = {
     "nv": {},
     "nv squares": {"square": True},
     "nv rht": {"rht": True},
+    "nv rht unsigned": {"rht": 2},
     "nv 4over6": {"err_mode": "MAE", "to_256": True},
     "nv rows": {"err_mode": "MSE", "row_scaled": True},
 }
@@ -69,7 +70,8 @@ def test_nvfp4_is_that_of_the_definition(device, name, shape):
         assert_same_bits(found.reshape(data.shape), data)
         assert_same_bits(getattr(tensor, f"_{form}_scale_inv"), scales)
         assert_same_bits(getattr(tensor, f"_amax_{form}"), amax)
-    values = microscaled.nvfp4_values(*expected[:3], source.dtype)
+    to_256 = OF_DEFINITION[name].get("to_256", False)
+    values = microscaled.nvfp4_values(*expected[:3], source.dtype, to_256)
     assert_same_bits(tensor.dequantize(), values[:, : shape[-1]].reshape(shape).contiguous())
     assert tensor._fp4_dtype is DType.kFloat4E2M1 and tensor.shape == shape
 

@@ -8,13 +8,16 @@ from pytorch.helpers import assert_same_bits, counted
 from pytorch.module_cases import make, quantized, region, step
 from pytorch.quantized_cases import (
     E4M3,
+    E5M2,
     FP8,
+    SMALL,
     TILED,
     WEIGHT_RECIPES,
     assert_same_tensor,
     made,
     source_of,
 )
+from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling
@@ -129,3 +132,39 @@ def test_inputs_are_read_where_both_forms_are_there(device, recipe, columnwise):
     with torch.no_grad(), region(recipe), counted():
         module(quantizer(x))
     assert quantized() == 2
+
+
+EXTREMES = {
+    **{name: lambda make=make, **o: make(E4M3, **o) for name, make in TILED.items()},
+    "tiles e5m2": lambda **o: te.Float8BlockQuantizer(E5M2, **o),
+    "current": lambda **o: te.Float8CurrentScalingQuantizer(E4M3, **o),
+    "current power 2": lambda **o: te.Float8CurrentScalingQuantizer(
+        E4M3, force_pow_2_scales=True, **o
+    ),
+    "current e5m2": lambda **o: te.Float8CurrentScalingQuantizer(E5M2, **o),
+    "mx": SMALL["mx"],
+    "nv": SMALL["nv"],
+    "nv 4over6": SMALL["nv 4over6"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_ends_of_a_dtype_stand_for_finite_numbers(device, name, dtype, columnwise):
+    """The largest numbers may be rounded up, but to no Inf; subnormals to zeros, but to no NaN."""
+    info = torch.finfo(dtype)
+    near = torch.linspace(0.5, 1, 128 * 128, device=device, dtype=torch.float64)
+    signs = torch.ones_like(near)
+    signs[::2] = -1
+    for largest in (info.max, info.tiny, info.tiny / 64):
+        source = (near * signs * largest).view(128, 128).to(dtype)
+        tensor = EXTREMES[name](rowwise=not columnwise, columnwise=columnwise)(source)
+        values = tensor.dequantize()
+        assert values.isfinite().all()
+        assert (values.double() * source.double() >= 0).all()
+        if largest == info.max:
+            kind = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
+            bound = tol("half_step_nvfp4" if name.startswith("nv") else "half_step", kind)
+            error = (values.double() - source.double()).abs() / largest
+            assert (error <= 2 * bound).all()

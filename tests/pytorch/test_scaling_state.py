@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed scaling: scales and histories of both directions equal an independent float32 model."""
 
+import copy
 import gc
+import itertools
 import math
 
 import pytest
@@ -245,6 +247,95 @@ def test_zero_tokens_leave_the_state_alone(device):
     )
 
 
+# ---- idle steps ----------------------------------------------------------------------------------
+
+USES = ("trained", "unused", "empty", "zeros", "evaluated")
+SHORT = {
+    "max": dict(amax_history_len=2),
+    "most-recent": dict(amax_history_len=2, amax_compute_algo="most_recent"),
+    "length-1": dict(amax_history_len=1),
+}
+
+
+def branches(device):
+    return torch.nn.ModuleList([te.Linear(32, 32, device=device) for _ in range(2)])
+
+
+def branched_step(model, recipe, use, x, grad):
+    """Train; the second branch is used as said. Returns all that came of it."""
+    trunk, branch = model
+    x = x.clone().requires_grad_()
+    with te.autocast(recipe=recipe):
+        out = trunk(x)
+        if use == "evaluated":
+            with torch.no_grad():
+                found = branch(x)
+            out = out + found
+        elif use != "unused":
+            given = {"trained": x, "empty": x[:0], "zeros": x * 0}[use]
+            found = branch(given)
+            out = out + (found if use != "empty" else found.sum())
+    out.backward(grad)
+    found = [out.detach(), x.grad, *[p.grad for p in model.parameters()]]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [*found, states_of(model)]
+
+
+def patterns_of(length):
+    """Every pattern of trained and unused steps, and each other use between trained ones."""
+    found = list(itertools.product(USES[:2], repeat=length))
+    return found + [
+        tuple(use if (number >> step) & 1 else "trained" for step in range(length))
+        for use in USES[2:]
+        for number in range(1, 2**length)
+    ]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_loaded_copy_beside_the_original(device, name):
+    """Each is trained with idle steps while the other one is: as one that is trained alone."""
+    recipe = DelayedScaling(**SHORT[name])
+    start = branches(device).state_dict()
+    for pattern in patterns_of(4):
+        data = [(batch(device).detach(), upstream(torch.empty(16, 32))) for _ in range(6)]
+        data = [(x, grad.to(device)) for x, grad in data]
+        results = []
+        for beside in (False, True):
+            te.reset()
+            model, copies = branches(device), []
+            model.load_state_dict(start)
+            for number, (use, step) in enumerate(
+                zip(("trained", "trained", *pattern), data, strict=True)
+            ):
+                if beside and number == 2:
+                    twin = branches(device)
+                    twin.load_state_dict(model.state_dict())
+                    copies = [twin, copy.deepcopy(model)]
+                results.append(branched_step(model, recipe, use, *step))
+                for other in copies:
+                    assert_same_bits(branched_step(other, recipe, use, *step), results[-1])
+        assert_same_bits(results[6:], results[:6], str(pattern))
+
+
+def test_an_idle_step_keeps_the_scale(device):
+    """The largest amax that the scale was made of has left the history by then."""
+    recipe = recipe_of(amax_history_len=2)
+    model = branches(device)
+    watch = Watch(model, recipe)
+    for size in (64.0, 1.0, None, None, 1.0):
+        x = torch.randn(16, 32, device=device)
+        with te.autocast(recipe=recipe):
+            model[0](x)
+            if size is not None:
+                model[1](x * size)
+        watch.leave_region()
+        watch.check()
+        if size is not None:
+            before = state_of(model[1])
+        assert_same_bits(state_of(model[1]), before)
+
+
 # ---- callables and the unfused update ------------------------------------------------------------
 
 
@@ -271,6 +362,35 @@ def test_unfused_update(device, monkeypatch):
             scale, history = state_of(layer)["forward"]
         assert gemms.fp8 == 1
         assert_same_bits(state_of(layer)["forward"], unfused(history, scale, 448.0))
+
+
+@pytest.mark.parametrize("which", ["amax", "scale"])
+def test_a_callable_rolls_in_idle_steps_too(device, which):
+    """So the largest amax leaves the window of a branch that is not used, and its scale follows."""
+    fresh = torch.finfo(torch.float32).max
+    options = {
+        "amax": dict(amax_compute_algo=lambda history: history.amax(0)),
+        "scale": dict(
+            scaling_factor_compute_algo=lambda amax, old, top, recipe: torch.where(
+                amax > 0, torch.full_like(amax, top) / amax, old
+            ).clamp(max=fresh)
+        ),
+    }[which]
+    recipe = recipe_of(amax_history_len=3, **options)
+    model = branches(device)
+    expected = None
+    for number in range(8):
+        use = (True, True, False, True, False, False, False, False)[number]
+        with te.autocast(recipe=recipe):
+            model[0](batch(device).detach())
+            if use:
+                model[1](batch(device).detach())
+            scale, history = state_of(model[1])["forward"]
+        if expected is not None and not use:
+            assert_same_bits((scale, history), expected)  # nothing was recorded
+        expected = unfused(history, scale, 448.0)
+        assert_same_bits(state_of(model[1])["forward"], expected)
+    assert (history == 0).all()
 
 
 def test_callables_get_what_is_documented(device):

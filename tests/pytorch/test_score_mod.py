@@ -154,6 +154,25 @@ def test_with_lengths_and_recompute(device):
         assert_same_bits(x, y)
 
 
+@pytest.mark.parametrize(("dtype_of_qkv", "autocast"), [(BF16, False), (BF16, True), (F32, True)])
+def test_scores_are_not_rounded(device, dtype_of_qkv, autocast):
+    """The product arrives in fp32, of operands of 16 bits too: a function may magnify it."""
+    module, seen = DotProductAttention(HEADS, CHANNELS, GROUPS, attn_mask_type="no_mask"), []
+    qkv = model.make_qkv("sbhd", SIZES, dtype_of_qkv, device)
+
+    def note(graph, score, tensors):
+        seen.append(score.detach().cpu())
+        return score
+
+    with torch.autocast(device, dtype=BF16, enabled=autocast):
+        module(*qkv, score_mod=note)
+    q, k = (model.to_bhsd(t.detach().cpu().double(), "sbhd") for t in qkv[:2])
+    k = k.repeat_interleave(HEADS // GROUPS, 1)
+    assert seen[0].dtype is F32
+    terms = CHANNELS**-0.5 * (q.abs() @ k.abs().mT)
+    assert_nmse(seen[0], CHANNELS**-0.5 * (q @ k.mT), tol("sum", F32, CHANNELS), terms=terms)
+
+
 def test_tensors_have_gradients(device):
     """Those of score_mod_tensors, where autograd computes them."""
     module = DotProductAttention(HEADS, CHANNELS, GROUPS, attn_mask_type="no_mask")

@@ -37,6 +37,13 @@ def scores_of(q, k, bias=0.0):
     return CHANNELS**-0.5 * (q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT) + bias
 
 
+def share_of(sink, scores, may):
+    """The probability of the sink [batch, heads, queries], not as 1 less those of the keys."""
+    sink = sink[:, None, None].expand(*scores.shape[:3], 1)
+    both = torch.cat([scores.masked_fill(~may, -torch.inf), sink], -1)
+    return both.softmax(-1)[..., -1]
+
+
 def check(module, sink, qkv, may, *, bias=0.0, factors=1.0, form="sbhd", **arguments):
     """Results and gradients of a call, that of the sink (None: there is none) too."""
     out = module(*qkv, **arguments)
@@ -58,14 +65,17 @@ def check(module, sink, qkv, may, *, bias=0.0, factors=1.0, form="sbhd", **argum
     # The magnitudes of the terms of gradients that may cancel.
     q, k, v, do = (model.to_bhsd(t.cpu().double(), form) for t in (
         *(wide[name] for name in "qkv"), grad.unflatten(-1, (HEADS, CHANNELS))))  # fmt: skip
-    p = softmax(scores_of(q, k, bias), may, wide.get("sink"))
+    scores = scores_of(q, k, bias)
+    p = softmax(scores, may, wide.get("sink"))
     of_p = (do @ v.repeat_interleave(HEADS // v.shape[1], 1).mT).abs() * factors
     mean = (p * of_p).sum(-1, keepdim=True)
     of_scores = CHANNELS**-0.5 * p * (of_p + mean)
     of_k = (of_scores.mT @ q.abs()).unflatten(1, (k.shape[1], -1)).sum(2)
     of_q = of_scores @ k.abs().repeat_interleave(HEADS // k.shape[1], 1)
     order = (2, 0, 1, 3) if form == "sbhd" else (0, 2, 1, 3)
-    terms = {"q": of_q.permute(order), "k": of_k.permute(order), "sink": mean.sum((0, 2, 3))}
+    terms = {"q": of_q.permute(order), "k": of_k.permute(order)}
+    if sink is not None:
+        terms["sink"] = (share_of(wide["sink"], scores, may) * mean[..., 0]).sum((0, 2))
     assert_grad64(grads, joined, named, grad, bound, terms)
     if top is not None:
         check_top(top, scores_of(q, k, bias).masked_fill(~may, -torch.inf), out.dtype)
@@ -97,6 +107,19 @@ def test_values_and_gradients(device, backend, kind, dtype, mask, groups):
     diagonal = KEYS - QUERIES if mask == "causal_bottom_right" else 0
     window = (-1, -1) if mask == "no_mask" else (-1, 0)
     may = model.may_attend((BATCH, HEADS, QUERIES, KEYS), None, window, diagonal)
+    check(module, sink, qkv, may)
+
+
+@OURS
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize(("level", "length"), [(0.0, 512), (-12.0, 64), (6.0, 64)])
+def test_gradient_of_small_offsets(device, backend, dtype, level, length):
+    """Relative to the terms of this gradient, which a small offset has small ones of."""
+    module, sink = make("learnable", HEADS, device, attn_mask_type="causal")
+    torch.nn.init.constant_(sink, level)
+    sizes = (1, length, length, HEADS, HEADS, CHANNELS, CHANNELS)
+    qkv = model.make_qkv("sbhd", sizes, dtype, device)
+    may = model.may_attend((1, HEADS, length, length), None, (-1, 0), 0)
     check(module, sink, qkv, may)
 
 

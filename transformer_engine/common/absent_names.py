@@ -208,11 +208,11 @@ FEATURES: tuple[Feature, ...] = (
         """,
     ),
     Feature(
-        "Optimizer kernels",
-        "optimizers compute by torch's fused kernels, in fp32",
-        "optimizers.FusedAdam and optimizers.FusedSGD with these options at their defaults",
+        "AMSGrad",
+        "the largest mean of squares is not kept",
+        "optimizers.FusedAdam(amsgrad=False), or torch.optim.AdamW(amsgrad=True)",
         "",
-        partly="pytorch.optimizers.FusedAdam pytorch.optimizers.FusedSGD",
+        partly="pytorch.optimizers.FusedAdam",
     ),
     Feature(
         "CUDA graphs of whole models",

@@ -130,7 +130,7 @@ def overridden(found: Quantization, recipe: Recipe) -> Quantization:
     if backward == _core.BACKWARD_QUANTIZED:
         return found
     # Neither gradients nor column-wise forms are cast, of which these are said.
-    of_backward = _core.CAST_HADAMARD | _core.CAST_STOCHASTIC
+    of_backward = _core.CAST_HADAMARD | _core.CAST_UNSIGNED | _core.CAST_STOCHASTIC
     casts = [cast._replace(options=cast.options & ~of_backward) for cast in found.casts]
     return Quantization(*casts, found.fast, backward)
 
@@ -229,12 +229,17 @@ def nvfp4_options(
     four_over_six: str | None,
     to_256: bool,
     row_scaled: bool,
+    signed: bool = True,
 ) -> int:
-    """``_core.CAST_*`` of a cast to NVFP4; `four_over_six` is the error that it chooses by."""
+    """``_core.CAST_*`` of a cast to NVFP4; `four_over_six` is the error that it chooses by.
+
+    `signed`: the Hadamard transform negates values first.
+    """
     return flags_of(
         (
             (_core.CAST_TILES_2D, tiles_2d),
             (_core.CAST_HADAMARD, hadamard),
+            (_core.CAST_UNSIGNED, hadamard and not signed),
             (_core.CAST_STOCHASTIC, stochastic),
             (_core.CAST_FOUR_OVER_SIX, four_over_six is not None),
             (_core.CAST_SQUARED, four_over_six == "MSE"),
@@ -249,6 +254,11 @@ def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
     inp, weight, grad = casts
     transforms = [bool(cast.options & _core.CAST_HADAMARD) for cast in (inp, weight, grad)]
     tiles = (inp.options | grad.options) & _core.CAST_TILES_2D
+    if transforms[0] and (inp.options ^ grad.options) & _core.CAST_UNSIGNED:
+        raise ValueError(
+            f"{name}: with_random_sign_mask of the quantizers of input and gradient differs: one "
+            "GEMM multiplies what they make, so give both the same"
+        )
     if transforms not in ([False] * 3, [True, False, True]) or (transforms[0] and tiles):
         raise ValueError(
             f"{name}: random_hadamard_transform belongs to fp4_quant_fwd_inp and "

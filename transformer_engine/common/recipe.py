@@ -82,7 +82,8 @@ class DelayedScaling(Recipe):
         Number of steps whose amaxes are kept, at least 1.
     amax_compute_algo : {"max", "most_recent"} or callable, default "max"
         How the amax is chosen from the history. A callable maps the history, a tensor of shape
-        [amax_history_len, n] whose row 0 is the current step, to n amaxes.
+        [amax_history_len, n] whose row 0 is the current step, to n amaxes. With a callable, here or
+        below, the history rolls in steps that recorded nothing too; else these change nothing.
     scaling_factor_compute_algo : callable, optional
         Computes new scales from ``(amax, old_scale, fp8_max, recipe)``. None is the formula above.
     reduce_amax : bool, default True

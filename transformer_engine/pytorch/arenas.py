@@ -113,6 +113,11 @@ class Arena:
         self.group = group  # kept alive: the key has its id
         self.retired = False  # its ranks are others now: nothing is reduced, modules move out
         self.chunks: list[Chunk] = []
+        # Over several ranks: of each module its class and slots, as they were taken; what is known
+        # of the other ranks, and the reduction on its way (see `reduction`).
+        self.layout: list[str] = []
+        self.ties: Any = None
+        self.flight: Any = None
 
     def take(self, count: int) -> tuple[Chunk, int]:
         """Reserve fresh consecutive slots (the rule's initial scale, history 0)."""
@@ -179,6 +184,8 @@ def take(
 ) -> list[tuple[Chunk, int]]:
     """Reserve slots in both directions for as long as `owner` lives; called under `BOOKS`.
 
+    `owner.kind` is the class of the module that they are for.
+
     Returns of each direction the chunk and the first slot.
     """
     _DOMAINS.add(domain)
@@ -195,6 +202,7 @@ def take(
         arena = arenas.setdefault(key, Arena(domain, direction, key, rule, group))
         chunk, first = arena.take(count)
         taken.append((chunk, first))
+        arena.layout.append(f"{owner.kind} of {count} slots")
         if arena.ranks == 1:
             weakref.finalize(owner, _FREED.append, (arena, chunk, first, count)).atexit = False
         elif domain not in _REDUCED:

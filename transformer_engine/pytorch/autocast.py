@@ -118,7 +118,9 @@ class autocast:  # noqa: N801 - the name that users know
         How to quantize; `get_default_recipe` where None. A compiled function may enter a region,
         but its recipe is made outside.
     amax_reduction_group : torch.distributed.ProcessGroup, optional
-        Processes over which amaxes are reduced at the updates; all of them where None.
+        Processes over which amaxes are reduced at the updates; all of them where None. They run the
+        same modules in the same order. An update starts the reduction, and whoever reads the scales
+        waits for it: the next region, a backward, a state dict.
     fp8_recipe, fp8_group
         Older names of `recipe` and `amax_reduction_group`.
 
@@ -128,7 +130,8 @@ class autocast:  # noqa: N801 - the name that users know
         `recipe` is not a recipe object, or a recipe stands where a bool belongs; an argument is
         given under both of its names; what is decorated is a generator or a coroutine.
     RuntimeError
-        An active region is entered again, or one is left that is not active.
+        An active region is entered again, or one is left that is not active; the ranks of
+        `amax_reduction_group` do not agree on what they reduce.
     """
 
     def __init__(
@@ -180,6 +183,8 @@ class autocast:  # noqa: N801 - the name that users know
             else:
                 recipe = get_default_recipe()
         state = current_state()
+        if (self._enabled or self._calibrating) and not torch.compiler.is_compiling():
+            scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
         state.enabled = self._enabled

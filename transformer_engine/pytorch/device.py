@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the devices of this machine can do."""
 
+import contextlib
+import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -39,6 +42,37 @@ def prepare_device(device: torch.device) -> None:
     if config.TE_GEMM_TUNE.get():
         file = None if cache is None else cache / "gemm"
         _core.tune_gemm(_core.DEVICE_CUDA, device.index or 0, True, file)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what runs on a device now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def outside_capture(device: torch.device) -> Iterator[None]:
+    """Keep what runs on a device inside ``with`` out of the graph that is being captured, if any.
+
+    It runs on a stream of its own, and the end of the block waits for it: so the graph finds what
+    it made. A capture forbids its thread to wait unless the thread asks to be left alone.
+    """
+    if not is_capturing(device):
+        yield
+        return
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    exchange(ctypes.byref(mode))  # which is the former one then
+    try:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+_CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED of the driver."""
 
 
 def _answer(available: bool, reason: str, return_reason: bool) -> bool | tuple[bool, str]:

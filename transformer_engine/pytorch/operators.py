@@ -17,7 +17,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes
+from transformer_engine.pytorch.modes import dispatch_modes, in_transform
 
 
 def contiguous_like(tensor: Tensor) -> Tensor:
@@ -28,13 +28,49 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 def is_aligned(tensor: Tensor) -> bool:
     """Whether each line of the last dim has memory of its own that begins at 16 bytes."""
     size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(
-        n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1]
-    )
+    if torch_ops.behind_operators(tensor) or in_transform():  # storages begin at more than that
+        begin = tensor.storage_offset() * size
+    else:
+        begin = tensor.data_ptr()
+    return begin % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1])
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return contiguous_like(tensor).copy_(tensor)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where a CUDA kernel of another library could not read it in vectors.
+
+    Such kernels take views whose last stride is 1, and read 16 bytes at once; not all check that
+    each line begins at a multiple of these. Differentiable.
+    """
+    if not tensor.is_cuda or (tensor.stride(-1) == 1 and is_aligned(tensor)):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _AlignedGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient arrives as `aligned` makes it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return aligned(grad)
+
+
+def with_aligned_gradient(tensor: Tensor) -> Tensor:
+    """The output of another library's CUDA kernel, whose backward reads its gradient in vectors."""
+    return _AlignedGradient.apply(tensor) if tensor.is_cuda and tensor.requires_grad else tensor
 
 
 def operator(

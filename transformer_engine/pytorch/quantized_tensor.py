@@ -426,6 +426,44 @@ class QuantizedTensor(Tensor):
             self._caster().update_quantized(tensor.detach(), self, noop_flag=noop_flag)
         return self
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the first form that is there: by it programs tell whether two share any."""
+        return next(t for t in self.get_data_tensors() if t is not None).untyped_storage()
+
+    # ---- as a part of a weight that FSDP2 has sharded -----------------------------------------
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """What `torch.distributed.fsdp` gathers of a sharded parameter: values in high precision.
+
+        Parts have scales of their own, and the forward casts the whole weight.
+        """
+        del mesh, outer_size, outer_stride
+        bind = getattr(module, "_bind_shard", None)
+        if bind is not None:
+            bind(self)
+        dtype = mp_policy.param_dtype or self.dtype
+        with torch.no_grad():
+            return (self._dequantized(dtype, tuple(self.shape)),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight, in the memory that was gathered to: `out`, where that is given."""
+        del metadata, param_dtype
+        (whole,) = all_gather_outputs
+        if out is None:
+            return whole, (whole,)
+        if out.data_ptr() != whole.data_ptr():
+            raise RuntimeError("fsdp_post_all_gather: FSDP2 gathered to other memory than before")
+        return None
+
     def _write(
         self, source: Tensor, quantizer: Quantizer | None = None, noop: Tensor | None = None
     ) -> None:

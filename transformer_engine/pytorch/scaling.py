@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from transformer_engine.common import graphs
-from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch import reduction, torch_ops
 from transformer_engine.pytorch.arenas import (
     BOOKS,
     DIRECTIONS,
@@ -33,6 +33,7 @@ from transformer_engine.pytorch.arenas import (
     sweep,
     take,
 )
+from transformer_engine.pytorch.device import is_capturing, outside_capture
 from transformer_engine.pytorch.locks import Lock
 from transformer_engine.pytorch.modes import (
     compilation,
@@ -66,8 +67,10 @@ class Slots:
         rule: Rule,
         group: Any,
         counts: tuple[int, int],
+        kind: str,
         former: "Slots | None" = None,
     ) -> None:
+        self.kind = kind  # class of the module
         self.identity = rule.identity
         self.device = device
         self.group = group  # that amaxes are reduced over
@@ -111,8 +114,14 @@ class Slots:
             return self.forward_scale, self.forward_history, self.forward_slot
         return self.backward_scale, self.backward_history, self.backward_slot
 
+    def settle(self, *ways: str) -> None:
+        """Have the scales of some directions, or of both, made that a reduction is due for."""
+        if reduction.FLYING:
+            settle(self.domain, *ways)
+
     def views(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The state, not copied: direction -> (scale[n], history[length, n])."""
+        self.settle()
         out = {}
         for direction, count in zip(DIRECTIONS, self.counts, strict=True):
             scale, history, first = self.chunk(direction)
@@ -164,6 +173,9 @@ class _Program:
     """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
     warned = False
     """It was told of `warn_of_fresh_scales`."""
+    at_once = False
+    """It has graphs that make scales: what it starts to reduce it waits for at once, since graphs
+    read scales without asking for them."""
     switches: ClassVar[set[tuple[str, str]]] = set()
     """Pairs of recipes of which it was told by `warn_of_switch`."""
 
@@ -186,6 +198,9 @@ class BlankSlots:
         self.forward_scale, self.backward_scale = make(SLOTS), make(SLOTS)
         self.forward_history = make(rule.length, SLOTS)
         self.backward_history = make(rule.length, SLOTS)
+
+    def settle(self, *ways: str) -> None:
+        """Nothing: no rank shares them."""
 
 
 def expected_length(recipe: Any) -> int | None:
@@ -254,15 +269,16 @@ def slots_of(
     group: Any,
     device: torch.device,
     counts: tuple[int, int],
+    kind: str,
 ) -> Slots:
     """Slots for a recipe: `current` where it fits, else new ones with its values.
 
     State carries over when the recipe's settings, the device or the group change. `counts` are the
-    slots that the module needs, forward and backward.
+    slots that the module needs, forward and backward, and `kind` is its class.
     """
     slots = None if current is None else current.kept.get(key_of(device, rule, group))
     if slots is None or not slots.current:
-        slots = Slots(device, rule, group, counts, current)
+        slots = Slots(device, rule, group, counts, kind, current)
     if current is not None and current.live and current is not slots:
         slots.load(current.values())
     return slots
@@ -279,15 +295,25 @@ def _retire(arena: Arena) -> None:
             handle.current = False
 
 
-def _reduce(arenas: list[Arena]) -> None:
-    """MAX all-reduce of the amaxes of this step over the recipes' groups."""
-    compiling = torch.compiler.is_compiling()
+def _start_reductions(arenas: list[Arena]) -> list[Arena]:
+    """Start the reductions of the amaxes of this step; the arenas that have one now."""
+    started = []
     for arena in arenas:
         if arena.retired:
             continue
-        if not compiling and arena.ranks != rank_count(arena.rule, arena.group):
+        if arena.ranks != rank_count(arena.rule, arena.group):
             _retire(arena)
         elif arena.ranks > 1:
+            with real_tensors():
+                reduction.start(arena)
+            started.append(arena)
+    return started
+
+
+def _reduce_in_graph(arenas: list[Arena]) -> None:
+    """MAX all-reduce of the amaxes of a step over the recipes' groups, as a part of a graph."""
+    for arena in arenas:
+        if not arena.retired and arena.ranks > 1:
             for chunk in list(arena.chunks):
                 torch.distributed.all_reduce(
                     chunk.history[0], op=torch.distributed.ReduceOp.MAX, group=arena.group
@@ -327,9 +353,30 @@ def update(direction: str, domain: Domain) -> None:
     """Turn the amaxes collected since the last update into scales, for every module of a domain.
 
     The domain is that of the thread whose region ends ("forward"), or which ran the forward of a
-    backward that has ended ("backward").
+    backward that has ended ("backward"). Where several ranks share the amaxes their reduction is
+    started, and `settle` makes the scales.
     """
     _update_all(direction, domain.joined)
+
+
+def settle(domain: Domain, *ways: str) -> None:
+    """Make the scales of a domain that are due: wait for the reductions that updates have started.
+
+    `ways` are the directions that are about to be read, both where none is named. Nothing while a
+    graph is traced. RuntimeError where the ranks do not agree on what they reduce.
+    """
+    if torch.compiler.is_compiling() or not reduction.FLYING:
+        return
+    for arena in reduction.flying(domain, ways or DIRECTIONS):
+        with outside_capture(arena.device):
+            _land(arena)
+
+
+def _land(arena: Arena) -> None:
+    with real_tensors():
+        flight = reduction.land(arena)  # no lock is held: threads wait for other ranks' threads
+        if flight is not None:
+            _update_landed(arena, flight)
 
 
 def update_now(direction: str) -> None:
@@ -338,27 +385,40 @@ def update_now(direction: str) -> None:
     if not any(domain.has_state() for domain in domains):
         domains = all_domains()
     _update_all(direction, domains)
+    for domain in list(domains):
+        settle(domain, direction)
 
 
 def _update_all(direction: str, domains: list[Domain]) -> None:
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        _note_traced()
-    else:
-        if faking():
-            return  # no amax was recorded
-        sweep()
     # Over copies: a module that dies meanwhile, or another thread's first one, changes the arenas.
+    if torch.compiler.is_compiling():
+        _note_traced()
+        arenas = [a for domain in list(domains) for a in list(domain.arenas[direction].values())]
+        _reduce_in_graph(arenas)
+        _update(arenas)
+        return
+    if faking():
+        return  # no amax was recorded
+    sweep()
+    for domain in list(domains):
+        settle(domain, direction)
     arenas = [a for domain in list(domains) for a in list(domain.arenas[direction].values())]
-    _reduce(arenas)  # without the lock: threads may wait for other ranks' threads in any order
-    (_update if compiling else _update_alone)(arenas)
-    if not compiling:
-        torch_ops.scaling_updates(made=True)  # those of torch operations too
+    started = _start_reductions(arenas)
+    _update_alone([arena for arena in arenas if arena not in started])
+    torch_ops.scaling_updates(made=True)  # those of torch operations too
+    if any(is_capturing(arena.device) for arena in started):
+        _Program.at_once = True
+    if _Program.at_once:
+        for arena in started:
+            _land(arena)
 
 
 @constant_in_graphs
 def _note_traced() -> None:
     _TRACED.last = compilation()
+    _Program.at_once = True
+    for arena in reduction.flying(current_state().domain, DIRECTIONS):
+        _land(arena)
 
 
 def is_traced() -> bool:
@@ -415,7 +475,8 @@ def _look(arena: Arena, chunk: Chunk) -> None:
             return
         if chunk.look is not None and not chunk.look[1].query():
             return
-        scales, chunk.look = None if chunk.look is None else chunk.look[0], _copy_of(chunk.scale)
+        former, chunk.look = chunk.look, reduction.copy_of(chunk.scale)
+        scales = None if former is None else former[0]
     if scales is None:
         return
     known = (scales != 0.0).tolist()
@@ -428,20 +489,23 @@ def _look(arena: Arena, chunk: Chunk) -> None:
             handle.changed()
 
 
-def _copy_of(scales: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy on its way to the host, and what tells that it is there."""
-    host = torch.empty(scales.shape, dtype=scales.dtype, pin_memory=True)
-    host.copy_(scales, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(scales.device))
-    return host, event
-
-
 _update_alone = _UPDATING.held(_update)
 
 
+@_UPDATING.held
+def _update_landed(arena: Arena, flight: reduction.Flight) -> None:
+    """Update an arena whose amaxes are reduced, unless another thread has."""
+    if reduction.took_off(arena, flight):
+        _update([arena])
+        torch_ops.scaling_updates(made=True)
+
+
 def _forget_devices() -> None:
-    """Keep the state of the CPU alone: a forked child can not use CUDA, nor update state there."""
+    """Keep the state of the CPU alone: a forked child can not use CUDA, nor update state there.
+
+    What was on its way to other ranks arrives in the parent.
+    """
+    reduction.drop_all()
     for domain in all_domains():
         for arenas in domain.arenas.values():
             for key in [key for key, arena in arenas.items() if arena.device.type != "cpu"]:
@@ -456,6 +520,7 @@ def reset() -> None:
     """Drop the state of every module; each starts again from scale 1 at its next FP8 forward."""
     for handle in list(_HANDLES):
         handle.live = handle.current = False
+    reduction.drop_all()
     drop_arenas()
-    _Program.length, _Program.warned = None, False
+    _Program.length, _Program.warned, _Program.at_once = None, False, False
     _Program.switches.clear()

@@ -38,6 +38,11 @@ def is_quantized(tensor: Any) -> bool:
     return type(tensor) is not Tensor and getattr(type(tensor), "_TE_QUANTIZED", False)
 
 
+def local_of(tensor: Any) -> Any:
+    """Get this rank's part of a sharded tensor (DTensor); any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def rebuild_quantized(
     kind: str, shape: tuple, dtype: torch.dtype, fields: dict, recast: tuple | None, about: tuple
 ) -> Any:
@@ -45,22 +50,41 @@ def rebuild_quantized(
 
     `kind` is the name of its class, `fields` are those of its storage, `recast` is the name of a
     quantizer's class and its arguments or None, `about` says whether a gradient is wanted, whether
-    it is a parameter, and has attributes. ValueError for another class than a quantized tensor's.
+    it is a parameter, and has attributes. ValueError for another class than a quantized tensor's,
+    for fields that it does not have, and for attributes that are names of the class: a file may
+    not put something in place of a method.
     """
     classes = importlib.import_module(_QUANTIZED)
     made = getattr(classes, kind, None) if kind in classes.__all__ else None
     if not getattr(made, "_TE_QUANTIZED", False):
         raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of quantized tensors")
-    fields = made._restored(fields)
+    fields = _fields_of(made, fields)
     if recast is not None:
         fields["_quantizer"] = rebuild_quantizer(*recast)
     requires_grad, is_parameter, attributes = about
+    taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
+    if taken:
+        raise ValueError(f"a pickled {kind}: attributes {taken}: the class has these names")
     tensor = made._made(fields, dtype, shape, requires_grad)
     tensor._written()
     tensor.__dict__.update(attributes)
     if is_parameter:
         tensor._is_param = True
     return tensor
+
+
+def _fields_of(made: type, fields: Any) -> dict[str, Any]:
+    """The fields of a pickle as a class takes them; ValueError for others than it has."""
+    names = {*made._TENSORS, *made._SETTINGS}
+    if not isinstance(fields, dict) or not fields.keys() <= names:
+        found = sorted(map(str, fields)) if isinstance(fields, dict) else type(fields).__name__
+        raise ValueError(
+            f"a pickled {made.__name__}: fields {found}, expected some of {sorted(names)}"
+        )
+    try:
+        return made._restored(fields)
+    except KeyError as error:
+        raise ValueError(f"a pickled {made.__name__}: its field {error} is missing") from error
 
 
 def rebuild_storage(kind: str, dtype: torch.dtype, fields: dict, recast: tuple | None) -> Any:
@@ -72,7 +96,7 @@ def rebuild_storage(kind: str, dtype: torch.dtype, fields: dict, recast: tuple |
     if not kind.endswith("TensorStorage") or kind not in classes.__all__:
         raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of storages")
     made = getattr(classes, kind)
-    fields = made._restored(fields)
+    fields = _fields_of(made, fields)
     if recast is not None:
         fields["_quantizer"] = rebuild_quantizer(*recast)
         fields["_quantizer"].internal = True

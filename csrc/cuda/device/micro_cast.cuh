@@ -147,14 +147,14 @@ template <typename TO> struct te_mxfp8 {
 
 /* The thread's part of the transform of groups of 16 rows, which 4 lanes share: the steps 1 and 2
  * are within it, 4 and 8 between lanes. */
-static __device__ __forceinline__ void te_hadamard(float values[4][8])
+static __device__ __forceinline__ void te_hadamard(float values[4][8], unsigned signs)
 {
     const int lane = threadIdx.x & 31, first = lane >> 3 << 2;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = te_hadamard_enter(values[i][j], first + i);
+        for (int i = 0; i < 4; i++) v[i] = te_hadamard_enter(values[i][j], first + i, signs);
         const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
         v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
 #pragma unroll
@@ -170,21 +170,20 @@ static __device__ __forceinline__ void te_hadamard(float values[4][8])
 }
 
 /* The largest magnitude of a tensor; all threads of the block. */
-static __device__ __forceinline__ float te_largest_of(const float *partials, float range,
-                                                      unsigned *scratch)
+static __device__ __forceinline__ float te_largest_of(const float *partials, unsigned *scratch)
 {
     float amax = 0.0F;
     for (int i = threadIdx.x; i < TE_CAST_PARTIALS; i += TE_TILE_THREADS)
         amax = fmaxf(amax, partials[i]);
     amax = te_block_max<TE_TILE_THREADS>(amax, scratch);
     __syncthreads();
-    return te_nvfp4_amax(te_product(amax, range));
+    return te_nvfp4_amax(amax);
 }
 
 /* The scale of a group as E4M3, and what its values are multiplied by, so that its largest
  * magnitude becomes `code`. */
-static __device__ __forceinline__ unsigned te_group_scale(unsigned top, float encode, float code,
-                                                          float *multiplier)
+static __device__ __forceinline__ unsigned te_group_scale(unsigned top, float encode,
+                                                          te_nvfp4_code code, float *multiplier)
 {
     const unsigned scale =
         te_fp8_pair<te_e4m3>(te_nvfp4_group_scale(top, encode, code), 0.0F) & 0xffU;
@@ -192,84 +191,98 @@ static __device__ __forceinline__ unsigned te_group_scale(unsigned top, float en
     return scale;
 }
 
-/* Neighbours, as an argument. */
-template <int COUNT> struct te_leaves {
+/* A lane's part of a line of 16, as an argument. */
+template <int COUNT> struct te_part {
     float v[COUNT];
 };
 
-/* What they lose with the scale that makes the largest magnitude of their group `code`: leaves of
- * the tree of core/microscale.h. Called, as are random numbers below: inlined everywhere these few
- * would be most of the code of a kernel. */
+/* What a line loses with the scale that makes the largest magnitude of its group `code`: of
+ * neighbours in 16 / COUNT lanes that are `apart`, added one after the other. All lanes of the warp
+ * take part, and those of a line have its sum. Called, as are random numbers below: inlined
+ * everywhere these few would be most of the code of a kernel. */
 template <int COUNT>
-static __device__ __noinline__ float te_loss_of(te_leaves<COUNT> errors, int squared, float encode,
-                                                unsigned top, float code)
+static __device__ __noinline__ float te_loss_of(te_part<COUNT> errors, int apart, int squared,
+                                                float amax, float range, unsigned top,
+                                                te_nvfp4_code code)
 {
-    float multiplier;
-    const unsigned bits = te_group_scale(top, encode, code, &multiplier);
-    const float scale = te_decode<te_e4m3>((unsigned char)bits);
+    const float encode = te_nvfp4_encode(amax, range);
+    const int lane = threadIdx.x & 31, first = lane & ~((16 / COUNT - 1) * apart);
+    te_nvfp4_way way = {0.0F, 0.0F, amax, range};
+    float sum = 0.0F;
+    way.group_scale =
+        te_decode<te_e4m3>((unsigned char)te_group_scale(top, encode, code, &way.multiplier));
 #pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        errors.v[i] = te_nvfp4_error(errors.v[i], encode, multiplier, scale, squared);
+    for (int i = 0; i < COUNT; i++) errors.v[i] = te_nvfp4_error(errors.v[i], way, squared);
 #pragma unroll
-    for (int step = 1; step < COUNT; step *= 2)
+    for (int part = 0; part < 16 / COUNT; part++) {
+        float total = sum;
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 2 * step) errors.v[i] += errors.v[i + step];
-    return errors.v[0];
+        for (int i = 0; i < COUNT; i++) total += errors.v[i];
+        sum = __shfl_sync(0xffffffffU, total, first + part * apart);
+    }
+    return sum;
 }
 
-/* What a row of a group loses, whose two halves are in neighbouring lanes; and a column. */
+/* What a row of the thread's loses, whose other half is in the lane beside; and a column. */
 static __device__ __forceinline__ float te_row_loss(const te_micro_params &p, const float values[8],
-                                                    float encode, unsigned top, float code)
+                                                    float amax, unsigned top, te_nvfp4_code code)
 {
-    te_leaves<8> leaves;
+    te_part<8> part;
 #pragma unroll
-    for (int j = 0; j < 8; j++) leaves.v[j] = values[j];
-    return te_lanes_sum(te_loss_of(leaves, p.squared, encode, top, code), 1);
+    for (int j = 0; j < 8; j++) part.v[j] = values[j];
+    return te_loss_of(part, 1, p.squared, amax, p.range, top, code);
 }
 static __device__ __forceinline__ float te_column_loss(const te_micro_params &p,
-                                                       const float values[4][8], int j,
-                                                       float encode, unsigned top, float code)
+                                                       const float values[4][8], int j, float amax,
+                                                       unsigned top, te_nvfp4_code code)
 {
-    te_leaves<4> leaves;
+    te_part<4> part;
 #pragma unroll
-    for (int i = 0; i < 4; i++) leaves.v[i] = values[i][j];
-    return te_lanes_sum(te_lanes_sum(te_loss_of(leaves, p.squared, encode, top, code), 8), 16);
+    for (int i = 0; i < 4; i++) part.v[i] = values[i][j];
+    return te_loss_of(part, 8, p.squared, amax, p.range, top, code);
 }
 
 /* What the largest magnitude of a group becomes: of row i of the thread's, of column j, of its
  * square. All lanes of the warp take part. */
-static __device__ __forceinline__ float te_row_code(const te_micro_params &p, const float values[8],
-                                                    float encode, unsigned top)
+static __device__ __forceinline__ te_nvfp4_code te_row_code(const te_micro_params &p,
+                                                            const float values[8], float amax,
+                                                            unsigned top)
 {
-    if (!p.four_over_six) return 6.0F;
-    const float four = te_row_loss(p, values, encode, top, 4.0F);
-    return four < te_row_loss(p, values, encode, top, 6.0F) ? 4.0F : 6.0F;
+    if (!p.four_over_six) return TE_NVFP4_SIX;
+    const float four = te_row_loss(p, values, amax, top, TE_NVFP4_FOUR);
+    const float six = te_row_loss(p, values, amax, top, TE_NVFP4_SIX_OF_TWO);
+    return four < six ? TE_NVFP4_FOUR : TE_NVFP4_SIX_OF_TWO;
 }
 
-static __device__ __forceinline__ float te_column_code(const te_micro_params &p,
-                                                       const float values[4][8], int j,
-                                                       float encode, unsigned top)
+static __device__ __forceinline__ te_nvfp4_code te_column_code(const te_micro_params &p,
+                                                               const float values[4][8], int j,
+                                                               float amax, unsigned top)
 {
-    if (!p.four_over_six) return 6.0F;
-    const float four = te_column_loss(p, values, j, encode, top, 4.0F);
-    const float six = te_column_loss(p, values, j, encode, top, 6.0F);
-    return four < six ? 4.0F : 6.0F;
+    if (!p.four_over_six) return TE_NVFP4_SIX;
+    const float four = te_column_loss(p, values, j, amax, top, TE_NVFP4_FOUR);
+    const float six = te_column_loss(p, values, j, amax, top, TE_NVFP4_SIX_OF_TWO);
+    return four < six ? TE_NVFP4_FOUR : TE_NVFP4_SIX_OF_TWO;
 }
 
-static __device__ __forceinline__ float
-te_square_code(const te_micro_params &p, const float values[4][8], float encode, unsigned top)
+/* Row 4 q + i of a square is row i of lanes 8 q and on. */
+static __device__ __forceinline__ te_nvfp4_code te_square_code(const te_micro_params &p,
+                                                               const float values[4][8], float amax,
+                                                               unsigned top)
 {
     float loss[2];
-    if (!p.four_over_six) return 6.0F;
+    if (!p.four_over_six) return TE_NVFP4_SIX;
 #pragma unroll
     for (int way = 0; way < 2; way++) {
         float rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            rows[i] = te_row_loss(p, values[i], encode, top, way == 0 ? 4.0F : 6.0F);
-        loss[way] = te_lanes_sum(te_lanes_sum((rows[0] + rows[1]) + (rows[2] + rows[3]), 8), 16);
+        for (int i = 0; i < 4; i++) {
+            rows[i] = te_row_loss(p, values[i], amax, top,
+                                  way == 0 ? TE_NVFP4_FOUR : TE_NVFP4_SIX_OF_TWO);
+            rows[i] = te_lanes_sum(te_lanes_sum(rows[i], 16), 8);
+        }
+        loss[way] = (rows[0] + rows[2]) + (rows[1] + rows[3]);
     }
-    return loss[0] < loss[1] ? 4.0F : 6.0F;
+    return loss[0] < loss[1] ? TE_NVFP4_FOUR : TE_NVFP4_SIX_OF_TWO;
 }
 
 /* Four codes of neighbours that begin at element `index`, a multiple of 4, in the low 16 bits. */
@@ -305,17 +318,16 @@ static __device__ __forceinline__ void te_nvfp4_rows(const te_micro_params &p,
 {
     const te_index row = tile.row(), column = tile.column();
     const te_index wide = te_whole_groups(tile.columns);
-    const float square = p.square ? te_square_code(p, values, all, tops[0]) : 6.0F;
+    const te_nvfp4_code square = p.square ? te_square_code(p, values, all, tops[0]) : TE_NVFP4_SIX;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float *v = values[i];
         const unsigned long long index = (unsigned long long)((row + i) * wide + column);
         float m;
         te_four_bytes codes;
-        const float encode =
-            p.row.amax_per_row && row + i < tile.rows ? te_nvfp4_encode(p.row.amax[row + i]) : all;
-        const float code = p.square ? square : te_row_code(p, v, encode, tops[i]);
-        const unsigned scale = te_group_scale(tops[i], encode, code, &m);
+        const float amax = p.row.amax_per_row && row + i < tile.rows ? p.row.amax[row + i] : all;
+        const te_nvfp4_code code = p.square ? square : te_row_code(p, v, amax, tops[i]);
+        const unsigned scale = te_group_scale(tops[i], te_nvfp4_encode(amax, p.range), code, &m);
         if (row + i >= p.row.scales.rows) continue;
         codes.word[0] = te_four_codes(p, index, v[0] * m, v[1] * m, v[2] * m, v[3] * m) |
                         te_four_codes(p, index + 4, v[4] * m, v[5] * m, v[6] * m, v[7] * m) << 16;
@@ -330,7 +342,7 @@ static __device__ __forceinline__ void te_nvfp4_rows(const te_micro_params &p,
 
 /* Of neighbouring columns; lines of the tile in shared memory are the transposed rows. */
 static __device__ __forceinline__ void te_nvfp4_columns(const te_micro_params &p,
-                                                        const te_micro_tile &tile, float encode,
+                                                        const te_micro_tile &tile, float amax,
                                                         const float values[4][8],
                                                         const unsigned tops[8],
                                                         unsigned short lines[TE_TILE][24])
@@ -338,12 +350,13 @@ static __device__ __forceinline__ void te_nvfp4_columns(const te_micro_params &p
     const te_index row = tile.row(), column = tile.column();
     const te_index high = te_whole_groups(tile.rows);
     const te_index below = tile.rows * te_whole_groups(tile.columns); /* the row-wise elements */
-    const float square = p.square ? te_square_code(p, values, encode, tops[0]) : 6.0F;
+    const float encode = te_nvfp4_encode(amax, p.range);
+    const te_nvfp4_code square = p.square ? te_square_code(p, values, amax, tops[0]) : TE_NVFP4_SIX;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const unsigned long long index = (unsigned long long)(below + (column + j) * high + row);
         float m;
-        const float code = p.square ? square : te_column_code(p, values, j, encode, tops[j]);
+        const te_nvfp4_code code = p.square ? square : te_column_code(p, values, j, amax, tops[j]);
         const unsigned scale = te_group_scale(tops[j], encode, code, &m);
         lines[te_tile_column() + j][te_tile_row() >> 2] = (unsigned short)te_four_codes(
             p, index, values[0][j] * m, values[1][j] * m, values[2][j] * m, values[3][j] * m);
@@ -374,21 +387,21 @@ struct te_nvfp4 {
         unsigned scratch[TE_TILE_THREADS / 32];
     };
     memory &shared;
-    float row_encode, column_encode;
+    float row_amax, column_amax;
 
     /* The amax is written also where there is no data. */
     __device__ __forceinline__ te_nvfp4(const te_micro_params &p, memory &block)
-        : shared(block), row_encode(1.0F), column_encode(1.0F)
+        : shared(block), row_amax(0.0F), column_amax(0.0F)
     {
-        if (p.row.amax != nullptr && !p.row.amax_per_row) row_encode = measured(p.row, p.range);
-        if (p.column.amax != nullptr) column_encode = measured(p.column, p.range);
+        if (p.row.amax != nullptr && !p.row.amax_per_row) row_amax = measured(p.row);
+        if (p.column.amax != nullptr) column_amax = measured(p.column);
     }
 
-    __device__ __forceinline__ float measured(const te_micro_form &form, float range) const
+    __device__ __forceinline__ float measured(const te_micro_form &form) const
     {
-        const float largest = te_largest_of(form.partials, range, shared.scratch);
+        const float largest = te_largest_of(form.partials, shared.scratch);
         if ((blockIdx.x | threadIdx.x) == 0) *form.amax = largest;
-        return te_nvfp4_encode(largest);
+        return largest;
     }
 
     /* Casts a tile; `values` are changed. */
@@ -408,9 +421,9 @@ struct te_nvfp4 {
         if (p.square)
 #pragma unroll
             for (int i = 0; i < 4; i++) tops[i] = square;
-        if (p.row.data.data != nullptr) te_nvfp4_rows(p, tile, row_encode, values, tops);
+        if (p.row.data.data != nullptr) te_nvfp4_rows(p, tile, row_amax, values, tops);
         if (p.column.data.data == nullptr) return;
-        if (p.hadamard) te_hadamard(values);
+        if (p.hadamard) te_hadamard(values, p.signs);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
 #pragma unroll
@@ -418,7 +431,7 @@ struct te_nvfp4 {
                 column_tops[j] = max(column_tops[j], te_magnitude_or_nan(values[i][j]));
             column_tops[j] = p.square ? square : te_lanes_max(te_lanes_max(column_tops[j], 8), 16);
         }
-        te_nvfp4_columns(p, tile, column_encode, values, column_tops, shared.lines);
+        te_nvfp4_columns(p, tile, column_amax, values, column_tops, shared.lines);
     }
 };
 

@@ -98,11 +98,12 @@ typedef struct te_micro_params {
     float fp8_max;
     int across;        /* tiles beside each other */
     int square;        /* scales of 32 x 32 or 16 x 16 values */
-    int hadamard;      /* of the column-wise values */
+    int hadamard;      /* the column-wise values are transformed, */
+    unsigned signs;    /* negated first where bits are set */
     int margin;        /* MXFP8 */
     int four_over_six; /* NVFP4: groups whose largest magnitude becomes 4 where that loses less, */
     int squared;       /* by the squares of errors */
-    float range;       /* NVFP4: how much larger a tensor counts than it is */
+    float range;       /* NVFP4: te_nvfp4_range */
 } te_micro_params;
 
 /* What a kernel on 64 x 64 tiles does besides its source, see tile_cast.cuh. Grid: (column tiles,

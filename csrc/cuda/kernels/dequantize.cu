@@ -4,6 +4,7 @@
  * write 16 bytes per thread; the transposed source goes through the byte tile of tile.cuh.
  */
 #include "dequantize.h"
+#include "core/scaling_math.h"
 #include "tile.cuh"
 #include "matrix.cuh"
 
@@ -36,7 +37,7 @@ static __device__ __forceinline__ void dequantize(const te_dequantize_params &p)
             out.clear();
 #pragma unroll
             for (int j = 0; j < elements; j++)
-                out.put(j, te_encode<TO>(in[i].value(j) * scale_inv));
+                out.put(j, te_encode<TO>(te_scaled_value(in[i].value(j), scale_inv, p.limit)));
             out.store(te_at<TO>(p.output, at.row, at.column + i * at.step), p.output_aligned != 0,
                       p.output.columns - at.column - i * at.step);
         }
@@ -67,8 +68,9 @@ static __device__ __forceinline__ void dequantize_transposed(const te_dequantize
 #pragma unroll
             for (int j = 0; j < elements; j++)
                 if (column + at + j < p.output.columns)
-                    out.put(j, te_encode<TO>(bytes.value(j) *
-                                             scale_at(p, column + at + j, row + line)));
+                    out.put(
+                        j, te_encode<TO>(te_scaled_value(
+                               bytes.value(j), scale_at(p, column + at + j, row + line), p.limit)));
             out.store(te_at<TO>(p.output, row + line, column + at), p.output_aligned != 0,
                       p.output.columns - column - at);
         }

@@ -20,6 +20,7 @@ typedef struct te_dequantize_params {
     te_view output;                   /* [rows, columns] */
     const float *scale_inv;           /* of the element at (0, 0) */
     te_index across_step, along_step; /* from the scale of 2^across_log2 rows, or of 2^along_log2 */
+    float limit;                      /* largest number of the output's dtype */
     int across_log2, along_log2;      /* elements of a row, of `input` to that of the next */
     te_walk walk;                     /* row-wise: see matrix.cuh */
     int input_aligned, output_aligned; /* every vector access is aligned */

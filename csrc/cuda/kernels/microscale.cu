@@ -43,7 +43,7 @@ static __device__ __forceinline__ void nvfp4_row_amax(const te_nvfp4_rows_params
             for (int j = 0; j < 8; j++) amax = fmaxf(amax, fabsf(in.value(j)));
         }
         amax = te_block_max<TE_TILE_THREADS>(amax, scratch);
-        if (threadIdx.x == 0) p.amax[row] = te_nvfp4_amax(te_product(amax, p.range));
+        if (threadIdx.x == 0) p.amax[row] = te_nvfp4_amax(amax);
         __syncthreads();
     }
 }
@@ -59,7 +59,7 @@ static __device__ __forceinline__ void hadamard_amax(const te_hadamard_amax_para
         float values[4][8];
         fetch_values<T>(p.input, p.input_aligned != 0, row_tile * TE_TILE + te_tile_row(),
                         column_tile * TE_TILE + te_tile_column(), values);
-        te_hadamard(values);
+        te_hadamard(values, p.signs);
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -120,11 +120,10 @@ static __device__ __forceinline__ float nvfp4_value(unsigned code, float scale, 
 }
 
 /* That of a row of the matrix; rows beyond it have that of the last one. */
-static __device__ __forceinline__ float nvfp4_factor(const te_micro_form &form, te_index row,
-                                                     te_index rows)
+static __device__ __forceinline__ float nvfp4_factor(const te_micro_wide_params &p, te_index row)
 {
-    const te_index at = form.amax_per_row ? min(row, rows - 1) : 0;
-    return form.amax != nullptr ? te_nvfp4_decode(form.amax[at]) : 1.0F;
+    const te_index at = p.form.amax_per_row ? min(row, p.output.rows - 1) : 0;
+    return p.form.amax != nullptr ? te_nvfp4_decode(p.form.amax[at], p.range) : 1.0F;
 }
 
 static __device__ __forceinline__ float nvfp4_scale(const te_view &scales, te_index row,
@@ -147,7 +146,7 @@ static __device__ __forceinline__ void nvfp4_wide(const te_micro_wide_params &p)
             float values[8];
             te_four_bytes codes;
             const te_index left = p.form.data.columns - column / 2;
-            const float factor = nvfp4_factor(p.form, row + i, p.output.rows);
+            const float factor = nvfp4_factor(p, row + i);
             const float scale = nvfp4_scale(p.form.scales, row + i, column / TE_NVFP4_GROUP);
             codes.load(te_at<te_none>(p.form.data, row + i, column / 2), p.form.aligned != 0,
                        row + i < p.output.rows ? left : 0);
@@ -166,7 +165,7 @@ static __device__ __forceinline__ void nvfp4_wide_transposed(const te_micro_wide
     __shared__ float tile[TE_TILE][TE_TILE + 1];
     const int line = threadIdx.x >> 1, first = (threadIdx.x & 1) * 32;
     const te_index column = (te_index)blockIdx.x * TE_TILE;
-    const float factor = nvfp4_factor(p.form, 0, 1);
+    const float factor = nvfp4_factor(p, 0);
     for (te_index top = (te_index)blockIdx.y * TE_TILE; top < p.output.rows;
          top += (te_index)gridDim.y * TE_TILE) {
         const te_index at = (top + first) / 2;
@@ -205,5 +204,5 @@ TE_NUMBERS(X, )
 #undef X
 
 TE_KERNEL(te_nvfp4_alpha, te_nvfp4_alpha_params, (1),
-          p.out[0] = te_nvfp4_decode(*p.a) * te_nvfp4_decode(*p.b);
+          p.out[0] = te_nvfp4_decode(*p.a, p.a_range) * te_nvfp4_decode(*p.b, p.b_range);
           p.out[1] = p.beta)

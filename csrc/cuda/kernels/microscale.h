@@ -20,7 +20,6 @@ typedef struct te_nvfp4_rows_params {
     te_view input;
     float *amax;       /* of each row */
     const float *noop; /* 1 float or NULL */
-    float range;
     int input_aligned;
 } te_nvfp4_rows_params;
 
@@ -29,6 +28,7 @@ typedef struct te_hadamard_amax_params {
     te_view input;
     float *partials; /* TE_CAST_PARTIALS floats */
     te_index row_tiles, column_tiles;
+    unsigned signs;
     int input_aligned;
 } te_hadamard_amax_params;
 
@@ -38,6 +38,7 @@ typedef struct te_micro_wide_params {
     te_micro_form form;
     te_view output;
     float limit;    /* largest number of the output's dtype */
+    float range;    /* NVFP4: te_nvfp4_range */
     int by_columns; /* MXFP8: scales of columns */
     int output_aligned;
 } te_micro_wide_params;
@@ -46,6 +47,7 @@ typedef struct te_micro_wide_params {
 typedef struct te_nvfp4_alpha_params {
     const float *a, *b; /* largest magnitudes */
     float *out;
+    float a_range, b_range; /* te_nvfp4_range */
     float beta;
 } te_nvfp4_alpha_params;
 

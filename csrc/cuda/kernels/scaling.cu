@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(TE_SCALING_SLOTS *TE_SCALING_LINES)
     const bool valid = slot < p.slots;
     float *history = p.history + slot;
     const float current = valid ? history[0] : 0.0F;
-    const bool rolls = valid && current != 0.0F;
+    const bool rolls = valid && !te_is_idle(current);
     float amax = 0.0F;
 
     for (te_index first = 1; first < p.length; first += band) {
@@ -41,12 +41,11 @@ extern "C" __global__ void __launch_bounds__(TE_SCALING_SLOTS *TE_SCALING_LINES)
     }
     largest[line][lane] = amax;
     __syncthreads(); /* also: every thread has read row 0, and written row length - 2 at most */
-    if (line != 0 || !valid) return;
+    if (line != 0 || !rolls) return;
 #pragma unroll
     for (int i = 1; i < TE_SCALING_LINES; i++) amax = te_max_ignoring_nan(amax, largest[i][lane]);
     amax = p.most_recent ? current : te_max_ignoring_nan(current, amax);
     p.scale[slot] = te_delayed_scale(amax, p.scale[slot], p.fp8_max);
-    if (!rolls) return;
     history[(p.length - 1) * p.stride] = current;
     history[0] = 0.0F;
 }

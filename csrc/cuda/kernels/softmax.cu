@@ -76,6 +76,16 @@ static __device__ __forceinline__ float inverse_of(float sum)
     return sum > 0.0F ? __fdividef(1.0F, sum) : 0.0F;
 }
 
+/* Writes the logarithm of the sum of a row's exponentials e^(score - base): +Inf where it has no
+ * term, NaN where it has no distribution. */
+static __device__ __forceinline__ void
+write_log_sum(const te_softmax_params &p, const te_softmax_place &place, float largest, float sum)
+{
+    if (p.log_sum == nullptr || !place.exists || threadIdx.x != 0U) return;
+    p.log_sum[place.along(p.walk.row_strides)] =
+        undefined(largest) ? NOT_A_NUMBER : (sum > 0.0F ? base_of(largest) + logf(sum) : INFINITE);
+}
+
 /* Bits 0 .. 3: byte i of the word is not 0. */
 static __device__ __forceinline__ unsigned nonzero_bytes(unsigned word)
 {
@@ -287,6 +297,7 @@ static __device__ __forceinline__ void softmax(const te_softmax_params &p)
     if (undefined(largest)) spoil<KEYS>(x);
     const float sum = te_softmax_sum<LANES>(sums, exponentials<N, VECTORS>(live, base, x)) +
                       exponential(sink - base);
+    write_log_sum(p, place, largest, sum);
     write_part<T, KEYS, ALIGNED>(p, place, start, part, live, random, inverse_of(sum), x);
 }
 
@@ -333,6 +344,7 @@ static __device__ __forceinline__ void softmax_long(const te_softmax_params &p)
     largest = larger(team_largest<32>(scores, own), sink);
     sum = te_softmax_sum<32>(sums, sum * exponential(own - base_of(largest)));
     sum += exponential(sink - base_of(largest));
+    write_log_sum(p, place, largest, sum);
     const float factor = undefined(largest) ? 0.0F : inverse_of(sum); /* NaN stays, 0 too */
 #pragma unroll 1
     for (te_index tile = start; tile < end; tile += step) {

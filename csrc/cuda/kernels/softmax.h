@@ -48,6 +48,7 @@ typedef struct te_softmax_params {
     te_view4 bias;                         /* bias_dtype; data NULL: none */
     const unsigned char *input_end, *mask_end, *bias_end;
     const float *sink;   /* [heads], or NULL */
+    float *log_sum;      /* of each row, or NULL */
     const te_index *rng; /* {seed, offset}; NULL: no dropout */
     te_index keys;
     te_index first_key, end_key; /* of the window, relative to the query */
@@ -62,7 +63,9 @@ typedef struct te_softmax_params {
 typedef struct te_softmax_backward_params {
     te_view4 grad_output, probabilities, grad_input;
     const unsigned char *grad_output_end, *probabilities_end;
-    const te_index *rng; /* {seed, offset}; NULL: no dropout */
+    const float *sink, *log_sum; /* [heads]; of each row */
+    float *grad_sinks;           /* of each row, or NULL */
+    const te_index *rng;         /* {seed, offset}; NULL: no dropout */
     te_index keys;
     te_softmax_walk walk;
     float scale, keep_factor;

@@ -79,6 +79,17 @@ template <typename T, int N, int VECTORS> struct softmax_keys {
     }
 };
 
+/* What the row adds to the gradient of its sink; `mean` is the row's sum without the factor of what
+ * dropout has kept. */
+static __device__ __forceinline__ void write_sink(const te_softmax_backward_params &p,
+                                                  const te_softmax_place &place, float mean)
+{
+    if (p.grad_sinks == nullptr || !place.exists || threadIdx.x != 0U) return;
+    const te_index row = place.along(p.walk.row_strides);
+    const float own = expf(p.sink[place.along(p.walk.head_strides)] - p.log_sum[row]);
+    p.grad_sinks[row] = -own * (mean * p.keep_factor);
+}
+
 template <typename T, int LANES, int KEYS, bool ALIGNED>
 static __device__ __forceinline__ void backward(const te_softmax_backward_params &p)
 {
@@ -96,6 +107,7 @@ static __device__ __forceinline__ void backward(const te_softmax_backward_params
         keys.template drop<ALIGNED, STEP>(p, random,
                                           place.along(p.walk.row_strides) * p.keys + start, live);
     const float mean = te_softmax_sum<LANES>(sums, keys.dot(live, 0.0F));
+    write_sink(p, place, mean);
     keys.template write<ALIGNED>(part, live, p.scale * p.keep_factor, mean,
                                  place.at(p.grad_input, T::bytes, start));
 }
@@ -142,7 +154,10 @@ static __device__ __forceinline__ void backward_long(const te_softmax_backward_p
                 keys.template write<false>(part, live, p.scale * p.keep_factor, mean,
                                            place.at(p.grad_input, T::bytes, tile));
         }
-        if (pass == 0) mean = te_softmax_sum<32>(sums, mean);
+        if (pass == 0) {
+            mean = te_softmax_sum<32>(sums, mean);
+            write_sink(p, place, mean);
+        }
     }
 }
 

@@ -44,7 +44,7 @@ class _Operand(NamedTuple):
 
     fields: dict[str, Any]  # of `_core.gemm`, without the prefix
     summed: int  # its size, with padding, in the dim that is summed over
-    transformed: bool  # it is of transformed values
+    transformed: tuple[bool, bool]  # it is of transformed values, with signs
 
 
 def _quantized_operand(tensor: Any, by_rows: bool) -> _Operand | None:
@@ -70,10 +70,12 @@ def _quantized_operand(tensor: Any, by_rows: bool) -> _Operand | None:
         f"_{form}": matrix.view(_core.torch_dtype(code)),
         f"_{form}_scales": scales,
         f"_{form}_amax": amax,
+        "_scales_to_256": int(isinstance(tensor, TwoFormStorage) and tensor._scales_to_256()),
     }
     summed = matrix.shape[0] if lies_in_rows and not by_rows else matrix.shape[1]
     summed *= 2 if mode == _core.SCALING_NVFP4 else 1  # two to a byte
-    return _Operand(fields, summed, not by_rows and getattr(tensor, "_with_rht", False))
+    turned = not by_rows and getattr(tensor, "_with_rht", False)
+    return _Operand(fields, summed, (turned, turned and tensor._with_random_sign_mask))
 
 
 def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], torch.dtype | None]:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch.optimizers import multi_tensor_apply
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
-    Lists,
-    checked_lists,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
@@ -19,6 +17,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_compute_scale_and_scale_inv,
     multi_tensor_sgd,
 )
+from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists
 
 __all__ = [
     "multi_tensor_adam",

@@ -155,8 +155,9 @@ def fused_amax_and_scale_update_after_reduction(
         fp32: the newest amaxes of all slots, which are written to row 0 of the histories first
         where they are not 0; one of no elements leaves these as they are.
     amax_histories, scales : list of Tensor
-        fp32 [length, slots] and [slots]. Row 0 is the newest; where it is not 0, the rows are moved
-        so that it becomes the last, and row 0 is 0 then.
+        fp32 [length, slots] and [slots]. Row 0 is the newest; where it is not 0, the scale is made
+        anew and the rows are moved so that it becomes the last, and row 0 is 0 then. Where it is 0,
+        the slot stays as it is.
     amax_compute_algo : str
         "max" of the history, or "most_recent". ValueError for another one.
     fp8_dtype : DType

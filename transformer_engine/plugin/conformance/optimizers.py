@@ -134,7 +134,8 @@ def _capturable(op: str, draw: Draw) -> Iterator[Case]:
         lr, inverse = (draw.number(value) for value in (_LR, 0.25))
         step = draw.flag(numbers.step)
         args = (_CHUNK, flag, lists, lr, *_BETAS, _EPS, step, *numbers.tail, inverse)
-        written = tuple(t for each in lists[1:] for t in each)
+        # Gradients may be left times their factor.
+        written = tuple(t for each in lists for t in each)
         case = Case(f"{name_of(dtype)} {numbers}", args, _of_adam(lists, numbers), written=written)
         yield from _both(case, flag)
 

@@ -26,16 +26,17 @@ def _codes() -> tuple:
 def _next_state(scale: Tensor, history: Tensor, largest: float, recent: bool) -> tuple:
     """(scale, history) after a step: float64, fp32.
 
-    NaN counts for nothing; a slot whose amax is 0 or Inf keeps its scale, one without a new amax
-    its history.
+    NaN counts for nothing; a slot whose amax is Inf keeps its scale, one without a new amax its
+    scale and its history.
     """
     numbers = history[:1] if recent else history
     amax = torch.where(numbers.isnan(), 0.0, numbers).amax(0).double()
     made = (largest / amax).clamp(max=_LARGEST)
-    new = torch.where((amax > 0) & amax.isfinite(), made, scale.double())
+    used = history[0] != 0
+    new = torch.where(used & (amax > 0) & amax.isfinite(), made, scale.double())
     moved = torch.cat((torch.zeros_like(history[:1]), history[2:], history[:1]))
     moved = moved[: len(history)]
-    return new, torch.where(history[0] != 0, moved, history)
+    return new, torch.where(used, moved, history)
 
 
 def _update(op: str, draw: Draw) -> Iterator[Case]:

@@ -18,6 +18,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import OperandCast
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 from transformer_engine.pytorch.tensor import recipes
+from transformer_engine.pytorch.tensor.nvfp4_tensor import UNSIGNED
 
 _RECIPES = {
     _core.SCALING_ROW: _core.RECIPE_ROW,
@@ -30,7 +31,10 @@ OPERATORS = frozenset(("quantize", "bgrad_quantize"))
 """Those that cast."""
 _SCALES = 2
 """Of data with one scale: its inverse, and the scale."""
-_MEANING = frozenset(("_fp8_dtype", "_is_2D_scaled", "_with_rht", "_row_scaled_nvfp4"))
+_MEANING = frozenset(
+    ("_fp8_dtype", "_is_2D_scaled", "_with_rht", "_row_scaled_nvfp4")
+    + ("_nvfp4_e4m3_max", "_with_random_sign_mask")
+)
 """Of what a quantized tensor says: what its codes and scales mean."""
 _FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
 _SETTINGS = (
@@ -53,6 +57,7 @@ def _cast_of(mode: int, dtype: torch.dtype, delayed: bool, *settings: Any) -> Op
         _core.CAST_POWER_2: given["power_2_scale"],
         _core.CAST_TILES_2D: given["square"] or mode == _core.SCALING_BLOCK_2D,
         _core.CAST_HADAMARD: given["hadamard"],
+        _core.CAST_UNSIGNED: given["hadamard"] == UNSIGNED,
         _core.CAST_STOCHASTIC: given["rng"],
         _core.CAST_FOUR_OVER_SIX: given["four_over_six"],
         _core.CAST_SQUARED: given["four_over_six"] == 2,
@@ -248,7 +253,10 @@ def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None
     square = mode == _core.SCALING_BLOCK_2D
     recipe = _core.RECIPE_CURRENT if mode == _core.SCALING_TENSOR else _RECIPES[mode]
     code = _core.dtype_code(data.dtype)
-    cast = OperandCast(recipe, code, 0.0, _core.CAST_TILES_2D if square else 0)
+    options = (_core.CAST_TILES_2D if square else 0) | (
+        _core.CAST_TO_256 if fields[prefix + "scales_to_256"] else 0
+    )
+    cast = OperandCast(recipe, code, 0.0, options)
     row = recipes.format_of(cast)
     quantizer = row.make(cast, data.device, False)
     if shape is None:

@@ -75,7 +75,7 @@ def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
 
     def run(fields: Fields) -> Any:
         grad, probabilities = fields["grad_output"], fields["probabilities"]
-        if fields["rng"] is not None:
+        if fields["rng"] is not None or fields["sink"] is not None:
             return choices.unexpressed(next(iter(choices)))
         square = grad.shape[2] == grad.shape[3]
         kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())

@@ -217,6 +217,7 @@ class Fp8Module(ModuleNames, NativeModule):
             torch.is_grad_enabled() or state.calibrating or recompute.in_reentrant_forward()
         ):
             arenas.join(state, slots.domain)
+            slots.settle()  # the region was entered for another domain
         return slots
 
     def _scales_to_export(self, device: torch.device) -> Tensor:
@@ -287,7 +288,8 @@ class Fp8Module(ModuleNames, NativeModule):
         current = self._slots
         if current is not None and not current.live:
             current = None
-        slots = scaling.slots_of(current, rule, group, device, self.SLOTS)
+        kind = type(self).__name__
+        slots = scaling.slots_of(current, rule, group, device, self.SLOTS, kind)
         if self._loaded_state is not None:
             slots.load(self._loaded_state)
             self._loaded_state = None

@@ -220,6 +220,8 @@ class ModuleCall:
         slots = self.owners[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
+            if not self.traced:
+                slots.settle("backward")
             given = (*given, slots.backward_scale, slots.backward_history)
             slot, written = slots.backward_slot, written + 1
         return self._run(plans.backward, (slot,), (*given, *main), written, packed)
@@ -275,6 +277,8 @@ class LayerCall(ModuleCall):
         return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
+        if not self.traced:
+            scaling.settle(self.domain, "backward")
         state = (*self._state[1], *main)
         given = (*given, *state)
         return self._run(plans.backward, self._slots[1], given, len(state), packed)

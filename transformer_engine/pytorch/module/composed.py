@@ -184,6 +184,10 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             names = [f"{prefix}weight" for prefix, _ in self._initialisers()]
             quantized.quantize_weights(self, names, self._quantized_init)
 
+    def _bind_shard(self, shard: Tensor) -> None:
+        """Let the quantizer of this rank's part of a weight cast with the scale of its slot."""
+        quantized.bind_shard(self, shard)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on.
 

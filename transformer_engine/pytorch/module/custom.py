@@ -267,6 +267,7 @@ def _native(quantizer: Any, tensor: str) -> OperandCast | None:
         options = nvfp4_options(
             tiles_2d=quantizer.with_2d_quantization,
             hadamard=quantizer.with_rht,
+            signed=quantizer.with_random_sign_mask,
             stochastic=quantizer.stochastic_rounding,
             four_over_six=quantizer.nvfp4_4over6_err_mode if quantizer.nvfp4_use_4over6 else None,
             to_256=quantizer.nvfp4_e4m3_max == 256,

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
 from transformer_engine.pytorch.state import RegionState
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.tensors import is_quantized, local_of
 
 _SLOTS_OF_PART = 3
 """Forward slots of a linear layer; the second one is its weight's."""
@@ -258,17 +258,35 @@ def bind_quantizers(module: Any) -> None:
     """Let delayed scaling's quantizers of weights cast with the scales of the module's slots."""
     if not module.primary_weights_in_fp8:
         return
-    slots: Slots = module._slots
     for i, part in enumerate(module._part_tensors()):
-        weight = part.weights[0]
-        quantizer = weight._quantizer if is_quantized(weight) else None
-        if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
-            continue
-        slot = slots.forward_slot + _SLOTS_OF_PART * i + 1
-        quantizer.scale = slots.forward_scale[slot : slot + 1]
-        quantizer.amax = slots.forward_history[0, slot : slot + 1]
-        quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
-        quantizer._bound = slots  # so that no other module gets them
+        if is_quantized(part.weights[0]):
+            _bind(part.weights[0]._quantizer, module._slots, i)
+
+
+def bind_shard(module: Any, shard: Tensor) -> None:
+    """`bind_quantizers` of this rank's part of a sharded weight, once the module has slots.
+
+    The weight of a call is the whole one, in high precision; its cast and those of the parts share
+    a slot.
+    """
+    slots = getattr(module, "_slots", None)
+    if slots is None or not slots.live:
+        return
+    for name, parameter in module._parameters.items():
+        if local_of(parameter) is shard:
+            part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
+            _bind(shard._quantizer, slots, part)
+
+
+def _bind(quantizer: Any, slots: Slots, part: int) -> None:
+    """Let a quantizer of delayed scaling cast with the scale of a part's weight."""
+    if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
+        return
+    slot = slots.forward_slot + _SLOTS_OF_PART * part + 1
+    quantizer.scale = slots.forward_scale[slot : slot + 1]
+    quantizer.amax = slots.forward_history[0, slot : slot + 1]
+    quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
+    quantizer._bound = slots  # so that no other module gets them
 
 
 # ---- calls that are found again ------------------------------------------------------------------
@@ -360,8 +378,10 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
     quantization = custom.of_parts(recipe, known, len(module.PARTS))
     for name in names:
         parameter = module._parameters.get(name)
-        if parameter is None or parameter.is_meta or is_quantized(parameter):
+        if parameter is None or parameter.is_meta or is_quantized(local_of(parameter)):
             continue
+        _refuse_padding(module, name, parameter)
+        values = local_of(parameter).detach()
         part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
         quantizer = _weight_quantizer(
             recipe, quantization[part], part, parameter.device, init.gradients
@@ -369,14 +389,37 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
         if quantizer is None:
             continue
         with torch.no_grad():
-            made = quantizer.quantize(parameter.detach())
+            made = quantizer.quantize(values)
         if not is_quantized(made):
             continue
-        made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
+        if local_of(parameter) is not parameter:
+            kept = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            kept._local_tensor, made = made, kept
+        else:
+            made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)
         if init.preserve:
             _preserve(made, parameter.detach().cpu())
         setattr(module, name, made)
+
+
+def _refuse_padding(module: Any, name: str, parameter: Tensor) -> None:
+    """Refuse a sharded weight whose rows are not dealt out evenly: FSDP2 pads the parts.
+
+    A part that is padded would be in high precision from the first forward on.
+    """
+    if local_of(parameter) is parameter:
+        return
+    mesh = parameter.device_mesh
+    ranks = 1
+    for dim, placement in enumerate(parameter.placements):
+        ranks *= mesh.size(dim) if placement.is_shard() else 1
+    if parameter.shape[0] % ranks != 0:
+        raise NotImplementedError(
+            f"{type(module).__name__}: quantized_model_init: {name} of {parameter.shape[0]} rows "
+            f"over {ranks} ranks is not there yet: its rows must be a multiple of the ranks, or "
+            "make this module outside of quantized_model_init"
+        )
 
 
 def _weight_quantizer(

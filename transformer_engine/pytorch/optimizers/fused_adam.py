@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FusedAdam`: Adam whose state is fp32 whatever the parameters are.
+"""`FusedAdam`: Adam in one pass of the C library, with state of the dtypes that are asked for.
 
-The arithmetic is torch's fused kernel. This class adds what training programs rely on: state and,
-if asked for, parameters in fp32 beside 16-bit parameters, gradients under ``decoupled_grad``, and
-the step counted by group.
+Beside the arithmetic there is what training programs rely on: masters beside 16-bit and quantized
+parameters, gradients under ``decoupled_grad``, and the step counted by group. Every update goes
+through `multi_tensor_applier` of this module, which programs replace.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 from transformer_engine.common import absent
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
+from transformer_engine.pytorch.optimizers.multi_tensor_step import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_adam_param_remainder,
+)
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedAdam"]
@@ -22,12 +30,27 @@ __all__ = ["FusedAdam"]
 _NAME = "FusedAdam"
 _PATH = "pytorch.optimizers.FusedAdam"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LATE = 1.0e9
-"""A step at which no bias is left to correct: beta to this power is 0."""
+_DIRECT = (torch.float32, torch.bfloat16)
+"""dtypes of state that the update reads and writes as it is."""
+_CHUNK = 1024
+"""Tensors of one call."""
+_F16_TOP = 65504.0 / 2
+_E4M3_TOP = 448.0
+
+
+class _Row(NamedTuple):
+    """One parameter in a step: what the update is given, and what has to be rounded afterwards."""
+
+    param: Tensor
+    grad: Tensor
+    value: Tensor  # what is updated
+    mean: Tensor
+    square: Tensor
+    extra: Tensor | None  # the parameter where `value` is its master, or its remainders
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with fp32 state.
+    """Adam or AdamW, computed in fp32.
 
     Parameters
     ----------
@@ -42,31 +65,34 @@ class FusedAdam(torch.optim.Optimizer):
     weight_decay : float, default 0
         Weight decay.
     amsgrad : bool, default False
-        Not there yet.
+        Not there.
     bias_correction : bool, default True
         Divide the means by 1 - beta^step.
     adam_w_mode : bool, default True
         Weight decay apart from the gradient (AdamW); else added to it (L2 regularization).
     capturable : bool, default False
-        Not there yet.
+        Learning rate and step are tensors on the device, so that a CUDA graph may have the step;
+        gradients are unscaled by a grad scaler in the update. Parameters are on one device.
     master_weights : bool, default False
-        Keep an fp32 copy of 16-bit and of quantized parameters as state ``master_param``, and
-        update that.
-    master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype : torch.dtype, default torch.float32
-        Other dtypes are not there yet.
+        Keep a copy of 16-bit and of quantized parameters as state ``master_param``, and update
+        that.
+    master_weight_dtype : torch.dtype, optional
+        Of the copies: fp32 (default, and None), fp16 (with a scale) or bf16.
+    exp_avg_dtype, exp_avg_sq_dtype : torch.dtype, default torch.float32
+        Of the means: fp32, bf16, fp16 (with a scale) or uint8 (FP8 E4M3 with a scale).
     use_decoupled_grad : bool, default False
         Read gradients from ``parameter.decoupled_grad``, which may have another dtype.
     store_param_remainders : bool, default False
-        Not there yet.
+        Of an fp32 copy of a bf16 parameter keep only the 16 bits that the parameter lacks, int16.
     set_grad_none : bool, optional
         Older name of the argument of `zero_grad`.
 
     Raises
     ------
     ValueError
-        A number that can not be.
-    NotImplementedError
-        An option that is not there yet.
+        A number or a dtype that can not be.
+    RuntimeError
+        Options that exclude each other, ``amsgrad``.
     """
 
     def __init__(
@@ -82,24 +108,21 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | None = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        refused = {
-            "amsgrad": (amsgrad, False),
-            "capturable": (capturable, False),
-            "master_weight_dtype": (master_weight_dtype, torch.float32),
-            "exp_avg_dtype": (exp_avg_dtype, torch.float32),
-            "exp_avg_sq_dtype": (exp_avg_sq_dtype, torch.float32),
-            "store_param_remainders": (store_param_remainders, False),
+        if amsgrad:
+            raise absent.refusal(_PATH, "(amsgrad=True)")
+        dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype or torch.float32,
         }
-        for name, (value, default) in refused.items():
-            if value != default:
-                raise absent.refusal(_PATH, f"({name}={value!r})")
+        _check_dtypes(dtypes, capturable, bool(master_weights), store_param_remainders)
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         for name, value in numbers.items():
             if not value >= 0.0:
@@ -109,9 +132,22 @@ class FusedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        self.name_to_dtype_map = dtypes
+        self.store_param_remainders = (
+            store_param_remainders
+            and bool(master_weights)
+            and dtypes["master_param"] is torch.float32
+        )
+        self._step_supports_amp_scaling = capturable
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        device = next((p.device for p in self._parameters_of_groups()), torch.device("cpu"))
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
+        for group in self.param_groups if capturable else ():
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
 
     # ---- gradients and state ---------------------------------------------------------------------
 
@@ -143,41 +179,151 @@ class FusedAdam(torch.optim.Optimizer):
         wide = parameter.dtype is torch.float32 and not is_quantized(parameter)
         return bool(self.master_weights) and not wide
 
-    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Give a parameter its first state: means of 0 and, with masters, a copy in fp32.
+    def _stores_remainders(self, param: Tensor) -> bool:
+        return (
+            self.store_param_remainders
+            and param.dtype is torch.bfloat16
+            and not is_quantized(local_part(param))
+        )
 
-        It is one of the groups'; `store_param_remainders` is not there yet.
+    def _initialize_state(
+        self,
+        param: Tensor,
+        state_name: str,
+        zero_buffer: bool,
+        store_param_remainders: bool = False,
+    ) -> None:
+        """Make one state of a parameter, of 0 where `zero_buffer` says so.
+
+        `store_param_remainders`: it is the int16 remainders.
         """
+        dtype = self.name_to_dtype_map[state_name]
+        like = param.detach()
+        like = like.dequantize() if is_quantized(like) else like
         if store_param_remainders:
-            raise absent.refusal(_PATH, ".initialize_state(store_param_remainders=True)")
-        state = self.state[param]
+            made = torch.zeros_like(like, dtype=torch.int16)
+        elif dtype is torch.uint8:
+            one = torch.ones(1, dtype=torch.float32, device=param.device)
+            quantizer = Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3)
+            quantizer.set_usage(columnwise=False)
+            made = quantizer.quantize(torch.zeros_like(like, dtype=torch.float32))
+        elif zero_buffer:
+            made = torch.zeros_like(like, dtype=dtype)
+        else:
+            made = torch.empty_like(like, dtype=dtype)
+        self.state[param][state_name] = made
+        if dtype is not torch.float32:
+            one = torch.ones(1, dtype=torch.float32, device=param.device)
+            self._scales.setdefault(param, {})[state_name] = one
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Give a parameter its first state: means of 0 and, with masters, a copy.
+
+        It is one of the groups'; `store_param_remainders` None: as the optimizer was told.
+        """
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(param, dtype=torch.float32)
-        if self._has_master(param):
-            state["master_param"] = param.detach().clone().float()
+            self._initialize_state(param, name, zero_buffer=True)
+        if not self._has_master(param):
+            return
+        stores = store_param_remainders
+        stores = self._stores_remainders(param) if stores is None else stores
+        self._initialize_state(param, "master_param", False, stores)
+        if not stores:
+            self.set_scaled_state(param, "master_param", wide_copy(param))
 
     def get_unscaled_state(
         self, param: Tensor, state_name: str, skip_unscale: bool = False
     ) -> Tensor:
-        """State of a parameter in fp32, by its name; it is kept so, and is returned itself."""
-        del skip_unscale
-        return self.state[param][state_name]
+        """State of a parameter in fp32, by its name; remainders are int16.
+
+        `skip_unscale`: a bf16 state is returned as it is.
+        """
+        state = self.state[param][state_name]
+        dtype = self.name_to_dtype_map[state_name]
+        if state.dtype in (torch.int16, torch.float32) and dtype is not torch.uint8:
+            return state
+        if dtype is torch.uint8:
+            return state.dequantize(dtype=torch.float32)
+        if dtype is torch.bfloat16:
+            return state if skip_unscale else state.float()
+        return state.float() * self._scales[param][state_name]
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Take over a state of a parameter, given in fp32 or smaller."""
-        if not self.state[param]:
+        """Take over a state of a parameter, given in fp32, or as int16 remainders."""
+        if state_name not in self.state[param]:
             self.initialize_state(param)
-        self.state[param][state_name].copy_(unscaled_state)
+        state, dtype = self.state[param][state_name], self.name_to_dtype_map[state_name]
+        if dtype not in (torch.float16, torch.uint8) or state.dtype is torch.int16:
+            state.copy_(unscaled_state)
+            return
+        wide = unscaled_state.float()
+        top = wide.abs().max().reshape(1) if wide.numel() > 0 else wide.new_zeros(1)
+        if dtype is torch.float16:
+            scale = self._scales[param][state_name].copy_(top / _F16_TOP)
+            state.copy_(torch.where(scale > 0, wide * scale.reciprocal(), 0.0))
+        else:
+            scale = torch.where(top > 0, _E4M3_TOP / top, 1.0)
+            state._quantizer.scale.copy_(scale)
+            state.quantize_(wide)
+            self._scales[param][state_name].copy_(scale.reciprocal())
 
+    def state_dict(self) -> dict:
+        """As of `torch.optim.Optimizer`, states in fp32 (remainders int16) and without scales."""
+        saved = super().state_dict()
+        packed = [key for group in saved["param_groups"] for key in group["params"]]
+        for key, param in zip(packed, self._parameters_of_groups(), strict=True):
+            if key in saved["state"]:
+                saved["state"][key] = {
+                    name: self.get_unscaled_state(param, name)
+                    if name in self.name_to_dtype_map
+                    else value
+                    for name, value in saved["state"][key].items()
+                }
+        return saved
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict` gave; state stays in fp32 beside 16-bit parameters."""
-        super().load_state_dict(state_dict)  # which casts state to the dtype of the parameters
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(saved, self._parameters_of_groups(), strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    value = value.to(parameter.device, torch.float32, copy=True)
-                    self.state[parameter][name] = value
+        """Load what `state_dict` gave, or the state of another AdamW.
+
+        States get the dtypes of this optimizer. Where groups have no step, it is that of their
+        parameters.
+        """
+        bare = {**state_dict, "state": {}}  # torch would cast states to the parameters' dtypes
+        super().load_state_dict(bare)
+        self._scales.clear()
+        groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        for saved, group in groups:
+            steps = []
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                found = state_dict["state"].get(key)
+                if found is None:
+                    continue
+                self._load(param, found)
+                if "step" in found:
+                    steps.append(int(found["step"]))
+            if "step" not in group and steps:
+                group["step"] = max(steps)
+            if self.capturable:
+                device = self._dummy_overflow_buf.device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+                if "step" in group:
+                    count = torch.as_tensor(group["step"], dtype=torch.int32, device=device)
+                    group["step"] = count.reshape(1)
+
+    def _load(self, param: Tensor, found: dict) -> None:
+        self.state[param] = {}
+        self.initialize_state(param)
+        for name in self.state[param]:
+            value = found.get(name)
+            if value is None:
+                continue
+            kept = self.state[param][name]
+            if (value.dtype is torch.int16) != (kept.dtype is torch.int16):
+                raise ValueError(
+                    f"{_NAME}.load_state_dict: {name} of {value.dtype}, here it is {kept.dtype}: "
+                    "set store_param_remainders as it was"
+                )
+            self.set_scaled_state(param, name, value.to(param.device))
 
     # ---- step ------------------------------------------------------------------------------------
 
@@ -185,62 +331,149 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None, grad_scaler: Any = None) -> Any:
         """Take one step; return what `closure` did, which computes loss and gradients again.
 
-        `grad_scaler` is not there yet: call ``grad_scaler.step(optimizer)``. TypeError for a
-        parameter or a gradient that is sparse, or of another dtype.
+        `grad_scaler`, a `torch.amp.GradScaler`, is for capturable optimizers: the update unscales
+        gradients, and does nothing where one is Inf or NaN. TypeError for a parameter or a gradient
+        that is sparse, or of another dtype; RuntimeError for a scaler without ``capturable``.
         """
-        if grad_scaler is not None:
-            raise absent.refusal(_PATH, ".step(grad_scaler=...)")
+        if grad_scaler is not None and not self.capturable:
+            raise RuntimeError(
+                f"{_NAME}.step: grad_scaler={grad_scaler!r} and capturable=False: call "
+                "grad_scaler.step(optimizer), or set capturable=True"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            places: dict[torch.device, list] = {}
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.initialize_state(parameter)
-                grad = self._grad_of(parameter)
-                if grad is not None and parameter.numel() > 0:
-                    _check(parameter, grad)
-                    places.setdefault(parameter.device, []).append((parameter, grad))
-            for device, pairs in places.items():
-                self._update(group, device, pairs)
+            self._count(group)
+        inverse = self._unscaling(grad_scaler) if self.capturable else None
+        for group in self.param_groups:
+            rows = []
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.initialize_state(param)
+                grad = self._grad_of(param)
+                if grad is not None and local_part(param).numel() > 0:
+                    _check(param, grad)
+                    rows.append(self._row(param, grad))
+            self._update(group, rows, inverse)
         return loss
 
-    def _update(self, group: dict, device: torch.device, pairs: list) -> None:
-        """Update the parameters of a group on one device; `pairs`: (parameter, gradient)."""
-        states = [self.state[parameter] for parameter, _ in pairs]
-        updated = [
-            state["master_param"] if self._has_master(parameter) else parameter.detach().float()
-            for (parameter, _), state in zip(pairs, states, strict=True)
+    def _count(self, group: dict) -> None:
+        """Count the step of a group; on the device, those that the last flag did not stop."""
+        if not self.capturable:
+            group["step"] = group.get("step", 0) + 1
+        elif "step" not in group:
+            group["step"] = torch.ones_like(self._dummy_overflow_buf)
+        else:
+            group["step"] += (self._dummy_overflow_buf != 1).to(torch.int32)
+
+    def _unscaling(self, grad_scaler: Any) -> Tensor:
+        """What gradients are multiplied with; sets the flag where one is Inf or NaN."""
+        flag = self._dummy_overflow_buf
+        if grad_scaler is None:
+            flag.zero_()
+            return torch.ones(1, dtype=torch.float32, device=flag.device)
+        found = grad_scaler._check_inf_per_device(self)
+        flag.copy_(found[flag.device])
+        scale = grad_scaler._get_scale_async()
+        return scale.double().reciprocal().float().reshape(1).to(flag.device)
+
+    def _row(self, param: Tensor, grad: Tensor) -> _Row:
+        means = [
+            self.state[param][name]
+            if self.name_to_dtype_map[name] in _DIRECT
+            else self.get_unscaled_state(param, name)
+            for name in ("exp_avg", "exp_avg_sq")
         ]
-        before = float(group["step"] - 1) if group["bias_correction"] else _LATE
-        function = adamw if self.adam_w_mode else adam
-        function(
-            updated,
-            [grad.detach().float() for _, grad in pairs],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            list(torch.full((len(pairs),), before, dtype=torch.float32, device=device).unbind()),
-            foreach=False,
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        quantized = is_quantized(local_part(param))
+        if self._has_master(param):
+            master = self.state[param]["master_param"]
+            if master.dtype is torch.int16:
+                return _Row(param, grad, param.detach(), *means, master)
+            if self.name_to_dtype_map["master_param"] not in _DIRECT:
+                master = self.get_unscaled_state(param, "master_param")
+            return _Row(param, grad, master, *means, None if quantized else param.detach())
+        return _Row(param, grad, wide_copy(param) if quantized else param.detach(), *means, None)
+
+    def _update(self, group: dict, rows: list[_Row], inverse: Tensor | None) -> None:
+        kinds: dict[tuple, list[_Row]] = {}
+        for row in rows:
+            what = None if row.extra is None else row.extra.dtype is torch.int16
+            kinds.setdefault((row.param.device, what), []).append(row)
+        for (device, has_remainders), chosen in kinds.items():
+            flag = self._dummy_overflow_buf
+            flag = flag if flag.device == device else flag.to(device)
+            op: Callable = multi_tensor_adam
+            if self.capturable:
+                op = multi_tensor_adam_capturable
+                op = op if has_remainders is None else multi_tensor_adam_capturable_master
+            elif has_remainders:
+                op = multi_tensor_adam_param_remainder
+            tail = () if inverse is None else (inverse,)
+            for first in range(0, len(chosen), _CHUNK):
+                part = chosen[first : first + _CHUNK]
+                lists = [
+                    [row.grad.detach() for row in part],
+                    [row.value if not _rounds(row) else row.extra for row in part],
+                    [row.mean for row in part],
+                    [row.square for row in part],
+                ]
+                if has_remainders is not None:
+                    lists.append([row.extra if has_remainders else row.value for row in part])
+                multi_tensor_applier(
+                    op, flag, lists, group["lr"], *group["betas"], group["eps"], group["step"],
+                    self.adam_w_mode, int(bool(group["bias_correction"])), group["weight_decay"],
+                    *tail,
+                )  # fmt: skip
+            for row in chosen:
+                self._keep(row)
+
+    def _keep(self, row: _Row) -> None:
+        """Scale states that were expanded, and quantize parameters of new values."""
+        states = {"exp_avg": row.mean, "exp_avg_sq": row.square}
+        quantized = is_quantized(local_part(row.param))
+        if self._has_master(row.param) and (quantized or not _is_remainder(row)):
+            states["master_param"] = row.value
+        for name, value in states.items():
+            if self.name_to_dtype_map[name] not in _DIRECT:
+                self.set_scaled_state(row.param, name, value)
+        if quantized:
+            row.param.copy_(row.value)
+
+
+def _is_remainder(row: _Row) -> bool:
+    return row.extra is not None and row.extra.dtype is torch.int16
+
+
+def _rounds(row: _Row) -> bool:
+    """Whether a master is updated, and the parameter rounded from it."""
+    return row.extra is not None and not _is_remainder(row)
+
+
+def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: bool) -> None:
+    known = (*_DTYPES, torch.uint8)
+    for name, dtype in dtypes.items():
+        legal = _DTYPES if name == "master_param" else known
+        argument = "master_weight_dtype" if name == "master_param" else f"{name}_dtype"
+        if dtype not in legal:
+            expected = ", ".join(map(str, legal))
+            raise ValueError(f"{_NAME}: {argument}={dtype!r}, expected one of {expected}")
+    if not capturable:
+        return
+    if remainders:
+        raise RuntimeError(f"{_NAME}: capturable=True and store_param_remainders=True: choose one")
+    if masters and dtypes["master_param"] is not torch.float32:
+        raise RuntimeError(
+            f"{_NAME}: capturable=True and master_weight_dtype={dtypes['master_param']}: it has to "
+            "be torch.float32"
         )
-        rounded = [
-            (p, new)
-            for (p, _), new in zip(pairs, updated, strict=True)
-            if p.dtype != new.dtype or is_quantized(p)
-        ]
-        if rounded:
-            torch._foreach_copy_([p for p, _ in rounded], [new for _, new in rounded])
+    if dtypes["exp_avg"] is not dtypes["exp_avg_sq"] or dtypes["exp_avg"] not in _DIRECT:
+        raise RuntimeError(
+            f"{_NAME}: capturable=True with exp_avg_dtype={dtypes['exp_avg']} and "
+            f"exp_avg_sq_dtype={dtypes['exp_avg_sq']}: both have to be torch.float32, or both "
+            "torch.bfloat16"
+        )
 
 
 def _check(parameter: Tensor, grad: Tensor) -> None:

@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FusedSGD`: stochastic gradient descent by torch's fused kernel, under the name programs use."""
+"""`FusedSGD`: stochastic gradient descent in one pass of the C library."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from transformer_engine.common import absent
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
+from transformer_engine.pytorch.optimizers.multi_tensor_step import multi_tensor_sgd
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedSGD"]
 
+_NAME = "FusedSGD"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-class FusedSGD(torch.optim.SGD):
-    """Stochastic gradient descent with momentum.
+
+class FusedSGD(torch.optim.Optimizer):
+    """Stochastic gradient descent with momentum, computed in fp32.
 
     Parameters
     ----------
     params : iterable of Parameter or of dict
-        As of `torch.optim.SGD`.
+        fp32, fp16 or bf16, quantized ones too; as of `torch.optim.SGD`.
     lr : float
         Learning rate.
     momentum, dampening, weight_decay, nesterov
-        As of `torch.optim.SGD`.
+        As of `torch.optim.SGD`; the momentum is kept in fp32.
     wd_after_momentum : bool, default False
-        Not there yet.
+        Weight decay is added behind the momentum, not into it.
     materialize_master_grads : bool, default True
         Accepted for its callers: gradients are read where they are.
     set_grad_none : bool, optional
@@ -32,8 +40,6 @@ class FusedSGD(torch.optim.SGD):
     ------
     ValueError
         Numbers that can not be.
-    NotImplementedError
-        ``wd_after_momentum=True``.
     """
 
     def __init__(
@@ -49,20 +55,91 @@ class FusedSGD(torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        del materialize_master_grads
-        if wd_after_momentum:
-            raise absent.refusal("pytorch.optimizers.FusedSGD", "(wd_after_momentum=True)")
-        super().__init__(
-            params,
-            lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            fused=True,
-        )
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, value in numbers.items():
+            if not value >= 0.0:
+                raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
+        if nesterov and (momentum <= 0.0 or dampening != 0.0):
+            raise ValueError(
+                f"{_NAME}: nesterov=True with momentum={momentum!r} and dampening={dampening!r}: "
+                "it needs a momentum, and a dampening of 0"
+            )
+        super().__init__(params, {**numbers, "dampening": dampening, "nesterov": nesterov})
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, or fill them with 0; as of `FusedAdam.zero_grad`."""
         super().zero_grad(self._grad_none if set_to_none is None else set_to_none)
+
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor | None], bool]:
+        """(momenta, whether the last one is new); they are made where they are missing."""
+        found, first = [], True
+        for param in params:
+            state = self.state[param]
+            first = state.get("momentum_buffer") is None
+            if first:
+                state["momentum_buffer"] = torch.zeros_like(wide_copy(param))
+            found.append(state["momentum_buffer"])
+        return found, first
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load what `state_dict` gave, or the state of a `torch.optim.SGD`; momenta in fp32."""
+        super().load_state_dict(state_dict)  # which casts them to the dtype of the parameters
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                found = state_dict["state"].get(key, {}).get("momentum_buffer")
+                if found is not None:
+                    kept = found.to(param.device, torch.float32, copy=True)
+                    self.state[param]["momentum_buffer"] = kept
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> Any:
+        """Take one step; return what `closure` did, which computes loss and gradients again.
+
+        TypeError for a parameter or a gradient that is sparse, or of another dtype.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            for param in ready:
+                _check(param)
+            # A parameter whose first gradient comes later has its first step then.
+            fresh = [p for p in ready if self.state[p].get("momentum_buffer") is None]
+            old = [p for p in ready if self.state[p].get("momentum_buffer") is not None]
+            for params, first in ((fresh, True), (old, False)):
+                self._update(group, params, first)
+        return loss
+
+    def _update(self, group: dict, params: list[Tensor], first: bool) -> None:
+        momentum = group["momentum"]
+        kept = self.get_momentums(params)[0] if momentum != 0.0 else []
+        narrow = [is_quantized(local_part(p)) for p in params]
+        values = [wide_copy(p) if one else p for p, one in zip(params, narrow, strict=True)]
+        lists = [[p.grad for p in params], values, values if momentum == 0.0 else kept]
+        flags: dict[torch.device, Tensor] = {}
+        for param in params:
+            flags.setdefault(param.device, torch.zeros(1, dtype=torch.int32, device=param.device))
+        for device, flag in flags.items():
+            here = [i for i, p in enumerate(params) if p.device == device]
+            multi_tensor_applier(
+                multi_tensor_sgd, flag, [[each[i] for i in here] for each in lists],
+                group["weight_decay"], momentum, group["dampening"], group["lr"],
+                group["nesterov"], first, self.wd_after_momentum, 1.0,
+            )  # fmt: skip
+        for param, value, one in zip(params, values, narrow, strict=True):
+            if one:
+                param.copy_(value)
+
+
+def _check(param: Tensor) -> None:
+    for label, tensor in (("parameter", param), ("gradient", param.grad)):
+        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{_NAME}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
+                "of torch.float32, torch.float16 or torch.bfloat16"
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on lists of tensors, of torch's own ``_foreach`` operators.
+"""Operations on lists of tensors: products by the C library, norms by torch.
 
 An operation is ``op(chunk_size, noop_flag, tensor_lists, *args)``; `multi_tensor_applier` calls it.
 It sets the flag, an int32 tensor of one element, to 1 where it meets Inf or NaN, and never clears
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.pytorch.optimizers.updates import checked_lists, run_update
 
 __all__ = [
     "MultiTensorApply",
@@ -67,18 +70,13 @@ def multi_tensor_scale(
 ) -> None:
     """Write ``input * scale``, computed in fp32, into the second list.
 
-    The lists are of inputs and outputs, of any dtypes; they may be the same tensors. `noop_flag`,
-    [1] int32, is set to 1 where an input is not finite, `scale` is one number; `chunk_size` is
-    ignored.
+    The lists are of inputs and outputs, of fp32, fp16 and bf16; they may be the same tensors.
+    `noop_flag`, [1] int32, is set to 1 where an input is not finite, `scale` is one number;
+    `chunk_size` is ignored.
     """
-    del chunk_size
-    with torch.no_grad():
-        inputs, outputs = tensor_lists
-        # |x| summed in its dtype could overflow; a maximum does not, and passes NaN on.
-        _flag(noop_flag, torch._foreach_norm(inputs, float("inf")))
-        wide = [tensor.to(torch.float32, copy=True) for tensor in inputs]
-        torch._foreach_mul_(wide, scale)
-        torch._foreach_copy_(outputs, wide)
+    inputs, outputs = checked_lists("multi_tensor_scale", tensor_lists, 2)
+    lists = [inputs, outputs, None, None, None, None]
+    run_update(_core.UPDATE_SCALE, 0, lists, noop_flag, {"grad_scale": scale})
 
 
 def multi_tensor_scale_tensor(

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of optimizers over lists of tensors, by torch's fused operators.
+"""Steps of optimizers over lists of tensors, by the C library in one pass.
 
 An operation takes ``(chunk_size, noop_flag, tensor_lists, ...)``: lists of one length, of grads,
 parameters, ...; `chunk_size` is not needed. Where the int32 element of `noop_flag` is not 0 nothing
 is written. No operation waits for the device.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
+from transformer_engine import _core
 from transformer_engine.pytorch.constants import torch_dtype
+from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
 
 __all__ = [
-    "checked_lists",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",
@@ -27,64 +25,38 @@ __all__ = [
     "multi_tensor_sgd",
 ]
 
-Lists = Sequence[Sequence[Tensor]]
-
-_LATE = 1.0e9
-"""A step at which no bias is left to correct: beta to this power is 0."""
-
-
-def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
-    """The lists, detached; ValueError for another number of them, or other lengths."""
-    if len(lists) not in counts or len({len(each) for each in lists}) > 1:
-        expected = " or ".join(map(str, counts))
-        raise ValueError(
-            f"{op}: tensor_lists of {[len(each) for each in lists]} tensors, expected {expected} "
-            "lists of one length"
-        )
-    return [[tensor.detach() for tensor in each] for each in lists]
-
 
 def _write(skip: Tensor, pairs: Any) -> None:
     """Copy new values into tensors, unless there is nothing to do."""
     for old, new in pairs:
-        if old is not new:
-            old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
+        old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
 class _Adam:
     """One step's numbers."""
 
-    def __init__(self, noop_flag: Tensor, lr: Any, betas: tuple, eps: float, step: Any) -> None:
-        self.skip = noop_flag.detach().reshape(()) != 0
-        self.lr = lr.detach().reshape(()) if isinstance(lr, Tensor) else float(lr)
-        self.betas, self.eps, self.step = betas, eps, step
-
-    def update(
-        self, lists: list, mode: int, bias_correction: int, weight_decay: float
-    ) -> list[Tensor]:
-        """Update means in place; the new parameters in fp32, where they are fp32 in place.
-
-        `lists` are gradients, parameters, means and means of squares.
-        """
+    def __init__(
+        self, noop_flag: Tensor, lr: Any, betas: tuple, eps: float, step: Any, rest: tuple
+    ) -> None:
+        mode, bias_correction, decay = rest
         if mode not in (0, 1):
             raise ValueError(f"multi_tensor_adam: mode={mode!r}, expected 0 (L2) or 1 (AdamW)")
-        grads, params, means, squares = ([t.float() for t in each] for each in lists)
-        if not params:
-            return params
-        step = self.step.detach().reshape(()) if isinstance(self.step, Tensor) else self.step
-        before = step - 1 if bias_correction else _LATE
-        steps = [p.new_empty((), dtype=torch.float32).fill_(before) for p in params]
-        function = adamw if mode == 1 else adam
-        function(
-            params, grads, means, squares, [], steps,
-            foreach=False, fused=True, amsgrad=False, maximize=False,
-            found_inf=self.skip.to(params[0].device, torch.float32),
-            beta1=self.betas[0], beta2=self.betas[1], lr=self.lr, eps=self.eps,
-            weight_decay=weight_decay,
-        )  # fmt: skip
-        for old, new in ((lists[2], means), (lists[3], squares)):
-            _write(self.skip, zip(old, new, strict=True))
-        return params
+        self.flag, self.step = noop_flag, step
+        self.flags = _core.UPDATE_DECOUPLED if mode else 0
+        self.flags |= _core.UPDATE_CORRECTED if bias_correction else 0
+        self.numbers = {"lr": lr, "betas": betas, "eps": eps, "decay": decay}
+
+    def run(self, lists: list, rounded: list | None = None, remainders: list | None = None) -> None:
+        """Update values and means of `lists`: gradients, values, means, means of squares."""
+        given = [*lists, rounded, remainders]
+        run_update(_core.UPDATE_ADAM, self.flags, given, self.flag, self.numbers, self.step)
+
+    def with_masters(self, lists: list) -> None:
+        """Update the fifth of the lists, where there is one, and round it into the second."""
+        if len(lists) == 4:
+            self.run(lists)
+        else:
+            self.run([lists[0], lists[4], lists[2], lists[3]], lists[1])
 
 
 def multi_tensor_adam(
@@ -126,26 +98,15 @@ def multi_tensor_adam(
     if noop_flag is None:
         return multi_tensor_adam
     lists = checked_lists("multi_tensor_adam", tensor_lists, 4, 5)
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), eps, step)
-    _step(numbers, lists, mode, bias_correction, weight_decay)
+    rest = mode, bias_correction, weight_decay
+    _Adam(noop_flag, lr, (beta1, beta2), eps, step, rest).with_masters(lists)
     return None
 
 
-def _step(numbers: _Adam, lists: list, mode: int, bias_correction: int, decay: float) -> None:
-    """Update parameters, by fp32 ones where there are some."""
-    updated = [lists[0], lists[-1] if len(lists) == 5 else lists[1], lists[2], lists[3]]
-    new = numbers.update(updated, mode, bias_correction, decay)
-    _write(numbers.skip, zip(updated[1], new, strict=True))
-    if len(lists) == 5:
-        _write(numbers.skip, zip(lists[1], new, strict=True))
-
-
-def _capturable(
-    op: str, count: int, lists: Lists, numbers: _Adam, rest: tuple, inv_scale: Tensor
-) -> None:
-    found = checked_lists(op, lists, count)
-    found[0] = [grad.float() * inv_scale.detach().reshape(()) for grad in found[0]]
-    _step(numbers, found, *rest)
+def _capturable(op: str, count: int, lists: Lists, numbers: _Adam, inv_scale: Tensor) -> None:
+    numbers.flags |= _core.UPDATE_WRITE_GRAD
+    numbers.numbers["grad_scale"] = inv_scale
+    numbers.with_masters(checked_lists(op, lists, count))
 
 
 def multi_tensor_adam_capturable(
@@ -164,11 +125,12 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """`multi_tensor_adam` of four lists, with `lr`, `step` and a factor of gradients on the device.
 
-    `lr` and `inv_scale` are fp32, `step` int32, tensors of one element.
+    `lr` and `inv_scale` are fp32, `step` int32, tensors of one element. Gradients are left times
+    `inv_scale`.
     """
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step)
     rest = mode, bias_correction, weight_decay
-    _capturable("multi_tensor_adam_capturable", 4, tensor_lists, numbers, rest, inv_scale)
+    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
+    _capturable("multi_tensor_adam_capturable", 4, tensor_lists, numbers, inv_scale)
 
 
 def multi_tensor_adam_capturable_master(
@@ -186,9 +148,9 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor,
 ) -> None:
     """`multi_tensor_adam_capturable` with fp32 parameters as a fifth list."""
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step)
     rest = mode, bias_correction, weight_decay
-    _capturable("multi_tensor_adam_capturable_master", 5, tensor_lists, numbers, rest, inv_scale)
+    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
+    _capturable("multi_tensor_adam_capturable_master", 5, tensor_lists, numbers, inv_scale)
 
 
 def multi_tensor_adam_fp8(
@@ -215,18 +177,17 @@ def multi_tensor_adam_fp8(
     lists = checked_lists(op, tensor_lists, 8)
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step)
-    updated = [grads, masters, means, squares]
-    new = numbers.update(updated, mode, bias_correction, weight_decay)
-    _write(numbers.skip, zip(masters, new, strict=True))
-    largest = torch.finfo(dtype).max
+    rest = mode, bias_correction, weight_decay
+    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
+    numbers.run([grads, masters, means, squares])
+    skip, largest = noop_flag.detach().reshape(()) != 0, torch.finfo(dtype).max
     for master, code, scale, amax, inverse in zip(
-        new, codes, scales, amaxes, inverses, strict=True
+        masters, codes, scales, amaxes, inverses, strict=True
     ):
         cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
         top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
         written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
-        _write(numbers.skip, written)
+        _write(skip, written)
 
 
 def multi_tensor_adam_param_remainder(
@@ -250,25 +211,16 @@ def multi_tensor_adam_param_remainder(
     """
     op = "multi_tensor_adam_param_remainder"
     grads, params, means, squares, rests = checked_lists(op, tensor_lists, 5)
-    masters = []
-    for param, rest in zip(params, rests, strict=True):
-        if param.dtype != torch.bfloat16 or rest.dtype != torch.int16:
+    for param, low in zip(params, rests, strict=True):
+        if param.dtype != torch.bfloat16 or low.dtype != torch.int16:
             raise TypeError(
-                f"{op}: a parameter of {param.dtype}, low bits of {rest.dtype}: expected "
+                f"{op}: a parameter of {param.dtype}, low bits of {low.dtype}: expected "
                 "torch.bfloat16 and torch.int16"
             )
-        low = rest.int()
-        high = param.view(torch.int16).int() - (low < 0).int()
-        masters.append(((high << 16) | (low & 0xFFFF)).view(torch.float32))
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step)
-    updated = [grads, masters, means, squares]
-    new = numbers.update(updated, mode, bias_correction, weight_decay)
-    for master, param, rest in zip(new, params, rests, strict=True):
-        bits = master.view(torch.int32)
-        low = bits.to(torch.int16)
-        high = (bits >> 16) + (low < 0).int()
-        written = ((param.view(torch.int16), high.to(torch.int16)), (rest, low))
-        _write(numbers.skip, written)
+    rest = mode, bias_correction, weight_decay
+    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
+    bits = [low.view(torch.bfloat16) for low in rests]  # whatever they mean
+    numbers.run([grads, params, means, squares], None, bits)
 
 
 def multi_tensor_sgd(
@@ -301,20 +253,13 @@ def multi_tensor_sgd(
     scale : float
         Factor of the gradients.
     """
-    lists = checked_lists("multi_tensor_sgd", tensor_lists, 3, 4)
-    skip = noop_flag.detach().reshape(()) != 0
-    for grad, param, state, *narrow in zip(*lists, strict=True):
-        update, value = grad.float() * scale, param.float()
-        if wd != 0.0 and not wd_after_momentum:
-            update = update + wd * value
-        if momentum != 0.0:
-            kept = update if first_run else momentum * state.float() + (1.0 - dampening) * update
-            update = update + momentum * kept if nesterov else kept
-            _write(skip, ((state, kept),))
-        if wd != 0.0 and wd_after_momentum:
-            update = update + wd * value
-        value = value - lr * update
-        _write(skip, [(param, value), *((each, value) for each in narrow)])
+    grads, params, means, *rounded = checked_lists("multi_tensor_sgd", tensor_lists, 3, 4)
+    flags = _core.UPDATE_NESTEROV if nesterov else 0
+    flags |= _core.UPDATE_FIRST if first_run else 0
+    flags |= _core.UPDATE_DECAY_LAST if wd_after_momentum else 0
+    numbers = {"lr": lr, "decay": wd, "momentum": momentum, "dampening": dampening}
+    lists = [grads, params, means if momentum != 0.0 else None, None, *(rounded or [None]), None]
+    run_update(_core.UPDATE_SGD, flags, lists, noop_flag, {**numbers, "grad_scale": scale})
 
 
 def multi_tensor_compute_scale_and_scale_inv(

@@ -153,7 +153,7 @@ _SETTINGS = {
     "amax_epsilon": "float amax_epsilon=0.0",
     "power_2_scale": "bool power_2_scale=False",
     "square": "bool square=False",
-    "hadamard": "bool hadamard=False",
+    "hadamard": "int hadamard=0",
     "margin": "int margin=0",
     "four_over_six": "int four_over_six=0",
     "scales_to_256": "bool scales_to_256=False",
@@ -211,25 +211,25 @@ def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> 
     _traced_cast(source, scaling, dtype, amax_epsilon=epsilon, **fields)
 
 
-def _measure(source: Tensor, hadamard: bool) -> Tensor:
+def _measure(source: Tensor, hadamard: int) -> Tensor:
     partials = torch.empty(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
-    _obeying_amax(source, partials, hadamard=int(hadamard))
+    _obeying_amax(source, partials, hadamard=hadamard)
     return partials
 
 
 _run_measure = traceable(
     "measure_amax",
-    "Tensor source, bool hadamard",
+    "Tensor source, int hadamard",
     1,
     _measure,
     lambda source, hadamard: source.new_empty(_core.AMAX_PARTIALS, dtype=torch.float32),
 )
 
 
-def measure(source: Tensor | Computed, hadamard: bool = False) -> Tensor:
+def measure(source: Tensor | Computed, hadamard: int = 0) -> Tensor:
     """Partial maxima of |source|, fp32 [AMAX_PARTIALS], NaN ignored; the largest is the amax.
 
-    With `hadamard` of the transformed groups of 16 values of a column.
+    With `hadamard` (``te_hadamard``) of the transformed groups of 16 values of a column.
     """
     if isinstance(source, Computed):
         source = source.values()
@@ -259,6 +259,7 @@ def _dequantize(
     dtype: int,
     shape: Sequence[int],
     output: torch.dtype,
+    scales_to_256: bool,
 ) -> Tensor:
     data = column if row is None else row
     element = _core.torch_dtype(dtype)
@@ -273,6 +274,7 @@ def _dequantize(
         column_scales=None if by_rows else column_scales,
         row_amax=row_amax if by_rows else None,
         column_amax=None if by_rows else column_amax,
+        scales_to_256=int(scales_to_256),
     )
     return made
 
@@ -281,13 +283,14 @@ def _dequantize_fake(
     row: Tensor | None, row_scales: Tensor | None, column: Tensor | None, *rest: Any
 ) -> Tensor:
     data = column if row is None else row
-    return data.new_empty(tuple(rest[-2]), dtype=rest[-1])
+    return data.new_empty(tuple(rest[-3]), dtype=rest[-2])
 
 
 _run_dequantize = traceable(
     "dequantize_quantized",
     "Tensor? row, Tensor? row_scales, Tensor? column, Tensor? column_scales, Tensor? row_amax, "
-    "Tensor? column_amax, int scaling, int dtype, SymInt[] shape, ScalarType output",
+    "Tensor? column_amax, int scaling, int dtype, SymInt[] shape, ScalarType output, "
+    "bool scales_to_256",
     1,
     _dequantize,
     _dequantize_fake,
@@ -295,18 +298,26 @@ _run_dequantize = traceable(
 
 
 def dequantize(
-    data: tuple, scaling: int, dtype: int, shape: Sequence[int], to: torch.dtype
+    data: tuple,
+    scaling: int,
+    dtype: int,
+    shape: Sequence[int],
+    to: torch.dtype,
+    scales_to_256: bool = False,
 ) -> Tensor:
     """High precision [...] of quantized data.
 
     `data` are row-wise data and scales, column-wise data and scales, and maybe the amaxes of both;
-    column-wise ones are read where there are no row-wise ones.
+    column-wise ones are read where there are no row-wise ones. `scales_to_256`: of NVFP4, its group
+    scales go up to 256.
     """
     output = to if to in _HIGH_PRECISION else torch.float32
     one = data[2] if data[0] is None else data[0]
     given = (*data, None, None)[:6]
     made = _run_dequantize(
-        torch_ops.behind_operators(one), *given, scaling, dtype, list(shape), output
+        torch_ops.behind_operators(one),
+        *given,
+        *(scaling, dtype, list(shape), output, scales_to_256),
     )
     return made.to(to)
 

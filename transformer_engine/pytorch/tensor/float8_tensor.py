@@ -408,6 +408,20 @@ class _PerTensorQuantizer(Quantizer):
         casts.cast(source, _MODE, code_of(into._fp8_dtype), **forms, **how, noop=noop)
 
 
+def _of_slots(name: str) -> property:
+    """An attribute that may be a view of a module's slots: read once their scales are made."""
+
+    def read(self: Any) -> Tensor:
+        if self._bound is not None:
+            self._bound.settle("forward")
+        return self.__dict__[name]
+
+    def write(self: Any, value: Tensor) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
 class Float8Quantizer(_PerTensorQuantizer):
     """Casts with a scale that somebody else sets: delayed scaling.
 
@@ -437,10 +451,13 @@ class Float8Quantizer(_PerTensorQuantizer):
         measure_first: bool = False,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._bound: Any = None  # slots of a module, which have the scale and amax
         self.scale, self.amax = scale, amax
         self.dtype = fp8_type("Float8Quantizer: fp8_dtype", fp8_dtype)
         self.measure_first = bool(measure_first)
-        self._bound: Any = None  # slots of a module, which have the scale and amax
+
+    scale = _of_slots("scale")
+    amax = _of_slots("amax")
 
     def copy(self) -> "Float8Quantizer":
         """Copy the settings; scale and amax are shared."""
@@ -450,6 +467,8 @@ class Float8Quantizer(_PerTensorQuantizer):
 
     def __getstate__(self) -> dict:
         """Copy and pickle the values of scale and amax, apart from a module's slots."""
+        if self._bound is not None:
+            self._bound.settle("forward")
         return {**self.__dict__, "_bound": None}
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:

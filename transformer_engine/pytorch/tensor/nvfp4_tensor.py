@@ -24,6 +24,10 @@ __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 
 ERR_MODES = {"MAE": 1, "MSE": 2}
 """How groups choose between 4 and 6: te_four_over_six of the C header."""
+_USUAL = {"_row_scaled_nvfp4": False, "_nvfp4_e4m3_max": 448, "_with_random_sign_mask": True}
+"""Settings that nobody has to say."""
+SIGNED, UNSIGNED = 1, 2
+"""How columns are transformed: te_hadamard of the C header."""
 
 
 def _packed(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
@@ -43,8 +47,10 @@ class NVFP4TensorStorage(TwoFormStorage):
     Data are [M, roundup(K, 16) / 2], and column-wise [K, roundup(M, 16) / 2]. Their scales (E4M3
     in uint8) are [roundup(M, 128), roundup(ceil(K / 16), 4)], of the column-wise ones with K and M
     swapped; ``amax_rowwise`` and ``amax_columnwise``, fp32 [1], make up the scale of the tensor
-    (with ``row_scaled_nvfp4`` the former, [M], that of each row). Where scales of groups go up to
-    256 instead of 448 they are 448 / 256 times the amax, so that all data is read alike.
+    (with ``row_scaled_nvfp4`` the former, [M], that of each row). ``nvfp4_e4m3_max`` is the largest
+    scale of a group that there may be, 448 or 256: a value is code * scale * amax / (6 * that).
+    With ``with_rht`` the column-wise values are transformed, and negated first unless
+    ``with_random_sign_mask`` is False.
     """
 
     _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
@@ -53,6 +59,8 @@ class NVFP4TensorStorage(TwoFormStorage):
         "_is_2D_scaled",
         "_with_rht",
         "_row_scaled_nvfp4",
+        "_nvfp4_e4m3_max",
+        "_with_random_sign_mask",
         "_logical_shape",
         "_with_gemm_swizzled_scales",
     )
@@ -62,7 +70,9 @@ class NVFP4TensorStorage(TwoFormStorage):
     _amax_columnwise: Tensor | None
     _is_2D_scaled: bool  # squares of 16 x 16 values have one scale
     _with_rht: bool  # the column-wise values are transformed
-    _row_scaled_nvfp4: bool = False  # each row has an amax
+    _row_scaled_nvfp4: bool  # each row has an amax
+    _nvfp4_e4m3_max: int
+    _with_random_sign_mask: bool
     _logical_shape: tuple[int, ...]
     _with_gemm_swizzled_scales = rows_of_scales
 
@@ -83,6 +93,17 @@ class NVFP4TensorStorage(TwoFormStorage):
         if fields.get("_logical_shape") is None:  # nobody said so: without padding
             fields = {**fields, "_logical_shape": _shape_of_pairs(fields)}
         super()._take(fields, dtype)
+        for name, usual in _USUAL.items():
+            if getattr(self, name) is None:
+                setattr(self, name, usual)
+        if self._nvfp4_e4m3_max not in (448, 256):
+            raise ValueError(
+                f"{type(self).__name__}: nvfp4_e4m3_max={self._nvfp4_e4m3_max!r}, expected 448 or "
+                "256"
+            )
+
+    def _scales_to_256(self) -> bool:
+        return self._nvfp4_e4m3_max == 256
 
     def _of_layout(self) -> TwoFormQuantizer:
         return NVFP4Quantizer(self._fp8_dtype)
@@ -174,11 +195,6 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
     ) -> "NVFP4Tensor":
         """A tensor of what older files hold."""
         del nvfp4_use_4over6  # how groups were cast, not how they are read
-        if nvfp4_e4m3_max != 448:
-            raise NotImplementedError(
-                f"a pickled NVFP4Tensor: nvfp4_e4m3_max={nvfp4_e4m3_max}: its amax is kept in "
-                "another unit here: quantize the values again"
-            )
         return cls(
             shape,
             dtype,
@@ -194,6 +210,8 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
             with_rht=getattr(quantizer, "with_rht", False),
             with_gemm_swizzled_scales=with_gemm_swizzled_scales,
             row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_e4m3_max=nvfp4_e4m3_max,
+            with_random_sign_mask=getattr(quantizer, "with_random_sign_mask", True),
         )
 
 
@@ -228,7 +246,7 @@ class NVFP4Quantizer(TwoFormQuantizer):
     nvfp4_4over6_err_mode : {"MAE", "MSE"}, default "MAE"
         What it loses: the sum of errors, or of their squares.
     with_random_sign_mask : bool, default True
-        Not read: the signs are those of the definition.
+        The transform negates some values first, by the signs of the recipe; False: none.
 
     Raises
     ------
@@ -259,7 +277,6 @@ class NVFP4Quantizer(TwoFormQuantizer):
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
     ) -> None:
-        del with_random_sign_mask
         if with_2d_quantization and (with_rht or row_scaled_nvfp4):
             other = "with_rht" if with_rht else "row_scaled_nvfp4"
             raise ValueError(f"NVFP4Quantizer: {other} and with_2d_quantization: give one of them")
@@ -282,6 +299,7 @@ class NVFP4Quantizer(TwoFormQuantizer):
         self.nvfp4_use_4over6 = bool(nvfp4_use_4over6)
         self.nvfp4_e4m3_max = int(nvfp4_e4m3_max)
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
+        self.with_random_sign_mask = bool(with_random_sign_mask)
 
     def _mode(self) -> int:
         return _core.SCALING_NVFP4
@@ -311,6 +329,8 @@ class NVFP4Quantizer(TwoFormQuantizer):
             "_is_2D_scaled": self.with_2d_quantization,
             "_with_rht": self.with_rht,
             "_row_scaled_nvfp4": self.row_scaled_nvfp4,
+            "_nvfp4_e4m3_max": self.nvfp4_e4m3_max,
+            "_with_random_sign_mask": self.with_random_sign_mask,
             "_logical_shape": tuple(shape),
             "_with_gemm_swizzled_scales": False,
         }
@@ -330,20 +350,20 @@ class NVFP4Quantizer(TwoFormQuantizer):
             "square": into._is_2D_scaled,
             "row_scaled": by_rows,
             "four_over_six": ERR_MODES[self.nvfp4_4over6_err_mode] * self.nvfp4_use_4over6,
-            "scales_to_256": self.nvfp4_e4m3_max == 256,
+            "scales_to_256": into._scales_to_256(),
         }
         if amax is not None:
             how["partials"] = casts.partials_of(amax)
         elif columns or not by_rows:
-            how["partials"] = self._measured(source, False)
+            how["partials"] = self._measured(source, 0)
         if into._with_rht and columns:
-            how["column_partials"] = self._measured(source, True)
-            how["hadamard"] = True
+            how["hadamard"] = SIGNED if into._with_random_sign_mask else UNSIGNED
+            how["column_partials"] = self._measured(source, how["hadamard"])
         if self.stochastic_rounding:
             how["rng"] = draw_pair(source)
         return how
 
-    def _measured(self, source: Tensor, hadamard: bool) -> Tensor:
+    def _measured(self, source: Tensor, hadamard: int) -> Tensor:
         partials = casts.measure(source, hadamard)
         if self.with_amax_reduction:
             torch.distributed.all_reduce(
@@ -361,5 +381,6 @@ class NVFP4Quantizer(TwoFormQuantizer):
             "nvfp4_use_4over6",
             "nvfp4_e4m3_max",
             "nvfp4_4over6_err_mode",
+            "with_random_sign_mask",
         )
         return {"fp4_dtype": int(self.dtype), **{name: getattr(self, name) for name in names}}

@@ -136,6 +136,7 @@ def _nvfp4(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
         nvfp4_use_4over6=_has(cast, _core.CAST_FOUR_OVER_SIX),
         nvfp4_e4m3_max=256 if _has(cast, _core.CAST_TO_256) else 448,
         nvfp4_4over6_err_mode="MSE" if _has(cast, _core.CAST_SQUARED) else "MAE",
+        with_random_sign_mask=not _has(cast, _core.CAST_UNSIGNED),
     )
 
 
@@ -172,9 +173,13 @@ def _has_tiles(tensor: Any, quantization: Quantization, role: str) -> bool:
 def _is_fp4_of(tensor: Any, quantization: Quantization, role: str) -> bool:
     """Input and gradient are transformed alike, as they meet in a GEMM, or neither is."""
     cast = cast_of(quantization, role)
-    turned = _is_wide(quantization) or tensor._with_rht == _has(cast, _core.CAST_HADAMARD)
+    signed = not _has(cast, _core.CAST_UNSIGNED)
+    alike = tensor._with_rht == _has(cast, _core.CAST_HADAMARD) and (
+        not tensor._with_rht or tensor._with_random_sign_mask == signed
+    )
     return (
-        turned
+        (_is_wide(quantization) or alike)
+        and tensor._nvfp4_e4m3_max == (256 if _has(cast, _core.CAST_TO_256) else 448)
         and tensor._row_scaled_nvfp4 == _has(cast, _core.CAST_ROW_SCALED)
         and tensor._is_2D_scaled == _has(cast, _core.CAST_TILES_2D)
         and _is_whole(tensor, quantization, role)

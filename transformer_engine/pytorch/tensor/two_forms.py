@@ -149,7 +149,12 @@ class TwoFormStorage(QuantizedTensorStorage):
         if self._rowwise_data is None and self._columnwise_data is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = self.get_data_tensors()
-        return casts.dequantize(data, self._mode(), self._code(), shape, dtype)
+        to_256 = self._scales_to_256()
+        return casts.dequantize(data, self._mode(), self._code(), shape, dtype, to_256)
+
+    def _scales_to_256(self) -> bool:
+        """Whether the scales of groups of NVFP4 go up to 256 instead of 448."""
+        return False
 
     def _code(self) -> int:
         """``_core.DTYPE_*`` of the elements of its data."""

@@ -111,13 +111,14 @@ class ModuleRecord:
             dtype = (column if row is None else row).dtype
             record = self.casts.setdefault((part, role), CastRecord(dtype))
             node = buffers.plan.graph.node(stage.node)
-            mode = scaling_mode(OperandCast(*node.quantization[role]))
+            cast = OperandCast(*node.quantization[role])
             values = values.flatten(0, -2)
             if scales[0] is not None:
-                scale = scale_matrix(mode, scales[0], *values.shape, *scales[2:3])
+                scale = scale_matrix(cast, scales[0], *values.shape, *scales[2:3])
             else:
-                turned = scales[1].t() if mode == _core.SCALING_MXFP8 else scales[1]
-                scale = scale_matrix(mode, turned, *values.t().shape, *scales[3:4]).t()
+                lies_in_rows = scaling_mode(cast) == _core.SCALING_MXFP8
+                turned = scales[1].t() if lies_in_rows else scales[1]
+                scale = scale_matrix(cast, turned, *values.t().shape, *scales[3:4]).t()
             record.add(values, scale, dtype)
 
     def _count_gemm(self, part: int, stage: Stage, done: bool) -> None:

@@ -315,7 +315,7 @@ def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
     shape = scales_shape(mode, rows, columns if micro else padded)
     made = weight.new_empty(shape, dtype=torch.uint8 if micro else torch.float32)
     _core.quantize(weight, mode=mode, row=data, row_scales=made, **options)
-    return scale_matrix(mode, made, rows, columns, options.get("row_amax"))
+    return scale_matrix(cast, made, rows, columns, options.get("row_amax"))
 
 
 def _weight(

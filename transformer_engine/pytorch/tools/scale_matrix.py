@@ -67,13 +67,14 @@ def scales_shape(mode: int, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def scale_matrix(
-    mode: int, scales: Any, rows: int, columns: int, amax: Tensor | None = None
+    cast: OperandCast, scales: Any, rows: int, columns: int, amax: Tensor | None = None
 ) -> Tensor:
     """What elements of [rows, columns] were multiplied with, as a matrix that broadcasts to it.
 
     Exact under one scale per tensor and where scales are powers of two; else 1 / (1 / scale). Of
     NVFP4 with the amax of the tensor.
     """
+    mode = scaling_mode(cast)
     if mode == _core.SCALING_TENSOR:
         return scales[1]
     if mode == _core.SCALING_ROW:
@@ -82,7 +83,8 @@ def scale_matrix(
         found = torch.exp2(127.0 - scales[:rows].float())
         return found.repeat_interleave(32, 1)[:, :columns]
     if mode == _core.SCALING_NVFP4:
-        tensor = (6.0 * 448.0 / amax.reshape(-1, 1)).clamp(max=torch.finfo(torch.float32).max)
+        largest = 256.0 if cast.options & _core.CAST_TO_256 else 448.0
+        tensor = (6.0 * largest / amax.reshape(-1, 1)).clamp(max=torch.finfo(torch.float32).max)
         found = tensor / scales[:rows].contiguous().view(torch.float8_e4m3fn).float()
         return found.repeat_interleave(16, 1)[:, :columns]
     found = scales.reciprocal()

@@ -46,7 +46,7 @@ def fused_amax_and_scale_update_after_reduction(
         amax = numbers[0] if most_recent else numbers.amax(0)
         made = torch.full_like(amax, largest) / amax
         made = made.clamp(max=torch.finfo(torch.float32).max)
-        scale.copy_(torch.where(amax.isfinite() & (amax > 0), made, scale))
+        scale.copy_(torch.where(used & amax.isfinite() & (amax > 0), made, scale))
         moved = history.roll(-1, 0)
         moved[0] = 0
         history.copy_(torch.where(used, moved, history))

@@ -10,6 +10,7 @@ from transformer_engine.pytorch import plugins
 from transformer_engine.pytorch.attention.dot_product_attention import masks, native
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.operators import aligned, with_aligned_gradient
 
 __all__ = ["attend"]
 
@@ -41,7 +42,7 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
 
     What the class runs of this library asks no plug-in.
     """
-    query, key, value = heads.split()
+    query, key, value = (aligned(tensor) for tensor in heads.split())
     mask, window = options.attn_mask_type, options.window_size
     biased = options.core_attention_bias_type == "alibi"
     slopes = options.alibi_slopes
@@ -63,4 +64,4 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
             window_size=core.window_size if window is None else window,
             alibi_slopes=slopes if biased else None,
         )
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return with_aligned_gradient(out).reshape(*query.shape[:-1], value.shape[-1])

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
+from transformer_engine.pytorch.operators import aligned, with_aligned_gradient
 
 
 def attend(
@@ -24,6 +25,14 @@ def attend(
     # cuDNN refuses to drop everything, and makes nothing of a batch of none.
     plain = dropout == 1.0 or query.numel() == 0 or key.numel() == 0
     with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, None, dropout, causal, scale=scale, enable_gqa=grouped
+        out = torch.nn.functional.scaled_dot_product_attention(
+            aligned(query),
+            aligned(key),
+            aligned(value),
+            None,
+            dropout,
+            causal,
+            scale=scale,
+            enable_gqa=grouped,
         )
+    return with_aligned_gradient(out)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in three steps on the library's own softmax: every mask, window and bias."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,25 +21,25 @@ def attend(
     are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
     being unscaled. Shapes: query [batch, heads, queries, channels], key [batch, groups, keys,
     channels], value [batch, groups, keys, channels of values]; the output [batch, heads, queries,
-    channels of values] is contiguous. A `score_mod` of the limits changes the scaled scores, in
-    fp32, before bias and mask. Where the limits want them, the largest scores [heads] fp32
-    follow, without a gradient.
+    channels of values] is contiguous. A `score_mod` of the limits changes the scaled scores before
+    bias and mask; they are in fp32 then, and so is the product. Where the limits want them, the
+    largest scores [heads] fp32 follow, without a gradient.
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
     limits = limits.as_tensors(queries, keys)
     diagonal = keys - queries if limits.bottom_right else 0
     folded = heads // groups * queries
-    scores = torch.baddbmm(
-        query.new_empty(1),  # times 0: not read
+    factors = (
         query.reshape(batch * groups, folded, channels),
         key.reshape(batch * groups, keys, channels).transpose(1, 2),
-        beta=0,
-        alpha=scale,
     )
-    scores = scores.view(batch, heads, queries, keys)
-    if limits.score_mod is not None:
-        scores = limits.score_mod(scores.float())
+    if limits.score_mod is None:
+        scores = _product(*factors, scale).view(batch, heads, queries, keys)
+    else:
+        with _in_own_dtypes(query.device):
+            scores = _product(*(factor.float() for factor in factors), scale)
+        scores = limits.score_mod(scores.view(batch, heads, queries, keys))
     probabilities = scaled_softmax(
         scores,
         limits.mask,
@@ -55,6 +56,18 @@ def attend(
     out = torch.bmm(weights, values)
     out = out.view(batch, heads, queries, value.shape[3])
     return (out, _largest(scores.detach(), limits, diagonal)) if limits.wants_top else out
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    nothing = a.new_empty(1)  # times 0: not read
+    return torch.baddbmm(nothing, a, b, beta=0, alpha=scale)
+
+
+def _in_own_dtypes(device: torch.device) -> Any:
+    """Without `torch.autocast`, which would round what is multiplied."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _largest(scores: Tensor, limits: Limits, diagonal: int) -> Tensor:

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "cuda/disk_cache.h"
+#define _POSIX_C_SOURCE 200809L /* fdopen */
+#include "core/disk_cache.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,10 +9,12 @@
 #include <unistd.h>
 
 #include "core/fork.h"
+#include "core/private_file.h"
 #include "core/status.h"
 
 #define PATH_BYTES 4096
 #define NAME_BYTES 128
+#define REASON_BYTES (PATH_BYTES + 256)
 
 /* Before the bytes. */
 typedef struct cache_header {
@@ -28,15 +30,23 @@ static char folder[PATH_BYTES]; /* guarded by lock; "": nothing is kept */
 te_status te_cache_set_folder(const char *path)
 {
     const size_t length = path != NULL ? strlen(path) : 0;
-    if (length >= PATH_BYTES - NAME_BYTES) {
+    char why[REASON_BYTES] = "";
+    int kept = 1;
+    if (length >= PATH_BYTES) {
         return TE_FAIL(TE_ERROR_INVALID, "cache_dir has %zu bytes, at most %d are possible", length,
-                       PATH_BYTES - NAME_BYTES - 1);
+                       PATH_BYTES - 1);
+    }
+    if (length > 0) {
+        const int opened = te_private_folder(path, why, sizeof why);
+        if (opened >= 0) (void)close(opened);
+        kept = why[0] == '\0';
     }
     (void)pthread_mutex_lock(&lock);
-    if (length > 0) memcpy(folder, path, length);
-    folder[length] = '\0';
+    if (length > 0 && kept) memcpy(folder, path, length);
+    folder[kept ? length : 0] = '\0';
     (void)pthread_mutex_unlock(&lock);
-    return TE_OK;
+    if (kept) return TE_OK;
+    return TE_FAIL(TE_ERROR_STATE, "nothing is kept on disk: cache_dir %s", why);
 }
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t size)
@@ -56,34 +66,42 @@ void te_cache_key_add(te_cache_key *key, const void *data, size_t size)
     for (int i = 0; i < 2; i++) key->hashes[i] = hash_bytes(key->hashes[i], data, size);
 }
 
-/* Path of the file, "" where nothing is kept. */
-static void path_of(const te_cache_key *key, char path[PATH_BYTES])
+/* The file's name in the folder, which is opened: a descriptor, or -1 where nothing is kept. */
+static int open_folder(const te_cache_key *key, char name[NAME_BYTES])
 {
-    path[0] = '\0';
+    char path[PATH_BYTES], why[REASON_BYTES];
     (void)pthread_mutex_lock(&lock);
-    if (folder[0] != '\0') {
-        (void)mkdir(folder, 0700);
-        (void)snprintf(path, PATH_BYTES, "%.*s/%.32s-%016llx%016llx.bin", PATH_BYTES - NAME_BYTES,
-                       folder, key->kind, (unsigned long long)key->hashes[0],
-                       (unsigned long long)key->hashes[1]);
-    }
+    memcpy(path, folder, sizeof path);
     (void)pthread_mutex_unlock(&lock);
+    if (path[0] == '\0') return -1;
+    (void)mkdir(path, S_IRWXU);
+    (void)snprintf(name, NAME_BYTES, "%.32s-%016llx%016llx.bin", key->kind,
+                   (unsigned long long)key->hashes[0], (unsigned long long)key->hashes[1]);
+    return te_private_folder(path, why,
+                             sizeof why); /* it may have changed hands since it was set */
 }
 
 int te_cache_read(const te_cache_key *key, void **data, size_t *size)
 {
-    char path[PATH_BYTES];
+    char name[NAME_BYTES];
     cache_header header;
     struct stat status;
     FILE *file;
-    int good = 0;
+    int at, opened, good = 0;
     *data = NULL;
-    path_of(key, path);
-    file = path[0] != '\0' ? fopen(path, "rb") : NULL;
-    if (file == NULL) return 0;
-    if (fstat(fileno(file), &status) == 0 && fread(&header, sizeof header, 1, file) == 1 &&
+    at = open_folder(key, name);
+    if (at < 0) return 0;
+    opened = te_private_open(at, name);
+    (void)close(at);
+    file = opened < 0 ? NULL : fdopen(opened, "rb");
+    if (file == NULL) {
+        if (opened >= 0) (void)close(opened);
+        return 0;
+    }
+    if (fstat(opened, &status) == 0 && fread(&header, sizeof header, 1, file) == 1 &&
         memcmp(header.magic, cache_magic, sizeof cache_magic) == 0 && header.size > 0 &&
-        (uint64_t)status.st_size == header.size + sizeof header) {
+        status.st_size > (off_t)sizeof header &&
+        (uint64_t)status.st_size - sizeof header == header.size) {
         *size = (size_t)header.size;
         *data = malloc(*size);
         good = *data != NULL && fread(*data, 1, *size, file) == *size &&
@@ -99,19 +117,12 @@ int te_cache_read(const te_cache_key *key, void **data, size_t *size)
 
 void te_cache_write(const te_cache_key *key, const void *data, size_t size)
 {
-    static atomic_uint writes;
-    char path[PATH_BYTES], scratch[PATH_BYTES + 48];
+    char name[NAME_BYTES];
     cache_header header = {.size = size, .hash = hash_bytes(0, data, size)};
-    FILE *file;
-    int good;
-    path_of(key, path);
-    if (path[0] == '\0') return;
+    const int at = open_folder(key, name);
+    if (at < 0) return;
     memcpy(header.magic, cache_magic, sizeof header.magic);
-    (void)snprintf(scratch, sizeof scratch, "%s.%ld.%u.tmp", path, (long)getpid(),
-                   atomic_fetch_add(&writes, 1)); /* two devices may make the same at a time */
-    file = fopen(scratch, "wb");
-    if (file == NULL) return;
-    good = fwrite(&header, sizeof header, 1, file) == 1 && fwrite(data, 1, size, file) == size;
-    good = fclose(file) == 0 && good;
-    if (!good || rename(scratch, path) != 0) (void)remove(scratch);
+    (void)te_private_replace(at, name, (const void *const[2]){&header, data},
+                             (const size_t[2]){sizeof header, size});
+    (void)close(at);
 }

@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * update.c - te_update: its checks, and the device that runs it.
+ */
+#include "core/update.h"
+
+#include <math.h>
+
+#include "core/context.h"
+#include "core/status.h"
+#include "core/tensor.h"
+
+#define BIT(name) (1U << TE_UPDATE_##name)
+
+static const char *const list_names[TE_UPDATE_LIST_COUNT] = {
+#define X(NAME, name) #name,
+    TE_UPDATE_LISTS(X)
+#undef X
+};
+
+static const struct {
+    const char *name;
+    unsigned required, allowed;
+} kinds[TE_UPDATE_KIND_COUNT] = {
+    [TE_UPDATE_ADAM] = {"adam", BIT(GRAD) | BIT(VALUE) | BIT(MEAN) | BIT(SQUARE),
+                        (1U << TE_UPDATE_LIST_COUNT) - 1U},
+    [TE_UPDATE_SGD] = {"sgd", BIT(GRAD) | BIT(VALUE),
+                       BIT(GRAD) | BIT(VALUE) | BIT(MEAN) | BIT(ROUNDED)},
+    [TE_UPDATE_SCALE] = {"scale", BIT(GRAD) | BIT(VALUE), BIT(GRAD) | BIT(VALUE)},
+};
+
+_Static_assert((int)TE_STEP_DECOUPLED == (int)TE_UPDATE_DECOUPLED &&
+                   (int)TE_STEP_CORRECTED == (int)TE_UPDATE_CORRECTED &&
+                   (int)TE_STEP_NESTEROV == (int)TE_UPDATE_NESTEROV &&
+                   (int)TE_STEP_FIRST == (int)TE_UPDATE_FIRST &&
+                   (int)TE_STEP_DECAY_LAST == (int)TE_UPDATE_DECAY_LAST &&
+                   (int)TE_STEP_WRITE_GRAD == (int)TE_UPDATE_WRITE_GRAD,
+               "flags are the same bits in kernels");
+
+te_update_numbers te_update_numbers_of(const te_update_args *args)
+{
+    const int corrected = (args->flags & TE_UPDATE_CORRECTED) != 0U && args->step_at == NULL;
+    te_update_numbers numbers = {.lr = (float)args->lr,
+                                 .beta1 = (float)args->beta1,
+                                 .rest1 = (float)(1.0 - args->beta1),
+                                 .beta2 = (float)args->beta2,
+                                 .rest2 = (float)(1.0 - args->beta2),
+                                 .eps = (float)args->eps,
+                                 .decay = (float)args->decay,
+                                 .grad_scale = (float)args->grad_scale,
+                                 .correction1 = 1.0F,
+                                 .correction2 = 1.0F,
+                                 .momentum = (float)args->momentum,
+                                 .taken = (float)(1.0 - args->dampening),
+                                 .flags = (int)args->flags};
+    if (corrected) {
+        numbers.correction1 = te_update_correction(args->beta1, args->step);
+        numbers.correction2 = te_update_correction(args->beta2, args->step);
+    }
+    return numbers;
+}
+
+/* ---- checks ------------------------------------------------------------------------------- */
+
+#define INVALID(...) TE_FAIL(TE_ERROR_INVALID, "update: " __VA_ARGS__)
+
+static te_status check_tensor(const te_update_args *args, te_device device, int list, int64_t i)
+{
+    const te_tensor *tensor = &args->lists[list][i];
+    const char *name = list_names[list];
+    int64_t dense = 1, wanted;
+    if (tensor->ndim < 0 || tensor->ndim > TE_MAX_DIMS) {
+        return INVALID("%s %lld: ndim = %d, expected 0 to %d", name, (long long)i,
+                       (int)tensor->ndim, TE_MAX_DIMS);
+    }
+    for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
+        if (tensor->shape[d] < 0 || (tensor->shape[d] > 1 && tensor->strides[d] != dense)) {
+            return INVALID("%s %lld: dim %d: size %lld and stride %lld, expected a dense tensor",
+                           name, (long long)i, (int)d, (long long)tensor->shape[d],
+                           (long long)tensor->strides[d]);
+        }
+        if (tensor->shape[d] > 0 && dense > INT64_MAX / tensor->shape[d]) {
+            return INVALID("%s %lld: more elements than 64 bits count", name, (long long)i);
+        }
+        dense *= tensor->shape[d];
+    }
+    wanted = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]);
+    if (dense != wanted) {
+        return INVALID("%s %lld: %lld elements, expected the %lld of its gradient", name,
+                       (long long)i, (long long)dense, (long long)wanted);
+    }
+    if (tensor->data == NULL && dense > 0) {
+        return INVALID("%s %lld: data is NULL", name, (long long)i);
+    }
+    if (tensor->device.type != device.type || tensor->device.index != device.index) {
+        return INVALID("%s %lld: device (%d, %d) is not the context's (%d, %d): move the tensor",
+                       name, (long long)i, (int)tensor->device.type, (int)tensor->device.index,
+                       (int)device.type, (int)device.index);
+    }
+    if (!te_dtype_is_high_precision(tensor->dtype) || tensor->dtype != args->lists[list][0].dtype) {
+        return TE_FAIL(TE_ERROR_TYPE,
+                       "update: %s %lld: dtype %s, expected f32, f16 or bf16, one for the list",
+                       name, (long long)i, te_dtype_name(tensor->dtype));
+    }
+    return TE_OK;
+}
+
+static te_status check_lists(const te_update_args *args, te_device device)
+{
+    const te_tensor *const *lists = args->lists;
+    unsigned given = 0;
+    for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
+        const unsigned bit = 1U << list;
+        if (lists[list] != NULL) given |= bit;
+        if (lists[list] == NULL && (kinds[args->kind].required & bit) != 0U) {
+            return INVALID("%s: is missing: %s needs it", list_names[list], kinds[args->kind].name);
+        }
+        if (lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U) {
+            return INVALID("%s: %s has no such list", list_names[list], kinds[args->kind].name);
+        }
+    }
+    if (args->kind == TE_UPDATE_SGD && args->momentum != 0.0 && lists[TE_UPDATE_MEAN] == NULL) {
+        return INVALID("mean: is missing: momentum = %g needs it", args->momentum);
+    }
+    for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
+        for (int64_t i = 0; lists[list] != NULL && i < args->count; i++) {
+            TE_TRY(check_tensor(args, device, list, i));
+        }
+    }
+    if ((given & BIT(REMAINDER)) != 0U && (lists[TE_UPDATE_VALUE][0].dtype != TE_DTYPE_BF16 ||
+                                           lists[TE_UPDATE_REMAINDER][0].dtype != TE_DTYPE_BF16)) {
+        return TE_FAIL(TE_ERROR_TYPE,
+                       "update: remainder: dtype %s beside a value of %s, expected "
+                       "bf16 and bf16",
+                       te_dtype_name(lists[TE_UPDATE_REMAINDER][0].dtype),
+                       te_dtype_name(lists[TE_UPDATE_VALUE][0].dtype));
+    }
+    return TE_OK;
+}
+
+static te_status check_numbers(const te_update_args *args)
+{
+    const double betas[] = {args->beta1, args->beta2};
+    for (int i = 0; i < 2 && args->kind == TE_UPDATE_ADAM; i++) {
+        if (!(betas[i] >= 0.0 && betas[i] <= 1.0)) {
+            return INVALID("beta%d = %g, expected 0 to 1", i + 1, betas[i]);
+        }
+    }
+    if (args->kind == TE_UPDATE_ADAM && args->step_at == NULL && args->step < 1) {
+        return INVALID("step = %lld, expected a number from 1 on", (long long)args->step);
+    }
+    return TE_OK;
+}
+
+te_status te_update(te_context *context, const te_update_args *args, void *stream)
+{
+    te_device device;
+    TE_TRY(te_context_check(context));
+    if (args == NULL) return INVALID("args is NULL");
+    if (args->size != sizeof *args) {
+        return INVALID("args->size = %zu, expected %zu", args->size, sizeof *args);
+    }
+    if ((unsigned)args->kind >= TE_UPDATE_KIND_COUNT) {
+        return INVALID("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
+    }
+    if (args->flags >= 2U * TE_UPDATE_WRITE_GRAD) {
+        return INVALID("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
+                       2U * TE_UPDATE_WRITE_GRAD - 1U);
+    }
+    if (args->count < 0) return INVALID("count = %lld is negative", (long long)args->count);
+    TE_TRY(check_numbers(args));
+    if (args->count == 0) return TE_OK;
+    device = te_context_device(context);
+    TE_TRY(check_lists(args, device));
+    return te_context_driver(context)->update(context, args, stream);
+}

@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * update.h - parameters of updates over lists of tensors. Device pointers are borrowed for the
+ * launch. Read by gcc, nvcc and NVRTC.
+ */
+#ifndef TE_CUDA_KERNELS_UPDATE_H
+#define TE_CUDA_KERNELS_UPDATE_H
+
+#include "core/update_math.h"
+#include "cuda/device/types.h"
+
+enum {
+    TE_UPDATE_THREADS = 256,
+    TE_UPDATE_GROUP = 4, /* neighbouring elements of a thread: 16 bytes of fp32 */
+    TE_UPDATE_UNROLL = 2,
+    TE_UPDATE_CHUNK = 16384, /* elements of a block */
+    TE_UPDATE_ENTRIES = 60   /* tensors of a launch: parameters have 4 KiB */
+};
+
+/* One tensor of each list; NULL where there is no list. */
+typedef struct te_update_entry {
+    unsigned char *grad, *value, *mean, *square, *rounded, *remainder;
+    te_index count;
+    unsigned first; /* its first block */
+    int aligned;    /* every group of every list is aligned */
+} te_update_entry;
+
+typedef struct te_update_params {
+    te_update_entry entries[TE_UPDATE_ENTRIES];
+    te_update_numbers numbers;
+    double beta1, beta2;                /* for step_at */
+    const float *lr_at, *grad_scale_at; /* in place of numbers; NULL: those */
+    const int *step_at;
+    int *flag;       /* NULL: nobody asks */
+    int count;       /* entries */
+    unsigned dtypes; /* TE_STORE_*, 4 bits each, from the lowest: see update.cu */
+} te_update_params;
+
+#endif

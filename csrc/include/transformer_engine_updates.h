@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * transformer_engine_updates.h - public C API: one pass over lists of tensors, as optimizers take
+ * it.
+ *
+ * Part of transformer_engine.h, which has the types of everything here. Not in the operator table:
+ * an operator has single tensors, an update has lists of any length.
+ */
+#ifndef TRANSFORMER_ENGINE_UPDATES_H
+#define TRANSFORMER_ENGINE_UPDATES_H
+
+#ifndef TRANSFORMER_ENGINE_H
+#error "include transformer_engine.h, which includes this file"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* All in fp32, element by element, with g the gradient times grad_scale and p the value:
+ * - ADAM: g += decay p (not with TE_UPDATE_DECOUPLED); mean = beta1 mean + (1 - beta1) g; square =
+ *   beta2 square + (1 - beta2) g g; u = (mean / c1) / (sqrt(square / c2) + eps), with
+ *   TE_UPDATE_DECOUPLED u += decay p; p -= lr u. c = 1 - beta^step, or 1 without
+ *   TE_UPDATE_CORRECTED.
+ * - SGD: g += decay p (not with TE_UPDATE_DECAY_LAST); with a momentum: mean = momentum mean + (1 -
+ *   dampening) g, or g with TE_UPDATE_FIRST, and g = mean, or g + momentum mean with
+ *   TE_UPDATE_NESTEROV; with TE_UPDATE_DECAY_LAST g += decay p; p -= lr g.
+ * - SCALE: p = g.
+ * Every operation is rounded by itself: the same bits on every device. */
+typedef enum te_update_kind {
+    TE_UPDATE_ADAM = 0,
+    TE_UPDATE_SGD = 1,
+    TE_UPDATE_SCALE = 2,
+    TE_UPDATE_KIND_COUNT
+} te_update_kind;
+
+/* X(ENUM, name): the lists of tensors.
+ * grad: read; value: read (but by SCALE) and written; mean: of ADAM, and of SGD with a momentum;
+ * square: of ADAM; rounded: receives the new values, rounded; remainder: 16 bits each (of dtype
+ * bf16, whatever they mean): the low half of an fp32 number of which the value, in bf16, is the
+ * high half, one more where the low half is negative as an integer. */
+#define TE_UPDATE_LISTS(X)                                                                         \
+    X(GRAD, grad)                                                                                  \
+    X(VALUE, value)                                                                                \
+    X(MEAN, mean)                                                                                  \
+    X(SQUARE, square)                                                                              \
+    X(ROUNDED, rounded)                                                                            \
+    X(REMAINDER, remainder)
+
+typedef enum te_update_list {
+#define X(NAME, name) TE_UPDATE_##NAME,
+    TE_UPDATE_LISTS(X)
+#undef X
+        TE_UPDATE_LIST_COUNT
+} te_update_list;
+
+enum {
+    TE_UPDATE_DECOUPLED = 1,
+    TE_UPDATE_CORRECTED = 2,
+    TE_UPDATE_NESTEROV = 4,
+    TE_UPDATE_FIRST = 8,
+    TE_UPDATE_DECAY_LAST = 16,
+    TE_UPDATE_WRITE_GRAD = 32 /* the gradient times grad_scale replaces the gradient */
+};
+
+typedef struct te_update_args {
+    size_t size;
+    te_update_kind kind;
+    uint32_t flags; /* TE_UPDATE_* */
+    int64_t count;  /* tensors of each list */
+    /* By te_update_list; NULL: there is none. Tensor i of each list has the same number of
+     * elements, dense and in one order; f32, f16 or bf16, one dtype for a list. No two share
+     * memory. */
+    const te_tensor *lists[TE_UPDATE_LIST_COUNT];
+    /* Device int32 or NULL. ADAM, SGD: where it is not 0 nothing is written. SCALE: set to 1 where
+     * an element of grad is Inf or NaN. */
+    int32_t *flag;
+    double lr, beta1, beta2, eps, decay, grad_scale, momentum, dampening;
+    int64_t step; /* of ADAM, from 1 */
+    /* On the device, one element each, in place of the numbers above; NULL: those. */
+    const float *lr_at, *grad_scale_at;
+    const int32_t *step_at;
+} te_update_args;
+
+/* Waits for nothing and allocates nothing: a stream that captures may have it. */
+TE_API te_status te_update(te_context *context, const te_update_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of tests/pytorch/test_pipelines.py run: stages of a pipeline."""
+
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from pytorch.distributed_programs import to_cpu
+from pytorch.helpers import states_of
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+WIDTH, ROWS = 32, 16
+STAGES = {
+    "equal": [["Linear", "Linear"]] * 2,
+    "unequal": [["Linear", "Linear"], ["Linear", "LayerNormMLP"]],
+    "longer": [["Linear"], ["Linear", "Linear"]],
+}
+MAKERS = {
+    "Linear": lambda device: te.Linear(WIDTH, WIDTH, device=device),
+    "LayerNormMLP": lambda device: te.LayerNormMLP(WIDTH, 2 * WIDTH, device=device),
+}
+
+
+class Stage(torch.nn.Module):
+    """Layers in a region of their own, which note the amaxes that they meet."""
+
+    def __init__(self, kinds, device, recipe, group):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(MAKERS[kind](device) for kind in kinds))
+        self.recipe, self.group = recipe, group
+        self.inputs = [[] for _ in kinds]  # of each layer, one of each microbatch
+        self.grads = [[] for _ in kinds]
+
+    def forward(self, x):
+        with te.autocast(recipe=self.recipe, amax_reduction_group=self.group):
+            for number, layer in enumerate(self.layers):
+                self.inputs[number].append(x.detach().abs().max().item())
+                x = layer(x)
+                if x.requires_grad:
+                    x.register_hook(lambda grad, n=number: self._note(n, grad))
+        return x
+
+    def _note(self, number, grad):
+        self.grads[number].append(grad.abs().max().item())
+
+
+def _group(which):
+    """The group that amaxes are reduced over: of all ranks, or of this one alone."""
+    if which == "default":
+        return None
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone[dist.get_rank()]
+
+
+def _pipeline(stage, device, count):
+    """A GPipe schedule of `count` microbatches, with sends and receives over a group of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    like = torch.empty(ROWS, WIDTH, device=device, requires_grad=True)
+    made = PipelineStage(
+        stage, rank, size, torch.device(device, rank) if device == "cuda" else torch.device(device),
+        input_args=(like,), output_args=(like,), group=dist.new_group(),
+    )  # fmt: skip
+    return ScheduleGPipe(made, count, loss_fn=lambda out, target: (out - target).square().mean())
+
+
+def _step(schedule, x, target):
+    if dist.get_rank() == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=target, losses=[])
+
+
+def gpipe(device, which, group, count, data, rates):
+    """Train. Returns the amaxes of inputs and gradients of each layer, its state, the weights."""
+    torch.manual_seed(dist.get_rank())
+    recipe = DelayedScaling(amax_history_len=8)
+    stage = Stage(STAGES[which][dist.get_rank()], device, recipe, _group(group))
+    schedule = _pipeline(stage, device, count)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=rates)
+    for x, target in data:
+        _step(schedule, x.to(device), target.to(device))
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    states = to_cpu(states_of(stage))
+    return stage.inputs, stage.grads, states
+
+
+def refused_gpipe(device, which, count, data):
+    """Train stages of other layers over the default group: the error of this rank."""
+    try:
+        gpipe(device, which, "default", count, data, 0.0)
+    except Exception:  # of the pipeline, around ours
+        return traceback.format_exc()
+    return None
+
+
+def _region(layer, recipe, group, device):
+    with te.autocast(recipe=recipe, amax_reduction_group=group):
+        return layer(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+
+
+def other_counts(device, which):
+    """Ranks that run other numbers of regions: the error of this rank, and how long it took.
+
+    "more": rank 0 has one region more before the backward; "alone": nobody else has any more.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, first = te.Linear(WIDTH, WIDTH, device=device), dist.get_rank() == 0
+    try:
+        out = _region(layer, recipe, group, device)
+        if first:
+            out = _region(layer, recipe, group, device)
+        if which == "more":
+            out.sum().backward()
+            if first:
+                out = _region(layer, recipe, group, device)
+            else:
+                te.Linear.get_extra_state(layer)
+        elif first:
+            layer.get_extra_state()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def later_layer(device):
+    """A layer that one rank alone begins to use in the second step: the error of this rank."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    recipe = DelayedScaling(amax_history_len=4)
+    layers = [te.Linear(WIDTH, WIDTH, device=device) for _ in range(2)]
+    try:
+        _region(layers[0], recipe, group, device)
+        layers[0].get_extra_state()
+        with te.autocast(recipe=recipe, amax_reduction_group=group):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            for layer in layers[: 1 + dist.get_rank()]:
+                x = layer(x)
+        layers[0].get_extra_state()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def read_early(device, how, data):
+    """Read scales right behind the region that makes them: what is read, by rank.
+
+    `data` are the inputs of each rank.
+    """
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+    x = data[dist.get_rank()].to(device)
+    with te.autocast(recipe=recipe):
+        layer(x)
+    if how == "state dict":
+        return state_from(layer)
+    if how == "fp8_meta":
+        return to_cpu(layer.fp8_meta["scaling_fwd"].scale[0])
+    if how == "copy":
+        import copy
+
+        return state_from(copy.deepcopy(layer))
+    if how == "now":
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+        return to_cpu(layer._slots.forward_scale[layer._slots.forward_slot])
+    with te.autocast(recipe=recipe):  # how == "entry"
+        return to_cpu(layer._slots.forward_scale[layer._slots.forward_slot])
+
+
+def state_from(layer):
+    """The scale of the input that a state dict has."""
+    twin = te.Linear(WIDTH, WIDTH)
+    twin.load_state_dict({k: v.cpu() for k, v in layer.state_dict().items()})
+    return to_cpu(twin.fp8_meta["scaling_fwd"].scale[0])
+
+
+def quantized_write(device, weights):
+    """Write to a quantized weight behind the region: it is cast with the scale of all ranks."""
+    recipe = DelayedScaling(amax_history_len=4)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(WIDTH, WIDTH, device=device, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weights[dist.get_rank()].to(device))
+    _region(layer, recipe, None, device)
+    _region(layer, recipe, None, device)
+    with torch.no_grad():  # its amax is recorded, and the scale is the one of the regions
+        layer.weight.copy_(torch.ones(WIDTH, WIDTH, device=device))
+    return to_cpu(layer.weight._scale_inv), to_cpu(layer.fp8_meta["scaling_fwd"].scale[1])

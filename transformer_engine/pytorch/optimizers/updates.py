@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass of the C library over lists of tensors, whatever their devices, dtypes and strides."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+
+__all__ = ["Lists", "checked_lists", "local_part", "run_update", "wide_copy"]
+
+Lists = Sequence[Sequence[Tensor]]
+
+_GRAD = 0
+
+
+def local_part(param: Tensor) -> Tensor:
+    """What this rank has of a parameter."""
+    return getattr(param, "_local_tensor", param)
+
+
+def wide_copy(param: Tensor) -> Tensor:
+    """A copy of a parameter in fp32, of a quantized one too."""
+    return param.detach().clone().float()
+
+
+def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
+    """The lists, detached; ValueError for another number of them, or other lengths."""
+    if len(lists) not in counts or len({len(each) for each in lists}) > 1:
+        expected = " or ".join(map(str, counts))
+        raise ValueError(
+            f"{op}: tensor_lists of {[len(each) for each in lists]} tensors, expected {expected} "
+            "lists of one length"
+        )
+    return [[tensor.detach() for tensor in each] for each in lists]
+
+
+def _on(device: torch.device, dtype: torch.dtype, number: Any) -> Tensor | None:
+    """A number that the device reads; None for one of the host, and None for None."""
+    if not isinstance(number, Tensor):
+        return None
+    return number.detach().reshape(1).to(device, dtype)
+
+
+def _host(number: Any) -> float:
+    """A number of the host; that of a device is not read."""
+    return 0.0 if isinstance(number, Tensor) else float(number)
+
+
+def run_update(
+    kind: int, flags: int, lists: list, flag: Tensor | None, numbers: dict[str, Any], step: Any = 1
+) -> None:
+    """Update lists of tensors in place; nothing is read from a device.
+
+    Parameters
+    ----------
+    kind, flags : int
+        ``_core.UPDATE_*``.
+    lists : list
+        Of `_core.update`; gradients, values, ..., None where there is none.
+    flag : Tensor, optional
+        int32 [1], on any device.
+    numbers : dict
+        ``lr``, ``betas``, ``eps``, ``decay``, ``grad_scale``, ``momentum``, ``dampening``: floats;
+        `lr` and `grad_scale` may be tensors of one element.
+    step : int or Tensor
+        int32 [1].
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, grad in enumerate(lists[_GRAD]):
+        if grad.numel() > 0:
+            key = grad.device, *(each[i].dtype for each in lists if each is not None)
+            groups.setdefault(key, []).append(i)
+    lr, scale = numbers.get("lr", 0.0), numbers.get("grad_scale", 1.0)
+    beta1, beta2 = numbers.get("betas", (0.0, 0.0))
+    given = (
+        *(_host(lr), beta1, beta2, numbers.get("eps", 0.0), numbers.get("decay", 0.0)),
+        *(_host(scale), numbers.get("momentum", 0.0), numbers.get("dampening", 0.0)),
+    )
+    for (device, *_), places in groups.items():
+        chosen = tuple(None if each is None else [each[i] for i in places] for each in lists)
+        dense = tuple(
+            None if each is None else [t.resolve_neg().contiguous() for t in each]
+            for each in chosen
+        )
+        local = None if flag is None else flag.detach().to(device)
+        on_device = (
+            _on(device, torch.float32, lr),
+            _on(device, torch.float32, scale),
+            _on(device, torch.int32, step),
+        )
+        count = 1 if isinstance(step, Tensor) else int(step)
+        _core.update(kind, flags, dense, local, given, count, on_device)
+        writes_grad = flags & _core.UPDATE_WRITE_GRAD
+        _wrote(chosen if writes_grad else chosen[1:], dense if writes_grad else dense[1:])
+        if local is not None and kind == _core.UPDATE_SCALE and local.device != flag.device:
+            flag.copy_(torch.maximum(flag, local.to(flag.device)))
+
+
+def _wrote(chosen: tuple, dense: tuple) -> None:
+    """Copy what was written to copies, and have autograd know of the rest."""
+    for each, copies in zip(chosen, dense, strict=True):
+        for tensor, copy in zip(each or (), copies or (), strict=True):
+            if copy.data_ptr() != tensor.data_ptr() or copy.stride() != tensor.stride():
+                tensor.copy_(copy)
+            elif not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
