@@ -8,7 +8,7 @@ for, as programs test with ``hasattr``.
 
 from typing import Any
 
-__version__ = "2.6.0"
+__version__ = "2.20.2"
 
 _SUBPACKAGES = ("common", "debug", "plugin", "pytorch")
 

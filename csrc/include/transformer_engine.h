@@ -25,7 +25,7 @@ extern "C" {
 #define TE_API
 #endif
 
-#define TE_VERSION "2.6.0"
+#define TE_VERSION "2.20.2"
 
 /* ---- status ------------------------------------------------------------------------------- */
 

@@ -38,6 +38,7 @@ from megatron_gpt import (
 )
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 
 CASES = {}
 
@@ -110,6 +111,12 @@ def absent_features(device):
         "moe_permute": lambda: extension.fused_permute(torch.ones(2, 2), torch.ones(2)),
         "Fp8Padding": lambda: extension.Fp8Padding(1),
         "SwiGLU": lambda: te.ops.SwiGLU(),
+        "unpermute": lambda: extension.fused_unpermute(torch.ones(2, 2), None, pad_offsets=None),
+        "router": lambda: extension.fused_topk_with_score_function(torch.ones(2, 4), 1),
+        "offload": lambda: extension._get_cpu_offload_context(
+            True, 1, 1, True, False, False, retain_pinned_cpu_buffers=True
+        ),
+        "graphs": lambda: te.make_graphed_callables((), (), _reuse_graph_input_output_buffers=True),
     }.items():
         try:
             use()
@@ -150,6 +157,45 @@ def fp8_current(device):
 @case
 def fp8_e4m3_without_cache(device):
     return trained(device, **{**DELAYED, "fp8": "e4m3"}, disable_parameter_transpose_cache=True)
+
+
+# ---- what megatron-core asks a version of this package for ---------------------------------------
+
+
+@case
+def softmax_off_by_one(device):
+    return trained(device, softmax_type="off-by-one")
+
+
+@case
+def softmax_learnable(device):
+    return trained(device, softmax_type="learnable")
+
+
+@case
+def nvfp4(device):
+    facts = trained(device, fp4="e2m1", fp4_recipe="nvfp4")
+    return {**facts, "emulated": _core.counters().get("emulated.nvfp4", 0)}
+
+
+@case
+def largest_logits(device):
+    """qk_clip: the largest logit of each head, and the weights that megatron-core scales by it."""
+    limit = 1e-3  # below what any head has
+    te.reset()
+    model = make_model(device, qk_clip=True, qk_clip_threshold=limit)
+    facts = {"logits": [], "changed": []}
+    for layer in model.module.decoder.layers:
+        layer.self_attention.core_attention.current_max_attn_logits = None
+    loss_of(model, device).backward()
+    for layer in model.module.decoder.layers:
+        attention = layer.self_attention
+        facts["logits"].append(attention.core_attention.current_max_attn_logits.tolist())
+        before = attention.linear_qkv.weight.detach().clone()
+        attention.clip_qk()
+        facts["changed"].append(not torch.equal(before, attention.linear_qkv.weight))
+    facts["heads"] = model.module.config.num_attention_heads
+    return facts
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -175,6 +175,20 @@ def _class(home: str, name: str, feature: Feature) -> type:
     return type(name, (base,), members)
 
 
+def attach_methods(cls: type, module: str, name: str) -> None:
+    """Give a class that is built the methods it has not, which raise when they are called.
+
+    `module` is the full name of the module where the table has them, `name` the class there.
+    """
+    for method in _INDEX.get(module, {}):
+        owner, _, attribute = method.partition(".")
+        if attribute and owner == name:
+            feature, home = _INDEX[module][method]
+            function = _refuse(f"{home}.{method}", feature)
+            function.__qualname__ = method
+            setattr(cls, attribute, staticmethod(function))
+
+
 def stand_in(module: str, name: str) -> Any:
     """The object under an absent name: a class where it begins with a capital, else a function."""
     feature, home = _INDEX[module][name]
@@ -186,6 +200,13 @@ def stand_in(module: str, name: str) -> Any:
     return _MADE[key]
 
 
+def _below(module: str) -> frozenset[str]:
+    """Names of the modules right below one (its full name) that have no files."""
+    start = f"{module}."
+    inside = (full.removeprefix(start) for full in map(_full, MODULES) if full.startswith(start))
+    return frozenset(name for name in inside if "." not in name)
+
+
 def attach(
     namespace: dict[str, Any],
     submodules: Iterable[str] = (),
@@ -194,12 +215,12 @@ def attach(
     """Give a module its absent names, and others that are fetched when they are asked for.
 
     `namespace` is the ``globals()`` of the module, `submodules` are modules below it, and `lazy`
-    tells for a name the full name of the module that has it. Returns the module's ``__getattr__``
-    and ``__dir__``.
+    tells for a name the full name of the module that has it. Modules below it that have no files
+    need not be named. Returns the module's ``__getattr__`` and ``__dir__``.
     """
     module = namespace["__name__"]
     names = frozenset(names_of(module))
-    below = frozenset(submodules)
+    below = frozenset(submodules) | _below(module)
 
     def __getattr__(name: str) -> Any:
         if name in names:
@@ -236,8 +257,9 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give it its names."""
-        features = dict.fromkeys(feature.title for feature, _ in _INDEX[module.__name__].values())
-        module.__doc__ = f"{', '.join(features)}: names that are not built yet."
+        entries = _INDEX.get(module.__name__, {}).values()
+        titles = ", ".join(dict.fromkeys(feature.title for feature, _ in entries))
+        module.__doc__ = f"{titles or 'Modules below'}: names that are not built yet."
         module.__getattr__, module.__dir__ = attach(vars(module))
         module.__all__ = names_of(module.__name__)
 

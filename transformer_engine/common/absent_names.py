@@ -11,11 +11,40 @@ Modules that have the same names share a row.
 from typing import NamedTuple
 
 MODULES = frozenset(
-    "pytorch.attention.dot_product_attention.context_parallel "
-    "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.module.fp8_padding "
-    "pytorch.module.fp8_unpadding pytorch.module.grouped_linear pytorch.ops.op "
-    "pytorch.permutation pytorch.router "
-    "pytorch.tensor.grouped_tensor".split()
+    """
+    pytorch.attention.dot_product_attention.context_parallel
+    pytorch.attention.dot_product_attention.flex_attention pytorch.attention.fused_mla_q_uproj
+    pytorch.attention.linear_attention pytorch.attention.linear_attention.base
+    pytorch.attention.linear_attention.gdn pytorch.attention.linear_attention.gdn2
+    pytorch.attention.linear_attention.gdp pytorch.cpp_extensions.fused_attn
+    pytorch.dynamo pytorch.dynamo.custom_op
+    pytorch.dynamo.quantizer_opaque pytorch.dynamo.tensor_spec pytorch.module._split_quantization
+    pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.numerics_debug
+    pytorch.onnx_extensions pytorch.ops._common pytorch.ops.basic.activation
+    pytorch.ops.basic.add_extra_input pytorch.ops.basic.all_gather pytorch.ops.basic.all_reduce
+    pytorch.ops.basic.basic_linear pytorch.ops.basic.bias pytorch.ops.basic.constant_scale
+    pytorch.ops.basic.dropout pytorch.ops.basic.identity pytorch.ops.basic.l2normalization
+    pytorch.ops.basic.layer_norm pytorch.ops.basic.make_extra_output pytorch.ops.basic.quantize
+    pytorch.ops.basic.reduce_scatter pytorch.ops.basic.reshape pytorch.ops.basic.rmsnorm
+    pytorch.ops.basic.swiglu pytorch.ops.fused pytorch.ops.fused.backward_activation_bias
+    pytorch.ops.fused.backward_add_rmsnorm pytorch.ops.fused.backward_linear_add
+    pytorch.ops.fused.backward_linear_scale pytorch.ops.fused.forward_linear_bias_activation
+    pytorch.ops.fused.forward_linear_bias_add pytorch.ops.fused.forward_linear_scale_add
+    pytorch.ops.fused.grouped_mlp pytorch.ops.fused.userbuffers_backward_linear
+    pytorch.ops.fused.userbuffers_forward_linear pytorch.ops.fuser pytorch.ops.linear
+    pytorch.ops.op pytorch.ops.sequential pytorch.optimizers.newton_schulz pytorch.permutation
+    pytorch.router pytorch.tensor.grouped_tensor pytorch.tensor.storage.grouped_tensor_storage
+    pytorch.triton pytorch.triton.cross_entropy pytorch.triton.grouped_dbias_dscales
+    pytorch.triton.mhc pytorch.triton.pad pytorch.triton.permutation common.triton
+    common.triton.cross_entropy common.triton.grouped_dbias_dscales common.triton.mhc
+    common.triton.pad common.triton.permutation debug.features debug.features._test_dummy_feature
+    debug.features.api debug.features.disable_fp8_gemm debug.features.disable_fp8_layer
+    debug.features.disable_quantization_gemm debug.features.disable_quantization_layer
+    debug.features.dump_tensors debug.features.fake_quant debug.features.log_fp8_tensor_stats
+    debug.features.log_nvfp4_tensor_stats debug.features.log_tensor_stats
+    debug.features.per_tensor_scaling debug.features.utils debug.features.utils.stats_buffer
+    debug.features.utils.stats_computation debug.pytorch.debug_quantization debug.pytorch.utils
+    """.split()
 )
 """Modules with no other names than absent ones. They have no files: `absent` makes them."""
 
@@ -47,7 +76,14 @@ FEATURES: tuple[Feature, ...] = (
         "Grouped tensors",
         "tensors are quantized one by one",
         "one quantized tensor for each of a group",
-        "pytorch.tensor.grouped_tensor pytorch.tensor: GroupedTensor",
+        """
+        pytorch.tensor.grouped_tensor pytorch.tensor: GroupedTensor
+        pytorch.tensor.grouped_tensor: BANNED_SHAPE_OPS
+        pytorch.tensor.storage.grouped_tensor_storage pytorch.tensor.storage pytorch.tensor:
+            GroupedTensorStorage
+        pytorch.module._split_quantization: validate_grouped_quantizer_list
+        pytorch.utils: resolve_grouped_linear_single_param_flags mark_grouped_tensor
+        """,
     ),
     Feature(
         "Grouped linear layers",
@@ -55,7 +91,7 @@ FEATURES: tuple[Feature, ...] = (
         "one te.Linear for each expert in a torch.nn.ModuleList (megatron-core: leave "
         "--moe-grouped-gemm out)",
         """
-        pytorch.module.grouped_linear: GroupedLinear
+        pytorch.module.grouped_linear: GroupedLinear _GroupedLinear
         pytorch.module.fp8_padding: Fp8Padding
         pytorch.module.fp8_unpadding: Fp8Unpadding
         pytorch.module pytorch: GroupedLinear Fp8Padding Fp8Unpadding
@@ -71,6 +107,12 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.permutation pytorch: moe_permute moe_permute_with_probs
             moe_permute_and_pad_with_probs moe_unpermute moe_sort_chunks_by_index
             moe_sort_chunks_by_index_with_probs
+        pytorch.permutation: moe_chunk_sort_backward moe_chunk_sort_forward
+            moe_permute_index_map_backward moe_permute_index_map_forward
+            moe_permute_mask_map_backward moe_permute_mask_map_forward
+            moe_unpermute_index_map_backward moe_unpermute_index_map_forward
+            moe_unpermute_mask_map_backward_no_probs moe_unpermute_mask_map_backward_with_probs
+            moe_unpermute_mask_map_forward
         """,
     ),
     Feature(
@@ -79,7 +121,9 @@ FEATURES: tuple[Feature, ...] = (
         "torch.topk and torch.softmax (megatron-core: leave --moe-router-fusion out)",
         """
         pytorch.router: fused_topk_with_score_function fused_compute_score_for_moe_aux_loss
-            fused_moe_aux_loss
+            fused_moe_aux_loss mark_qb_bin_bounds_validated FusedAuxLoss
+            FusedComputeScoresForMoEAuxLoss FusedTopkScoreFunction FusedTopkScoreFunctionQB
+            RoutingMapFormat QBHistogramMode
         """,
     ),
     Feature(
@@ -104,11 +148,64 @@ FEATURES: tuple[Feature, ...] = (
             ConstantScale Dropout GroupedLinear Identity L2Normalization LayerNorm MakeExtraOutput
             Quantize ReduceScatter Reshape RMSNorm GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU
             SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSwiGLU ScaledSReLU ScaledSiTUGLU
-            ScaledClampedQGeGLU
+            ScaledClampedQGeGLU ScaledTanhSReLU
         pytorch.ops: Sequential Linear register_forward_fusion register_backward_fusion
             register_forward_backward_fusion
+        pytorch.ops.basic.activation: GEGLU GELU GLU QGEGLU QGELU ReGLU ReLU SReGLU SReLU
+            ScaledSReLU ScaledTanhSReLU SiLU
+        pytorch.ops.basic.add_extra_input: AddExtraInput
+        pytorch.ops.basic.all_gather: AllGather
+        pytorch.ops.basic.all_reduce: AllReduce
+        pytorch.ops.basic.basic_linear: BasicLinear
+        pytorch.ops.basic.bias: Bias
+        pytorch.ops.basic.constant_scale: ConstantScale
+        pytorch.ops.basic.dropout: Dropout
+        pytorch.ops.basic.identity: Identity
+        pytorch.ops.basic.l2normalization: L2Normalization
+        pytorch.ops.basic.layer_norm: LayerNorm
+        pytorch.ops.basic.make_extra_output: MakeExtraOutput
+        pytorch.ops.basic.quantize: Quantize
+        pytorch.ops.basic.reduce_scatter: ReduceScatter
+        pytorch.ops.basic.reshape: Reshape
+        pytorch.ops.basic.rmsnorm: RMSNorm
+        pytorch.ops.basic.swiglu: ClampedSwiGLU ScaledClampedQGeGLU ScaledSiTUGLU ScaledSwiGLU
+            SiTUGLU SwiGLU
+        pytorch.ops.fused: BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd
+            BackwardLinearScale ForwardLinearBiasActivation ForwardLinearBiasAdd
+            ForwardLinearScaleAdd GroupedMLP_CuTeGEMMGLU GroupedMLP_CuTeGEMMUnary
+            UserbuffersBackwardLinear UserbuffersForwardLinear register_backward_fusion
+            register_forward_fusion
+        pytorch.ops.fused.backward_activation_bias: BackwardActivationBias
+        pytorch.ops.fused.backward_add_rmsnorm: BackwardAddRMSNorm
+        pytorch.ops.fused.backward_linear_add: BackwardLinearAdd
+        pytorch.ops.fused.backward_linear_scale: BackwardLinearScale
+        pytorch.ops.fused.forward_linear_bias_activation: ForwardLinearBiasActivation
+        pytorch.ops.fused.forward_linear_bias_add: ForwardLinearBiasAdd
+        pytorch.ops.fused.forward_linear_scale_add: ForwardLinearScaleAdd
+        pytorch.ops.fused.grouped_mlp: GroupedMLP_CuTeGEMMGLU GroupedMLP_CuTeGEMMUnary fuse_glu_ops
+            fuse_grouped_mlp_ops fuse_unary_activation_ops is_glu_activation
+            validate_grouped_mlp_dims
+        pytorch.ops.fused.userbuffers_backward_linear: UserbuffersBackwardLinear
+        pytorch.ops.fused.userbuffers_forward_linear: UserbuffersForwardLinear
+        pytorch.ops.fuser: OperationFuser OperationFusionFunction register_backward_fusion
+            register_forward_backward_fusion register_forward_fusion
+        pytorch.ops.linear: Linear
+        pytorch.ops.sequential: Sequential
         """,
         base="torch.nn.Module",
+    ),
+    Feature(
+        "Fused operations: what they share",
+        "there is no operation fuser",
+        "the modules te.Linear, te.LayerNormLinear, te.LayerNormMLP, which fuse what they consist "
+        "of",
+        """
+        pytorch.ops.op: OperationContext
+        pytorch.ops._common: get_accumulate_flag_in_param get_dummy_wgrads_for_params
+            get_fp8_meta_from_fp8_tensor get_fused_normalization_quantizer get_main_grad_from_param
+            is_quantized_tensor maybe_autocast_dtype maybe_dequantize validate_or_alloc_output
+            view_main_grad_as_grouped_buffer
+        """,
     ),
     Feature(
         "AMSGrad",
@@ -131,7 +228,12 @@ FEATURES: tuple[Feature, ...] = (
         "torch.autograd.graph.save_on_cpu(pin_memory=True), or te.checkpoint",
         """
         pytorch.cpu_offload: OffloadableLayerState DefaultOffloadSynchronizer
-            ManualOffloadSynchronizer start_offload
+            ManualOffloadSynchronizer start_offload OffloadSynchronizer TensorGroup
+            TensorGroupProcessor
+        pytorch: ManualOffloadSynchronizer
+        pytorch.cpu_offload_v1: AsyncDoubleBufferGroupOffloadHandler CPUOffloadedLayer
+            CpuOffloadHookWithOffloadHandler CpuOffloadSavedTensorHook GroupCommitFunction
+            OffloadHandler SynchronizedGroupOffloadHandler group_prefetch_offload_commit
         """,
         partly="pytorch.cpu_offload.get_cpu_offload_context "
         "pytorch.cpu_offload_v1.get_cpu_offload_context",
@@ -140,7 +242,7 @@ FEATURES: tuple[Feature, ...] = (
         "Cross entropy over several ranks",
         "logits that are split over ranks are not gathered",
         "torch.nn.functional.cross_entropy on whole logits",
-        "",
+        "pytorch.cross_entropy: CrossEntropyFunction",
         partly="pytorch.cross_entropy.parallel_cross_entropy",
     ),
     Feature(
@@ -151,7 +253,11 @@ FEATURES: tuple[Feature, ...] = (
         """
         pytorch.attention.dot_product_attention.utils: FlashAttentionUtils
         pytorch.attention.dot_product_attention.backends: FlashAttention FusedAttention
-            UnfusedDotProductAttention
+            UnfusedDotProductAttention FP8EmulationFunc FusedAttnBwdArgs FusedAttnFunc
+            FusedAttnFwdArgs flash_attn_cuda_bwd flash_attn_func flash_attn_func_v3
+            flash_attn_func_v4 flash_attn_varlen_func flash_attn_varlen_func_v3
+            flash_attn_varlen_func_v4 flash_attn_with_kvcache_v3
+        pytorch.attention.dot_product_attention.flex_attention: FusedAttentionWithScoreModFunc
         pytorch.attention.dot_product_attention.softmax: FusedScaleMaskSoftmax
         pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions: fused_attn_fwd fused_attn_bwd
             get_fused_attn_backend
@@ -162,8 +268,22 @@ FEATURES: tuple[Feature, ...] = (
         "attention is not spread over ranks",
         "cp_group of one rank",
         """
-        pytorch.attention.dot_product_attention.context_parallel: attn_forward_func_with_cp
-            AttnFuncWithCPAndKVP2P AttnFuncWithCPAndKVAllGather AttnFuncWithCPAndQKVOA2A
+        pytorch.attention.dot_product_attention.context_parallel: AttnFuncWithCPAndKVAllGather
+            AttnFuncWithCPAndKVP2P AttnFuncWithCPAndQKVOA2A attn_forward_func_with_cp
+            cp_p2p_bwd_flash_attn cp_p2p_bwd_fused_attn cp_p2p_bwd_prepare_qkv cp_p2p_fwd_flash_attn
+            cp_p2p_fwd_fused_attn cp_p2p_fwd_prepare_qkv cp_per_step_configs
+            flash_attn_a2a_communicate flash_attn_a2a_communicate_softmax_offset
+            flash_attn_fwd_incremental_out_correction
+            flash_attn_fwd_incremental_second_half_out_correction
+            flash_attn_fwd_second_half_softmax_lse_correction flash_attn_fwd_softmax_lse_correction
+            flash_attn_p2p_communicate generate_positional_ids_for_cp get_batch_on_this_cp_rank
+            get_bsh_dims get_cu_seqlens_on_cp_rank get_fa_args get_kv_seq_info_after_all_gather
+            get_no_load_balance_thd_causal_metadata get_seq_chunk_ids_for_reordering_after_attn
+            get_seq_chunk_ids_for_reordering_before_attn get_thd_partitioned_indices
+            pad_thd_sequences_for_cp reorder_seq_chunks_for_a2a_after_attn
+            reorder_seq_chunks_for_a2a_before_attn restore_thd_gathered_kv
+            thd_cp_rank_order_to_sequence_order thd_sequence_order_to_cp_rank_order
+            unrestore_thd_gathered_kv validate_no_load_balance_thd_metadata
         """,
     ),
     Feature(
@@ -171,7 +291,8 @@ FEATURES: tuple[Feature, ...] = (
         "there are no user buffers",
         "leave the ub_* arguments at their defaults",
         """
-        pytorch.module.base: initialize_ub destroy_ub get_ub
+        pytorch.module.base: initialize_ub destroy_ub get_ub get_ub_is_fp8
+            fill_userbuffers_buffer_for_all_gather
         pytorch.module pytorch: initialize_ub destroy_ub
         transformer_engine_torch: CommOverlapHelper CommOverlap CommOverlapP2P
             CommGemmOverlapAlgoConfig
@@ -203,6 +324,23 @@ FEATURES: tuple[Feature, ...] = (
         """,
     ),
     Feature(
+        "Modules: parts of their calls",
+        "a call of a module is one plan, and its state is made by the first one",
+        "modules of your own as torch.nn.Module around those of this library; fp8_meta, "
+        "get_fp8_meta_tensors and reset_fp8_meta_tensors for the state",
+        """
+        pytorch.module.base: TransformerEngineBaseModule.adjust_amax_history_length
+            TransformerEngineBaseModule.prepare_forward
+            TransformerEngineBaseModule.prepare_forward_ctx
+            TransformerEngineBaseModule.end_forward
+            TransformerEngineBaseModule.grad_output_preprocess
+            TransformerEngineBaseModule.init_fp8_meta_tensors
+            TransformerEngineBaseModule.init_fp8_metadata
+            TransformerEngineBaseModule.set_activation_dtype
+            TransformerEngineBaseModule.set_meta_tensor
+        """,
+    ),
+    Feature(
         "Single kernels",
         "the native entry points have another form",
         "transformer_engine_torch (docs/plugins.md), the modules (te.RMSNorm, te.Linear, ...), or "
@@ -211,6 +349,11 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.cpp_extensions: rmsnorm_fwd rmsnorm_bwd layernorm_fwd layernorm_bwd cast_to_fp8
             cast_from_fp8 fp8_gemm
         pytorch.module._common: apply_normalization WeightGradStore
+            can_reconstruct_wgrad_input_from_original
+        pytorch.module.base: quantize_weight
+        pytorch.module.linear: LinearFwdArgs LinearBwdArgs
+        common: _get_shared_object_file
+        pytorch.attention.rope: FusedRoPEFunc FusedQKVRoPEFunc
         """,
         partly="pytorch.cpp_extensions.general_gemm",
     ),
@@ -218,20 +361,39 @@ FEATURES: tuple[Feature, ...] = (
         "Export to ONNX",
         "modules have no decomposed forward",
         "torch.export.export",
-        "pytorch.export: te_translation_table",
+        """
+        pytorch.export: te_translation_table assert_warmed_up
+        pytorch.module.base: TransformerEngineBaseModule.onnx_forward
+        pytorch.onnx_extensions: TRT_FP8DequantizeLinear TRT_FP8QuantizeLinear
+            TRT_MXFP8DequantizeLinear TRT_MXFP8DynamicQuantize onnx_attention_mask_func
+            onnx_cs_quantize_fp8_op onnx_dequantize_fp8_op onnx_dequantize_fp8_symbolic
+            onnx_dequantize_mxfp8_op onnx_dequantize_mxfp8_symbolic onnx_gemm onnx_gemm_inf_symbolic
+            onnx_layernorm onnx_layernorm_op onnx_layernorm_symbolic onnx_quantize_fp8_cs_symbolic
+            onnx_quantize_fp8_op onnx_quantize_fp8_symbolic onnx_quantize_mxfp8_op
+            onnx_quantize_mxfp8_symbolic schema te_translation_table torch_onnx_gemm_inf_op
+            trt_opset
+        """,
         partly="pytorch.export.onnx_export",
     ),
     Feature(
         "Newton-Schulz",
         "there is no distributed solver",
         "the iteration in torch.matmul on whole matrices",
-        "pytorch: CusolverMpCtx newton_schulz",
+        """
+        pytorch.optimizers.newton_schulz: CusolverMpCtx newton_schulz newton_schulz_tp
+            get_coefficients get_coefficient_iterator CoeffIterMode CoeffT NSCoeffT
+        pytorch: CusolverMpCtx newton_schulz newton_schulz_tp
+        """,
     ),
     Feature(
         "Fused projection of MLA",
         "there is no such kernel",
         "te.Linear and te.apply_rotary_pos_emb",
-        "pytorch: FusedMLAQUpProjRopeQuant",
+        """
+        pytorch.attention.fused_mla_q_uproj pytorch.attention pytorch: FusedMLAQUpProjRopeQuant
+            FusedMLAQUpProjFunction
+        pytorch.attention.fused_mla_q_uproj: rotary_bwd_q_kernel
+        """,
     ),
     Feature(
         "Sharded weights of other libraries",
@@ -247,6 +409,95 @@ FEATURES: tuple[Feature, ...] = (
         "Debug features",
         "nothing reads configuration files of nvdlfw_inspect",
         "te.explain and docs/debugging_numerics.md",
-        "debug.pytorch.debug_state: TEDebugState",
+        """
+        debug.pytorch.debug_state: TEDebugState
+        debug.pytorch.debug_state debug: set_weight_tensor_tp_group_reduce
+        debug.features._test_dummy_feature: TestDummyFeature
+        debug.features.api: TEConfigAPIMapper TEDefaultFeatures TransformerEngineAPI required_kwargs
+        debug.features.disable_fp8_gemm: DisableFP8GEMM
+        debug.features.disable_fp8_layer: DisableFP8Layer
+        debug.features.disable_quantization_gemm: DisableQuantizationGEMM
+        debug.features.disable_quantization_layer: DisableQuantizationLayer
+        debug.features.dump_tensors: DumpTensors TensorLogger
+        debug.features.fake_quant: FakeQuant fake_quantize
+        debug.features.log_fp8_tensor_stats: ALL_RECIPE_NAMES LogFp8TensorStats
+        debug.features.log_nvfp4_tensor_stats: LogNvfp4TensorStats
+        debug.features.log_tensor_stats: LogTensorStats
+        debug.features.per_tensor_scaling: PerTensorScaling per_tensor_cast
+        debug.features.utils: TEDebugState get_reduction_params next_enabled_iter
+        debug.features.utils.stats_buffer: STATS_BUFFERS StatsBuffers
+        debug.features.utils.stats_computation: BlockwiseDynamicRangeStat DEPENDENCIES
+            FP8_NEGATIVE_ZERO STATS add_max_blockwise_dynamic_range_stats add_mse_stats
+            add_nvfp4_underflows_stats add_scale_inv_stats add_underflows_stats
+            compute_fp8_delayed_scaling_overflows_num compute_max_blockwise_dynamic_range
+            compute_std compute_variance count_nonzero_fp8 count_nonzero_nvfp4 stats_to_num
+        debug.pytorch.debug_quantization: API_CALL_MODIFY DebugQuantizedTensor DebugQuantizer
+            HIGH_PRECISION STANDARD_QUANTIZE
+        debug.pytorch.utils: any_feature_enabled next_iter_when_debug_should_be_run
+        pytorch.numerics_debug: debug fp8_tensor_statistics
+        """,
+    ),
+    Feature(
+        "Linear attention",
+        "there are no kernels of gated delta rules",
+        "a module of your own around the kernels of another library",
+        """
+        pytorch.attention.linear_attention.base: LinearAttentionBase LinearAttentionKernelAdapter
+            AlignedTimelineKernelAdapter
+        pytorch.attention.linear_attention.gdn: GatedDeltaNetAttention
+        pytorch.attention.linear_attention.gdn2: GatedDeltaNet2Attention
+        pytorch.attention.linear_attention.gdp: GatedDeltaProductAttention
+        pytorch.attention.linear_attention pytorch.attention pytorch: GatedDeltaNetAttention
+            GatedDeltaNet2Attention GatedDeltaProductAttention
+        """,
+        base="torch.nn.Module",
+    ),
+    Feature(
+        "Kernels in Triton",
+        "kernels are CUDA C",
+        "the functions of transformer_engine.pytorch that need them, where they are built",
+        """
+        pytorch.triton.cross_entropy: MAX_FUSED_SIZE cross_entropy_backward cross_entropy_forward
+        pytorch.triton.grouped_dbias_dscales: compute_grouped_dbias compute_grouped_dbias_dscales
+        pytorch.triton.mhc: ENFORCE_DETERMINISTIC check_deterministic mHCAggregateOp
+            mHCExpandCombineOp mHCProjectionOp mHCScaleFusedOp mHCSinkhornOp mhc_fused_aggregate
+            mhc_fused_expand_combine mhc_fused_projection mhc_fused_scale mhc_fused_sinkhorn
+            mhc_generate_mix_and_aggregate
+        pytorch.triton.pad: pad_columnwise_scale_inv
+        pytorch.triton.permutation: make_chunk_sort_map make_row_id_map permute_with_mask_map
+            sort_chunks_by_map unpermute_with_mask_map
+            unpermute_with_mask_map_bwd_with_merging_probs
+        common.triton.cross_entropy: cross_entropy_backward_kernel cross_entropy_forward_kernel
+            cross_entropy_tp_post_kernel cross_entropy_tp_pre_kernel
+        common.triton.grouped_dbias_dscales:
+        common.triton.mhc: MAX_GRID_DIM_Y aggregate_config_bwd aggregate_config_fwd
+            aggregate_prune_bwd aggregate_prune_fwd align_to expand_combine_config_bwd
+            expand_combine_config_fwd expand_combine_prune_bwd expand_combine_prune_fwd
+            projection_config_bwd_dphi projection_config_bwd_dx projection_config_fwd
+            projection_prune_bwd_dphi projection_prune_fwd scale_config sinkhorn_config
+        common.triton.pad: zero_pad_kernel
+        common.triton.permutation: get_int_dtype
+        """,
+    ),
+    Feature(
+        "Operators of other libraries in graphs",
+        "graphs of torch.compile have this library's own operators as nodes",
+        "torch.compile of the modules as they are; torch.library.custom_op",
+        """
+        pytorch.dynamo.tensor_spec pytorch.dynamo: TensorSpec to_tensor_spec
+        pytorch.dynamo.custom_op pytorch.dynamo: TensorOrQuantized register_custom_op
+        pytorch.dynamo.custom_op: OpaqueValueBundle
+        pytorch.dynamo.quantizer_opaque pytorch.dynamo: is_value_opaque_quantizer
+            register_value_opaque_quantizer
+        """,
+        partly="pytorch.jit.no_torch_dynamo",
+    ),
+    Feature(
+        "Symmetric memory",
+        "collectives are those of torch.distributed",
+        "torch.distributed.all_reduce; leave symmetric_ar_type at None",
+        """
+        pytorch.distributed: get_symmetric_memory_tensor symmetric_all_reduce
+        """,
     ),
 )

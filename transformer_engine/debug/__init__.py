@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Debug features of nvdlfw_inspect, which are not built yet."""
+
+from transformer_engine.common import absent
+
+__getattr__, __dir__ = absent.attach(globals(), ("pytorch",))
+__all__ = absent.names_of(__name__)

@@ -46,15 +46,15 @@ from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
 from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
 
 _SUBMODULES = (
-    "constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy distributed "
-    "distributed_weight ep export float8_tensor fp8 graph jit ops optimizers permutation "
-    "quantization quantized_tensor router tensor utils"
+    "_extra_state constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy "
+    "custom_recipes distributed distributed_weight ep export float8_tensor fp8 graph jit ops "
+    "optimizers permutation quantization quantized_tensor router tensor utils"
 ).split()
 """Submodules that are imported when they are asked for."""
 
 _NAMES_OF = {
     "attention.inference": "InferenceParams",
-    "constants": "DType",
+    "constants": "CPLoadBalancingStrategy DType",
     "cpu_offload": "get_cpu_offload_context mark_not_offload",
     "cross_entropy": "parallel_cross_entropy",
     "distributed": "CudaRNGStatesTracker",

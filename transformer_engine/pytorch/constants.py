@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and numbers that programs compare with."""
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -10,13 +10,17 @@ __all__ = [
     "AttnBiasTypes",
     "AttnMaskTypes",
     "AttnTypes",
+    "CPLoadBalancingStrategy",
     "DType",
+    "FP8BwdTensorIdx",
     "FP8BwdTensors",
+    "FP8FwdTensorIdx",
     "FP8FwdTensors",
     "GemmParallelModes",
     "LayerTypes",
     "MXFP8_BLOCK_SCALING_SIZE",
     "NVFP4_BLOCK_SCALING_SIZE",
+    "QKVLayouts",
     "TE_DType",
     "TE_DType_To_Torch",
     "dist_group_type",
@@ -35,6 +39,18 @@ class DType(IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, dtype: Any) -> "DType":
+        """The code of a dtype that is one of these, its number or a torch dtype.
+
+        TypeError for a torch dtype that has none, ValueError for another number.
+        """
+        if not isinstance(dtype, torch.dtype):
+            return cls(int(dtype))
+        if dtype not in TE_DType:
+            raise TypeError(f"DType.cast: dtype={dtype}, expected one of {[*map(str, TE_DType)]}")
+        return TE_DType[dtype]
 
 
 TE_DType: dict[torch.dtype, DType] = {
@@ -64,6 +80,8 @@ FP8BwdTensors = IntEnum(
 )
 """Slots of a module's backward state: two for each GEMM."""
 
+FP8FwdTensorIdx, FP8BwdTensorIdx = FP8FwdTensors, FP8BwdTensors
+
 MXFP8_BLOCK_SCALING_SIZE = 32
 """Values that share a scale in MXFP8."""
 NVFP4_BLOCK_SCALING_SIZE = 16
@@ -80,8 +98,24 @@ AttnMaskTypes = (
 )
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+QKVLayouts = tuple(
+    "sb3hd sbh3d sbhd_sb2hd sbhd_sbh2d sbhd_sbhd_sbhd bs3hd bsh3d bshd_bs2hd bshd_bsh2d "
+    "bshd_bshd_bshd t3hd th3d thd_t2hd thd_th2d thd_thd_thd sbhd_bshd_bshd bshd_sbhd_sbhd "
+    "thd_bshd_bshd thd_sbhd_sbhd paged_kv_bshd_bshd_bshd paged_kv_bshd_sbhd_sbhd "
+    "paged_kv_sbhd_bshd_bshd paged_kv_sbhd_sbhd_sbhd paged_kv_thd_bshd_bshd "
+    "paged_kv_thd_sbhd_sbhd".split()
+)
+"""How queries, keys and values lie in memory: in one tensor, two or three."""
 LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)
+
+
+class CPLoadBalancingStrategy(Enum):
+    """How context parallelism deals tokens to ranks; here one rank has them all."""
+
+    DUAL_CHUNK_SWAP = "dual_chunk_swap"
+    NO_LOAD_BALANCE = "no_load_balance"
+
 
 dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
 """Class of a group of ranks."""

@@ -10,6 +10,8 @@ from transformer_engine.common import absent
 
 __all__ = [
     "CPUOffloadEnabled",
+    "NVTE_CPU_OFFLOAD_V1",
+    "OFFLOAD_SYNCHRONIZER",
     "get_cpu_offload_context",
     "is_cpu_offload_enabled",
     "mark_activation_offload",
@@ -19,6 +21,10 @@ __all__ = [
 
 __getattr__, __dir__ = absent.attach(globals())
 
+NVTE_CPU_OFFLOAD_V1 = False
+"""Whether `cpu_offload_v1` offloads."""
+OFFLOAD_SYNCHRONIZER = None
+"""What copies activations in the current context: nothing."""
 CPUOffloadEnabled = False
 """Whether activations are offloaded."""
 
@@ -46,13 +52,23 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def get_cpu_offload_context(enabled: bool = False, *args: Any, **options: Any) -> tuple:
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> tuple:
     """(context, function to call on each layer's output): only the disabled form is built.
 
-    A context that changes nothing and the identity; and None with ``manual_synchronization``, the
+    A context that changes nothing and the identity; and None with `manual_synchronization`, the
     only option that is read. NotImplementedError where enabled.
     """
     if enabled:
         raise absent.refusal("pytorch.cpu_offload.get_cpu_offload_context", "(enabled=True)")
     pair = (contextlib.nullcontext(), _same)
-    return (*pair, None) if options.get("manual_synchronization") else pair
+    return (*pair, None) if manual_synchronization else pair

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformer_engine.common import absent
 from transformer_engine.pytorch.distributed import get_distributed_world_size
 
-__all__ = ["parallel_cross_entropy"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["parallel_cross_entropy", *absent.names_of(__name__)]
 
 
 def parallel_cross_entropy(
@@ -20,6 +21,9 @@ def parallel_cross_entropy(
     dist_process_group: Any = None,
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
+    *,
+    overwrite_input: bool = False,
+    _input: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy of logits and targets, computed in fp32 by torch's operator.
 
@@ -39,6 +43,8 @@ def parallel_cross_entropy(
         Targets of this value have no loss and no gradient.
     is_cg_capturable : bool, default False
         Accepted: no call waits for the device.
+    overwrite_input : bool, default False
+        Accepted: `inp` may be overwritten by the gradient, and is not.
 
     Returns
     -------
@@ -49,10 +55,14 @@ def parallel_cross_entropy(
     ------
     ValueError
         Shapes that do not go together.
+    TypeError
+        `_input`, an older name of `inp`, is given.
     NotImplementedError
         For a group of several ranks.
     """
-    del is_cg_capturable
+    del is_cg_capturable, overwrite_input
+    if _input is not None:
+        raise TypeError("parallel_cross_entropy: _input=...: its name is inp")
     if inp.dim() != 3 or target.numel() != inp.shape[:-1].numel():
         raise ValueError(
             f"parallel_cross_entropy: inp {tuple(inp.shape)}, target {tuple(target.shape)}: "

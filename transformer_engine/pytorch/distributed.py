@@ -2,6 +2,7 @@
 """Recompute, random states by name and the collectives of tensor parallelism."""
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +29,11 @@ __all__ = [
     "get_all_rng_states",
     "get_distributed_rank",
     "get_distributed_world_size",
+    "get_te_classes",
     "graph_safe_rng_available",
     "has_te_modules",
+    "HAS_TORCH_SYMMETRIC",
+    "initialize_affine_weight_gpu",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
     "is_graph_safe_rng_state",
@@ -37,10 +41,16 @@ __all__ = [
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
+    "symmetric_mem_cache",
     *absent.names_of(__name__),
 ]
 
 __getattr__, __dir__ = absent.attach(globals())
+
+HAS_TORCH_SYMMETRIC = False
+"""Whether collectives in symmetric memory are used."""
+symmetric_mem_cache: dict[Any, Any] = {}
+"""Tensors in such memory: none."""
 
 
 # ---- random states -----------------------------------------------------------------------------
@@ -190,12 +200,14 @@ def gather_along_first_dim(
     async_op: bool = False,
     quantizer: Any = None,
     output_tensor: Tensor | None = None,
+    external_coalescing: bool = False,
 ) -> tuple[Tensor, Any]:
     """Put the tensors [n, ...] of all ranks, of one shape, one below the other: [ranks * n, ...].
 
     `process_group` None: all ranks. `output_tensor`, contiguous, is written where it is given.
     Returns it and a handle or None; that of an asynchronous call is to be waited for. They are
-    not quantized on the way: NotImplementedError for a quantizer.
+    not quantized on the way: NotImplementedError for a quantizer. `external_coalescing` says that
+    the caller has begun a coalesced collective: it is part of that, and has no handle.
     """
     if quantizer is not None:
         raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
@@ -206,7 +218,7 @@ def gather_along_first_dim(
         output_tensor = inp.new_empty((inp.shape[0] * world, *inp.shape[1:]))
     gather = _collective("all_gather_single", "all_gather_into_tensor")
     handle = gather(output_tensor, inp.contiguous(), group=process_group, async_op=async_op)
-    return output_tensor, handle
+    return output_tensor, None if external_coalescing else handle
 
 
 def reduce_scatter_along_first_dim(
@@ -268,6 +280,44 @@ def set_tensor_model_parallel_attributes(
             raise RuntimeError(f"set_tensor_model_parallel_attributes: {name} is set already")
     for name, value in zip(names, (is_parallel, dim, stride), strict=True):
         setattr(tensor, name, value)
+
+
+def initialize_affine_weight_gpu(
+    weight: Tensor,
+    init_method: Callable[[Tensor], Any],
+    get_rng_state_tracker: Callable[[], Any],
+    partition_dim: int = 0,
+    stride: int = 1,
+    set_tp_attributes: bool = True,
+) -> None:
+    """Initialise a rank's part of a weight from a random state of its own, in place.
+
+    That of the tracker's ``fork()``; from the current one where `get_rng_state_tracker` is None.
+    `partition_dim` and `stride` go to `set_tensor_model_parallel_attributes`, unless told not to.
+    """
+    if set_tp_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    forked = get_rng_state_tracker is not None
+    with get_rng_state_tracker().fork() if forked else contextlib.nullcontext():
+        init_method(weight)
+
+
+def get_te_classes() -> list[type]:
+    """The classes of modules of this library that have parameters or FP8 state of their own."""
+    from transformer_engine.pytorch import module  # it imports this module's users
+
+    attention = importlib.import_module("transformer_engine.pytorch.attention")
+    layer = importlib.import_module("transformer_engine.pytorch.transformer")
+    return [
+        module.LayerNorm,
+        module.RMSNorm,
+        module.Linear,
+        module.LayerNormLinear,
+        module.LayerNormMLP,
+        attention.DotProductAttention,
+        attention.MultiheadAttention,
+        layer.TransformerLayer,
+    ]
 
 
 def has_te_modules(network: torch.nn.Module) -> bool:

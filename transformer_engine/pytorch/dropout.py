@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.function import run_call
+from transformer_engine.pytorch.module.parameters import probabilities
 from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.random import draw_pair
 
@@ -88,3 +89,19 @@ def bias_dropout_add(
     samples = inp.shape[0] if drop_path > 0.0 and inp.shape[0] > 0 else 1
     call = _BiasDropoutAdd(inp, residual is not None, bias_dtype, dropout, drop_path, samples)
     return run_call(call, inp, bias, residual, draw_pair(inp) if drops else None)
+
+
+class DropPath(torch.nn.Module):
+    """Stochastic depth: drops whole samples, of the first dim, and scales the others.
+
+    `drop_prob` is the probability that one is dropped; in evaluation nothing is.
+    """
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        probabilities("DropPath", drop_prob=drop_prob)
+        self.drop_prob = drop_prob
+
+    def forward(self, hidden_state: Tensor) -> Tensor:
+        """Of [samples, ..., features] in fp32, fp16 or bf16."""
+        return bias_dropout_add(hidden_state, None, None, 0.0, self.drop_prob, self.training)

@@ -14,7 +14,7 @@ def is_ep_bootstrapped() -> bool:
     return False
 
 
-def is_symm_backed(tensor: Tensor) -> bool:
+def is_symm_backed(t: Tensor) -> bool:
     """Whether a tensor lies in memory that `symm_mem_alloc` gave: never."""
-    del tensor
+    del t
     return False

@@ -10,6 +10,7 @@ from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
 
 __all__ = [
+    "graph_pool_handle",
     "is_graph_capturing",
     "restore_fp8_tensors",
     "save_fp8_tensors",
@@ -19,6 +20,8 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = absent.attach(globals())
+
+graph_pool_handle = torch.cuda.graph_pool_handle
 
 _CAPTURING = [False]
 

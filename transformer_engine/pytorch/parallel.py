@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
+
 _MODES = (None, "column", "row")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
 
@@ -114,6 +116,7 @@ class ContextParallel(TensorParallel):
         cp_global_ranks: Any = None,
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
+        load_balancing_strategy: Any = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
         """Take a group that sequences are spread over, for this module and the modules inside.
 
@@ -121,6 +124,7 @@ class ContextParallel(TensorParallel):
         others say how its ranks would talk to each other.
         """
         _check_group(type(self).__name__, "cp_group", cp_group)
+        del load_balancing_strategy  # one rank has all tokens
         self.cp_group, self.cp_stream = cp_group, cp_stream
         self.cp_global_ranks, self.cp_comm_type = cp_global_ranks, cp_comm_type
         for module in self.children():

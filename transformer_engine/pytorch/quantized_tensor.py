@@ -59,6 +59,8 @@ class QuantizedTensorStorage:
     """Fields that are tensors, or None for a form that is not there."""
     _SETTINGS: ClassVar[tuple[str, ...]] = ()
     """Other fields, besides ``_quantizer`` and ``_dtype``."""
+    _CAST_APART: ClassVar[bool] = False
+    """Whether row-wise and column-wise form are casts by themselves."""
 
     _quantizer: Quantizer | None
     _dtype: torch.dtype  # nominal

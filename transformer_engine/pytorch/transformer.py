@@ -12,7 +12,7 @@ from transformer_engine.common.layer_graphs import AddSpec
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.modes import only_forwards
 from transformer_engine.pytorch.module.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.layer_call import Branch, Layer, LayerCalls
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parameters import one_of, probabilities
 from transformer_engine.pytorch.parallel import ContextParallel
 
-__all__ = ["TransformerLayer"]
+__all__ = ["DropPath", "TransformerLayer"]
 
 _NAME = "TransformerLayer"
 

@@ -1,34 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers that programs import: sizes, dtypes, initialisation, profiler ranges."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.pytorch.device import get_device_compute_capability, is_bf16_available
+from transformer_engine.pytorch.tensors import is_quantized
 from transformer_engine.pytorch.torch_version import torch_version
 
+__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "SplitAlongDim",
+    "all_close",
     "assert_dim_for_fp8_exec",
+    "assert_viewless_tensor",
     "attention_mask_func",
     "canonicalize_device",
     "canonicalize_dtype",
+    "canonicalize_process_group",
     "cast_if_needed",
+    "ceil_div",
     "check_dim_for_fp8_exec",
+    "check_gemm_dims",
     "clear_tensor_data",
     "combine_tensors",
+    "compare_tensors",
+    "decode_cudnn_version",
     "deinterleave_glu_tensor",
+    "devices_match",
     "divide",
     "ensure_divisibility",
+    "get_cached_ones_tensor",
     "get_cudnn_version",
     "get_default_init_method",
     "get_device_compute_capability",
+    "get_nvtx_range_context",
     "get_sm_count",
+    "gpu_autocast_ctx",
     "init_method_constant",
     "init_method_normal",
     "interleave_glu_tensor",
@@ -36,12 +52,23 @@ __all__ = [
     "is_bf16_compatible",
     "is_non_tn_fp8_gemm_supported",
     "make_weak_ref",
+    "needs_quantized_gemm",
     "nvtx_range_pop",
     "nvtx_range_push",
+    "print_rank_0",
+    "record_compile_disabled",
     "requires_grad",
     "round_up_to_nearest_multiple",
+    "safely_set_viewless_tensor_data",
     "scaled_init_method_normal",
+    "split_tensor_along_dim",
+    "torch_get_autocast_gpu_dtype",
     "torch_version",
+    "validate_ctx_manager",
+    "validate_rng_states_func",
+    "warn_compile_eager_fallback",
+    "warn_if_compile_disabled",
+    *absent.names_of(__name__),
 ]
 
 
@@ -60,11 +87,16 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def ceil_div(numerator: int, denominator: int) -> int:
+    """The smallest integer that is not below the quotient; `denominator` is not 0."""
+    return -(-numerator // denominator)
+
+
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` (not 0) that is not below `value`."""
     if multiple == 0:
         raise ValueError("round_up_to_nearest_multiple: multiple=0, expected another number")
-    return -(-value // multiple) * multiple
+    return ceil_div(value, multiple) * multiple
 
 
 def check_dim_for_fp8_exec(tensor: Tensor) -> bool:
@@ -85,16 +117,27 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
             )
 
 
+def check_gemm_dims(inp: Tensor, weight: Tensor, fp8: bool) -> None:
+    """Raise a ValueError where inp [..., k] and weight [n, k] can not be multiplied.
+
+    With `fp8` also where `assert_dim_for_fp8_exec` does: the modules pad by themselves.
+    """
+    if inp.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"check_gemm_dims: inp {tuple(inp.shape)}, weight {tuple(weight.shape)}: expected last "
+            "dims of one size"
+        )
+    if fp8:
+        assert_dim_for_fp8_exec(inp, weight)
+
+
 # ---- devices and dtypes ------------------------------------------------------------------------
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
     """(major, minor, patch) of the cuDNN that torch uses; zeros without it."""
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if version is None:
-        return (0, 0, 0)
-    major = 10000 if version >= 90000 else 1000  # the encoding changed with version 9
-    return version // major, version % major // 100, version % 100
+    return decode_cudnn_version(version or 0)
 
 
 def get_sm_count() -> int:
@@ -123,6 +166,25 @@ def canonicalize_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def devices_match(device1: torch.device, device2: torch.device) -> bool:
+    """Whether two are the same device; ``cuda`` is the current CUDA device."""
+    return canonicalize_device(device1) == canonicalize_device(device2)
+
+
+def canonicalize_process_group(group: Any) -> Any:
+    """A group of ranks; that of all processes for None, which has to be initialised."""
+    return torch.distributed.group.WORLD if group is None else group
+
+
+gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cuda")
+"""A context in which torch's operators on CUDA tensors cast; arguments as of `torch.autocast`."""
+
+
+def torch_get_autocast_gpu_dtype() -> torch.dtype:
+    """The dtype that such a context casts to."""
+    return torch.get_autocast_dtype("cuda")
 
 
 def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -164,6 +226,98 @@ def get_default_init_method() -> Callable[[Tensor], Tensor]:
 def requires_grad(*tensors: Any) -> bool:
     """Whether one of the arguments is a tensor that requires a gradient."""
     return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+
+
+def all_close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal up to the tolerances of `torch.testing` for their dtype."""
+    try:
+        torch.testing.assert_close(a, b)
+    except AssertionError:
+        return False
+    return True
+
+
+def compare_tensors(a: Tensor, b: Tensor) -> None:
+    """Print shapes, dtypes and the largest difference of two tensors."""
+    print(f"{tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype}")
+    if a.shape == b.shape and a.numel() > 0:
+        print(f"largest difference: {(a.double() - b.double()).abs().max().item()}")
+
+
+def print_rank_0(*args: Any) -> None:
+    """Print on the first of all ranks, or where torch.distributed is not initialised."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
+        print(*args, flush=True)
+
+
+def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
+    """Whether an operand is a quantized tensor, so that its GEMM is one of quantized operands.
+
+    Both forms of a tensor here are of one kind: `rowwise` makes no difference.
+    """
+    del rowwise
+    return is_quantized(obj)
+
+
+@functools.lru_cache(maxsize=64)
+def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """Ones [num_elements], one memory for all calls with the same arguments: do not write to it."""
+    return torch.ones(num_elements, dtype=dtype, device=device)
+
+
+def split_tensor_along_dim(
+    tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Equal parts of a tensor, views of it, or contiguous copies with `contiguous_split_chunks`."""
+    parts = torch.split(tensor, divide(tensor.shape[dim], num_partitions), dim=dim)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
+    """A tensor, or a list of them, none of which is a view of another one: ValueError else.
+
+    What is no tensor passes. `extra_msg` ends the message.
+    """
+    if isinstance(tensor, list):
+        return [assert_viewless_tensor(each, extra_msg) for each in tensor]
+    if isinstance(tensor, Tensor) and tensor._base is not None:
+        raise ValueError(
+            f"a view of a tensor of shape {tuple(tensor._base.shape)}, whose memory it keeps; "
+            f"expected a tensor of its own. {extra_msg or ''}".rstrip()
+        )
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
+    """Give a tensor that is no view the memory of another one."""
+    assert_viewless_tensor(tensor, f"The new data has shape {tuple(new_data_tensor.shape)}")
+    tensor.data = new_data_tensor
+
+
+def validate_ctx_manager(ctx: Callable) -> None:
+    """Raise a TypeError where what a function gives can not be entered by ``with``."""
+    made = ctx()
+    if not (hasattr(made, "__enter__") and hasattr(made, "__exit__")):
+        raise TypeError(f"{ctx!r} gives a {type(made).__name__} object, expected a context manager")
+
+
+def validate_rng_states_func(get_rng_tracker: Callable) -> None:
+    """Raise a TypeError for what gives no tracker of random states as `CudaRNGStatesTracker`.
+
+    It is called without arguments, and what it gives has ``get_states``, ``set_states`` and
+    ``fork``, which makes a context manager.
+    """
+    if not callable(get_rng_tracker):
+        raise TypeError(f"get_rng_tracker={get_rng_tracker!r}, expected a function")
+    tracker = get_rng_tracker()
+    lacking = [n for n in ("get_states", "set_states", "fork") if not hasattr(tracker, n)]
+    if lacking:
+        raise TypeError(
+            f"get_rng_tracker() gives a {type(tracker).__name__} object without "
+            f"{', '.join(lacking)}"
+        )
+    validate_ctx_manager(tracker.fork)
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
@@ -297,3 +451,36 @@ def nvtx_range_pop(msg: str | None = None) -> None:
     _RANGES.pop()
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
+
+
+@contextlib.contextmanager
+def get_nvtx_range_context(msg: str) -> Iterator[None]:
+    """A range of the profiler around a ``with`` block."""
+    nvtx_range_push(msg)
+    try:
+        yield
+    finally:
+        nvtx_range_pop(msg)
+
+
+# ---- graphs of torch.compile -------------------------------------------------------------------
+
+_DISABLED: list[str] = []
+"""Reasons that `record_compile_disabled` was given and `warn_if_compile_disabled` has not told."""
+
+
+def record_compile_disabled(reason: str) -> None:
+    """Remember why something is not to be compiled. Modules of this library record nothing."""
+    if reason not in _DISABLED:
+        _DISABLED.append(reason)
+
+
+def warn_if_compile_disabled() -> None:
+    """Warn of each reason that was recorded, once."""
+    while _DISABLED:
+        warn_compile_eager_fallback(_DISABLED.pop(0))
+
+
+def warn_compile_eager_fallback(reason: str) -> None:
+    """Warn that something runs outside of the graph of `torch.compile`."""
+    warnings.warn(f"runs outside of the compiled graph: {reason}", UserWarning, stacklevel=2)

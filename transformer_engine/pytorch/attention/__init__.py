@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.rope import (
 
 __getattr__, __dir__ = absent.attach(
     globals(),
-    ("inference",),
+    ("custom_ops", "inference"),
     {
         "InferenceParams": "transformer_engine.pytorch.attention.inference",
         "_SplitAlongDim": "transformer_engine.pytorch.utils",

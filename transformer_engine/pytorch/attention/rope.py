@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common import absent
 from transformer_engine.pytorch.function import run_call
 from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
 from transformer_engine.pytorch.operators import (
@@ -18,7 +19,13 @@ from transformer_engine.pytorch.operators import (
     traceable,
 )
 
-__all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = [
+    "RotaryPositionEmbedding",
+    "apply_fused_qkv_rotary_pos_emb",
+    "apply_rotary_pos_emb",
+    *absent.names_of(__name__),
+]
 
 _NAME, _FUSED = "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"
 

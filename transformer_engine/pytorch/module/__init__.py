@@ -13,7 +13,9 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 __getattr__, __dir__ = absent.attach(
-    globals(), ("_common", "fp8_padding", "fp8_unpadding", "grouped_linear")
+    globals(),
+    ("_common", "grouped_linear"),
+    {"is_module_grouped_tensor_path_supported": "transformer_engine.pytorch.module.grouped_linear"},
 )
 __all__ = [
     "LayerNorm",
@@ -23,5 +25,6 @@ __all__ = [
     "RMSNorm",
     "TransformerEngineBaseModule",
     "UserBufferQuantizationMode",
+    "is_module_grouped_tensor_path_supported",
     *absent.names_of(__name__),
 ]

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.modes import (
 )
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -36,6 +37,9 @@ __all__ = [
     "UserBufferQuantizationMode",
     "get_dummy_wgrad",
     "get_workspace",
+    "is_ub_initialized",
+    "layers_atomic_ring_exchange",
+    "using_cublasmp_backend",
     *absent.names_of(__name__),
 ]
 
@@ -63,7 +67,7 @@ class Region(NamedTuple):
 _NO_FRAMES: list = []
 
 
-class NativeModule(torch.nn.Module):
+class NativeModule(PlainNames, torch.nn.Module):
     """Base of the modules whose forward calls native code."""
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +78,7 @@ class NativeModule(torch.nn.Module):
         )
 
 
-class Fp8Module(NativeModule):
+class Fp8Module(ModuleNames, NativeModule):
     """Base of the modules that run GEMMs in FP8.
 
     A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They
@@ -87,8 +91,10 @@ class Fp8Module(NativeModule):
     _trained_under: str | None = None
     """Class of the recipe of the last training call."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str | None = None) -> None:
         super().__init__()
+        if name is not None:
+            self.__dict__["name"] = name
         self._slots: scaling.Slots | None = None
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
         self._lacks_scales = False  # weights were loaded in place, scales were not
@@ -303,11 +309,6 @@ class Fp8Module(NativeModule):
             return None
         return self._slots.values()
 
-    def reset_fp8_meta_tensors(self) -> None:
-        """Start again from scale 1 and an empty history."""
-        self._loaded_state = None
-        self._slots = None
-
     # ---- what programs ask ---------------------------------------------------------------------
 
     @property
@@ -470,6 +471,23 @@ def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
 # ---- names that programs import ------------------------------------------------------------------
 
 TransformerEngineBaseModule = Fp8Module
+absent.attach_methods(Fp8Module, __name__, "TransformerEngineBaseModule")
+
+_2X_ACC_FPROP, _2X_ACC_DGRAD, _2X_ACC_WGRAD = False, True, True
+"""Whether sums of FP8 products of a direction are promoted to fp32 on the way, by default."""
+
+layers_atomic_ring_exchange: list[str] = []
+"""Layers whose overlap of communication and GEMMs would be atomic: none."""
+
+
+def is_ub_initialized() -> bool:
+    """Whether there are user buffers: never."""
+    return False
+
+
+def using_cublasmp_backend() -> bool:
+    """Whether communication and GEMMs are overlapped by cuBLASMp: never."""
+    return False
 
 
 class UserBufferQuantizationMode(Enum):

@@ -105,8 +105,6 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
     _observer: Observer | None = None
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
-    name: str | None = None
-    """Given by the user, for messages."""
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
@@ -470,6 +468,29 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         return custom.remembered(
             self, recipe, lambda: custom.resolve(recipe, kind, self.name, self.PARTS)
         )
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list:
+        """Roles of the quantizers of a direction, in the order of the slots of the state.
+
+        Of each linear layer input, weight and output forward, gradient of the output and of the
+        input backward. Outputs and gradients of inputs are not cast: the last output and the first
+        gradient of an input have the attributes ``output_quantizer_role`` and
+        ``grad_input_quantizer_role``, others None. ValueError for another number.
+        """
+        roles: list = []
+        for prefix in self.PARTS:
+            kinds = ("input", "weight") if fwd else ("grad_output",)
+            roles += [*(custom.role_of(self.name, prefix, kind) for kind in kinds), None]
+        if num_quantizers != len(roles):
+            raise ValueError(
+                f"{type(self).__name__}.get_quantizer_roles: num_quantizers={num_quantizers}, "
+                f"expected {len(roles)}"
+            )
+        if fwd:
+            roles[-1] = self.output_quantizer_role
+        else:
+            roles[1] = self.grad_input_quantizer_role
+        return roles
 
     def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
         """How each part casts under a recipe that this module follows."""

@@ -11,13 +11,14 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.program_names import PlainNames
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 """Norms of a layer by the names that its ``normalization`` takes."""
 
 
-class CompositeLayer(torch.nn.Module):
+class CompositeLayer(PlainNames, torch.nn.Module):
     """Base of the layers made of linear modules.
 
     An adapter, LoRA say, takes the place of a linear module, calls it and computes with what it

@@ -44,6 +44,7 @@ __all__ = [
     "of_parts",
     "remembered",
     "resolve",
+    "role_of",
     "stages_of",
     "weight_quantizer",
 ]
@@ -184,10 +185,9 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     functions: dict[str, _Outside] = {}
     quantizations = []
     for part, prefix in enumerate(parts):
-        names = [text for text in (name, prefix.rstrip("_")) if text]
         casts = []
         for number, tensor in enumerate(_ROLES):
-            role = QuantizerRole("linear", tensor, ".".join(names))
+            role = role_of(name, prefix, tensor)
             given = ask(recipe, role, kind)
             if isinstance(given, DelayedScalingRequest):
                 requests.append(given)
@@ -206,6 +206,12 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     made = _resolved(recipe, kind, requests)
     made.quantizations, made.functions = tuple(quantizations), functions
     return made
+
+
+def role_of(name: str | None, prefix: str, tensor: str) -> QuantizerRole:
+    """The role of a tensor of a linear layer with a prefix, in a module of this name."""
+    names = [text for text in (name, prefix.rstrip("_")) if text]
+    return QuantizerRole("linear", tensor, ".".join(names))
 
 
 def ask(recipe: Any, role: QuantizerRole, kind: str) -> Any:
@@ -322,7 +328,7 @@ class _Outside:
             self.quantizer.set_usage(rowwise=row, columnwise=column)
             return self.quantizer.quantize(source.reshape(-1, source.shape[-1]))
         there = self.given.get_usages()
-        apart = _is_cast_apart(self.given)
+        apart = self.given._CAST_APART
         for form, wanted in (("rowwise", row), ("columnwise", column and apart)):
             if wanted and not there[form]:
                 raise RuntimeError(
@@ -331,20 +337,12 @@ class _Outside:
         return self.given
 
 
-def _is_cast_apart(made: Any) -> bool:
-    """Whether row-wise and column-wise form are casts by themselves."""
-    from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
-    from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
-
-    return isinstance(made, TwoFormStorage | HybridQuantizedTensorStorage)
-
-
 def _column_wise(made: Any) -> Any:
     """The column-wise form alone, where it is a cast by itself: it stands for other values.
 
     That of transformed values can not be multiplied out: it stands for those of the row-wise one.
     """
-    if not _is_cast_apart(made):
+    if not made._CAST_APART:
         return made
     if not all(made.get_usages().values()) or getattr(made, "_with_rht", False):
         return made

@@ -42,3 +42,9 @@ class LayerNorm(AffineNorm):
 
     KIND = _core.NORM_LAYERNORM
     HAS_BIAS = True
+    fwd_ln_sm_margin = bwd_ln_sm_margin = inf_ln_sm_margin = 0
+    """Older names of `sm_margin` in each direction."""
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Older name of `reset_parameters`."""
+        self.reset_parameters()

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.module.weights import WeightModule
 __getattr__, __dir__ = absent.attach(
     globals(), lazy={"general_gemm": "transformer_engine.pytorch.cpp_extensions.gemm"}
 )
-__all__ = ["Linear"]
+__all__ = ["Linear", *absent.names_of(__name__)]
 
 
 class Linear(WeightModule):

@@ -208,7 +208,7 @@ class AffineNorm(NormModule):
         if have_memory(self):
             self.reset_parameters()
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
         """Give gamma 1 (0 where it is zero-centred) and beta 0; see `Linear.reset_parameters`."""
         if defer_init:
             return

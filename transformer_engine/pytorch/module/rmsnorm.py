@@ -18,3 +18,9 @@ class RMSNorm(AffineNorm):
     KIND = _core.NORM_RMSNORM
     HAS_BIAS = False
     EPS_IS_OPTIONAL = True
+    fwd_rmsnorm_sm_margin = bwd_rmsnorm_sm_margin = inf_rmsnorm_sm_margin = 0
+    """Older names of `sm_margin` in each direction."""
+
+    def reset_rms_norm_parameters(self) -> None:
+        """Older name of `reset_parameters`."""
+        self.reset_parameters()

@@ -55,6 +55,8 @@ class WeightGradients:
                     self._add_weight_grad(i, next(outputs))
                 elif hasattr(pending.weights[i], "grad_added_to_main_grad"):
                     pending.weights[i].grad_added_to_main_grad = True
+        for hook in self.__dict__.get("_wgrad_hooks", ()):
+            hook()
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""

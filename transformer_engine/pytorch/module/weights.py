@@ -122,6 +122,16 @@ class WeightModule(TensorParallel, ComposedModule):
     def _names(self, kind: str) -> tuple[str, ...]:
         return tuple(f"{label}{kind}" for label, _ in self._parts())
 
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the weights."""
+        return [*self._names("weight")]
+
+    @property
+    def bias_names(self) -> list[str]:
+        """Names of the biases, whether there is one or not."""
+        return [*self._names("bias")]
+
     def _tensors(self, kind: str) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self._names(kind))
 

@@ -25,6 +25,7 @@ _ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """Two storages: one is read row-wise, the other column-wise."""
 
+    _CAST_APART = True
     _SETTINGS = ("_rowwise_storage", "_columnwise_storage")
 
     _rowwise_storage: QuantizedTensorStorage | None

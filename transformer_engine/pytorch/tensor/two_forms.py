@@ -74,6 +74,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         Nominal dtype.
     """
 
+    _CAST_APART = True
     _TENSORS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8

@@ -25,4 +25,5 @@ __all__ = [
     "NVFP4TensorStorage",
     "HybridQuantizedTensorStorage",
     "IdentityTensorStorage",
+    *absent.names_of(__name__),
 ]

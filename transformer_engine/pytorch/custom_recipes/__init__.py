@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions and quantizers for `CustomRecipe`: ready ones, mixed ones, and references."""
+
+from transformer_engine.common import absent
+
+_MODULES = (
+    "gemm",
+    "quantizer_factories",
+    "quantizer_factory_zoo",
+    "reference_current_scaling",
+    "reference_nvfp4",
+    "reference_utils",
+)
+__getattr__, __dir__ = absent.attach(globals(), _MODULES)
+__all__ = [*_MODULES]

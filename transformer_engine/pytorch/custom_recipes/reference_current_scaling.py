@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 with one scale for a tensor, found in the tensor, in PyTorch's own operators."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.recipe import QuantizerRole
+from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
+from transformer_engine.pytorch.custom_recipes.reference_utils import (
+    GEMMType,
+    MMParams,
+    ReferenceQuantizer,
+    ReferenceTensor,
+)
+
+__all__ = ["CurrentScalingQuantizerRef", "CurrentScalingTensorRef", "current_scaling_ref_factory"]
+
+
+class CurrentScalingTensorRef(ReferenceTensor):
+    """FP8 codes of a matrix and of its transpose; a value is its code times `scale`, fp32 [1]."""
+
+    def __init__(
+        self,
+        data: Tensor | None = None,
+        scale: Tensor | None = None,
+        data_t: Tensor | None = None,
+        scale_t: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        quant_dtype: torch.dtype | None = None,
+        original_shape: tuple[int, ...] | None = None,
+        _quantizer: Any = None,
+    ) -> None:
+        del device  # that of the data
+        given = {"data": data, "scale": scale, "data_t": data_t, "scale_t": scale_t}
+        given |= {"quant_dtype": quant_dtype, "original_shape": original_shape}
+        super().__init__({**given, "_quantizer": _quantizer}, dtype)
+
+    def _values(self, transposed: bool) -> Tensor:
+        data, scale = (self.data_t, self.scale_t) if transposed else (self.data, self.scale)
+        return data.float() * scale
+
+
+class CurrentScalingQuantizerRef(ReferenceQuantizer):
+    """Casts to FP8 by the largest magnitude of a tensor.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    pow_2_scales : bool, default False
+        Round the scale down to a power of two.
+    eps : float, default 0.0
+        Smallest amax.
+    """
+
+    STORAGE = CurrentScalingTensorRef
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+    ) -> None:
+        super().__init__(rowwise, columnwise)
+        self.dtype, self.pow_2_scales, self.eps = dtype, bool(pow_2_scales), float(eps)
+
+    @staticmethod
+    def compute_scale(
+        x: Tensor, quant_dtype: torch.dtype, eps: float = 0.0, pow_2_scales: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(scale, 1 / scale), fp32 [1]: the largest code / amax, at least of `eps`.
+
+        1 where the amax is 0 or Inf; at most the largest fp32 number.
+        """
+        size = x.detach().abs().float()
+        size = torch.where(size.isnan(), 0.0, size)  # it is no magnitude
+        amax = size.amax().reshape(1) if x.numel() else size.new_zeros(1)
+        amax = amax.clamp(min=eps)
+        largest = torch.full_like(amax, torch.finfo(quant_dtype).max)
+        # of two tensors: a number divided by one is that number times a reciprocal
+        scale = torch.div(largest, amax).clamp(max=torch.finfo(torch.float32).max)
+        scale = torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
+        if pow_2_scales:
+            mantissa, exponent = torch.frexp(scale)
+            scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
+        return scale, torch.reciprocal(scale)
+
+    def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
+        scale, inverse = self.compute_scale(matrix, self.dtype, self.eps, self.pow_2_scales)
+        limit = torch.finfo(self.dtype).max
+        data = (matrix.float() * scale).clamp(-limit, limit).to(self.dtype)
+        fields: dict[str, Any] = {"quant_dtype": self.dtype}
+        if self.rowwise_usage:
+            fields |= {"data": data, "scale": inverse}
+        if self.columnwise_usage:
+            fields |= {"data_t": data.t().contiguous(), "scale_t": inverse}
+        return fields
+
+    def dequantize(self, tensor: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times a scale, in fp32 where `dtype` is None."""
+        return (tensor.float() * scale).to(dtype or torch.float32)
+
+    def qgemm(
+        self,
+        qx: Tensor,
+        qw: Tensor,
+        m_params: MMParams,
+        out_dtype: torch.dtype,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: GEMMType = GEMMType.FPROP,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> Tensor:
+        """Multiply codes [rows, k] and [columns, k] and their scales: fp32 sums in `out_dtype`."""
+        del m_params, gemm_type, qresult_x, qresult_w
+        values = self.dequantize(qx, sx), self.dequantize(qw, sw)
+        return self._multiply(values, out_dtype, bias, out, accumulate)
+
+
+def current_scaling_ref_factory(role: QuantizerRole | None) -> CurrentScalingQuantizerRef:
+    """For `CustomRecipe`: as `current_scaling_factory`, by the reference."""
+    gradient = tensor_of(role) == "gradient"
+    return CurrentScalingQuantizerRef(torch.float8_e5m2 if gradient else torch.float8_e4m3fn)

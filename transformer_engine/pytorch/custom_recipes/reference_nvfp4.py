@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 by the portable C code of this library, whose forms are plain tensors to read and compare.
+
+The CPU backend defines what all others compute, so a cast here runs there, whatever the device of
+the values. Random numbers of stochastic rounding are not among the options.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.recipe import QuantizerRole
+from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
+from transformer_engine.pytorch.custom_recipes.reference_utils import (
+    Fp4Formats,
+    GEMMType,
+    MMParams,
+    ReferenceQuantizer,
+    ReferenceTensor,
+    roundup_div,
+)
+from transformer_engine.pytorch.tensor import NVFP4Quantizer
+
+__all__ = [
+    "NVFP4QuantizerRef",
+    "NVFP4TensorRef",
+    "cast_from_fp4x2",
+    "cast_to_e4m3",
+    "cast_to_e8",
+    "cast_to_fp4x2",
+    "get_wgrad_sign_vector",
+    "high_precision_gemm_ref",
+    "nvfp4_ref_rht_2d_factory",
+]
+
+_GROUP = 16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_LARGEST = 6.0 * 448.0  # code times scale
+
+
+def cast_to_fp4x2(x: Tensor) -> Tensor:
+    """Numbers [..., n] as E2M1, to nearest even, two in a byte [..., n / 2]: the first is low."""
+    size = x.detach().float().abs()
+    middles = torch.tensor(_MIDDLES, device=x.device)
+    codes = torch.bucketize(size, middles)  # a middle goes down
+    tie = (size.unsqueeze(-1) == middles).any(-1)
+    codes = torch.where(tie & (codes % 2 == 1), codes + 1, codes)
+    codes = torch.where(size.isnan(), 0, codes + 8 * torch.signbit(x)).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def cast_from_fp4x2(x: Tensor, dq_dtype: torch.dtype) -> Tensor:
+    """Undo `cast_to_fp4x2`: numbers of a dtype."""
+    grid = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=dq_dtype, device=x.device)
+    return torch.stack((grid[(x & 15).long()], grid[(x >> 4).long()]), -1).flatten(-2)
+
+
+def cast_to_e8(decode_scale: Tensor) -> Tensor:
+    """Positive scales as E8M0, rounded up: uint8 exponents with the bias 127."""
+    mantissa, exponent = torch.frexp(decode_scale.float())
+    biased = torch.where(mantissa == 0.5, exponent - 1, exponent) + 127
+    return biased.clamp(0, 254).to(torch.uint8)
+
+
+def cast_to_e4m3(decode_scale: Tensor, global_amax: Tensor) -> Tensor:
+    """The product as E4M3, which saturates."""
+    return (decode_scale * global_amax).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def get_wgrad_sign_vector() -> Tensor:
+    """The signs of the random Hadamard transform: fp32 [16]."""
+    return torch.tensor(_SIGNS, dtype=torch.float32)
+
+
+def high_precision_gemm_ref(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    accumulate: bool = False,
+    is_a_transposed: bool = False,
+    is_b_transposed: bool = False,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_alpha: float = 1.0,
+) -> Tensor:
+    """Compute alpha a b (+ bias) (+ out) in fp32; matrices may be given as their transposes."""
+    left, right = (m.t() if t else m for m, t in ((a, is_a_transposed), (b, is_b_transposed)))
+    made = scale_alpha * (left.float() @ right.float())
+    if bias is not None and bias.numel() > 0:
+        made = made + bias.float()
+    if accumulate:
+        if out is None:
+            raise ValueError("high_precision_gemm_ref: accumulate=True needs out")
+        made = made + out.float()
+    return made.to(out_dtype) if out is None else out.copy_(made)
+
+
+class NVFP4TensorRef(ReferenceTensor):
+    """Codes and scales of groups of 16, by rows and of the transpose, and an amax of each form.
+
+    `data` is uint8 [rows, columns / 2] (columns are filled up to 16), `scale` E4M3 [rows, groups],
+    `global_amax_row` fp32 [1], or [rows] of a tensor with an amax for each row. A value is its code
+    times the scale of its group times amax / (6 * 448).
+    """
+
+    _TENSORS = (*ReferenceTensor._TENSORS, "global_amax_row", "global_amax_col")
+    _SETTINGS = (
+        *ReferenceTensor._SETTINGS,
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "_with_rht",
+    )
+
+    global_amax_row: Tensor | None
+    global_amax_col: Tensor | None
+    nvfp4_use_4over6: bool
+    nvfp4_e4m3_max: int
+
+    def __init__(
+        self,
+        data: Tensor | None = None,
+        scale: Tensor | None = None,
+        data_t: Tensor | None = None,
+        scale_t: Tensor | None = None,
+        global_amax_row: Tensor | None = None,
+        global_amax_col: Tensor | None = None,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        quant_dtype: Any = None,
+        original_shape: tuple[int, ...] | None = None,
+        _quantizer: Any = None,
+    ) -> None:
+        del device  # that of the data
+        given = {"data": data, "scale": scale, "data_t": data_t, "scale_t": scale_t}
+        given |= {"global_amax_row": global_amax_row, "global_amax_col": global_amax_col}
+        given |= {"nvfp4_use_4over6": nvfp4_use_4over6, "nvfp4_e4m3_max": nvfp4_e4m3_max}
+        given |= {"quant_dtype": quant_dtype, "original_shape": original_shape}
+        super().__init__({**given, "_quantizer": _quantizer}, dtype)
+
+    def _values(self, transposed: bool) -> Tensor:
+        columns = self.original_shape[-1]
+        if not transposed:
+            return _decoded(self.data, self.scale, self.global_amax_row)[:, :columns]
+        rows = torch.Size(self.original_shape[:-1]).numel()
+        return _decoded(self.data_t, self.scale_t, self.global_amax_col)[:, :rows]
+
+
+def _decoded(data: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
+    """Codes times the scales of their groups times the unit, in fp32."""
+    values = cast_from_fp4x2(data, torch.float32) * scale.float().repeat_interleave(_GROUP, 1)
+    return values * (amax / _LARGEST).reshape(-1, 1)
+
+
+class NVFP4QuantizerRef(ReferenceQuantizer):
+    """Casts to NVFP4; the options are those of `NVFP4Quantizer`.
+
+    Parameters
+    ----------
+    dtype : Fp4Formats
+        ``Fp4Formats.E2M1``.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    quant_tile_shape : {(1, 16), (16, 16)}
+        Values that have one scale.
+    pow_2_scales, eps, nvfp4_4over6_err_use_fast_math
+        NotImplementedError for anything but the defaults.
+    row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode, with_rht, \
+with_random_sign_mask
+        As of `NVFP4Quantizer`.
+    """
+
+    STORAGE = NVFP4TensorRef
+    supports_dequantize = True
+    is_data_t_transposed_in_memory = True
+
+    def __init__(
+        self,
+        dtype: Fp4Formats,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+        quant_tile_shape: tuple[int, int] = (1, 16),
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        nvfp4_4over6_err_use_fast_math: bool = False,
+        with_rht: bool = False,
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise, columnwise)
+        refused = {"pow_2_scales": pow_2_scales, "eps": eps}
+        refused["nvfp4_4over6_err_use_fast_math"] = nvfp4_4over6_err_use_fast_math
+        for name, value in refused.items():
+            if value:
+                raise NotImplementedError(f"NVFP4QuantizerRef: {name}={value!r} is not built")
+        if tuple(quant_tile_shape) not in ((1, _GROUP), (_GROUP, _GROUP)):
+            raise ValueError(
+                f"NVFP4QuantizerRef: quant_tile_shape={quant_tile_shape}, expected (1, 16) or "
+                "(16, 16)"
+            )
+        self.dtype, self.quant_tile_shape = dtype, tuple(quant_tile_shape)
+        self._caster = NVFP4Quantizer(
+            with_rht=with_rht,
+            with_2d_quantization=quant_tile_shape[0] == _GROUP,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_use_4over6=nvfp4_use_4over6,
+            nvfp4_e4m3_max=nvfp4_e4m3_max,
+            nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
+            with_random_sign_mask=with_random_sign_mask,
+        )
+
+    def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
+        caster = self._caster
+        caster.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        made = caster.quantize(matrix.cpu())
+        fields: dict[str, Any] = {
+            "quant_dtype": self.dtype,
+            "nvfp4_use_4over6": caster.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": caster.nvfp4_e4m3_max,
+            "_with_rht": caster.with_rht,
+        }
+        for form, end, place in (("rowwise", "", "row"), ("columnwise", "_t", "col")):
+            data = getattr(made, f"_{form}_data")
+            if data is None:
+                continue
+            groups = roundup_div(2 * data.shape[1], _GROUP)
+            scale = getattr(made, f"_{form}_scale_inv")[: data.shape[0], :groups]
+            fields[f"data{end}"] = data.to(matrix.device)
+            fields[f"scale{end}"] = scale.view(torch.float8_e4m3fn).to(matrix.device)
+            fields[f"global_amax_{place}"] = getattr(made, f"_amax_{form}").to(matrix.device)
+        return fields
+
+    def qgemm(
+        self,
+        qx: Tensor,
+        qw: Tensor,
+        m_params: MMParams,
+        out_dtype: torch.dtype,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: GEMMType = GEMMType.FPROP,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
+    ) -> Tensor:
+        """Multiply codes [rows, k / 2] and [columns, k / 2]: fp32 sums in `out_dtype`.
+
+        The amaxes are those of `qresult_x` and `qresult_w`, the forms that `gemm_type` reads:
+        column-wise ones of both for WGRAD, of w for DGRAD.
+        """
+        del m_params
+        amaxes = []
+        for qresult, column in (
+            (qresult_x, gemm_type is GEMMType.WGRAD),
+            (qresult_w, gemm_type is not GEMMType.FPROP),
+        ):
+            if qresult is None:
+                raise ValueError("NVFP4QuantizerRef.qgemm: qresult_x and qresult_w are needed")
+            amaxes.append(qresult.global_amax_col if column else qresult.global_amax_row)
+        values = _decoded(qx, sx, amaxes[0]), _decoded(qw, sw, amaxes[1])
+        return self._multiply(values, out_dtype, bias, out, accumulate)
+
+
+def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
+    """For `CustomRecipe`: squares of weights, transformed columns of inputs and gradients."""
+    weight = tensor_of(role) == "weight"
+    tile = (_GROUP, _GROUP) if weight else (1, _GROUP)
+    return NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=not weight)

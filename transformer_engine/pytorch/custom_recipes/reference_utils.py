@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reference quantizers share: their tensors are plain ones of PyTorch, to read and test.
+
+Under a `CustomRecipe` they are called at their stage, and what they make is multiplied out.
+"""
+
+import copy
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.custom_recipes.gemm import GEMMType, MMParams
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+from transformer_engine.pytorch.quantizer import Quantizer
+
+__all__ = [
+    "Fp4Formats",
+    "HIGH_PRECISION_FLOAT_DTYPES",
+    "ReferenceQuantizer",
+    "ReferenceTensor",
+    "roundup_div",
+]
+
+HIGH_PRECISION_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What is not quantized."""
+
+
+class Fp4Formats(Enum):
+    """Element types of four bits."""
+
+    E2M1 = "e2m1"
+
+
+def roundup_div(x: int, y: int) -> int:
+    """The smallest integer that is not below x / y; both are positive."""
+    return -(-x // y)
+
+
+class ReferenceTensor(QuantizedTensorStorage):
+    """A matrix in two forms: `data` and `scale` by rows, `data_t` and `scale_t` of its transpose.
+
+    `original_shape` is that of what was cast, whose leading dims are flattened.
+    """
+
+    custom = True
+    _CAST_APART = True
+    _TENSORS: tuple[str, ...] = ("data", "scale", "data_t", "scale_t")
+    _SETTINGS: tuple[str, ...] = ("quant_dtype", "original_shape")
+
+    data: Tensor | None
+    scale: Tensor | None
+    data_t: Tensor | None
+    scale_t: Tensor | None
+    quant_dtype: Any
+    original_shape: tuple[int, ...]
+
+    def __init__(self, fields: dict[str, Any], dtype: torch.dtype | None) -> None:
+        self._take(fields, torch.float32 if dtype is None else dtype)
+
+    def _extent(self) -> tuple[int, ...]:
+        return tuple(self.original_shape)
+
+    def _values(self, transposed: bool) -> Tensor:
+        """What a form stands for, in fp32, as a matrix."""
+        raise NotImplementedError
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        transposed = self.data is None
+        if transposed and self.data_t is None:
+            raise RuntimeError(f"{type(self).__name__}: both forms were dropped")
+        values = self._values(transposed)
+        return (values.t() if transposed else values).reshape(shape).to(dtype)
+
+    def detach(self) -> "ReferenceTensor":
+        """Another one over the same data."""
+        return copy.copy(self)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which forms are there."""
+        return {"rowwise": self.data is not None, "columnwise": self.data_t is not None}
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Drop a form (False); one that is there stays (True). RuntimeError for one to be made."""
+        for name, wanted in (("", rowwise_usage), ("_t", columnwise_usage)):
+            if wanted and getattr(self, f"data{name}") is None:
+                raise RuntimeError(f"{type(self).__name__}: a form is cast from the values alone")
+            if wanted is False:
+                for field in self._TENSORS:
+                    if field.endswith("_t") == bool(name) and not field.startswith("global"):
+                        setattr(self, field, None)
+
+    def _default_quantizer(self) -> Quantizer:
+        raise RuntimeError(f"{type(self).__name__}: it has no quantizer")
+
+
+class ReferenceQuantizer(Quantizer):
+    """Base: makes storages, by a cast in PyTorch."""
+
+    custom = True
+    supports_allgather_fp8 = False
+
+    def __init__(self, rowwise: bool, columnwise: bool) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.internal = True
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """A tensor of zeros of a shape and nominal dtype; the storage takes no gradient."""
+        del requires_grad
+        return self.quantize(torch.zeros(tuple(shape), dtype=dtype, device=device))
+
+    def quantize(self, tensor: Tensor, **kwargs: Any) -> Any:
+        """Cast a tensor, whose leading dims are flattened; options: `out`, `dtype`."""
+        unknown = set(kwargs) - {"out", "dtype"}
+        if unknown:
+            raise TypeError(f"{type(self).__name__}.quantize: unknown options {sorted(unknown)}")
+        if kwargs.get("out") is not None:
+            return self.update_quantized(tensor, kwargs["out"])
+        fields = self._cast_matrix(tensor.detach().reshape(-1, tensor.shape[-1]))
+        fields |= {"original_shape": tuple(tensor.shape), "_quantizer": self}
+        return self.STORAGE._made(fields, kwargs.get("dtype") or tensor.dtype)
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Cast into an existing tensor; nothing where `noop_flag` is not 0."""
+        if noop_flag is None or noop_flag.item() == 0:
+            dst._take(self.quantize(src, dtype=dst.dtype)._fields(), dst.dtype)
+        return dst
+
+    def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
+        """Fields of the forms of a matrix."""
+        raise NotImplementedError
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        del pin_memory
+        return self._cast_matrix(torch.zeros(shape, device=device).reshape(-1, shape[-1]))
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        self.update_quantized(source, into, noop_flag=noop)
+
+    def transpose_qresult(self, qresult: Any) -> Any:
+        """The tensor of the transpose: the forms change places."""
+        swapped = {n: getattr(qresult, _other(n)) for n in qresult._TENSORS}
+        rows = qresult.original_shape
+        size = (rows[-1], torch.Size(rows[:-1]).numel())
+        fields = {**qresult._fields(), **swapped, "original_shape": size}
+        return self.STORAGE._made(fields, qresult.dtype)
+
+    def _multiply(
+        self,
+        values: tuple[Tensor, Tensor],
+        out_dtype: torch.dtype,
+        bias: Tensor | None,
+        out: Tensor | None,
+        accumulate: bool,
+    ) -> Tensor:
+        """Compute x w^T (+ bias) in fp32, added to or written to `out`, in a dtype."""
+        made = values[0].float() @ values[1].float().t()
+        if bias is not None and bias.numel() > 0:
+            made = made + bias.float()
+        if accumulate:
+            if out is None:
+                raise ValueError(f"{type(self).__name__}.qgemm: accumulate=True needs out")
+            made = made + out.float()
+        return made.to(out_dtype) if out is None else out.copy_(made)
+
+
+def _other(name: str) -> str:
+    """The field of the other form."""
+    pairs = {"global_amax_row": "global_amax_col", "global_amax_col": "global_amax_row"}
+    return pairs.get(name) or (name.removesuffix("_t") if name.endswith("_t") else f"{name}_t")
+
+
+__all__ += ["GEMMType", "MMParams"]
