@@ -294,6 +294,22 @@ def test_compiled(device):
             assert_nmse(x, y, 2 * tol("attention", F32, KEYS * QUERIES))
 
 
+def test_functional_gradients_and_export(device):
+    module, qkv = make(), model.make_qkv("sbhd", SIZES, F32, device)
+    inputs = tuple(t.detach() for t in qkv)
+    bound = 2 * tol("attention", F32, KEYS * QUERIES)
+
+    def loss(*qkv):
+        return module(*qkv).square().sum()
+
+    expected = torch.autograd.grad(loss(*qkv), qkv)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*inputs)
+    for x, y in zip(found, expected, strict=True):
+        assert_nmse(x, y, bound)
+    program = torch.export.export(module, inputs).module()
+    assert_nmse(program(*inputs), module(*inputs), bound)
+
+
 def test_copies(device):
     module, qkv = make(), model.make_qkv("sbhd", SIZES, F32, device)
     expected = step(module, qkv)
@@ -304,6 +320,7 @@ def test_copies(device):
 
 
 def test_who_runs_it(device, monkeypatch):
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # a reason of its own
     shape, module = (QUERIES, BATCH, HEADS, CHANNELS), make(softcap=0.0)
     for found in (
         te.explain_attention(module, shape, device=device, dtype=BF16, softcap=CAP),
