@@ -67,6 +67,7 @@ def situations():
                 yield of._replace(softmax="off-by-one")
                 yield of._replace(max_logit=True)
                 yield of._replace(score_mod=True)
+                yield of._replace(softcap=True)
             by_class = of._replace(plugin="a.Class", bottom_right=not square)
             yield by_class
             yield by_class._replace(packed=kind.padding, gaps=kind.padding)

@@ -59,6 +59,7 @@ OPTIONS = {
     "bottom_right_diagonal": lambda d: {
         "self_attn_mask_type": "no_mask", "window_size": (1, 2), "bottom_right_diagonal": False
     },
+    "softcap": lambda d: {"softcap": 0.5},
     "checkpoint_core_attention": lambda d: {"checkpoint_core_attention": True},
     "rotary_pos_emb": lambda d: {"rotary_pos_emb": angles(d)},
     "core_attention_bias": lambda d: {

@@ -112,6 +112,19 @@ def test_alibi_of_single_tokens(device, corner):
             assert_nmse(out[:, 0], whole_[:, i].double(), tol("attention", F32, LONGEST))
 
 
+@PAGED
+def test_capped_scores_of_single_tokens(device, paged):
+    """What the whole sequence gives at once."""
+    params, core = make_params(device, paged), make_core(softcap=0.5)
+    tensors = make_tensors(device, 1, 5)
+    with torch.no_grad():
+        whole_ = core(*tensors, attn_mask_type="causal")
+        for i in range(5):
+            params.pre_step(OrderedDict(a=1))
+            out = core(*(t[:, i : i + 1] for t in tensors), inference_params=params)
+            assert_nmse(out[:, 0], whole_[:, i].double(), tol("attention", F32, LONGEST))
+
+
 # ---- rotary positions ----------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ ATTENTION = {
     **{"rotary_pos_interleaved": True, "qkv_weight_interleaved": False},
     **{"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-4, "qk_norm_before_rope": True},
     "softmax_type": "learnable",
+    "softcap": 30.0,
 }
 LAYER = {
     **{**ATTENTION, "self_attn_mask_type": "no_mask", "attn_input_format": "bshd"},

@@ -273,6 +273,7 @@ SETTINGS = [
     ("window_size", [1, 0]),
     ("bottom_right_diagonal", True),
     ("softmax_scale", 0.1),
+    ("softcap", 0.5),
     ("attention_dropout", 0.4),
     ("training", False),
 ]

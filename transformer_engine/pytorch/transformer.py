@@ -50,7 +50,7 @@ class TransformerLayer(ContextParallel, CompositeLayer):
     num_gqa_groups, layernorm_epsilon, attention_dropout, layer_number, kv_channels, params_dtype, \
 set_parallel_mode, fuse_qkv_params, rotary_pos_interleaved, zero_centered_gamma, \
 qkv_weight_interleaved, bias, normalization, device, name, qk_norm_type, qk_norm_eps, \
-qk_norm_before_rope, softmax_type, seq_length, micro_batch_size
+qk_norm_before_rope, softcap, softmax_type, seq_length, micro_batch_size
         As of `MultiheadAttention`.
     self_attn_mask_type, window_size, bottom_right_diagonal
         Defaults of the forward; see `DotProductAttention`.
@@ -114,6 +114,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
@@ -194,7 +195,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             num_gqa_groups=num_gqa_groups, fuse_qkv_params=fuse_qkv_params, qk_norm_eps=qk_norm_eps,
             qkv_weight_interleaved=qkv_weight_interleaved, qk_norm_before_rope=qk_norm_before_rope,
             rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_type=qk_norm_type,
-            qkv_format=attn_input_format, softmax_type=softmax_type, **linear,
+            qkv_format=attn_input_format, softmax_type=softmax_type, softcap=softcap, **linear,
         )  # fmt: skip
         self.self_attention = attention(
             self_attn_mask_type, window_size, bottom_right_diagonal,
@@ -254,6 +255,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Apply the layer.
 
@@ -276,10 +278,10 @@ enc_dec_window_size, enc_dec_bottom_right_diagonal
             As of `MultiheadAttention`, for the attention of the sequence to itself.
         checkpoint_core_attention, inference_params, core_attention_bias_type, \
 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, \
-cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs
+cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, softcap
             As of `DotProductAttention`; the cumulative lengths are those of `hidden_states` and
-            count for the attention of the sequence to itself. A bias counts for both attentions of
-            a decoder.
+            count for the attention of the sequence to itself. A bias and a `softcap` count for both
+            attentions of a decoder.
 
         Returns
         -------
@@ -300,7 +302,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
             cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
-            fast_zero_fill, pad_between_seqs,
+            fast_zero_fill, pad_between_seqs, softcap,
         )  # fmt: skip
         crossed = None
         if self.layer_type == "decoder":
@@ -308,7 +310,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
                 None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
-                fast_zero_fill=fast_zero_fill,
+                fast_zero_fill=fast_zero_fill, softcap=softcap,
             )  # fmt: skip
         given = (options, options) if crossed is None else (options, crossed, options)
         out = self._forward(hidden_states, given)

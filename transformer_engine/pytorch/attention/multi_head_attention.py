@@ -49,7 +49,7 @@ class MultiheadAttention(ContextParallel, CompositeLayer):
         ``f(weight)`` for the projections of queries, keys and values, and for that of the output;
         normal with mean 0 and deviation 0.023 where None.
     num_gqa_groups, attention_dropout, layer_number, attn_mask_type, window_size, \
-bottom_right_diagonal, softmax_type, get_rng_state_tracker, qkv_format
+bottom_right_diagonal, softcap, softmax_type, get_rng_state_tracker, qkv_format
         As of `DotProductAttention`; ``attention_dropout`` is 0.1 by default.
     tp_group, tp_size, sequence_parallel, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
 ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, name
@@ -110,6 +110,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         tp_group: Any = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
@@ -161,9 +162,9 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         with device_of(device):  # which the attention takes no argument for
             core = DotProductAttention(
                 num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
-                attn_mask_type, window_size, bottom_right_diagonal, layer_number=layer_number,
-                get_rng_state_tracker=get_rng_state_tracker, attention_type=attention_type,
-                tp_group=tp_group, softmax_type=softmax_type,
+                attn_mask_type, window_size, bottom_right_diagonal, softcap,
+                layer_number=layer_number, get_rng_state_tracker=get_rng_state_tracker,
+                attention_type=attention_type, tp_group=tp_group, softmax_type=softmax_type,
                 name=self._name_of("core_attention"),
             )  # fmt: skip
         k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
@@ -264,6 +265,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        softcap: float | None = None,
     ) -> Any:
         """Attend.
 
@@ -283,7 +285,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, \
 cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, \
-fast_zero_fill, pad_between_seqs
+fast_zero_fill, pad_between_seqs, softcap
             As of `DotProductAttention`.
 
         Returns
@@ -304,7 +306,7 @@ fast_zero_fill, pad_between_seqs
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
             cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
-            fast_zero_fill, pad_between_seqs,
+            fast_zero_fill, pad_between_seqs, softcap,
         )  # fmt: skip
         return self.attend(hidden_states, options)
 
@@ -341,10 +343,10 @@ fast_zero_fill, pad_between_seqs
         in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"])
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
-                options[2:10], self.qk_norm_before_rope,
+                options[2:10], options.softcap, self.qk_norm_before_rope,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, core.softmax_type,
+                core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
                 core.return_max_logit, inp.dtype, inp.device, sink_of(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
                 in_fp8, in_fp8 is not None and self._hands_over(core),

@@ -35,6 +35,7 @@ class AttentionOptions(NamedTuple):
     max_seqlen_kv: int | None = None
     fast_zero_fill: bool = True
     pad_between_seqs: bool | None = None
+    softcap: float | None = None
 
     def without_tensors(self) -> bool:
         """Whether a call has nothing but its input, and settings that compare by value."""
@@ -61,7 +62,7 @@ class AttentionOptions(NamedTuple):
             self.attention_mask, None, self.cu_seqlens_q, self.cu_seqlens_kv,
             self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded, self.max_seqlen_q,
             self.max_seqlen_kv, self.attn_mask_type, self.window_size, self.bottom_right_diagonal,
-            self.checkpoint_core_attention, self.core_attention_bias_type,
+            self.softcap, self.checkpoint_core_attention, self.core_attention_bias_type,
             self.core_attention_bias, self.alibi_slopes, self.fast_zero_fill,
             self.inference_params, self.pad_between_seqs,
         )  # fmt: skip

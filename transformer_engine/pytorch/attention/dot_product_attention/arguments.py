@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of `DotProductAttention`: what is refused, and descriptions of tensors."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,15 @@ def check_splits(num_splits: Any) -> None:
     if num_splits is None or (isinstance(num_splits, int) and num_splits >= 0):
         return
     raise ValueError(f"{_NAME}: num_splits={num_splits!r}, expected None or an integer from 0 on")
+
+
+def check_softcap(softcap: Any) -> float:
+    """The bound of the scores as given; ValueError for what is none: 0 switches it off."""
+    if isinstance(softcap, int | float) and 0.0 <= softcap < math.inf:
+        return float(softcap)
+    raise ValueError(
+        f"{_NAME}: softcap={softcap!r}, expected a finite number of at least 0, which is none"
+    )
 
 
 def check_tensors(

@@ -212,6 +212,15 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
+        "softcap",
+        lambda s: s.softcap,
+        {
+            "plugin": "its forward is given none",
+            "native": "its kernels do not cap scores",
+            "sdpa": "it keeps its scores to itself",
+        },
+    ),
+    Feature(
         "mask type {kind.name}",
         lambda s: s.kind.padding or s.kind.name == "arbitrary",
         {"sdpa": "it would take a mask of the size of the scores"},

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches, attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_tensors
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    check_softcap,
+    check_tensors,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     BIAS_TYPES,
     Choice,
@@ -110,6 +113,7 @@ class Choosing:
     num_gqa_groups: int
     hidden_size_per_attention_head_k: int
     hidden_size_per_attention_head_v: int
+    softcap: float
     softmax_scale: float
     softmax_type: str
     softmax_offset: Tensor | None
@@ -165,8 +169,15 @@ class Choosing:
             limits = limits_of(*given, (0, 0) if tokens is None else tokens)
         if score_mod is not None:
             limits = limits.but(score_mod=score_mod)
+        if situation.softcap:
+            in_cap = situation.bias == "pre_scale_bias"
+            limits = limits.but(softcap=self._cap_of(options), bias_in_cap=in_cap)
         sink = self._sink(query)
         return choice, limits if sink is None else limits.but(sink=sink)
+
+    def _cap_of(self, options: AttentionOptions) -> float:
+        """What bounds the scores of a call; 0: nothing."""
+        return check_softcap(self.softcap if options.softcap is None else options.softcap)
 
     def _sink(self, query: Tensor) -> Tensor | None:
         """Scores without a key [heads] fp32; None for a vanilla softmax."""
@@ -227,6 +238,7 @@ class Choosing:
             fp8.unbuilt(self) if in_fp8 else "",
             attention_class_name(),
             packed and options.has_gaps(),
+            self._cap_of(options) > 0.0,
         )
 
     def _situation(self, key: tuple) -> Situation:
@@ -260,4 +272,4 @@ class Choosing:
         """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
-            yield self._situation((*key, *[False] * 8, "", "", False))
+            yield self._situation((*key, *[False] * 8, "", "", False, False))

@@ -13,6 +13,7 @@ from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks, of_plugins
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    check_softcap,
     check_splits,
     check_tensors,
 )
@@ -91,6 +92,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     bottom_right_diagonal : bool, optional
         Default of the forward: the diagonal of windows and ALiBi ends in the bottom right corner of
         the scores. Causal types have their own.
+    softcap : float, default 0
+        Default of the forward: scaled scores s become softcap tanh(s / softcap); 0: as they are.
     sequence_parallel, tp_size, tp_group
         As of `Linear`.
     get_rng_state_tracker : callable, optional
@@ -133,6 +136,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None,
@@ -177,6 +181,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         masks.window_of(window_size, masks.mask_type(attn_mask_type))  # raises where it must
         self.window_size = None if window_size is None else tuple(window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
+        self.softcap = check_softcap(softcap)
         self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
         scale = 1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.softmax_scale = scale
@@ -251,6 +256,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             f"channels=({self.hidden_size_per_attention_head_k}, "
             f"{self.hidden_size_per_attention_head_v}), dropout={self.attention_dropout}, "
             f"qkv_format={self.qkv_format}, attn_mask_type={self.attn_mask_type}"
+            + (f", softcap={self.softcap}" if self.softcap else "")
             + ("" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type}")
         )
 
@@ -272,6 +278,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
@@ -309,6 +316,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             `cu_seqlens_q`, and `cu_seqlens_kv` where keys are padded behind their sequences.
         attn_mask_type, window_size, bottom_right_diagonal
             As of the constructor, for this call.
+        softcap : float, optional
+            As of the constructor, for this call: in fp32, before biases behind the scale, mask and
+            softmax, and before `score_mod`, which gets capped scores. Run by "unfused".
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
             [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types. For
             packed sequences the first is needed, and the second where keys are others than queries.
@@ -389,8 +399,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             found_by = calls.key_of(self, tensors, (
                 attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                 cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-                bottom_right_diagonal, checkpoint_core_attention, core_attention_bias_type,
-                core_attention_bias, alibi_slopes, inference_params, fp8_output, num_splits,
+                bottom_right_diagonal, softcap, checkpoint_core_attention,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params,
+                fp8_output, num_splits,
                 score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
                 qkv_layer is None, kv_layer is None, key_layer is None, qkv_interleave_dim,
             ))  # fmt: skip
@@ -412,6 +423,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
             core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
+            softcap,
         )  # fmt: skip
         return self.attend(heads, options, qkv_format, found_by, more)
 

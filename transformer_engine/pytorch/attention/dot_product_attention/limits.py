@@ -47,6 +47,7 @@ class Situation(NamedTuple):
     fp8_unbuilt: str = ""  # recipe in force that attention does not run by
     plugin: str = ""  # class of a plug-in that is selected
     gaps: bool = False  # between packed sequences
+    softcap: bool = False  # the scaled scores are capped
 
 
 class Limits(NamedTuple):
@@ -67,6 +68,8 @@ class Limits(NamedTuple):
     wants_top: bool = False  # the largest score of each head is a second result
     cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
     score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
+    softcap: float = 0.0  # the scaled scores become softcap tanh(scores / softcap); 0: as they are
+    bias_in_cap: bool = False  # the bias is a part of the scores that are capped
 
     def but(self, **changed: Any) -> "Limits":
         """These with other values of some fields.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.logits import softcap
 
 
 def attend(
@@ -21,9 +22,9 @@ def attend(
     are not repeated. The product is scaled before it is rounded: fp16 scores do not overflow for
     being unscaled. Shapes: query [batch, heads, queries, channels], key [batch, groups, keys,
     channels], value [batch, groups, keys, channels of values]; the output [batch, heads, queries,
-    channels of values] is contiguous. A `score_mod` of the limits changes the scaled scores before
-    bias and mask; they are in fp32 then, and so is the product. Where the limits want them, the
-    largest scores [heads] fp32 follow, without a gradient.
+    channels of values] is contiguous. A `softcap` of the limits, then a `score_mod`, change the
+    scaled scores before bias and mask; they are in fp32 then, and so is the product. Where the
+    limits want them, the largest scores [heads] fp32 follow, without a gradient.
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
@@ -34,12 +35,12 @@ def attend(
         query.reshape(batch * groups, folded, channels),
         key.reshape(batch * groups, keys, channels).transpose(1, 2),
     )
-    if limits.score_mod is None:
+    if limits.score_mod is None and limits.softcap == 0.0:
         scores = _product(*factors, scale).view(batch, heads, queries, keys)
     else:
         with _in_own_dtypes(query.device):
             scores = _product(*(factor.float() for factor in factors), scale)
-        scores = limits.score_mod(scores.view(batch, heads, queries, keys))
+        scores, limits = _changed(scores.view(batch, heads, queries, keys), limits)
     probabilities = scaled_softmax(
         scores,
         limits.mask,
@@ -61,6 +62,20 @@ def attend(
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     nothing = a.new_empty(1)  # times 0: not read
     return torch.baddbmm(nothing, a, b, beta=0, alpha=scale)
+
+
+def _changed(scores: Tensor, limits: Limits) -> tuple[Tensor, Limits]:
+    """Scores [batch, heads, queries, keys] fp32 as the limits change them, and what these still do.
+
+    A bias that is added before the scale is a part of what is capped.
+    """
+    if limits.softcap > 0.0:
+        if limits.bias_in_cap:
+            scores, limits = scores + limits.bias, limits.but(bias=None)
+        scores = softcap(scores, limits.softcap)
+    if limits.score_mod is not None:
+        scores = limits.score_mod(scores)
+    return scores, limits
 
 
 def _in_own_dtypes(device: torch.device) -> Any:
