@@ -234,11 +234,15 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         self._enabled = bool(activation_recompute)
         self._repeats = bool(activation_recompute and recompute_phase)
 
+        self._outer: tuple | None = None
+
     def __enter__(self) -> None:
+        self._outer = ((_phase, "enabled", False), (_phase, "repeats", False))
         _phase.enabled, _phase.repeats = self._enabled, self._repeats
 
+    @_core.Leaving
     def __exit__(self, *error: Any) -> None:
-        _phase.enabled = _phase.repeats = False
+        pass
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -383,14 +387,18 @@ _eager = _Eager()
 """Runs behind operators that this thread does for modules, which know what they repeat."""
 
 
-@contextlib.contextmanager
-def known_to_modules() -> Iterator[None]:
+class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
     """Around a run behind an operator that is no part of a graph."""
-    _eager.runs += 1
-    try:
-        yield
-    finally:
-        _eager.runs -= 1
+
+    _outer: tuple | None = None
+
+    def __enter__(self) -> None:
+        self._outer = ((_eager, "runs", _eager.runs),)
+        _eager.runs += 1
+
+    @_core.Leaving
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def of_first(
