@@ -14,8 +14,10 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.recompute import (
     activation_recompute_forward,
     checkpoint,
+    get_activation_recompute_contexts,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
+    use_reentrant_activation_recompute,
 )
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "checkpoint",
     "gather_along_first_dim",
     "gather_split_1d_tensor",
+    "get_activation_recompute_contexts",
     "get_all_rng_states",
     "get_distributed_rank",
     "get_distributed_world_size",
@@ -37,6 +40,7 @@ __all__ = [
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
+    "use_reentrant_activation_recompute",
     *absent.names_of(__name__),
 ]
 
