@@ -305,6 +305,21 @@ class Scope:
     def __exit__(self, *error: Any) -> None: ...
 
 @final
+class Leaving:
+    """An ``__exit__`` that no interrupt can keep from restoring: a decorator of the method.
+
+    ``_outer`` of the context manager has (object, attribute, value) triples while it is active and
+    None else. They are put back, and ``_outer`` becomes None, before the function is called, which
+    torch.compile traces alone: there it restores them itself. RuntimeError where it is None.
+    """
+
+    __func__: Callable[..., Any]
+    __self__: Any
+    def __new__(cls, function: Callable[..., Any]) -> Leaving: ...
+    def __get__(self, context: Any, owner: Any = None) -> Leaving: ...
+    def __call__(self, *args: Any) -> Any: ...
+
+@final
 class NativeSlot:
     """An operator of a plug-in that is a shared object: a call runs it, and nothing else.
 

@@ -28,6 +28,11 @@ PyObject *tepy_predicate_make_type(PyObject *module);
 /* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. */
 int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names);
 
+/* ---- leave_py.c ---- */
+
+/* Creates the type of Leaving; new reference. */
+PyObject *tepy_leaving_make_type(PyObject *module);
+
 /* ---- scope_py.c ---- */
 
 /* Creates the type of Scope; new reference. */

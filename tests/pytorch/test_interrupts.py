@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C at any moment, and forks at any moment: nothing hangs afterwards."""
 
+import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -14,7 +16,7 @@ from pytorch.helpers import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import arenas, locks, scaling, state
+from transformer_engine.pytorch import arenas, locks, quantization, recompute, scaling, state
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
@@ -32,14 +34,15 @@ class InterruptAt:
     """A profiler that raises at event number `at` of `files`.
 
     CPython runs signal handlers when a function begins and when a call has ended. A profiler is
-    called there, too, and what it raises comes out of the very same instruction.
+    called there, too, and what it raises comes out of the very same instruction. No handler runs at
+    the return of a function in Python, which a profiler is told of as well.
     """
 
-    def __init__(self, at, files):
-        self.at, self.files, self.seen = at, files, 0
+    def __init__(self, at, files, events=("call", "return", "c_return")):
+        self.at, self.files, self.seen, self.events = at, files, 0, events
 
     def __call__(self, frame, event, _):
-        if frame.f_code.co_filename in self.files and event in ("call", "return", "c_return"):
+        if frame.f_code.co_filename in self.files and event in self.events:
             self.seen += 1
             if self.seen == self.at:
                 raise Interrupt
@@ -102,6 +105,81 @@ def test_a_lock_is_exclusive_and_reentrant():
     for thread in threads:
         thread.join()
     assert most == [1] * 16
+
+
+# ---- at every point of a context ----------------------------------------------------------------
+
+
+def region_state():
+    """Everything that contexts of this thread set."""
+    now = state.current_state()
+    fields = ("enabled", "calibrating", "recipe", "group", "depth", "first", "quantized_init")
+    kept = tuple(getattr(now, name) for name in fields)
+    phase = (recompute._phase.enabled, recompute._phase.repeats, recompute._eager.runs)
+    return (now, *kept, *phase, recompute._own_depth.value)
+
+
+def nested_regions():
+    with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        with te.autocast(enabled=False, calibrating=True):
+            len("")
+
+
+def quantized_init():
+    with te.quantized_model_init(), te.quantized_model_init(enabled=False):
+        len("")
+
+
+def recomputing():
+    with te.distributed.activation_recompute_forward(True, True), recompute.known_to_modules():
+        len("")
+
+
+def in_another_region():
+    with state.in_region(state.RegionState()):
+        len("")
+
+
+def decorated():
+    te.quantized_model_init()(te.autocast()(len))("")
+
+
+CONTEXTS = [nested_regions, quantized_init, recomputing, in_another_region, decorated]
+
+
+@pytest.mark.parametrize("function", CONTEXTS)
+def test_an_interrupt_leaves_no_region_active(function):
+    """Also where the traceback keeps the contexts: nothing hangs on their being collected."""
+    files = {module.__file__ for module in (scaling, state, recompute, quantization)}
+    files.add(inspect.getfile(te.autocast))
+    files |= {contextlib.__file__, __file__}
+    before, at, errors = region_state(), 0, []
+    while True:
+        at += 1
+        profiler = sys.getprofile()
+        sys.setprofile(InterruptAt(at, files, ("call", "c_return")))
+        try:
+            function()
+        except Interrupt as error:
+            errors.append(error)
+        else:
+            break
+        finally:
+            sys.setprofile(profiler)
+        assert region_state() == before, f"a region is active after an interrupt at point {at}"
+    assert at > 5
+    layer, x = te.Linear(16, 16, device="cpu"), torch.randn(16, 16)
+    step(layer, x)
+    first = te.scales(layer)["input"]
+    step(layer, 1024 * x)
+    assert te.scales(layer)["input"].amax == 1024 * first.amax  # scales are updated
+    assert te.scales(layer)["input"].scale < first.scale
+
+
+def test_an_exit_without_an_entry_is_refused():
+    for context in (te.autocast(), te.quantized_model_init(), state.in_region(None)):
+        with pytest.raises(RuntimeError, match=f"{type(context).__name__}: this region is not"):
+            context.__exit__(None, None, None)
 
 
 # ---- a GEMM of seconds --------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch import recompute
 from transformer_engine.pytorch.state import current_state
 
 # Torch says so of every reentrant checkpoint inside another one: its forward has no gradients.
@@ -459,3 +460,69 @@ def test_checkpoint_arguments(device):
         assert block.a._weight_caches[0] is not None
     out.sum().backward()
     assert entered == ["forward", "recompute"] and gemms.fp8 == 2
+
+
+def test_parameters_get_gradients_where_no_input_requires_one(device, start):
+    """The reentrant form makes no node in the graph there."""
+    x, results = torch.randn(ROWS, WIDTH, device=device), []
+    for run in (plain, te.checkpoint):
+        start()
+        (block,) = model_on(device, 1)
+        for _ in range(STEPS):
+            with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+                out = run(block, x)
+            out.sum().backward()
+        results.append([out, [p.grad for p in block.parameters()], states_of(block)])
+    assert all(grad is not None for grad in results[0][1])
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_contexts_for_the_checkpoint_of_torch(device, start, recipe, mode):
+    seen = []
+
+    def again(block, x):
+        def inside(x):
+            distributed = te.distributed
+            seen.append(
+                (
+                    distributed.is_fp8_activation_recompute_enabled(),
+                    distributed.in_fp8_activation_recompute_phase(),
+                    distributed.use_reentrant_activation_recompute(),
+                )
+            )
+            return block(x)
+
+        contexts = te.distributed.get_activation_recompute_contexts
+        return torch_checkpoint(inside, x, use_reentrant=False, context_fn=contexts)
+
+    made, results = RECIPES[recipe](), []
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for run in (plain, again):
+        start()
+        (block,) = model_on(device, 1)
+        block.train(mode == "train")
+        for _ in range(STEPS):
+            with te.autocast(recipe=made):
+                out = run(block, x)
+            out.sum().backward()
+        results.append([out, [p.grad for p in block.parameters()], states_of(block)])
+    assert_same_bits(results[1], results[0])
+    assert seen == [(True, False, False), (True, True, False)] * STEPS
+    assert not te.distributed.is_fp8_activation_recompute_enabled()
+    assert not any(recompute._QUEUE.knows(module) for module in block.modules())
+
+
+@pytest.mark.parametrize("checkpoint", [te.checkpoint, torch_checkpoint])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_which_form_of_recompute_runs(device, checkpoint, reentrant):
+    seen, x = [], torch.ones(2, device=device, requires_grad=True)
+
+    def inside(x):
+        seen.append(te.distributed.use_reentrant_activation_recompute())
+        return x.sin()
+
+    checkpoint(inside, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [reentrant] * 2
+    assert te.distributed.use_reentrant_activation_recompute()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, scaling
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, graph_task
@@ -152,7 +153,7 @@ class autocast:  # noqa: N801 - the name that users know
         self._group = _under_either_name(
             "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group
         )
-        self._outer: tuple | None = None
+        self._outer: tuple | None = None  # see `_core.Leaving`
 
     def __call__(self, function: Callable) -> Callable:
         """Decorate a function or method: each of its calls runs in a region of its own.
@@ -186,7 +187,14 @@ class autocast:  # noqa: N801 - the name that users know
         if (self._enabled or self._calibrating) and not torch.compiler.is_compiling():
             scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
-        self._outer = (state.enabled, state.calibrating, state.recipe, state.group, state.first)
+        self._outer = (
+            (state, "enabled", state.enabled),
+            (state, "calibrating", state.calibrating),
+            (state, "recipe", state.recipe),
+            (state, "group", state.group),
+            (state, "first", state.first),
+            (state, "depth", state.depth),
+        )
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe
@@ -195,17 +203,14 @@ class autocast:  # noqa: N801 - the name that users know
             state.first = True
         state.depth += 1
 
+    @_core.Leaving
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         """Restore the outer region; update the forward scales where this was the outermost one."""
-        outer = self._outer
-        if outer is None:
-            raise RuntimeError(
-                "autocast: this region is not active: __exit__ without __enter__; use a with block"
-            )
+        if self._outer is not None:  # a graph is traced
+            for state, name, value in self._outer:
+                setattr(state, name, value)
+            self._outer = None
         state = current_state()
-        self._outer = None
-        state.enabled, state.calibrating, state.recipe, state.group, state.first = outer
-        state.depth -= 1
         if (
             kind is None
             and state.depth == 0

@@ -15,8 +15,10 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.recompute import (
     activation_recompute_forward,
     checkpoint,
+    get_activation_recompute_contexts,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
+    use_reentrant_activation_recompute,
 )
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "checkpoint",
     "gather_along_first_dim",
     "gather_split_1d_tensor",
+    "get_activation_recompute_contexts",
     "get_all_rng_states",
     "get_distributed_rank",
     "get_distributed_world_size",
@@ -42,6 +45,7 @@ __all__ = [
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
     "symmetric_mem_cache",
+    "use_reentrant_activation_recompute",
     *absent.names_of(__name__),
 ]
 

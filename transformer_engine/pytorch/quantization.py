@@ -2,12 +2,12 @@
 """What is in force, and what this machine can do, under the names that programs ask by."""
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from transformer_engine import _core
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import (
     DelayedScalingRequest,
@@ -108,12 +108,7 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
-@contextlib.contextmanager
-def quantized_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Iterator[None]:
+class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' name
     """Make modules with quantized weights: a context, or a decorator.
 
     The weights of linear layers that are made inside become quantized parameters; biases and norms
@@ -142,20 +137,39 @@ def quantized_model_init(
     ValueError
         A module is made, and the function of a `CustomRecipe` gives no quantizer for a role.
     """
-    state = current_state()
-    outer, made = state.quantized_init, None
-    if enabled:
-        recipe = get_default_recipe() if recipe is None else recipe
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"quantized_model_init: recipe: {type(recipe).__name__} object, expected a recipe"
-            )
-        made = QuantizedInit(recipe, bool(preserve_high_precision_init_val))
-    state.quantized_init = made
-    try:
-        yield
-    finally:
-        state.quantized_init = outer
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        self._settings = (enabled, recipe, preserve_high_precision_init_val)
+        self._outer: tuple | None = None
+
+    def _recreate_cm(self) -> "quantized_model_init":
+        """Give each call of a decorated function a context of its own."""
+        return type(self)(*self._settings)
+
+    def __enter__(self) -> None:
+        enabled, recipe, preserve = self._settings
+        if self._outer is not None:
+            raise RuntimeError("quantized_model_init: this context is active already; make another")
+        state, made = current_state(), None
+        if enabled:
+            recipe = get_default_recipe() if recipe is None else recipe
+            if not isinstance(recipe, Recipe):
+                raise TypeError(
+                    f"quantized_model_init: recipe: {type(recipe).__name__} object, expected a "
+                    "recipe"
+                )
+            made = QuantizedInit(recipe, bool(preserve))
+        self._outer = ((state, "quantized_init", state.quantized_init),)
+        state.quantized_init = made
+
+    @_core.Leaving
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def fp8_model_init(

@@ -215,6 +215,7 @@ class _Phase(threading.local):
 
     enabled = False
     repeats = False
+    queued = False  # and what calls leave is in `_QUEUE`
 
 
 _phase = _Phase()
@@ -230,15 +231,57 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
     `checkpoint` of this package and those of torch. Contexts do not nest.
     """
 
+    _queued = True  # no checkpoint of torch keeps what calls leave
+
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
         self._enabled = bool(activation_recompute)
         self._repeats = bool(activation_recompute and recompute_phase)
 
-    def __enter__(self) -> None:
-        _phase.enabled, _phase.repeats = self._enabled, self._repeats
+        self._outer: tuple | None = None
 
+    def _recreate_cm(self) -> "activation_recompute_forward":
+        """Give each call of a decorated function a context of its own."""
+        return type(self)(self._enabled, self._repeats)
+
+    def __enter__(self) -> None:
+        self._outer = (
+            (_phase, "enabled", _phase.enabled),
+            (_phase, "repeats", _phase.repeats),
+            (_phase, "queued", _phase.queued),
+        )
+        _phase.enabled, _phase.repeats = self._enabled, self._repeats
+        _phase.queued = self._enabled and self._queued
+
+    @_core.Leaving
     def __exit__(self, *error: Any) -> None:
-        _phase.enabled = _phase.repeats = False
+        pass
+
+
+class _recompute_of_torch(activation_recompute_forward):  # noqa: N801 - as its base
+    """The mark inside a checkpoint of torch, which is found on the stack and keeps all itself."""
+
+    _queued = False
+
+
+def get_activation_recompute_contexts() -> tuple[Any, Any]:
+    """Contexts of a forward and of its repetition: a ``context_fn`` of torch's checkpoint.
+
+    For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, which repeats FP8 forwards
+    with or without them; inside, `is_fp8_activation_recompute_enabled` is true. A program that
+    repeats forwards by itself takes `activation_recompute_forward`.
+    """
+    return _recompute_of_torch(True, False), _recompute_of_torch(True, True)
+
+
+def use_reentrant_activation_recompute() -> bool:
+    """Whether the innermost checkpoint of torch or of this package is of the reentrant form.
+
+    True outside of all: what `checkpoint` takes by default.
+    """
+    for kind, holder in _on_stack():
+        if not isinstance(holder, Frame):  # one of ours is inside of a checkpoint of torch
+            return kind.startswith("reentrant")
+    return True
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -346,7 +389,7 @@ def _on_stack() -> Iterator[tuple[str, Any]]:
                 if holder is not None:
                     yield kind, holder
             caller = caller.f_back
-    if _phase.enabled:
+    if _phase.queued:
         yield ("recompute" if _phase.repeats else "forward"), _QUEUE
 
 
@@ -383,14 +426,18 @@ _eager = _Eager()
 """Runs behind operators that this thread does for modules, which know what they repeat."""
 
 
-@contextlib.contextmanager
-def known_to_modules() -> Iterator[None]:
+class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
     """Around a run behind an operator that is no part of a graph."""
-    _eager.runs += 1
-    try:
-        yield
-    finally:
-        _eager.runs -= 1
+
+    _outer: tuple | None = None
+
+    def __enter__(self) -> None:
+        self._outer = ((_eager, "runs", _eager.runs),)
+        _eager.runs += 1
+
+    @_core.Leaving
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def of_first(
@@ -449,7 +496,7 @@ def anywhere() -> bool:
 
 def in_reentrant_forward() -> bool:
     """Whether gradients are off only because a reentrant checkpoint runs its forward."""
-    if _phase.enabled and not _phase.repeats:
+    if _phase.queued and not _phase.repeats:
         return True
     for kind, holder in _on_stack():
         if kind == "reentrant forward" and any(holder.needs_input_grad):
@@ -467,6 +514,11 @@ def _put_back(get_tracker: Callable, states: Any) -> Iterator[None]:
         yield
     finally:
         tracker.set_states(current)
+
+
+def _requires_gradient(args: tuple) -> bool:
+    """Whether the reentrant form makes a node in the graph: it sees tensors among its arguments."""
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def checkpoint(
@@ -500,7 +552,8 @@ def checkpoint(
     tp_group : ProcessGroup, optional
         Only with `distribute_saved_activations`.
     use_reentrant : bool, default True
-        As of `torch.utils.checkpoint.checkpoint`.
+        As of `torch.utils.checkpoint.checkpoint`; where no tensor of `args` requires a gradient,
+        the form is the other one, since the reentrant one would give parameters none.
     **kwargs
         ``context_fn``, ``determinism_check``, ``debug``, ``preserve_rng_state`` go to
         `torch.utils.checkpoint.checkpoint`; the others to `function`.
@@ -546,7 +599,7 @@ def checkpoint(
         with random, in_region(again), of_forward(scope) or contextlib.nullcontext():
             return _call(frame, True, function, inputs, kwargs)
 
-    if use_reentrant:
+    if use_reentrant and (_requires_gradient(args) or not torch.is_grad_enabled()):
         return torch_checkpoint(run, *args, use_reentrant=True, **options)
     with set_checkpoint_early_stop(False):
         return torch_checkpoint(run, *args, use_reentrant=False, **options)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an `autocast` region sets: per thread, read by every module's forward."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
+
+from transformer_engine import _core
 
 
 class Domain:
@@ -70,12 +70,18 @@ def current_state() -> RegionState:
         return _LOCAL.state
 
 
-@contextlib.contextmanager
-def in_region(state: RegionState) -> Iterator[None]:
+class in_region:  # noqa: N801 - reads as what it does, as `autocast`
     """Have this thread in a region, inside ``with``."""
-    outer = current_state()
-    _LOCAL.state = state
-    try:
-        yield
-    finally:
-        _LOCAL.state = outer
+
+    def __init__(self, state: RegionState) -> None:
+        self._state = state
+        self._outer: tuple | None = None
+
+    def __enter__(self) -> None:
+        outer = current_state()
+        self._outer = ((_LOCAL, "state", outer),)
+        _LOCAL.state = self._state
+
+    @_core.Leaving
+    def __exit__(self, *error: Any) -> None:
+        pass
