@@ -445,6 +445,7 @@ def test_files_of_early_versions_are_named(device, make, monkeypatch):
     peer = {name: t + 1 for name, t in before.items()} | {KEY: file}
     with pytest.raises(RuntimeError, match=r"_extra_state: a BytesIO object.*before 2\.0.*=ignore"):
         module.load_state_dict(peer)
+    assert_same_bits(dict(module.state_dict()), before)
     assert not Trap.sprung
     monkeypatch.setenv("TE_EXTRA_STATE", "ignore")
     module.load_state_dict(peer, strict=True)

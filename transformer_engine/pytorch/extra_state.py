@@ -190,21 +190,18 @@ def unpack_state(
     return values
 
 
-def drop_nothing(state_dict: dict, key: str, unexpected_keys: list[str]) -> None:
-    """Let a module without scaling state load a dict of peers that write an entry for it.
+def says_nothing(state_dict: dict, key: str) -> bool:
+    """Whether an entry that peers wrote for a module without scaling state is to be dropped.
 
-    Takes `key` from the unexpected ones where its entry says that there is no state, or the user
-    wants none looked at. RuntimeError for a BytesIO object; any other entry stays unexpected.
+    So where it says that there is no state, or the user wants none looked at. RuntimeError for a
+    BytesIO object.
     """
     if key not in state_dict:
-        return
-    state = state_dict[key]
-    if config.TE_EXTRA_STATE.get() != "ignore":
-        _refuse_file(state, key)
-        if not _is_absent(state):
-            return
-    if key in unexpected_keys:
-        unexpected_keys.remove(key)
+        return False
+    if config.TE_EXTRA_STATE.get() == "ignore":
+        return True
+    _refuse_file(state_dict[key], key)
+    return _is_absent(state_dict[key])
 
 
 def without_scaling_state(state_dict: M) -> M:
