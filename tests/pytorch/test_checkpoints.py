@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import _EXTRA_STATE
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.module.norm import L2Normalization, NormModule
 
 KEY = "_extra_state"
 
@@ -380,15 +381,76 @@ def test_a_foreign_pickle_is_refused_without_unpickling(device, trained, protoco
     assert_same_bits(state_of(trained), before)
 
 
-@pytest.mark.parametrize(
-    "empty",
-    [None, torch.empty(0, dtype=torch.uint8), _EXTRA_STATE()],
-    ids=["none", "empty", "placeholder"],
-)
+NOTHING = {
+    "none": None,
+    "empty": torch.empty(0, dtype=torch.uint8),
+    "empty fp32": torch.empty(0),
+    "empty meta": torch.empty(0, dtype=torch.uint8, device="meta"),
+    "placeholder": _EXTRA_STATE(),
+    **{
+        f"pickle {protocol} of {value}": as_tensor(pickle.dumps(value, protocol))
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+        for value in ({}, None)
+    },
+}
+
+
+@pytest.mark.parametrize("empty", NOTHING)
 def test_nothing_to_load_changes_nothing(device, trained, empty):
     before = state_of(trained)
-    trained.set_extra_state(empty)
+    trained.set_extra_state(NOTHING[empty])
+    trained.load_state_dict({**trained.state_dict(), KEY: NOTHING[empty]})
     assert_same_bits(state_of(trained), before)
+
+
+@pytest.mark.parametrize("empty", NOTHING)
+def test_norms_drop_a_state_of_nothing(device, empty):
+    """The incumbent writes one for each of its norms, those of queries and keys too."""
+
+    def make(fill):
+        parts = [te.LayerNorm(32), te.RMSNorm((4, 8)), L2Normalization()]
+        attention = te.MultiheadAttention(32, 2, fuse_qkv_params=True, qk_norm_type="RMSNorm")
+        model = torch.nn.ModuleList([*parts, attention]).to(device)
+        for parameter in model.parameters():
+            parameter.data.fill_(fill)
+        return model
+
+    model, peer = make(1.0), make(2.0).state_dict()
+    norms = [n for n, m in model.named_modules() if isinstance(m, NormModule)]
+    assert len(norms) == 5
+    peer.update({f"{name}.{KEY}": NOTHING[empty] for name in norms})
+    given = dict(peer)
+    model.load_state_dict(peer, strict=True)
+    assert all((p == 2).all() for p in model.parameters())
+    assert peer.keys() == given.keys()
+
+
+def test_norms_do_not_drop_anything_else(device, trained, monkeypatch):
+    norm = te.LayerNorm(32, device=device)
+    pickled = as_tensor(pickle.dumps({"recipe": Trap()}))
+    for state in (pickled, trained.get_extra_state(), torch.ones(3)):
+        with pytest.raises(RuntimeError, match="Unexpected key.*_extra_state"):
+            norm.load_state_dict({**norm.state_dict(), KEY: state}, strict=True)
+    monkeypatch.setenv("TE_EXTRA_STATE", "ignore")
+    norm.load_state_dict({**norm.state_dict(), KEY: pickled}, strict=True)
+    assert not Trap.sprung
+
+
+@pytest.mark.parametrize("make", [lambda: te.Linear(32, 48), lambda: te.RMSNorm(32)])
+def test_files_of_early_versions_are_named(device, make, monkeypatch):
+    module = make().to(device)
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    file = io.BytesIO()
+    torch.save({"recipe": Trap()}, file)
+    peer = {name: t + 1 for name, t in before.items()} | {KEY: file}
+    with pytest.raises(RuntimeError, match=r"_extra_state: a BytesIO object.*before 2\.0.*=ignore"):
+        module.load_state_dict(peer)
+    assert_same_bits(dict(module.state_dict()), before)
+    assert not Trap.sprung
+    monkeypatch.setenv("TE_EXTRA_STATE", "ignore")
+    module.load_state_dict(peer, strict=True)
+    assert_same_bits(dict(module.state_dict()), {n: t + 1 for n, t in before.items()})
+    assert not Trap.sprung
 
 
 def test_state_of_a_stateless_recipe_is_empty(device):

@@ -8,7 +8,9 @@ size can be offered one. Loading parses JSON and copies bytes; it never unpickle
 """
 
 import hashlib
+import io
 import json
+import pickle
 import sys
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +30,13 @@ _FIX = (
     "load an undamaged copy, or set TE_EXTRA_STATE=ignore to load the weights alone and start with "
     "fresh scales"
 )
+
+_PICKLES_OF_NOTHING = frozenset(
+    pickle.dumps(value, protocol)
+    for value in ({}, None)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+)
+"""What the incumbent's modules without state write: compared byte by byte, never loaded."""
 
 M = TypeVar("M", bound=dict)
 
@@ -60,12 +69,15 @@ def _refuse(name: str, what: str) -> NoReturn:
 
 
 def _is_absent(state: Any) -> bool:
-    """Whether a loader says that there is no such state.
+    """Whether a loader, or the module that saved it, says that there is no such state.
 
-    `torch.distributed.checkpoint.state_dict` puts a placeholder where a module could have some.
+    That is None, a tensor of no elements, the pickle of an empty dict or of None, and the
+    placeholder that `torch.distributed.checkpoint.state_dict` puts where a module could have some.
     """
-    if state is None:
+    if state is None or (isinstance(state, Tensor) and state.numel() == 0):
         return True
+    if _is_bytes(state) and state.numel() <= 8 and not state.is_meta:
+        return bytes(state.tolist()) in _PICKLES_OF_NOTHING
     functions = sys.modules.get("torch.distributed.checkpoint.state_dict")
     placeholder = getattr(functions, "_EXTRA_STATE", None)
     return placeholder is not None and isinstance(state, placeholder)
@@ -84,7 +96,19 @@ def _begins(state: Tensor) -> bytes:
     return bytes(state[:8].tolist())
 
 
+def _refuse_file(state: Any, name: str) -> None:
+    """Raise where state is what early versions of the incumbent wrote."""
+    if isinstance(state, io.BytesIO):
+        raise RuntimeError(
+            f"{name}: a BytesIO object of {state.getbuffer().nbytes} bytes: state that an early "
+            "version of another package (NVIDIA Transformer Engine before 2.0) wrote with "
+            "torch.save, a pickle, which is never loaded. Set TE_EXTRA_STATE=ignore to load the "
+            "weights and start with fresh scales, or delete this entry of the state dict"
+        )
+
+
 def _bytes_of(state: Any, name: str) -> bytes:
+    _refuse_file(state, name)
     if not _is_bytes(state) or state.is_meta:
         what = (
             f"{state.dtype} tensor of {state.dim()} dims on {state.device}"
@@ -144,8 +168,6 @@ def unpack_state(
     if _is_absent(state) or config.TE_EXTRA_STATE.get() == "ignore":
         return None
     raw = _bytes_of(state, name)
-    if not raw:
-        return None
     header, at = _header(raw, name)
     values = {}
     for direction, expected in zip(_DIRECTIONS, slots, strict=True):
@@ -166,6 +188,20 @@ def unpack_state(
     if at != len(raw):
         _refuse(name, f"{len(raw) - at} bytes too many")
     return values
+
+
+def says_nothing(state_dict: dict, key: str) -> bool:
+    """Whether an entry that peers wrote for a module without scaling state is to be dropped.
+
+    So where it says that there is no state, or the user wants none looked at. RuntimeError for a
+    BytesIO object.
+    """
+    if key not in state_dict:
+        return False
+    if config.TE_EXTRA_STATE.get() == "ignore":
+        return True
+    _refuse_file(state_dict[key], key)
+    return _is_absent(state_dict[key])
 
 
 def without_scaling_state(state_dict: M) -> M:
@@ -196,4 +232,4 @@ def _is_scaling_state(value: Any) -> bool:
     if not _is_bytes(value) or value.is_meta:
         return False
     start = _begins(value)
-    return start in (b"", _MAGIC, _FORMER_MAGIC) or start[:1] == b"\x80"
+    return start in (_MAGIC, _FORMER_MAGIC) or start[:1] == b"\x80"

@@ -23,6 +23,7 @@ from transformer_engine.common.graphs import (
 from transformer_engine.common.plans import CallPlans, norm_plans
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.function import run_call, run_without_backward
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
@@ -60,6 +61,14 @@ class NormModule(NativeModule):
     def __getstate__(self) -> dict:
         """Copy and pickle without plans."""
         return {**self.__dict__, "_plans": {}}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
+        """Load; the incumbent's norms have an ``_extra_state`` of nothing, which is dropped."""
+        key, unexpected_keys = prefix + KEY, given[3]
+        dropped = says_nothing(state_dict, key)  # raises before a weight changes
+        super()._load_from_state_dict(state_dict, prefix, *given)
+        if dropped and key in unexpected_keys:
+            unexpected_keys.remove(key)
 
     def _settings(self) -> tuple:
         """What a layer that runs it as a node has noted (see `as_node`)."""
