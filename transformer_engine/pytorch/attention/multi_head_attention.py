@@ -498,13 +498,17 @@ fast_zero_fill, pad_between_seqs, softcap
         key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
         return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
 
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms, in the dtype before: attention takes one dtype."""
+        return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
+
     def _position(
         self, query: Tensor, key: Tensor, call: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys and the rotary embedding, in the order set."""
         angles, params = call.rotary_pos_emb, call.inference_params
         if self.q_norm is not None and self.qk_norm_before_rope:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self._normed(query, key)
         if angles is not None:
             packed, start_positions = self.qkv_format == "thd", None
             starts = starts_of(call) if packed and params is None else (None, None)
@@ -519,7 +523,7 @@ fast_zero_fill, pad_between_seqs, softcap
             query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)
             key = apply_rotary_pos_emb(key, of_key, *given, cu_seqlens=starts[1], **options)
         if self.q_norm is not None and not self.qk_norm_before_rope:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self._normed(query, key)
         return query, key
 
 

@@ -33,7 +33,12 @@ from transformer_engine.pytorch.modes import (
 )
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.module.operands import check_dtypes, check_input, refuse_memory
+from transformer_engine.pytorch.module.operands import (
+    check_dtypes,
+    check_input,
+    one_dtype,
+    refuse_memory,
+)
 from transformer_engine.pytorch.module.parameters import (
     checked_dtype,
     checked_eps,
@@ -42,6 +47,7 @@ from transformer_engine.pytorch.module.parameters import (
     initialise,
 )
 from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.tensors import is_quantized
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
@@ -113,24 +119,35 @@ class NormModule(NativeModule):
             )
 
     def _key(
-        self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, exported: bool
+        self,
+        tensors: tuple[Tensor, Tensor | None, Tensor | None],
+        out: torch.dtype | None,
+        eps: float,
+        exported: bool,
     ) -> tuple:
         """What the plans of a call depend on."""
+        inp, gamma, beta = tensors
         grads = (False, False, False)
         if torch.is_grad_enabled() and not exported:
             of_gamma = gamma is not None and gamma.requires_grad
             grads = (inp.requires_grad, of_gamma, beta is not None and beta.requires_grad)
         dtype = inp.dtype if gamma is None else gamma.dtype
         settings = (gamma is None, beta is None, self.zero_centered_gamma, *grads)
-        return inp.device, inp.dtype, dtype, inp.size(-1), settings, eps
+        return inp.device, inp.dtype, dtype, out or dtype, inp.size(-1), settings, eps
 
-    def _run(self, inp: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        """Normalize the last dim of `inp`."""
+    def _run(
+        self,
+        inp: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        out: torch.dtype | None = None,
+    ) -> Tensor:
+        """Normalize the last dim of `inp`, in fp32, to a dtype; None: that of gamma."""
         traced = torch.compiler.is_compiling()
         eps = DEFAULT_EPS if self.eps is None else self.eps
         if traced:
             eps = torch_ops.as_constant(eps)
-        key = self._key(inp, gamma, beta, eps, traced and exporting())
+        key = self._key((inp, gamma, beta), out, eps, traced and exporting())
         if traced:
             self._ensure_plans(key)
         blank = not traced and without_memory(inp)
@@ -154,14 +171,14 @@ class NormModule(NativeModule):
             self._make_plans(key)
 
     def _make_plans(self, key: tuple) -> CallPlans:
-        device, inp, gamma, features, settings, eps = key
+        device, inp, gamma, out, features, settings, eps = key
         names = NO_GAMMA, NO_BETA, ZERO_CENTERED, DGRAD, GRAD_GAMMA, GRAD_BETA
         flags = flags_of(zip(names, settings, strict=True))
-        check_dtypes(type(self).__name__, ("inp", "weight"), (inp, gamma))
+        check_dtypes(type(self).__name__, ("inp", "weight", "the output"), (inp, gamma, out))
         prepare_device(device)
-        code = _core.dtype_code(inp)
         norm = Norm(self.KIND, _core.dtype_code(gamma), eps)
-        return keep(self._plans, key, norm_plans(features, norm, (code, code), flags))
+        codes = _core.dtype_code(inp), _core.dtype_code(out)
+        return keep(self._plans, key, norm_plans(features, norm, codes, flags))
 
 
 class AffineNorm(NormModule):
@@ -202,6 +219,7 @@ class AffineNorm(NormModule):
             raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}")
         self.eps = None if eps is None and self.EPS_IS_OPTIONAL else checked_eps(kind, eps)
         self.elementwise_affine = bool(elementwise_affine)
+        self.follows_input = False  # te.convert: the output has the dtype of the input
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.sequence_parallel = sequence_parallel
         device = device_of(device)
@@ -242,9 +260,11 @@ class AffineNorm(NormModule):
     def forward(self, inp: Tensor) -> Tensor:
         """Normalize [..., *normalized_shape] over the last dims.
 
-        The input is fp32, fp16 or bf16; the output has its shape and dtype (the dtype of
-        `torch.autocast` inside one). ValueError where the last dims are not `normalized_shape`,
-        TypeError for dtypes or kinds of tensors that do not go together.
+        Input and parameters are read in their own dtypes, fp32, fp16 or bf16, and an input of fp64
+        in fp32, a quantized one in its values; inside is fp32. The output has the shape of the
+        input and the dtype of the weight (that of `torch.autocast` inside one; without a weight
+        that of the input), the gradients those of what they belong to. ValueError where the last
+        dims are not `normalized_shape`, TypeError for other dtypes or kinds of tensors.
         """
         dims = len(self.normalized_shape)
         self._check(inp, self.normalized_shape)
@@ -254,20 +274,21 @@ class AffineNorm(NormModule):
                 f"{type(self).__name__}: weight is None and bias is not: set both to None, or give "
                 "a weight of ones"
             )
+        if is_quantized(inp):
+            inp = inp.dequantize()
+        out = inp.dtype if gamma is None or self.follows_input else gamma.dtype
         if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
-            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
-        elif gamma is not None and gamma.dtype != inp.dtype:
-            raise TypeError(
-                f"{type(self).__name__}: inp is {inp.dtype}, weight {gamma.dtype}: outside "
-                "torch.autocast they must be of one dtype; convert the input or the module"
-            )
+            out = torch.get_autocast_dtype(inp.device.type)
+        if inp.dtype is torch.float64 and out is not torch.float64:
+            inp = inp.float()
+        if gamma is not None:
+            gamma, beta = one_dtype(gamma, beta)
         if dims == 1:
-            return self._run(inp, gamma, beta)
+            return self._run(inp, gamma, beta, out)
         size = math.prod(self.normalized_shape)
         flat = inp.reshape(*inp.shape[:-dims], size)
         flat_parameters = [p if p is None else p.reshape(size) for p in (gamma, beta)]
-        out = self._run(flat, *flat_parameters)
-        return out.reshape(inp.shape)
+        return self._run(flat, *flat_parameters, out).reshape(inp.shape)
 
     _FORWARD = forward
 

@@ -88,8 +88,10 @@ def promoted(
 ) -> CallTensors:
     """Check a call's tensors, as `CallTensors` has them, and apply the dtype rules.
 
-    Outside `torch.autocast` all are of one dtype. Inside, the result has its dtype; what FP8 casts
-    anyway is read as it is, and without a recipe everything but the norm's parameters is converted.
+    Outside `torch.autocast` weights and biases are of one dtype, which is that of the result and,
+    without a norm, of the input; a norm reads the input and its own parameters in any. Inside, the
+    result has its dtype; what FP8 casts anyway is read as it is, and without a recipe everything
+    but the norm's parameters is converted.
 
     TypeError where the input is no tensor of the CPU, of a CUDA device or of the meta device,
     dtypes differ, or the input has no memory and the module has; ValueError where its last dim is
@@ -110,13 +112,25 @@ def promoted(
             inp = inp.to(dtype)
             parts = tuple(part.to(dtype) for part in parts)
         return CallTensors(inp, norm, parts, dtype)
-    dtype = inp.dtype
-    if any(t.dtype != dtype for t in tensors):
-        weights, biases = parts[0]
+    weights, biases = parts[0]
+    dtype = inp.dtype if norm is None else weights[0].dtype
+    if any(t.dtype != dtype for part in parts for t in (*part.weights, *part.biases)):
         raise TypeError(
-            f"{kind}: inp is {dtype}, weight {weights[0].dtype}, bias "
-            f"{biases[0].dtype if biases else None}"
-            + ("" if norm is None else f", layer_norm_weight {norm[0].dtype}")
-            + ": outside torch.autocast they must be of one dtype; convert the input or the module"
+            f"{kind}: "
+            + ("" if norm is not None else f"inp is {dtype}, ")
+            + f"weight {weights[0].dtype}, bias {biases[0].dtype if biases else None}"
+            ": outside torch.autocast they must be of one dtype; convert the "
+            + ("module" if norm is not None else "input or the module")
         )
+    if norm is not None:
+        if inp.dtype is torch.float64:
+            inp = inp.float()
+        norm = one_dtype(*norm)
     return CallTensors(inp, norm, parts, dtype)
+
+
+def one_dtype(gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Parameters of a norm in one dtype, as operators read them: fp32 where they differ."""
+    if beta is None or beta.dtype == gamma.dtype:
+        return gamma, beta
+    return gamma.float(), beta.float()

@@ -220,13 +220,15 @@ def counterpart_of(module: Module) -> Module | str | None:
     if isinstance(norm, str):
         return norm
     weight = module._parameters["weight"]
-    return RMSNorm(
+    made = RMSNorm(
         weight.shape[0],
         eps=norm.eps,
         zero_centered_gamma=norm.zero_centered,
         device="meta",
         dtype=weight.dtype,
     )
+    made.follows_input = norm.follows_input
+    return made
 
 
 def _unfit(module: Module) -> str | None:
@@ -271,7 +273,9 @@ def _make_ours(module: Module, ours: type) -> Module | str:
     if ours is LayerNorm:
         options["bias"] = _has(module, "bias")
     shape = tuple(module.normalized_shape)
-    return ours(shape, eps=module.eps, device="meta", dtype=dtype, **options)
+    made = ours(shape, eps=module.eps, device="meta", dtype=dtype, **options)
+    made.follows_input = True  # as torch's: 16 bits stay 16 bits, whatever the weight
+    return made
 
 
 def _to_torch(module: Module) -> Module | str | None:

@@ -28,6 +28,7 @@ class Recognised(NamedTuple):
 
     eps: float  # added to the mean square
     zero_centered: bool  # the factor is 1 + gamma
+    follows_input: bool  # of another dtype than gamma the output has that of the input
 
 
 def named_like_one(module: Module) -> bool:
@@ -76,7 +77,7 @@ def _try(module: Module, eps: float, dtype: torch.dtype) -> Recognised | str:
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     fits = {False, True}
     for training in (True, False):
-        found = _forward(module, x, gamma, torch.float32, training).double()
+        found = _forward(module, x.float(), gamma.float(), training).double()
         for zero_centered in list(fits):
             expected = normed * (gamma + 1.0 if zero_centered else gamma)
             error = (found - expected).abs().amax(-1)
@@ -84,20 +85,30 @@ def _try(module: Module, eps: float, dtype: torch.dtype) -> Recognised | str:
                 fits.discard(zero_centered)
         if not fits:
             return "its forward computes something else than an RMSNorm"
-        out = _forward(module, x, gamma, dtype, training)
+        out = _forward(module, x.to(dtype), gamma.to(dtype), training)
         if out.dtype is not dtype:
             return f"its forward makes {out.dtype} of {dtype}"
-    return Recognised(eps, fits.pop())
+    return Recognised(eps, fits.pop(), _follows_input(module, x, gamma.to(dtype)))
 
 
-def _forward(
-    module: Module, x: Tensor, gamma: Tensor, dtype: torch.dtype, training: bool
-) -> Tensor:
-    """Run the forward of a module's class with another weight, in a dtype."""
+def _follows_input(module: Module, x: Tensor, gamma: Tensor) -> bool:
+    """Whether an input of another dtype than the weight's decides the dtype of the output.
+
+    Not where the class takes no such input.
+    """
+    x = x.to(torch.bfloat16 if gamma.dtype is torch.float32 else torch.float32)
+    try:
+        return _forward(module, x, gamma, module.training).dtype is x.dtype
+    except Exception:  # whatever a class of another package raises
+        return False
+
+
+def _forward(module: Module, x: Tensor, gamma: Tensor, training: bool) -> Tensor:
+    """Run the forward of a module's class with another weight."""
     trial = copy.copy(module)
-    trial.__dict__["_parameters"] = {"weight": Parameter(gamma.to(dtype), requires_grad=False)}
+    trial.__dict__["_parameters"] = {"weight": Parameter(gamma, requires_grad=False)}
     trial.__dict__["training"] = training
     with torch.no_grad(), contextlib.ExitStack() as stack:
         if torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))
-        return type(module).forward(trial, x.to(dtype))
+        return type(module).forward(trial, x)
