@@ -83,7 +83,7 @@ def run_steps(device, form, paged, steps, *, mask="padding_causal", window=None,
         make_core(form, mask, window),
         Kept(),
     )
-    left = {"padding": (-1, -1)}.get(mask, (-1, 0)) if window is None else window
+    left = ((-1, 0) if "causal" in mask else (-1, -1)) if window is None else window
     for step in steps:
         kept.of = {id_: of for id_, of in kept.of.items() if id_ in step}
         params.pre_step(OrderedDict(step))
@@ -114,7 +114,16 @@ STEPS = (
 @FORMS
 @pytest.mark.parametrize(
     ("mask", "window"),
-    [("padding_causal", None), ("padding", None), ("padding_causal", (4, 0)), ("padding", (3, 2))],
+    [
+        ("padding_causal", None),
+        ("padding", None),
+        ("padding_causal", (4, 0)),
+        ("padding", (3, 2)),
+        ("causal", None),
+        ("causal_bottom_right", (4, 0)),
+        ("no_mask", None),
+        ("no_mask", (3, 2)),
+    ],
 )
 def test_sequences_that_come_and_go(device, form, paged, mask, window):
     dtype = BF16 if device == "cuda" else F32
@@ -443,8 +452,8 @@ def test_wrong_calls(device):
     key, value = (torch.randn(2, 1, GROUPS, n, device=device) for n in CHANNELS)
     call = {"inference_params": params}
     params.pre_step(OrderedDict(a=1, b=1))
-    with pytest.raises(ValueError, match="attn_mask_type='causal' with inference_params"):
-        core(query, key, value, attn_mask_type="causal", **call)
+    with pytest.raises(ValueError, match="attn_mask_type='arbitrary' with inference_params"):
+        core(query, key, value, attn_mask_type="arbitrary", **call)
     with pytest.raises(ValueError, match="1 batch entries, .* 2 sequences .*call pre_step"):
         core(query[:1], key[:1], value[:1], **call)
     with pytest.raises(ValueError, match="no gradients pass a cache"):
