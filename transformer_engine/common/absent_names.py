@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MODULES = frozenset(
     "pytorch.attention.dot_product_attention.context_parallel "
-    "pytorch.cpp_extensions.fused_attn pytorch.distributed_weight pytorch.module.fp8_padding "
+    "pytorch.distributed_weight pytorch.module.fp8_padding "
     "pytorch.module.fp8_unpadding pytorch.module.grouped_linear pytorch.ops.op "
     "pytorch.permutation pytorch.router "
     "pytorch.tensor.grouped_tensor".split()
@@ -150,11 +150,35 @@ FEATURES: tuple[Feature, ...] = (
         "te.DotProductAttention attends",
         """
         pytorch.attention.dot_product_attention.utils: FlashAttentionUtils
+            FlashAttentionUtils.is_version_supported
+            FlashAttentionUtils.set_flash_attention_version
+            FlashAttentionUtils.set_flash_attention_3_params
+            FlashAttentionUtils.set_flash_attention_4_params
         pytorch.attention.dot_product_attention.backends: FlashAttention FusedAttention
             UnfusedDotProductAttention
         pytorch.attention.dot_product_attention.softmax: FusedScaleMaskSoftmax
+            FusedScaleMaskSoftmax.is_kernel_available FusedScaleMaskSoftmax.forward_fused_softmax
+            FusedScaleMaskSoftmax.forward_torch_softmax FusedScaleMaskSoftmax.get_batch_per_block
         pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions: fused_attn_fwd fused_attn_bwd
             get_fused_attn_backend
+        """,
+    ),
+    Feature(
+        "Attention: steps of other backends",
+        "no backend here is put together from them",
+        "te.DotProductAttention, which takes masks, lengths, packed sequences, slopes of ALiBi and "
+        "recipes as they are",
+        """
+        pytorch.attention.dot_product_attention.utils: ConvertBSHDtoTHD ConvertTHDtoBSHD PackTensors
+            UnpackTensor _get_supported_versions combine_and_dequantize combine_and_quantize
+            get_alibi get_attention_quantizers get_full_mask mxfp8_quantize_fast_path
+            mxfp8_quantize_only mxfp8_transpose_swizzle print_quantizers qkv_layout_needs_detection
+            transpose_to_bhsd_htd_pytorch
+        pytorch.attention.dot_product_attention.softmax: scaled_softmax_forward
+            scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward
+            scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward
+            scaled_aligned_causal_masked_softmax_forward
+            scaled_aligned_causal_masked_softmax_backward
         """,
     ),
     Feature(

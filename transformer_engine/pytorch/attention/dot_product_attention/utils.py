@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`get_attention_backend`: which backend a program's attention would run by."""
+"""`get_attention_backend`: which backend a program's attention would run by.
 
+Beside it stands what programs ask of lengths, masks and layouts (`questions.py`).
+"""
+
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +30,61 @@ from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe impor
     unbuilt_name,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
+from transformer_engine.pytorch.attention.dot_product_attention.questions import (
+    check_set_window_size,
+    get_cu_seqlens,
+    get_cu_seqlens_and_indices,
+    get_full_cu_seqlens,
+    get_indices,
+    get_padding_mask,
+    get_qkv_format,
+    get_qkv_layout,
+    maybe_contiguous,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["AttentionParams", "get_attention_backend", *absent.names_of(__name__)]
+__all__ = [
+    "AttentionLogging",
+    "AttentionParams",
+    "check_set_window_size",
+    "get_attention_backend",
+    "get_cu_seqlens",
+    "get_cu_seqlens_and_indices",
+    "get_full_cu_seqlens",
+    "get_indices",
+    "get_padding_mask",
+    "get_qkv_format",
+    "get_qkv_layout",
+    "maybe_contiguous",
+    *absent.names_of(__name__),
+]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-F16_ARBITRARY_SEQLEN, FP8 = 1, 2
-"""Numbers of the fused backend of 16-bit attention and of that in FP8, as programs compare them."""
+F16_ARBITRARY_SEQLEN, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
+
+
+class AttentionLogging:
+    """The logger of `get_attention_backend`: what it chose at INFO, why not others at DEBUG.
+
+    Its level is that of Python's `logging`; no variable of the environment sets it.
+    """
+
+    fa_logger = logging.getLogger("DotProductAttention")
+    _is_logging_setup = False
+
+    @staticmethod
+    def setup_logging() -> None:
+        """Let the logger write to stderr, once."""
+        if not AttentionLogging._is_logging_setup:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("[%(levelname)s %(name)s] %(message)s"))
+            AttentionLogging.fa_logger.addHandler(handler)
+            AttentionLogging._is_logging_setup = True
 
 
 @dataclass(eq=True)
@@ -232,10 +280,16 @@ def get_attention_backend(
     _check_names(attention_params)
     try:
         situation = _situation_of(attention_params)
-    except (NotImplementedError, TypeError, ValueError):
+    except (NotImplementedError, TypeError, ValueError) as error:
+        AttentionLogging.fa_logger.info("no backend: %s", error)
         return False, None, False, None, False, [False, False, False]
-    runs = [name for name, refusal in refusals(situation).items() if refusal is None]
+    found = refusals(situation)
+    for name, refusal in found.items():
+        if refusal is not None:
+            AttentionLogging.fa_logger.debug("not %s: %s", name, refusal)
+    runs = [name for name, refusal in found.items() if refusal is None]
     chosen = runs[0] if runs else None
+    AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
     own = FP8 if situation.fp8 else F16_ARBITRARY_SEQLEN
     number = own if chosen == "native" else None
