@@ -446,6 +446,32 @@ def test_wrong_steps(device):
     assert params.sequences == {"a": 20}
 
 
+def test_questions_of_pages(device, capsys):
+    params = make_params(device, is_paged=True, total_num_pages=5)
+    manager = params.cache_manager
+    assert manager.get_sequence_count() == 0 and manager.has_free_page()
+    params.pre_step(OrderedDict(a=2 * PAGE + 1, b=1))
+    assert manager.get_sequence_lengths() == [2 * PAGE + 1, 1]
+    assert [manager.get_page_count(id_) for id_ in "ab"] == [3, 1]
+    of_a, of_b = map(manager.get_page_list, "ab")
+    assert len({*of_a, *of_b}) == 4 and manager.has_free_page()
+    assert torch.equal(manager.get_page_table("ab"), manager.page_table[:2])
+    assert torch.equal(manager.get_page_table("b"), manager.page_table[1:2])
+    assert manager.get_page_table([]).shape == (0, LONGEST // PAGE)
+    params.pre_step(OrderedDict(b=PAGE, a=1))
+    assert not manager.has_free_page() and manager.get_page_list("a") == of_a
+    manager.print_cache()
+    told = capsys.readouterr().out.splitlines()
+    pages = manager.get_page_list("b")
+    assert told[:2] == [
+        "PagedKVCacheManager: 0 of 5 pages are free",
+        f"  sequence 'b': {PAGE + 1} tokens in pages {pages}",
+    ]
+    for ask in (manager.get_page_count, manager.get_page_list):
+        with pytest.raises(KeyError, match="c"):
+            ask("c")
+
+
 def test_wrong_calls(device):
     params, core = make_params(device), make_core("bshd")
     query = torch.randn(2, 1, HEADS, 16, device=device)
