@@ -70,6 +70,24 @@ def test_where_results_go(rng, device, tex):
     assert gemm(tex, A, True, B, False, gelu=True, gelu_in=place, grad=True)[2] is place
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("gelu", [False, True])
+@each_implementation
+def test_gradient_of_a_bias_of_two_dims(rng, device, tex, gelu, dtype):
+    """The bias only says that its gradient is wanted, and in which dtype."""
+    A, B = operands(rng, device, False, True, dtype)
+    given = {"grad": True}
+    if gelu:
+        given |= {"gelu": True, "gelu_in": normal(rng, (24, 40), dtype, device)}
+    bias = torch.empty(40 if gelu else 24, dtype=dtype, device=device)
+    for shaped in (bias, bias[None], bias[:, None]):
+        out, sums, *_ = gemm(tex, A, False, B, True, bias=shaped, **given)
+        assert sums.shape == bias.shape and sums.dtype == dtype
+        exact = out.double().sum(0) if gelu else B.double().sum(0)
+        rounded = 2 * tol("round", dtype)  # the sums, and with gelu what is summed
+        assert_nmse(sums, exact, rounded + 16 * tol("sum", F32, 48))
+
+
 @each_implementation
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("transA", "transB"), LAYOUTS)

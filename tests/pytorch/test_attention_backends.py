@@ -2,6 +2,7 @@
 """The table of backends: every row, what no backend runs, and what is said about it."""
 
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -261,9 +262,125 @@ def test_get_attention_backend_of_other_problems(changed):
     assert found[2:5] == (True, 1, False) and found[5][2]
 
 
-def test_get_attention_backend_of_what_is_not_built():
-    asked = AttentionParams(qkv_layout="bshd_bshd_bshd", context_parallel=True)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"context_parallel": True},
+        {"cp_size": 2},
+        {"cp_size_a2a": 2},
+        {"has_score_mod_bprop": True},
+        {"has_score_mod": True, "core_attention_bias_type": "pre_scale_bias"},
+        {"qkv_dtype": torch.float64},
+        {"qkv_dtype": torch.float8_e4m3fn},
+        {"qkv_layout": "thd_thd_thd", "attn_mask_type": "arbitrary"},
+    ],
+)
+def test_get_attention_backend_of_what_nothing_runs(changed):
+    asked = AttentionParams(**{"qkv_layout": "bshd_bshd_bshd", **changed})
     assert get_attention_backend(asked) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "field", ["attn_mask_type", "qkv_layout", "core_attention_bias_type", "softmax_type"]
+)
+def test_get_attention_backend_of_names_that_there_are_not(field):
+    with pytest.raises(ValueError, match="'a_name'"):
+        get_attention_backend(AttentionParams(**{field: "a_name"}))
+
+
+CHOICES = {
+    "attn_mask_type": tuple(MASK_TYPES),
+    "qkv_layout": ("sbhd_sbhd_sbhd", "bshd_bshd_bshd", "thd_thd_thd"),
+    "qkv_dtype": (F32, BF16),
+    "window_size": (None, (-1, -1), (3, 0)),
+    "core_attention_bias_type": BIAS_TYPES,
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+    "return_max_logit": (False, True),
+    "softcap": (0.0, 0.0, 30.0),
+    "has_score_mod": (False, False, True),
+    "has_score_mod_bprop": (False, False, True),
+    "inference_params": (None, None, "whole", "paged"),
+    "max_seqlen_kv": (8, 5),
+    "attention_dropout": (0.0, 0.2),
+    "fp8": (False, False, True),
+    "checkpoint_core_attention": (False, True),
+    "fp8_output": (False, True),
+}
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""What is answered for."""
+
+
+def cache_of(asked):
+    """What a program has before its step: two sequences that get as many tokens."""
+    paged = asked["inference_params"] == "paged"
+    pages = {"is_paged": True, "page_size": 4} if paged else {}
+    made = te.InferenceParams(2, 8, HEADS, CHANNELS, asked["qkv_dtype"], device=DEVICE, **pages)
+    made.pre_step(OrderedDict(a=8, b=8))
+    return made
+
+
+def attend(asked):
+    """Attend as `asked`; the backend that ran."""
+    packed = asked["qkv_layout"] == "thd_thd_thd"
+    module = te.DotProductAttention(
+        HEADS, CHANNELS, qkv_format=asked["qkv_layout"][:4].rstrip("_"), layer_number=1,
+        softmax_type=asked["softmax_type"], return_max_logit=asked["return_max_logit"],
+        attention_dropout=asked["attention_dropout"], softcap=asked["softcap"],
+    )  # fmt: skip
+    cache = asked["inference_params"]
+    lengths = 8, 8 if cache else asked["max_seqlen_kv"]
+    shapes = [(n, 2) if asked["qkv_layout"] == "sbhd_sbhd_sbhd" else (2, n) for n in lengths]
+    shapes = [(2 * n,) for n in lengths] if packed else shapes
+    kind = {"dtype": asked["qkv_dtype"], "device": DEVICE}
+    tensors = [torch.randn(*shapes[i > 0], HEADS, CHANNELS, **kind) for i in range(3)]
+    sums = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=DEVICE) for n in lengths]
+    mask = bias = None
+    if asked["attn_mask_type"] == "arbitrary":
+        mask = torch.zeros(2, 1, *lengths, dtype=torch.bool, device=DEVICE)
+    if "scale_bias" in asked["core_attention_bias_type"]:
+        bound = cache.max_seqlen_q if cache and packed else 8
+        bias = torch.zeros(1, HEADS, bound, asked["max_seqlen_kv"], **kind)
+    mods = {
+        "score_mod": (lambda graph, scores, _: scores) if asked["has_score_mod"] else None,
+        "score_mod_bprop": (lambda graph, g, _: g) if asked["has_score_mod_bprop"] else None,
+    }
+    copied = ("attn_mask_type", "window_size", "core_attention_bias_type")
+    recipe = DelayedScaling(fp8_dpa=True)
+    with torch.no_grad(), te.autocast(enabled=asked["fp8"], recipe=recipe):
+        module(
+            *tensors, mask, cu_seqlens_q=sums[0], cu_seqlens_kv=sums[1], max_seqlen_q=lengths[0],
+            max_seqlen_kv=lengths[1], inference_params=cache, core_attention_bias=bias,
+            checkpoint_core_attention=asked["checkpoint_core_attention"],
+            fp8_output=asked["fp8_output"], **mods, **{name: asked[name] for name in copied},
+        )  # fmt: skip
+    return module._ran.backend
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_get_attention_backend_agrees_with_what_runs(seed, rng):
+    """Of any arguments: what is answered runs, and where nothing could, attention raises."""
+    del seed
+    for _ in range(8):
+        asked = {name: options[rng.integers(len(options))] for name, options in CHOICES.items()}
+        if rng.random() < 0.5:  # most of what is drawn at random goes with nothing
+            asked |= {"has_score_mod": False, "has_score_mod_bprop": False, "fp8": False}
+        cache = None
+        if asked["inference_params"] is not None:
+            asked["max_seqlen_kv"] = 8
+            cache = cache_of(asked)
+        asked["inference_params"] = cache
+        sizes = {"batch_size": 2, "num_heads": HEADS, "num_gqa_groups": HEADS, "max_seqlen_q": 8}
+        sizes |= {"head_dim_qk": CHANNELS, "head_dim_v": CHANNELS}
+        sizes["core_attention_bias_requires_grad"] = False
+        found = get_attention_backend(AttentionParams(**asked, **sizes))
+        if not any(found[5]):
+            with pytest.raises((ValueError, TypeError, NotImplementedError)):
+                attend(asked)
+        else:
+            ran = attend(asked)
+            assert found[2:5:2] == (ran in ("native", "sdpa"), ran == "unfused")
 
 
 NOTHING = (False, None, False, None, False, [False] * 3)

@@ -169,6 +169,7 @@ def test_hooks_see_the_documented_arguments(device):
     own |= {"self", "hidden_states", "fast_zero_fill"}
     assert set(seen["self_attention.MultiheadAttention"]) == own
     crossed = {"attention_mask", "attn_mask_type", "checkpoint_core_attention", "fast_zero_fill"}
+    crossed |= {"cu_seqlens_q_padded", "max_seqlen_q"}  # it has the same queries
     found = seen["inter_attention.MultiheadAttention"]
     assert set(found) == crossed | {"self", "hidden_states", "encoder_output"}
     assert found["encoder_output"] is source and found["attention_mask"] == (mask, mask)

@@ -83,7 +83,7 @@ def run_steps(device, form, paged, steps, *, mask="padding_causal", window=None,
         make_core(form, mask, window),
         Kept(),
     )
-    left = {"padding": (-1, -1)}.get(mask, (-1, 0)) if window is None else window
+    left = ((-1, 0) if "causal" in mask else (-1, -1)) if window is None else window
     for step in steps:
         kept.of = {id_: of for id_, of in kept.of.items() if id_ in step}
         params.pre_step(OrderedDict(step))
@@ -114,7 +114,16 @@ STEPS = (
 @FORMS
 @pytest.mark.parametrize(
     ("mask", "window"),
-    [("padding_causal", None), ("padding", None), ("padding_causal", (4, 0)), ("padding", (3, 2))],
+    [
+        ("padding_causal", None),
+        ("padding", None),
+        ("padding_causal", (4, 0)),
+        ("padding", (3, 2)),
+        ("causal", None),
+        ("causal_bottom_right", (4, 0)),
+        ("no_mask", None),
+        ("no_mask", (3, 2)),
+    ],
 )
 def test_sequences_that_come_and_go(device, form, paged, mask, window):
     dtype = BF16 if device == "cuda" else F32
@@ -437,14 +446,40 @@ def test_wrong_steps(device):
     assert params.sequences == {"a": 20}
 
 
+def test_questions_of_pages(device, capsys):
+    params = make_params(device, is_paged=True, total_num_pages=5)
+    manager = params.cache_manager
+    assert manager.get_sequence_count() == 0 and manager.has_free_page()
+    params.pre_step(OrderedDict(a=2 * PAGE + 1, b=1))
+    assert manager.get_sequence_lengths() == [2 * PAGE + 1, 1]
+    assert [manager.get_page_count(id_) for id_ in "ab"] == [3, 1]
+    of_a, of_b = map(manager.get_page_list, "ab")
+    assert len({*of_a, *of_b}) == 4 and manager.has_free_page()
+    assert torch.equal(manager.get_page_table("ab"), manager.page_table[:2])
+    assert torch.equal(manager.get_page_table("b"), manager.page_table[1:2])
+    assert manager.get_page_table([]).shape == (0, LONGEST // PAGE)
+    params.pre_step(OrderedDict(b=PAGE, a=1))
+    assert not manager.has_free_page() and manager.get_page_list("a") == of_a
+    manager.print_cache()
+    told = capsys.readouterr().out.splitlines()
+    pages = manager.get_page_list("b")
+    assert told[:2] == [
+        "PagedKVCacheManager: 0 of 5 pages are free",
+        f"  sequence 'b': {PAGE + 1} tokens in pages {pages}",
+    ]
+    for ask in (manager.get_page_count, manager.get_page_list):
+        with pytest.raises(KeyError, match="c"):
+            ask("c")
+
+
 def test_wrong_calls(device):
     params, core = make_params(device), make_core("bshd")
     query = torch.randn(2, 1, HEADS, 16, device=device)
     key, value = (torch.randn(2, 1, GROUPS, n, device=device) for n in CHANNELS)
     call = {"inference_params": params}
     params.pre_step(OrderedDict(a=1, b=1))
-    with pytest.raises(ValueError, match="attn_mask_type='causal' with inference_params"):
-        core(query, key, value, attn_mask_type="causal", **call)
+    with pytest.raises(ValueError, match="attn_mask_type='arbitrary' with inference_params"):
+        core(query, key, value, attn_mask_type="arbitrary", **call)
     with pytest.raises(ValueError, match="1 batch entries, .* 2 sequences .*call pre_step"):
         core(query[:1], key[:1], value[:1], **call)
     with pytest.raises(ValueError, match="no gradients pass a cache"):

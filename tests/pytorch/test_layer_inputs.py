@@ -109,7 +109,7 @@ def wrong_inputs(layer, device):
         "four dims": lambda: layer(x[None]),
         "one dim": lambda: layer(x[0, 0]),
         "features": lambda: layer(x[..., :-1]),
-        "dtype": lambda: layer(x.double()),
+        "dtype": lambda: layer(x.to(torch.complex64)),
         "integers": lambda: layer(x.long()),
         "list": lambda: layer([x]),
         "mask dtype": lambda: layer(x, mask.float(), **padding),

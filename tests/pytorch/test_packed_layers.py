@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from comparators import assert_nmse
 from pytorch.layer_ways import (
     DROPS,
     FUSED,
@@ -17,6 +18,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
+from tols import F32, tol
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
@@ -94,6 +96,59 @@ def test_attention_to_another_sequence(device, recipe):
     assert_ways_agree(layer, given, recipe=recipe)
 
 
+def decoder_call(layer, device, gaps=False):
+    """Of tokens, and an encoder's output of others, with lengths of its own."""
+    given = {"hidden_states": states(layer, TOKENS // 2, 2)}
+    given["encoder_output"] = states(layer, 24, 2)
+    if gaps:
+        given |= told(device, 11, 0, 18, starts=(0, 12, 12, 32))
+        return given | told(device, 17, 8, 20, side="kv", starts=(0, 20, 28, 48))
+    return given | told(device, 12, 0, 20) | told(device, 20, 8, 20, side="kv")
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("mask", ["padding", "no_mask", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_decoders(device, recipe, mask, gaps):
+    layer = make(device, recipe, layer_type="decoder", enc_dec_attn_mask_type=mask)
+    assert_ways_agree(layer, decoder_call(layer, device, gaps), recipe=recipe)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("form", ["thd", "sbhd"])
+def test_decoders_see_each_sequence_alone(device, form, gaps):
+    """Packed, or padded with lengths in place of masks: as each sequence in a batch of its own."""
+    options = {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    layer = make_layer(
+        device, F32, attn_input_format=form, self_attn_mask_type="padding_causal", **options
+    )
+    alone = make_layer(device, F32, self_attn_mask_type="causal", layer_type="decoder")
+    alone.load_state_dict(layer.state_dict())
+    given = decoder_call(layer, device, gaps)
+    slices = {}
+    for side in ("q", "kv"):
+        sums = given[f"cu_seqlens_{side}"]
+        starts = given.get(f"cu_seqlens_{side}_padded", sums)[:-1].tolist()
+        counts = sums.diff().tolist()
+        slices[side] = [slice(i, i + n) for i, n in zip(starts, counts, strict=True)]
+    parts = list(zip(slices["q"], slices["kv"], strict=True))
+    names = "hidden_states", "encoder_output"
+    hidden, source = (given[name].reshape(-1, HIDDEN) for name in names)
+    if form == "thd":
+        found = layer(**given)
+        rows = [found[of_queries] for of_queries, _ in parts]
+    else:
+        lengths = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+        padded = torch.nn.utils.rnn.pad_sequence
+        batch = padded([hidden[q] for q, _ in parts])
+        found = layer(batch, encoder_output=padded([source[k] for _, k in parts]), **lengths)
+        rows = [found[: q.stop - q.start, b] for b, (q, _) in enumerate(parts)]
+    for mine, (q, k) in zip(rows, parts, strict=True):
+        if mine.numel() > 0:
+            exact = alone(hidden[q].unsqueeze(1), encoder_output=source[k].unsqueeze(1))
+            assert_nmse(mine, exact.squeeze(1).double(), tol("layer", F32, HIDDEN * TOKENS))
+
+
 def test_paths_that_are_dropped(device):
     """A sample is a token then, as where modules are called."""
     layer = make(device, None, drop_path_rate=0.5)
@@ -119,9 +174,9 @@ def test_errors(device):
         {"cu_seqlens_q": None},
         {"cu_seqlens_q": good["cu_seqlens_q"].long()},
         {"cu_seqlens_q_padded": good["cu_seqlens_q"][:-1]},
-        {"self_attn_mask_type": "causal"},
+        {"self_attn_mask_type": "arbitrary"},
     ):
-        with pytest.raises(ValueError, match="cu_seqlens_q|mask type"):
+        with pytest.raises(ValueError, match="cu_seqlens_q|mask_type"):
             layer(x, **good | changes)
     assert_whole(layer, hidden_states=x, **good)
 

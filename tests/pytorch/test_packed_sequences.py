@@ -96,6 +96,23 @@ def check(module, tensors, queries, keys, exact, **given):
 
 
 @GAPS
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
+def test_types_without_padding_are_those_with_it(device, backend, mask, gaps, rng):
+    """Each sequence has its own diagonal; of the module and of the call."""
+    queries, keys = sides(rng, gaps)
+    padded = "padding" if mask == "no_mask" else f"padding_{mask}"
+    tensors = tensors_of(queries, keys, BF16, device)
+    exact = definition(queries, keys, **MASKS[padded])
+    module = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="thd", attn_mask_type=mask)
+    check(module, tensors, queries, keys, exact)
+    ran = module._ran.backend
+    other = DotProductAttention(HEADS, (K, V), GROUPS, attn_mask_type="arbitrary")
+    check(other, tensors, queries, keys, exact, qkv_format="thd", attn_mask_type=mask)
+    assert ran == other._ran.backend == backend
+
+
+@GAPS
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
@@ -318,7 +335,7 @@ WRONG = {
     "dims": (r"cu_seqlens_q: .* \(1, 2\)", {"cu_seqlens_q": ints(0, 9)[None]}),
     "other batch": (r"cu_seqlens_kv: .*= \[2\]", {"cu_seqlens_kv": ints(0, 3, 9)}),
     "gaps": (r"cu_seqlens_q_padded: .*= \[2\]", {"cu_seqlens_q_padded": ints(0, 3, 9)}),
-    "mask": ("'thd' with mask type 'causal'", {"attn_mask_type": "causal"}),
+    "mask": ("'arbitrary' with qkv_format='thd'", {"attn_mask_type": "arbitrary"}),
     "bound": ("query_offsets: 9 of sequence 0, expected 0 to 8", {"max_seqlen_q": 8}),
     "beyond": ("sequence 0 of 10 tokens from 0 on", {"cu_seqlens_q": ints(0, 10)}),
     "format": ("expected 'sbhd', 'bshd' or 'thd'", {"qkv_format": "tbhd"}),

@@ -215,7 +215,10 @@ def test_parameter_and_checkpoint(device):
     for kind in ("vanilla", "off-by-one"):
         module, _ = make(kind, device=device)
         assert not module.state_dict() and not list(module.parameters())
-        assert module.softmax_offset is None
+    assert make("vanilla", device=device)[0].softmax_offset is None
+    zeros = module.softmax_offset
+    assert_same_bits([zeros.cpu()], [torch.zeros(HEADS)])
+    assert not zeros.requires_grad and not isinstance(zeros, torch.nn.Parameter)
     with torch.device(device):
         module = DotProductAttention(HEADS, CHANNELS, softmax_type="learnable")
     assert list(module.state_dict()) == ["softmax_offset"]

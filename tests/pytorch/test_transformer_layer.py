@@ -320,7 +320,6 @@ def test_reset_of_the_scaling_state(device):
         ({"layer_type": "middle"}, "layer_type='middle'"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "excludes layer_type"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "excludes output_layernorm"),
-        ({"layer_type": "decoder", "attn_input_format": "thd"}, "none of encoder_output"),
         (
             {"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True},
             "excludes apply_residual",

@@ -16,7 +16,7 @@ MODULES = frozenset(
     pytorch.attention.dot_product_attention.flex_attention pytorch.attention.fused_mla_q_uproj
     pytorch.attention.linear_attention pytorch.attention.linear_attention.base
     pytorch.attention.linear_attention.gdn pytorch.attention.linear_attention.gdn2
-    pytorch.attention.linear_attention.gdp pytorch.cpp_extensions.fused_attn
+    pytorch.attention.linear_attention.gdp
     pytorch.dynamo pytorch.dynamo.custom_op
     pytorch.dynamo.quantizer_opaque pytorch.dynamo.tensor_spec pytorch.module._split_quantization
     pytorch.module.fp8_padding pytorch.module.fp8_unpadding pytorch.numerics_debug
@@ -252,6 +252,10 @@ FEATURES: tuple[Feature, ...] = (
         "te.DotProductAttention attends",
         """
         pytorch.attention.dot_product_attention.utils: FlashAttentionUtils
+            FlashAttentionUtils.is_version_supported
+            FlashAttentionUtils.set_flash_attention_version
+            FlashAttentionUtils.set_flash_attention_3_params
+            FlashAttentionUtils.set_flash_attention_4_params
         pytorch.attention.dot_product_attention.backends: FlashAttention FusedAttention
             UnfusedDotProductAttention FP8EmulationFunc FusedAttnBwdArgs FusedAttnFunc
             FusedAttnFwdArgs flash_attn_cuda_bwd flash_attn_func flash_attn_func_v3
@@ -259,8 +263,28 @@ FEATURES: tuple[Feature, ...] = (
             flash_attn_varlen_func_v4 flash_attn_with_kvcache_v3
         pytorch.attention.dot_product_attention.flex_attention: FusedAttentionWithScoreModFunc
         pytorch.attention.dot_product_attention.softmax: FusedScaleMaskSoftmax
+            FusedScaleMaskSoftmax.is_kernel_available FusedScaleMaskSoftmax.forward_fused_softmax
+            FusedScaleMaskSoftmax.forward_torch_softmax FusedScaleMaskSoftmax.get_batch_per_block
         pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions: fused_attn_fwd fused_attn_bwd
             get_fused_attn_backend
+        """,
+    ),
+    Feature(
+        "Attention: steps of other backends",
+        "no backend here is put together from them",
+        "te.DotProductAttention, which takes masks, lengths, packed sequences, slopes of ALiBi and "
+        "recipes as they are",
+        """
+        pytorch.attention.dot_product_attention.utils: ConvertBSHDtoTHD ConvertTHDtoBSHD PackTensors
+            UnpackTensor _get_supported_versions combine_and_dequantize combine_and_quantize
+            get_alibi get_attention_quantizers get_full_mask mxfp8_quantize_fast_path
+            mxfp8_quantize_only mxfp8_transpose_swizzle print_quantizers qkv_layout_needs_detection
+            transpose_to_bhsd_htd_pytorch
+        pytorch.attention.dot_product_attention.softmax: scaled_softmax_forward
+            scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward
+            scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward
+            scaled_aligned_causal_masked_softmax_forward
+            scaled_aligned_causal_masked_softmax_backward
         """,
     ),
     Feature(

@@ -158,11 +158,6 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
-        if layer_type == "decoder" and attn_input_format == "thd":
-            raise ValueError(
-                f"{_NAME}: layer_type='decoder' with attn_input_format='thd': the forward takes "
-                "lengths of hidden_states and none of encoder_output: give 'sbhd' or 'bshd'"
-            )
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
@@ -279,9 +274,9 @@ enc_dec_window_size, enc_dec_bottom_right_diagonal
         checkpoint_core_attention, inference_params, core_attention_bias_type, \
 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, \
 cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, softcap
-            As of `DotProductAttention`; the cumulative lengths are those of `hidden_states` and
-            count for the attention of the sequence to itself. A bias and a `softcap` count for both
-            attentions of a decoder.
+            As of `DotProductAttention`. In a decoder those of queries are of `hidden_states`, and
+            count for the attention of the sequence to itself alone, too; those of keys are of
+            `encoder_output`. A bias and a `softcap` count for both attentions of a decoder.
 
         Returns
         -------
@@ -310,8 +305,11 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
                 None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
-                fast_zero_fill=fast_zero_fill, softcap=softcap,
+                *options[12:],
             )  # fmt: skip
+            options = options._replace(
+                cu_seqlens_kv=None, cu_seqlens_kv_padded=None, max_seqlen_kv=None
+            )
         given = (options, options) if crossed is None else (options, crossed, options)
         out = self._forward(hidden_states, given)
         return self.layernorm(out) if self.output_layernorm else out

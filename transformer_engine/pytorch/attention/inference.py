@@ -35,11 +35,11 @@ class InferenceParams:
     """Caches of keys and values for generation, and the sequences in them.
 
     For each step a program says which sequences get how many tokens (`pre_step`), and calls its
-    model with ``inference_params=``, a mask type of padding, and the tokens of these sequences in
-    that order: as rows of a batch, padded behind (sbhd, bshd), or packed (thd). Layers need a
-    ``layer_number``; the caches of each are made at its first call. Rotary positions go on where
-    each sequence has ended, so ``rotary_pos_emb`` has the angles of all positions. No gradients
-    pass a cache: call the model inside of `torch.no_grad`.
+    model with ``inference_params=``, any mask type but "arbitrary", and the tokens of these
+    sequences in that order: as rows of a batch, padded behind (sbhd, bshd), or packed (thd). Layers
+    need a ``layer_number``; the caches of each are made at its first call. Rotary positions go on
+    where each sequence has ended, so ``rotary_pos_emb`` has the angles of all positions. No
+    gradients pass a cache: call the model inside of `torch.no_grad`.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 """Where the keys and values of sequences lie while a model generates, and how long these are."""
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -339,6 +339,47 @@ class PagedKVCacheManager(OwnManager):
         """How many tokens a sequence has pages for."""
         return len(self._pages[id_]) * self.page_size
 
+    # ---- questions ---------------------------------------------------------------------------
+
+    def get_sequence_count(self) -> int:
+        """How many sequences there are."""
+        return len(self.sequences)
+
+    def get_sequence_lengths(self) -> list[int]:
+        """Their tokens, in the order of the batch."""
+        return list(self.sequences.values())
+
+    def has_free_page(self) -> bool:
+        """Whether some page is no sequence's."""
+        return bool(self._free)
+
+    def get_page_count(self, seq: Any) -> int:
+        """How many pages a sequence has; KeyError for an id that there is not."""
+        return len(self._pages[seq])
+
+    def get_page_list(self, seq: Any) -> list[int]:
+        """The pages of a sequence, in the order of its tokens; KeyError as above."""
+        return list(self._pages[seq])
+
+    def get_page_table(self, sequences: Iterable[Any]) -> Tensor:
+        """The pages of sequences, [how many, pages of the longest one] int32; -1: none yet.
+
+        `sequences` are ids; KeyError as above.
+        """
+        rows = [self._row(self._pages[id_]) for id_ in sequences]
+        made = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        return made.reshape(-1, self.max_pages_per_seq)
+
+    def print_cache(self) -> None:
+        """Print the sequences with their lengths and pages, and how many pages are free."""
+        print(f"PagedKVCacheManager: {len(self._free)} of {self.total_num_pages} pages are free")
+        for id_, length in self.sequences.items():
+            print(f"  sequence {id_!r}: {length} tokens in pages {self._pages[id_]}")
+
+    def _row(self, pages: list[int]) -> list[int]:
+        """A row of a table of pages."""
+        return [*pages, *([-1] * (self.max_pages_per_seq - len(pages)))]
+
     def _hold(self, lengths: OrderedDict) -> None:
         """Let sequences of these lengths, and no others, have pages."""
         each = {id_: -(-n // self.page_size) for id_, n in lengths.items()}
@@ -359,7 +400,7 @@ class PagedKVCacheManager(OwnManager):
         changed = wanted > 0 or list(held) != list(self._pages)
         self._pages = held
         if changed:
-            rows = [[*p, *([-1] * (self.max_pages_per_seq - len(p)))] for p in held.values()]
+            rows = [self._row(pages) for pages in held.values()]
             if rows:
                 self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
 

@@ -70,9 +70,10 @@ def check_dtypes(kind: str, labels: Iterable[str], dtypes: Iterable[torch.dtype]
     """Raise a TypeError for a dtype that no plan takes."""
     for label, dtype in zip(labels, dtypes, strict=True):
         if dtype not in DTYPES:
+            what = "the input" if label == "inp" else "the module"
             raise TypeError(
                 f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
-                "torch.bfloat16; convert it"
+                f"torch.bfloat16; convert {what}"
             )
 
 

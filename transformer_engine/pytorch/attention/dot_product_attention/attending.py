@@ -110,8 +110,8 @@ def is_constant(core: Any, limits: Limits) -> bool:
         return False
     if isinstance(core.window_size, list):  # it may change
         return False
-    offset = core._parameters.get("softmax_offset", limits)
-    if offset is not None and limits.sink is not offset:  # a parametrization makes it, too
+    learnt, offset = core.softmax_type == "learnable", core._parameters.get("softmax_offset")
+    if learnt and limits.sink is not offset:  # a parametrization makes it, too
         return False
     made = [tensor for tensor in (limits.sink, limits.slopes) if tensor is not None]
     # What is made while a graph is captured is memory of that graph.

@@ -11,6 +11,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
     mask_type,
+    padding_form,
     window_of,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.packed import Sequences
@@ -25,21 +26,15 @@ def options_for_cache(
     """The options of a call as they apply to all keys of its sequences.
 
     Lengths are those of the cache. The diagonal of causal types ends in the bottom right corner:
-    the last query of a sequence attends all of its keys. ValueError for a mask type that knows no
-    lengths, TypeError for no `InferenceParams`.
+    the last query of a sequence attends all of its keys. Types without padding count as those with
+    it (`masks.padding_form`). ValueError for "arbitrary", TypeError for no `InferenceParams`.
     """
     params = options.inference_params
     if not hasattr(params, "lengths"):
         kind = type(params).__name__
         raise TypeError(f"{_NAME}: inference_params: {kind}, expected an InferenceParams")
     name = default_mask if options.attn_mask_type is None else options.attn_mask_type
-    kind = mask_type(name)
-    if not kind.padding:
-        raise ValueError(
-            f"{_NAME}: attn_mask_type={name!r} with inference_params: expected 'padding', "
-            "'padding_causal' or 'padding_causal_bottom_right': cached sequences have lengths of "
-            "their own"
-        )
+    kind = padding_form(mask_type(name), "inference_params")
     window = default_window if options.window_size is None else options.window_size
     name = "padding_causal_bottom_right" if kind.causal else "padding"
     if kind.causal and params.max_seqlen_q == 1 and window_of(window, kind) == CAUSAL_WINDOW:

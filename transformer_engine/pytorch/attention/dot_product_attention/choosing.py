@@ -141,6 +141,9 @@ class Choosing:
         (query, key, value), options, qkv_format = given[0].tensors, *given[1:]
         if options.inference_params is not None:
             options = options_for_cache(options, self.attn_mask_type, self.window_size)
+            of_keys = options.inference_params.lengths.cu_seqlens_kv
+            longest = options.inference_params.max_sequence_length
+            options = options._replace(cu_seqlens_kv=of_keys, max_seqlen_kv=longest)
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         of = options, sizes, query, qkv_format == "thd", modified
         return self._situation(self._kind_of(*of))
@@ -183,7 +186,7 @@ class Choosing:
         """Scores without a key [heads] fp32; None for a vanilla softmax."""
         if self.softmax_type == "vanilla":
             return None
-        if self.softmax_offset is None:
+        if self.softmax_type == "off-by-one":  # `softmax_offset` need not be where the queries are
             return query.new_zeros(self.num_attention_heads, dtype=torch.float32)
         return self.softmax_offset.float()
 
@@ -246,11 +249,8 @@ class Choosing:
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
         packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
         kind = masks.mask_type(name)
-        if packed and not kind.padding:
-            raise ValueError(
-                f"{_NAME}: qkv_format='thd' with mask type {kind.name!r}: expected 'padding', "
-                "'padding_causal' or 'padding_causal_bottom_right'"
-            )
+        if packed:
+            kind = masks.padding_form(kind, "qkv_format='thd'")
         window = masks.window_of(window, kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)

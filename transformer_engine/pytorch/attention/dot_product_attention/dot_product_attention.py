@@ -110,7 +110,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     softmax_type : str, default "vanilla"
         "off-by-one": 1 is added to the sum of the exponentiated scores, as by a key of score 0
         without a value; "learnable": of e to the parameter ``softmax_offset`` ([heads] fp32, 0 at
-        first), which gets its gradient.
+        first), which gets its gradient. Without a parameter ``softmax_offset`` is None, or zeros
+        that are read by nothing where "off-by-one".
     return_max_logit : bool, default False
         Return the largest score of each head too.
     name : str, optional
@@ -187,11 +188,13 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         self.softmax_scale = scale
         self._get_tracker = get_rng_state_tracker
         self.softmax_type, self.return_max_logit = softmax_type, bool(return_max_logit)
-        self.register_parameter("softmax_offset", None)
-        if softmax_type == "learnable":
-            offset = torch.empty(num_attention_heads, dtype=torch.float32, device=default_device())
-            self.softmax_offset = torch.nn.Parameter(offset)
-            if have_memory(self):
+        if softmax_type == "vanilla":
+            self.register_parameter("softmax_offset", None)
+        else:
+            offset = torch.zeros(num_attention_heads, dtype=torch.float32, device=default_device())
+            learns = softmax_type == "learnable"
+            self.softmax_offset = torch.nn.Parameter(offset) if learns else offset
+            if learns and have_memory(self):
                 self.reset_parameters()
         check_constructible(tuple(self._mildest_calls()))
         self._plans: dict[tuple, CallPlans] = {}  # of attention in FP8
@@ -217,7 +220,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
     def reset_parameters(self) -> None:
         """Give a learnable `softmax_offset` 0; see `Linear.reset_parameters`."""
-        if self.softmax_offset is not None:
+        if self.softmax_type == "learnable":
             initialise(self, "softmax_offset", torch.nn.init.zeros_, (None, None))
 
     def _recipe_in_force(self) -> Any:
@@ -309,7 +312,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         attention_mask : Tensor or pair of Tensor, optional
             bool, True: masked out. Padding types: [b, 1, 1, s], or a pair for queries and keys;
             "arbitrary": broadcastable to [b, heads, queries, keys]. The other types read none, and
-            packed sequences neither.
+            packed sequences neither: "no_mask" and causal types are the padding types there.
         qkv_format : str, optional
             As of the constructor, for this call; or keys and values in another format than the
             queries: "sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd". Packed queries then have
@@ -344,8 +347,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             Ignored: ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` say so.
         inference_params : InferenceParams, optional
             Keys and values are those of new tokens: they go into its cache of this `layer_number`,
-            and queries attend to all that is there. The mask type is one of padding; lengths are
-            those of the cache, and causal types have their diagonal in the bottom right corner.
+            and queries attend to all that is there. The mask type is any but "arbitrary", and
+            counts as that of padding; lengths are those of the cache, and causal types have their
+            diagonal in the bottom right corner.
         bf16_backward : bool, optional
             True: the backward of attention in FP8 runs in high precision, as with
             ``TE_FP8_ATTENTION_BACKWARD=0``; else as ever.

@@ -62,6 +62,22 @@ def mask_type(name: str, label: str = "attn_mask_type") -> MaskType:
     return kind
 
 
+def padding_form(kind: MaskType, label: str) -> MaskType:
+    """The mask type of sequences with lengths of their own that attends what a type says.
+
+    "no_mask" counts as "padding", "causal" as "padding_causal", "causal_bottom_right" as
+    "padding_causal_bottom_right". ValueError for "arbitrary"; `label` is where the lengths are.
+    """
+    if kind.padding:
+        return kind
+    if kind.name == "arbitrary":
+        raise ValueError(
+            f"attn_mask_type='arbitrary' with {label}: expected 'padding', 'padding_causal' or "
+            "'padding_causal_bottom_right': a mask of all scores knows no lengths of sequences"
+        )
+    return MASK_TYPES["padding" if kind.name == "no_mask" else f"padding_{kind.name}"]
+
+
 def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
     """The window (left, right) that applies to a mask type; right is 0 for a causal one.
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`get_attention_backend`: which backend a program's attention would run by."""
+"""`get_attention_backend`: which backend a program's attention would run by.
 
+Beside it stands what programs ask of lengths, masks and layouts (`questions.py`).
+"""
+
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +12,15 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     Described,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.backends import refusals
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    refusals,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,
 )
@@ -21,14 +30,61 @@ from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe impor
     unbuilt_name,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
+from transformer_engine.pytorch.attention.dot_product_attention.questions import (
+    check_set_window_size,
+    get_cu_seqlens,
+    get_cu_seqlens_and_indices,
+    get_full_cu_seqlens,
+    get_indices,
+    get_padding_mask,
+    get_qkv_format,
+    get_qkv_layout,
+    maybe_contiguous,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.module.parameters import refuse_options
+from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+from transformer_engine.pytorch.module.operands import DTYPES
+from transformer_engine.pytorch.module.parameters import one_of, refuse_options
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["AttentionParams", "get_attention_backend", *absent.names_of(__name__)]
+__all__ = [
+    "AttentionLogging",
+    "AttentionParams",
+    "check_set_window_size",
+    "get_attention_backend",
+    "get_cu_seqlens",
+    "get_cu_seqlens_and_indices",
+    "get_full_cu_seqlens",
+    "get_indices",
+    "get_padding_mask",
+    "get_qkv_format",
+    "get_qkv_layout",
+    "maybe_contiguous",
+    *absent.names_of(__name__),
+]
 
-F16_ARBITRARY_SEQLEN, FP8 = 1, 2
-"""Numbers of the fused backend of 16-bit attention and of that in FP8, as programs compare them."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+F16_ARBITRARY_SEQLEN, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
+
+
+class AttentionLogging:
+    """The logger of `get_attention_backend`: what it chose at INFO, why not others at DEBUG.
+
+    Its level is that of Python's `logging`; no variable of the environment sets it.
+    """
+
+    fa_logger = logging.getLogger("DotProductAttention")
+    _is_logging_setup = False
+
+    @staticmethod
+    def setup_logging() -> None:
+        """Let the logger write to stderr, once."""
+        if not AttentionLogging._is_logging_setup:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("[%(levelname)s %(name)s] %(message)s"))
+            AttentionLogging.fa_logger.addHandler(handler)
+            AttentionLogging._is_logging_setup = True
 
 
 @dataclass(eq=True)
@@ -41,6 +97,12 @@ class AttentionParams:
     "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`). With `fp8` the attention is in a region of
     ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
     none, whichever is in force.
+
+    `qkv_dtype` is a dtype of FP8 where what is given is: quantized tensors (`qkv_type` is their
+    class), or any in an attention in FP8; `nominal_dtype` is then what they stand for, bf16 where
+    None. `num_tokens_q` and `num_tokens_kv` are the tokens of packed sequences, all of full length
+    where None. With `inference_params` the keys are those of its cache. `fp8_output`,
+    `checkpoint_core_attention`, `num_splits`, `cuda_graph` and `softmax_scale` change no answer.
     """
 
     qkv_type: type = torch.Tensor
@@ -64,6 +126,8 @@ class AttentionParams:
     attention_dropout: float = 0.0
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
+    cp_size: int = 1
+    cp_size_a2a: int = 1
     deterministic: bool = False
     is_training: bool = True
     fp8: bool = False
@@ -73,22 +137,69 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int | None = 1
+    fp8_output: bool = False
+    checkpoint_core_attention: bool = False
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+    nominal_dtype: torch.dtype | None = None
+    num_tokens_q: int | None = None
+    num_tokens_kv: int | None = None
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+
+
+def _check_names(params: AttentionParams) -> None:
+    """Raise for what is no value of its field at all (ValueError)."""
+    name = "get_attention_backend"
+    masks.mask_type(params.attn_mask_type)
+    layout_parts(params.qkv_layout)
+    one_of(name, BIAS_TYPES, core_attention_bias_type=params.core_attention_bias_type)
+    one_of(name, SOFTMAX_TYPES, softmax_type=params.softmax_type)
+
+
+def _dtype_of(params: AttentionParams) -> torch.dtype:
+    """The dtype of queries, keys and values as attention sees them; TypeError: it takes none."""
+    dtype = params.qkv_dtype
+    if dtype in FP8_DTYPES and (params.fp8 or hasattr(params.qkv_type, "_TE_QUANTIZED")):
+        dtype = torch.bfloat16 if params.nominal_dtype is None else params.nominal_dtype
+    cache = params.inference_params
+    if dtype not in DTYPES or (cache is not None and cache.dtype is not dtype):
+        raise TypeError(f"get_attention_backend: qkv_dtype={params.qkv_dtype}")
+    return dtype
+
+
+def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What counts the queries, and the keys: the dims before the heads."""
+    batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
+    if not packed:
+        return (batch, queries), (batch, keys)
+    tokens = params.num_tokens_q, params.num_tokens_kv
+    whole = batch * queries, batch * keys
+    counted = [n if given is None else given for given, n in zip(tokens, whole, strict=True)]
+    return (counted[0],), (counted[1],)
 
 
 def _situation_of(params: AttentionParams) -> Situation:
     """The kind of call that is described; raises what `DotProductAttention` would."""
-    refuse_options("get_attention_backend", context_parallel=(params.context_parallel, False))
+    refuse_options(
+        "get_attention_backend", context_parallel=(params.context_parallel, False),
+        cp_size=(params.cp_size, 1), cp_size_a2a=(params.cp_size_a2a, 1),
+    )  # fmt: skip
+    dtype = _dtype_of(params)
+    mods = [repr if asked else None for asked in (params.has_score_mod, params.has_score_mod_bprop)]
+    modified = score_mod_of(*mods, None, None, params.core_attention_bias_type) is not None
     module = DotProductAttention(
         params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
         params.attention_dropout, attn_mask_type=params.attn_mask_type,
         softmax_type=params.softmax_type, return_max_logit=params.return_max_logit,
+        softcap=params.softcap,
     )  # fmt: skip
     batch, heads, groups = params.batch_size, params.num_heads, params.num_gqa_groups
     queries, keys = params.max_seqlen_q, params.max_seqlen_kv
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def described(*shape: int, requires_grad: bool = False) -> Described:
-        return Described(shape, params.qkv_dtype, device, requires_grad)
+        return Described(shape, dtype, device, requires_grad)
 
     bias, slopes, mask = None, None, None
     trains = params.is_training and params.core_attention_bias_requires_grad
@@ -101,11 +212,9 @@ def _situation_of(params: AttentionParams) -> Situation:
         slopes = Described(params.alibi_slopes_shape, torch.float32, device)
     if params.attn_mask_type == "arbitrary":
         mask = described(batch, 1, queries, keys)
-    packed, lead = layout_parts(params.qkv_layout)[0] == "thd", ((batch, queries), (batch, keys))
-    sums = None
-    if packed:
-        lead = (batch * queries,), (batch * keys,)
-        sums = torch.zeros(batch + 1, dtype=torch.int32)
+    packed = layout_parts(params.qkv_layout)[0] == "thd"
+    lead = _leads(params, packed)
+    sums = torch.zeros(batch + 1, dtype=torch.int32) if packed else None
     options = AttentionOptions(
         mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
         core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
@@ -118,7 +227,7 @@ def _situation_of(params: AttentionParams) -> Situation:
         described(*lead[1], groups, params.head_dim_qk),
         described(*lead[1], groups, params.head_dim_v),
     )
-    situation = module.situation_of(*tensors, options, "thd" if packed else "bshd")
+    situation = module.situation_of(*tensors, options, "thd" if packed else "bshd", modified)
     if params.deterministic:
         switches = situation.switches._replace(nondeterministic=False)
         situation = situation._replace(switches=switches)
@@ -164,15 +273,23 @@ def get_attention_backend(
     Raises
     ------
     ValueError
-        What `DotProductAttention` raises for such arguments; for what no backend runs, or is not
-        built, there is no error, and nothing that could be used.
+        A mask type, layout, bias type or softmax type that there is not. For values that do not go
+        together, what no backend runs, or is not built, there is no error, and nothing that could
+        be used: `DotProductAttention` raises there.
     """
+    _check_names(attention_params)
     try:
         situation = _situation_of(attention_params)
-    except NotImplementedError:
+    except (NotImplementedError, TypeError, ValueError) as error:
+        AttentionLogging.fa_logger.info("no backend: %s", error)
         return False, None, False, None, False, [False, False, False]
-    runs = [name for name, refusal in refusals(situation).items() if refusal is None]
+    found = refusals(situation)
+    for name, refusal in found.items():
+        if refusal is not None:
+            AttentionLogging.fa_logger.debug("not %s: %s", name, refusal)
+    runs = [name for name, refusal in found.items() if refusal is None]
     chosen = runs[0] if runs else None
+    AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
     own = FP8 if situation.fp8 else F16_ARBITRARY_SEQLEN
     number = own if chosen == "native" else None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and numbers of what fused attention is told, as programs pass them.
+
+The numbers are those of the enumerations of `transformer_engine.plugin.core.ops`, whose operators
+``fused_attn_fwd`` and ``fused_attn_bwd`` take them.
+"""
+
+from enum import IntEnum
+
+from transformer_engine.common import absent
+from transformer_engine.plugin.core.ops import (
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
+from transformer_engine.pytorch.constants import TE_DType as TORCH_DType
+
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = [
+    "AttnBiasType",
+    "AttnMaskType",
+    "FusedAttnBackend",
+    "QKVFormat",
+    "QKVLayout",
+    "SoftmaxType",
+    "TORCH_DType",
+    *absent.names_of(__name__),
+]
+
+
+def _by_name(kind: type[IntEnum], suffix: str = "") -> dict[str, IntEnum]:
+    """Enumerators by what programs call them: without "NVTE_" and the suffix, in lower case."""
+    found = {each.name.lower().removeprefix("nvte_"): each for each in kind}
+    return {name.removesuffix(suffix): each for name, each in found.items()}
+
+
+QKVFormat = _by_name(NVTE_QKV_Format)
+"""By the names of `DotProductAttention`: "sbhd", "bshd", "thd", "thd_2bshd", ..."""
+QKVLayout = _by_name(NVTE_QKV_Layout)
+"""By the names of `AttentionParams`: "sb3hd", "thd_thd_thd", "paged_kv_bshd_bshd_bshd", ..."""
+AttnBiasType = _by_name(NVTE_Bias_Type)
+"""By the names of `DotProductAttention`: "no_bias", "alibi", ..."""
+AttnMaskType = {
+    name if name == "no_mask" else name.removesuffix("_mask"): each
+    for name, each in _by_name(NVTE_Mask_Type).items()
+}
+"""By the names of `DotProductAttention`: "no_mask", "padding_causal", ..."""
+SoftmaxType = {
+    name.replace("off_by_one", "off-by-one"): each
+    for name, each in _by_name(NVTE_Softmax_Type, "_softmax").items()
+}
+"""By the names of `DotProductAttention`: "vanilla", "off-by-one", "learnable"."""
+
+
+class FusedAttnBackend(IntEnum):
+    """Kinds of fused attention: the third answer of `get_attention_backend`."""
+
+    No_Backend = NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    F16_arbitrary_seqlen = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    FP8 = NVTE_Fused_Attn_Backend.NVTE_FP8
