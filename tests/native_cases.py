@@ -349,6 +349,14 @@ CASES: dict[str, Callable[[Any], Case]] = {
     ),
     "run_consuming": _run_consuming,
     "run_staged": _run_staged,
+    "update": lambda core: Case(
+        [
+            core.UPDATE_ADAM, 0,
+            ([torch.randn(9)], [torch.randn(9)], [torch.zeros(9)], [torch.zeros(9)], None, None),
+            None, (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 0.0, 0.0), 1, (None, None, None),
+        ]
+    ),  # fmt: skip
+    "Leaving": lambda core: Case([lambda self, *error: None]),
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
     "facts_of_heads": lambda core: Case([torch.randn(2, ROWS, 4, 8), torch.randn(2, K, 4, 8)]),
     "lie_in": lambda core: Case([x := torch.randn(ROWS, K), (x[:1], x[1:]), (1, ROWS - 1)]),

@@ -114,6 +114,30 @@ static te_status check_no_overlap(const te_check_site *site, const char *name,
     return TE_OK;
 }
 
+/* From the first element to the last one TE_MOST_ELEMENTS; empty tensors too, by their other sizes,
+ * and strides that no element is read by. */
+static te_status check_extent(const te_check_site *site, const char *name, const te_tensor *tensor)
+{
+    const int64_t most = TE_MOST_ELEMENTS;
+    int64_t count = 1, extent = 1;
+    for (int32_t i = 0; i < tensor->ndim; i++) {
+        const int64_t size = tensor->shape[i] > 1 ? tensor->shape[i] : 1;
+        const int64_t stride = tensor->strides[i];
+        if (size > most / count) {
+            return INVALID(name, "dim %d: size %lld, which makes more than 2^56 elements", (int)i,
+                           LL(size));
+        }
+        count *= size;
+        if (stride < -most || stride > most ||
+            (size > 1 && stride > (most - extent) / (size - 1))) {
+            return INVALID(name, "dim %d: stride %lld, which reaches beyond 2^56 elements", (int)i,
+                           LL(stride));
+        }
+        extent += (size - 1) * stride;
+    }
+    return TE_OK;
+}
+
 /* Number of dims, sizes and strides. */
 static te_status check_layout(const te_check_site *site, const te_field *field,
                               const te_tensor *tensor)
@@ -134,6 +158,7 @@ static te_status check_layout(const te_check_site *site, const te_field *field,
                            (int)i, LL(tensor->shape[i]), LL(tensor->strides[i]));
         }
     }
+    TE_TRY(check_extent(site, field->name, tensor));
     if (tensor->shape[last] > 1 && tensor->strides[last] != 1) {
         return INVALID(field->name, "last stride %lld, expected 1: make it contiguous",
                        LL(tensor->strides[last]));
@@ -154,7 +179,8 @@ te_status te_check_tensor(const te_check_site *site, const te_field *field, cons
         return required ? INVALID(field->name, "is missing") : TE_OK;
     }
     TE_TRY(check_layout(site, field, tensor));
-    if (!te_tensor_present(tensor) && required && te_tensor_numel(tensor) > 0) {
+    if (!te_tensor_present(tensor) && (required || field->access == TE_ACCESS_READ) &&
+        te_tensor_numel(tensor) > 0) {
         return INVALID(field->name, "data is NULL for %lld elements", LL(te_tensor_numel(tensor)));
     }
     if (tensor->device.type != site->device.type || tensor->device.index != site->device.index) {

@@ -139,16 +139,17 @@ void te_op_shapes(te_op op, const void *args, char *text, size_t size)
 {
     const te_op_info *info = te_op_describe(op);
     size_t length = 0;
+    if (size == 0) return;
     text[0] = '\0';
     for (int32_t i = 0; info != NULL && i < info->field_count; i++) {
         const te_tensor *tensor = te_field_member(&info->fields[i], args);
         if (info->fields[i].kind != TE_FIELD_TENSOR || tensor->ndim == 0) continue;
         length = add(text, size, length, "%s%s %s [", length == 0 ? "" : ", ", info->fields[i].name,
                      te_dtype_name(tensor->dtype));
-        for (int32_t d = 0; d < tensor->ndim; d++) {
+        for (int32_t d = 0; d < tensor->ndim && d < TE_MAX_DIMS; d++) {
             length =
                 add(text, size, length, "%s%lld", d > 0 ? ", " : "", (long long)tensor->shape[d]);
         }
-        length = add(text, size, length, "]");
+        length = add(text, size, length, tensor->ndim > TE_MAX_DIMS ? ", ...]" : "]");
     }
 }

@@ -84,7 +84,12 @@ te_dtype te_operand_dtype(const te_operand *operand)
 int64_t te_tensor_numel(const te_tensor *tensor)
 {
     int64_t count = 1;
-    for (int32_t i = 0; i < tensor->ndim; i++) count *= tensor->shape[i];
+    for (int32_t i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] == 0) return 0;
+    }
+    for (int32_t i = 0; i < tensor->ndim; i++) {
+        if (__builtin_mul_overflow(count, tensor->shape[i], &count)) return INT64_MAX;
+    }
     return count;
 }
 

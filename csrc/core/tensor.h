@@ -25,6 +25,10 @@ te_tensor te_vector(void *data, te_dtype dtype, te_device device, int64_t length
 /* The dtype of the quantized forms, present or described; F32 where there are none. */
 te_dtype te_operand_dtype(const te_operand *operand);
 
+/* No more elements than an address space has: sums and products of a few sizes, and of bytes, do
+ * not overflow below. */
+#define TE_MOST_ELEMENTS ((int64_t)1 << 56)
+/* Elements: INT64_MAX where the sizes, none of them negative, multiply to more. */
 int64_t te_tensor_numel(const te_tensor *tensor);
 /* The rows of a tensor, all dims before the last, as a matrix; of no dims it is as it was. The row
  * stride is TE_NO_STRIDE where they are no one distance apart. */

@@ -79,8 +79,8 @@ static te_status check_tensor(const te_update_args *args, te_device device, int 
                            name, (long long)i, (int)d, (long long)tensor->shape[d],
                            (long long)tensor->strides[d]);
         }
-        if (tensor->shape[d] > 0 && dense > INT64_MAX / tensor->shape[d]) {
-            return INVALID("%s %lld: more elements than 64 bits count", name, (long long)i);
+        if (tensor->shape[d] > 0 && dense > TE_MOST_ELEMENTS / tensor->shape[d]) {
+            return INVALID("%s %lld: more than 2^56 elements", name, (long long)i);
         }
         dense *= tensor->shape[d];
     }

@@ -16,26 +16,28 @@ enum { ALIGNMENT = 64, SERIAL_WORK = 64 * 64 * 64 };
 /* ---- a call ------------------------------------------------------------------------------- */
 
 /* Lengths that fit, and packed sequences that lie one behind the other; `name` is of the queries or
- * the keys. */
+ * the keys, and messages have their name in Python, too. */
 static te_status check_side(const char *op, const char *name, const te_cpu_side *side,
                             int64_t batch)
 {
     const int32_t *offsets = side->offsets;
+    const char *sums = name[0] == 'q' ? "cu_seqlens_q" : "cu_seqlens_kv";
     for (int64_t b = 0; b < batch; b++) {
         const int64_t length = te_cpu_length(side, b);
         if (length < 0 || length > side->longest) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: %s_%s: %lld of sequence %lld, expected 0 to %lld",
-                           op, name, side->lengths == NULL ? "offsets" : "lengths",
-                           (long long)length, (long long)b, (long long)side->longest);
+            return TE_FAIL(TE_ERROR_INVALID,
+                           "%s: %s_%s: %lld of sequence %lld, expected 0 to %lld (%s)", op, name,
+                           side->lengths == NULL ? "offsets" : "lengths", (long long)length,
+                           (long long)b, (long long)side->longest, sums);
         }
         if (offsets == NULL) continue;
         if (offsets[b] < 0 || offsets[b] + length > offsets[b + 1] ||
             offsets[b + 1] > side->tokens) {
             return TE_FAIL(TE_ERROR_INVALID,
                            "%s: %s_offsets: sequence %lld of %lld tokens from %d on, the next from "
-                           "%d on, of %lld",
+                           "%d on, of %lld (%s)",
                            op, name, (long long)b, (long long)length, (int)offsets[b],
-                           (int)offsets[b + 1], (long long)side->tokens);
+                           (int)offsets[b + 1], (long long)side->tokens, sums);
         }
     }
     return TE_OK;

@@ -167,7 +167,7 @@ WRONG = {
     ),
     "longer than the bound": (
         ValueError,
-        "query_offsets: 5 of sequence 1, expected 0 to 4",
+        r"query_offsets: 5 of sequence 1, expected 0 to 4 \(cu_seqlens_q\)",
         {"max_queries": 4},
     ),
     "longer than its place": (

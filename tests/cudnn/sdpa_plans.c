@@ -13,7 +13,7 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "cuda/api.h"
-#include "cuda/disk_cache.h"
+#include "core/disk_cache.h"
 #include "cuda/sdpa_plans.h"
 
 enum { MAX_PLANS = 1024, MORE_PLANS = 64, MAX_HANDLES = 16, WORKSPACE = 64, THREADS = 20 };

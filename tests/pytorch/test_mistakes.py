@@ -15,7 +15,9 @@ import torch
 from pytorch.helpers import counted
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.utils import deinterleave_glu_tensor
 
 DELAYED, CURRENT = recipes.DelayedScaling, recipes.Float8CurrentScaling
 
@@ -175,6 +177,21 @@ MISTAKES = {
         ValueError,
         "hidden_dropout|10|from 0 to 1",
     ),
+    "dropout as a str": (
+        lambda d: te.DotProductAttention(4, 16, attention_dropout="0.1"),
+        TypeError,
+        "attention_dropout|'0.1'|number",
+    ),
+    "a learning rate as a str": (
+        lambda d: te.optimizers.FusedAdam(linear(d).parameters(), lr="1e-3"),
+        TypeError,
+        "lr|'1e-3'|number",
+    ),
+    "a momentum as a str": (
+        lambda d: te.optimizers.FusedSGD(linear(d).parameters(), lr=0.1, momentum="0.9"),
+        TypeError,
+        "momentum|'0.9'|number",
+    ),
     "an unknown mask type": (
         lambda d: te.DotProductAttention(4, 16, attn_mask_type="caussal"),
         ValueError,
@@ -194,6 +211,11 @@ MISTAKES = {
         lambda d: te.DotProductAttention(4, 16, cp_group=3),
         TypeError,
         "cp_group|3|new_group",
+    ),
+    "an unknown reduction": (
+        lambda d: te.LayerNormMLP(32, 64, symmetric_ar_type="junk"),
+        ValueError,
+        "symmetric_ar_type|'junk'|'two_shot'",
     ),
     "two ranks": (
         lambda d: te.Linear(32, 8, tp_size=2),
@@ -260,6 +282,16 @@ MISTAKES = {
         lambda d: te.autocast().__exit__(None, None, None),
         RuntimeError,
         "autocast|not active|with block",
+    ),
+    "a misspelt field": (
+        lambda d: DELAYED(amax_histroy_len=3),
+        TypeError,
+        "amax_histroy_len|3|amax_history_len",
+    ),
+    "a rank as the group": (
+        lambda d: te.autocast(amax_reduction_group=0),
+        TypeError,
+        "amax_reduction_group|0|new_group",
     ),
     "a history of no length": (
         lambda d: DELAYED(amax_history_len=0),
@@ -365,6 +397,38 @@ MISTAKES = {
         lambda d: attention(d, attn_mask_type="padding"),
         ValueError,
         "attention_mask|padding|cu_seqlens",
+    ),
+    "sums of lengths in a list": (
+        lambda d: attention(d, attn_mask_type="padding", cu_seqlens_q=[0, 4, 8]),
+        TypeError,
+        "cu_seqlens_q|[0, 4, 8]|torch.int32 tensor",
+    ),
+    "sums of packed lengths in a list": (
+        lambda d: attention(
+            d, (8, 4, 16), qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=[0, 8]
+        ),
+        TypeError,
+        "cu_seqlens_q|[0, 8]|torch.int32 tensor",
+    ),
+    "no tensor for the layout of flash": (
+        lambda d: tex.fa_prepare_fwd([1.0]),
+        TypeError,
+        "fa_prepare_fwd|qkvi|list",
+    ),
+    "a scalar for the layout of flash": (
+        lambda d: tex.fa_prepare_fwd(torch.tensor(1.0)),
+        ValueError,
+        "fa_prepare_fwd|()|[s, b, heads, d]",
+    ),
+    "no tensor for the gradient of an activation": (
+        lambda d: tex.dbias_dqgelu(x(d), None, None),
+        TypeError,
+        "dbias_dqgelu|fwd_input|NoneType",
+    ),
+    "no tensor of interleaved rows": (
+        lambda d: deinterleave_glu_tensor([1.0], 32),
+        TypeError,
+        "tensor|list|rows",
     ),
     "a window of one number": (
         lambda d: attention(d, window_size=128),

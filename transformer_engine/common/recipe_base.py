@@ -8,7 +8,6 @@ import functools
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
@@ -249,7 +248,7 @@ def _callable_text(function: Callable) -> str:
 
 
 # Keyword arguments that existing programs pass to every version: dropped in silence,
-# because the user of such a program could not act on a warning.
+# because the user of such a program could not act on a warning or an error.
 _IGNORED_ARGUMENTS = frozenset(
     {"backend", "device", "interval", "opt_level", "override_linear_precision", "params_dtype"}
 )
@@ -269,8 +268,8 @@ _IGNORED_ARGUMENTS = frozenset(
 def recipe_class(cls: type) -> type:
     """Make a recipe of a class whose fields are settings (class decorator).
 
-    Its constructor ignores keyword arguments it does not have. One that is not known to come from
-    an existing program gives a UserWarning that names it, since it may be a misspelt field.
+    Its constructor ignores keyword arguments that existing programs pass to every version. Another
+    one that it does not have gives a TypeError that names it: it may be a misspelt field.
     """
     cls = dataclass(repr=False, eq=False)(cls)
     members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
@@ -284,13 +283,11 @@ def recipe_class(cls: type) -> type:
     @functools.wraps(strict)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in [name for name in kwargs if name not in known]:
-            del kwargs[name]
+            value = kwargs.pop(name)
             if name not in _IGNORED_ARGUMENTS:
-                warnings.warn(
-                    f"{type(self).__name__} has no argument {name!r}: it is ignored. Its arguments "
-                    f"are {', '.join(f.name for f in fields(cls) if f.init)}",
-                    UserWarning,
-                    stacklevel=2,
+                raise TypeError(
+                    f"{type(self).__name__} has no argument {name}={value!r}: leave it out, or "
+                    f"spell it as one of {', '.join(f.name for f in fields(cls) if f.init)}"
                 )
         strict(self, *args, **kwargs)
         self._check_fields()

@@ -153,6 +153,11 @@ class autocast:  # noqa: N801 - the name that users know
         self._group = _under_either_name(
             "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group
         )
+        if isinstance(self._group, int | str | list | tuple):
+            raise TypeError(
+                f"autocast: amax_reduction_group={self._group!r}, expected a "
+                "torch.distributed.ProcessGroup, as torch.distributed.new_group returns it, or None"
+            )
         self._outer: tuple | None = None  # see `_core.Leaving`
 
     def __call__(self, function: Callable) -> Callable:

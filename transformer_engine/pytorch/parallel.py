@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
 
 _MODES = (None, "column", "row")
+_REDUCTIONS = (None, "multimem_all_reduce", "two_shot", "one_shot", "nccl")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
 
 
@@ -57,11 +58,12 @@ class TensorParallel:
         tp_size: int,
         parallel_mode: str | None = None,
         ub_name: str | None = None,
+        symmetric_ar_type: str | None = None,
     ) -> None:
         """Check and keep the arguments of the constructor.
 
-        TypeError or ValueError for no group, no mode or no number of ranks, NotImplementedError for
-        more than one rank.
+        TypeError or ValueError for no group, no mode, no kind of reduction or no number of ranks,
+        NotImplementedError for more than one rank.
         """
         kind = type(self).__name__
         _check_group(kind, "tp_group", tp_group)
@@ -75,6 +77,11 @@ class TensorParallel:
         if parallel_mode not in _MODES:
             raise ValueError(
                 f"{kind}: parallel_mode={parallel_mode!r}, expected None, 'column' or 'row'"
+            )
+        if symmetric_ar_type not in _REDUCTIONS:
+            names = ", ".join(map(repr, _REDUCTIONS))
+            raise ValueError(
+                f"{kind}: symmetric_ar_type={symmetric_ar_type!r}, expected one of {names}"
             )
         self.tp_group = tp_group
         self.parallel_mode = parallel_mode

@@ -360,6 +360,11 @@ def clear_tensor_data(*tensors: Any) -> None:
 
 def _blocks(tensor: Tensor, interleave_size: int) -> int:
     """Blocks of each half of the rows."""
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+        found = "a scalar" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"tensor: {found}, expected a tensor of rows [gate; up]")
+    if not isinstance(interleave_size, int):
+        raise TypeError(f"interleave_size={interleave_size!r}, expected a positive int")
     rows = tensor.shape[0]
     if interleave_size < 1 or rows % (2 * interleave_size) != 0:
         raise ValueError(

@@ -76,8 +76,9 @@ def _gradient_and_bias(name: str) -> Callable:
     def run(
         grad: Tensor, fwd_input: Tensor, quantizer: Any, *, out: _Places = None
     ) -> tuple[Tensor, Any]:
-        sums = placed(out, 0, fwd_input, fwd_input.shape[-1:], grad.dtype)
-        made = _run_backward(op, name, grad, fwd_input, sums, out)
+        inp, given = wide(op, "fwd_input", fwd_input), wide(op, "grad", grad)
+        sums = placed(out, 0, inp, inp.shape[-1:], given.dtype)
+        made = _run_backward(op, name, given, inp, sums, out)
         return sums, quantized(op, made, quantizer)
 
     run.__doc__ = f"""(gradient of the bias before `{name}`, `d{name}`).

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.builtin.values import checked
+
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor) -> Tensor:
     """Copy [a, b, ...] to [b, a, ...], into `out`, which is returned; a new one where it is None.
@@ -29,15 +31,16 @@ def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
     """Queries, keys and values [3, b, s, heads, d] of memory [s, b, heads, 3 d].
 
     `qkvi` are the queries in that memory: a view [s, b, heads, d] whose heads are 3 d apart.
-    ValueError for another one.
+    ValueError for another one, TypeError for no tensor.
     """
-    *_, d = qkvi.shape
-    if qkvi.dim() != 4 or qkvi.stride(3) != 1 or qkvi.stride(2) != 3 * d:
+    qkvi = checked("fa_prepare_fwd", "qkvi", qkvi)
+    if qkvi.dim() != 4 or qkvi.stride(3) != 1 or qkvi.stride(2) != 3 * qkvi.shape[3]:
         raise ValueError(
             f"fa_prepare_fwd: qkvi: shape {tuple(qkvi.shape)}, strides {qkvi.stride()}: expected "
             "[s, b, heads, d], a view of the first of [s, b, heads, 3 d]"
         )
-    whole = qkvi.detach().as_strided((*qkvi.shape[:3], 3, d), (*qkvi.stride()[:3], d, 1))
+    d = qkvi.shape[3]
+    whole = qkvi.as_strided((*qkvi.shape[:3], 3, d), (*qkvi.stride()[:3], d, 1))
     return whole.permute(3, 1, 0, 2, 4).contiguous()
 
 

@@ -80,7 +80,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
+        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name, symmetric_ar_type)
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)

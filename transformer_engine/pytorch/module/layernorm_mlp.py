@@ -129,7 +129,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size)
+        self._set_parallel(tp_group, tp_size, symmetric_ar_type=symmetric_ar_type)
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")

@@ -103,7 +103,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name)
+        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name, symmetric_ar_type)
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
         rng = (get_rng_state_tracker, rng_tracker_name)

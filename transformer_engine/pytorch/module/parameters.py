@@ -96,8 +96,10 @@ def checked_eps(module: str, eps: Any) -> float:
 
 
 def probabilities(module: str, **values: Any) -> None:
-    """Raise a ValueError for a value, given by name, that is no number from 0 to 1."""
+    """Raise for a value, given by name, that is no number (TypeError) from 0 to 1 (ValueError)."""
     for label, value in values.items():
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"{module}: {label}={value!r}, expected a number from 0 to 1")
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{module}: {label}={value!r}, expected a number from 0 to 1")
 

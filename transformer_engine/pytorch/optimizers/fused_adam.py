@@ -7,7 +7,7 @@ through `multi_tensor_applier` of this module, which programs replace.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -125,6 +125,8 @@ class FusedAdam(torch.optim.Optimizer):
         _check_dtypes(dtypes, capturable, bool(master_weights), store_param_remainders)
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         for name, value in numbers.items():
+            if not isinstance(value, SupportsFloat):
+                raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
             if not value >= 0.0:
                 raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
         if not all(0.0 <= beta < 1.0 for beta in betas):

@@ -2,7 +2,7 @@
 """`FusedSGD`: stochastic gradient descent in one pass of the C library."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class FusedSGD(torch.optim.Optimizer):
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         for name, value in numbers.items():
+            if not isinstance(value, SupportsFloat):
+                raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
             if not value >= 0.0:
                 raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
         if nesterov and (momentum <= 0.0 or dampening != 0.0):

@@ -175,7 +175,17 @@ def sequence_lengths(
     return first, _lengths(of_keys, batch, "cu_seqlens_kv")
 
 
-def _lengths(cumulative: Tensor, batch: int, label: str) -> Tensor:
+def check_tensor(cumulative: Any, label: str) -> None:
+    """Raise a TypeError for sums of lengths, of that name, that are no tensor."""
+    if not isinstance(cumulative, Tensor):
+        raise TypeError(
+            f"{label}={cumulative!r}: {type(cumulative).__name__}, expected a torch.int32 tensor "
+            "[batch + 1] on the device of the queries"
+        )
+
+
+def _lengths(cumulative: Any, batch: int, label: str) -> Tensor:
+    check_tensor(cumulative, label)
     if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
         raise ValueError(
             f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected torch.int32 "

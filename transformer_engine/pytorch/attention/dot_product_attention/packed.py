@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"
@@ -91,7 +92,8 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
 
 
 def _check(cumulative: Any, length: int | None, label: str) -> None:
-    """Raise for what is no int32 vector, of a length (ValueError)."""
+    """Raise for what is no tensor (TypeError), or no int32 vector of a length (ValueError)."""
+    masks.check_tensor(cumulative, label)
     if (
         cumulative.dtype is not torch.int32
         or cumulative.dim() != 1
