@@ -98,7 +98,7 @@ def check(module, cap, qkv, may, given):
     named = dict(zip("qkv", qkv, strict=True))
     if bias is not None:
         named["bias"] = bias
-    if module.softmax_offset is not None:
+    if module.softmax_offset is not None and module.softmax_offset.requires_grad:
         named["sink"] = module.softmax_offset
     fixed = torch.zeros(HEADS) if module.softmax_type == "off-by-one" else None
     slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625]).double()[:, None, None]

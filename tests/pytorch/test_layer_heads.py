@@ -25,7 +25,6 @@ from pytorch.layer_ways import (
     set_of,
     states,
 )
-from tols import BF16
 
 import transformer_engine.pytorch as te
 
@@ -220,21 +219,16 @@ def test_heads_of_many_channels_call_the_modules(device):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def test_a_norm_of_another_size_or_dtype(device):
+def test_a_norm_of_another_size(device):
     layer = make_attention(device, dtype_of(device), qk_norm_type="RMSNorm")
     good = layer.q_norm
-    for wrong in (
-        te.RMSNorm(CHANNELS + 2, device=device, params_dtype=dtype_of(device)),
-        te.RMSNorm(CHANNELS, device=device).to(
-            torch.float16 if dtype_of(device) is not BF16 else torch.float32
-        ),
-    ):
+    wrong = te.RMSNorm(CHANNELS + 2, device=device, params_dtype=dtype_of(device))
 
-        def call(wrong=wrong):
-            layer.q_norm = wrong
-            try:
-                layer(**inputs_of(layer))
-            finally:
-                layer.q_norm = good
+    def call():
+        layer.q_norm = wrong
+        try:
+            layer(**inputs_of(layer))
+        finally:
+            layer.q_norm = good
 
-        assert "RMSNorm: inp" in assert_same_error(layer, call)
+    assert "RMSNorm: inp" in assert_same_error(layer, call)

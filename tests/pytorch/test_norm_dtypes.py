@@ -320,10 +320,11 @@ def test_converted_norms_keep_the_dtype_of_their_output(device, kind):
     """Norms in fp32 among linear layers of 16 bits; after them comes what came before."""
     after = F32 if kind is LlamaRMSNorm else BF16
     linear = nn.Linear(FEATURES, FEATURES, dtype=after)
-    model = randomise(nn.Sequential(kind(FEATURES), linear)).to(device)
-    x = torch.randn(TOKENS, FEATURES, device=device, dtype=BF16)
-    expected = model(x).detach()
-    te.convert(model)
+    model = randomise(nn.Sequential(kind(FEATURES), linear))
+    x = torch.randn(TOKENS, FEATURES, dtype=BF16)
+    expected = model(x).detach()  # on a GPU torch's LayerNorm takes one dtype
+    te.convert(model.to(device))
+    x = x.to(device)
     assert isinstance(model[0], te.LayerNorm | te.RMSNorm) and isinstance(model[1], te.Linear)
     out, _, grads = step(model, x, after)
     assert out.dtype == expected.dtype and grads["x"].dtype == BF16

@@ -183,14 +183,20 @@ def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where a CUDA kernel of another library could not read it in vectors.
 
     Such kernels take views whose last stride is 1, and read 16 bytes at once; not all check that
-    each line begins at a multiple of these. Where a graph is traced nobody knows where tensors will
-    begin, so it copies. Differentiable.
+    each line begins at a multiple of these. The copy has its dims in the order of the tensor's
+    memory: some want the gradient of an output laid out as this is. Where a graph is traced nobody
+    knows where tensors will begin, so it copies. Differentiable.
     """
     if not tensor.is_cuda:
         return tensor
     if torch_ops.behind_operators(tensor) or in_transform():
         return run_call(_Aligned(tensor), tensor)
-    return tensor if tensor.stride(-1) == 1 and is_aligned(tensor) else _copied(tensor)
+    if tensor.stride(-1) == 1 and is_aligned(tensor):
+        return tensor
+    last = tensor.dim() - 1
+    order = [*sorted(range(last), key=tensor.stride, reverse=True), last]
+    copy = tensor.permute(order).clone(memory_format=torch.contiguous_format)
+    return copy.permute([order.index(dim) for dim in range(last + 1)])
 
 
 class _AlignedGradient(torch.autograd.Function):

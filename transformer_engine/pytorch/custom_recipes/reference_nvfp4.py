@@ -153,7 +153,8 @@ class NVFP4TensorRef(ReferenceTensor):
 def _decoded(data: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
     """Codes times the scales of their groups times the unit, in fp32."""
     values = cast_from_fp4x2(data, torch.float32) * scale.float().repeat_interleave(_GROUP, 1)
-    return values * (amax / _LARGEST).reshape(-1, 1)
+    largest = amax.new_tensor(_LARGEST)  # by a number a GPU would multiply with its reciprocal
+    return values * (amax / largest).reshape(-1, 1)
 
 
 class NVFP4QuantizerRef(ReferenceQuantizer):
