@@ -176,8 +176,11 @@ def sequence_lengths(
 
 
 def check_tensor(cumulative: Any, label: str) -> None:
-    """Raise a TypeError for sums of lengths, of that name, that are no tensor."""
-    if not isinstance(cumulative, Tensor):
+    """Raise a TypeError for sums of lengths, of that name, that are no tensor.
+
+    What is asked by shapes has descriptions of tensors (`arguments.Described`).
+    """
+    if not hasattr(cumulative, "dim"):
         raise TypeError(
             f"{label}={cumulative!r}: {type(cumulative).__name__}, expected a torch.int32 tensor "
             "[batch + 1] on the device of the queries"
