@@ -101,9 +101,11 @@ def run_update(
 
 def _wrote(chosen: tuple, dense: tuple) -> None:
     """Copy what was written to copies, and have autograd know of the rest."""
+    written = []
     for each, copies in zip(chosen, dense, strict=True):
         for tensor, copy in zip(each or (), copies or (), strict=True):
-            if copy.data_ptr() != tensor.data_ptr() or copy.stride() != tensor.stride():
+            if copy is tensor:
+                written.append(tensor)
+            else:
                 tensor.copy_(copy)
-            elif not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version(written)
