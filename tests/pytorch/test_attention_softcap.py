@@ -340,7 +340,7 @@ def test_who_runs_it(device, monkeypatch):
             make()(*qkv)
 
 
-@pytest.mark.parametrize("cap", [-1.0, float("nan"), float("inf"), "30", torch.tensor(30.0)])
+@pytest.mark.parametrize("cap", [-1.0, float("nan"), float("inf"), "30", True, torch.tensor(30.0)])
 def test_what_is_no_cap(device, cap):
     with pytest.raises(ValueError, match="softcap=.*expected a finite number of at least 0"):
         make(softcap=cap)

@@ -96,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.module.fp8_unpadding: Fp8Unpadding
         pytorch.module pytorch: GroupedLinear Fp8Padding Fp8Unpadding
         pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm
+            general_grouped_gemm_for_grouped_tensor get_grouped_gemm_setup_workspace_size
         """,
         base="torch.nn.Module",
     ),
@@ -276,7 +277,8 @@ FEATURES: tuple[Feature, ...] = (
         "recipes as they are",
         """
         pytorch.attention.dot_product_attention.utils: ConvertBSHDtoTHD ConvertTHDtoBSHD PackTensors
-            UnpackTensor _get_supported_versions combine_and_dequantize combine_and_quantize
+            UnpackTensor FusedAttentionParams FusedAttnSpec get_fused_attn_spec get_thd_padding_mask
+            _get_supported_versions combine_and_dequantize combine_and_quantize
             get_alibi get_attention_quantizers get_full_mask mxfp8_quantize_fast_path
             mxfp8_quantize_only mxfp8_transpose_swizzle print_quantizers qkv_layout_needs_detection
             transpose_to_bhsd_htd_pytorch
@@ -285,6 +287,7 @@ FEATURES: tuple[Feature, ...] = (
             scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward
             scaled_aligned_causal_masked_softmax_forward
             scaled_aligned_causal_masked_softmax_backward
+        pytorch.attention.inference: Page
         """,
     ),
     Feature(
@@ -522,6 +525,69 @@ FEATURES: tuple[Feature, ...] = (
         "torch.distributed.all_reduce; leave symmetric_ar_type at None",
         """
         pytorch.distributed: get_symmetric_memory_tensor symmetric_all_reduce
+        """,
+    ),
+    Feature(
+        "Scaling state as objects",
+        "scales and histories lie in arenas of the C library, whichever the recipe",
+        "module.fp8_meta and the quantizers of transformer_engine.pytorch.tensor",
+        """
+        pytorch.quantization: RecipeState DelayedScalingRecipeState Float8CurrentScalingRecipeState
+            Float8BlockScalingRecipeState MXFP8BlockScalingRecipeState NVFP4BlockScalingRecipeState
+            CustomRecipeState FP8GlobalState split_and_copy get_fp4_te_dtype _amax_and_scale_update
+            _default_sf_compute
+        """,
+    ),
+    Feature(
+        "Steps of matrix products",
+        "workspaces and checks of a product are those of the C library",
+        "cpp_extensions.general_gemm, or the modules",
+        """
+        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: get_cublas_workspace
+            get_cublas_workspace_size_bytes validate_gemm_scale
+        pytorch.cpp_extensions.gemm: _unwrap_tensor _validate_native_gemm_output_quantizer
+        """,
+    ),
+    Feature(
+        "Parts of quantized tensors",
+        "casts, transforms and scales are one operator here",
+        "the quantizers and tensors of transformer_engine.pytorch.tensor",
+        """
+        pytorch.tensor.nvfp4_tensor: get_hadamard_matrix get_no_random_sign_vector
+            get_random_sign_mask_for_rht get_rht_matrix get_sign_from_vector get_wgrad_sign_vector
+        pytorch.tensor.utils: clear_columnwise_cache is_custom
+        pytorch.tensor: get_all_tensor_types
+        pytorch.quantized_tensor: InnerTensor
+        pytorch.optimizers.fused_adam: get_fp8_meta
+        """,
+    ),
+    Feature(
+        "Native functions without a caller",
+        "no module here calls them",
+        "the modules and functions of transformer_engine.pytorch; a plug-in may register operators "
+        "(docs/plugins.md)",
+        """
+        transformer_engine_torch: bgrad_group_quantize bulk_allocate copy_data_ptrs_to_device
+            create_empty_quantized_tensor cusolvermp_ctx_create cusolvermp_ctx_destroy dglu
+            dsituglu fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
+            get_grouped_gemm_setup_workspace_size glu group_dequantize group_quantize
+            group_requantize_inplace group_scaled_clamped_swiglu group_scaled_swiglu
+            grouped_swizzle_for_gemm multi_tensor_compute_scale_inv_e8m0 multi_tensor_pad_last_dim
+            multi_tensor_scale_tensor multi_tensor_swizzle_scales_for_gemm_
+            multi_tensor_swizzle_scales_for_gemm_unchecked_ multi_tensor_transpose_to_bhsd
+            mxfp8_scaling_compute_partial_amax mxfp8_scaling_partial_cast newton_schulz
+            nvfp4_2d_compute_partial_amax nvfp4_2d_multi_tensor_transpose nvfp4_2d_partial_cast
+            nvfp4_2d_scale_transpose nvfp4_compute_global_scale nvfp4_compute_per_block_scale
+            nvfp4_data_transpose nvfp4_expand_scale_to_fp8 nvfp4_fused_scale
+            nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast
+            nvfp4_multi_tensor_compute_partial_amax nvfp4_multi_tensor_fused_scale
+            nvfp4_quantize_with_amax scaled_clamped_dswiglu scaled_clamped_swiglu scaled_dsituglu
+            scaled_dsrelu scaled_dswiglu scaled_situglu scaled_srelu scaled_swiglu situglu
+            splits_to_offsets splits_to_offsets_multi swizzle_scales_for_gemm_
+            te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out
+            te_general_grouped_gemm_for_grouped_tensor
+            thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order
+            thd_sequence_order_to_cp_rank_order
         """,
     ),
 )

@@ -60,13 +60,16 @@ _NAMES_OF = {
     "distributed": "CudaRNGStatesTracker",
     "export": "onnx_export",
     "module.base": "UserBufferQuantizationMode",
-    "quantization": "fp8_model_init quantized_model_init",
+    "quantization": "DelayedScalingRequest QuantizerRequest QuantizerRole fp8_model_init "
+    "quantized_model_init",
     "quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving "
     "restore_from_func_ctx restore_from_saved",
     "tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
     "Float8CurrentScalingQuantizer Float8Quantizer Float8RowQuantizer Float8RowTensor "
-    "Float8RowTensorStorage Float8Tensor Float8TensorStorage HybridQuantizer IdentityQuantizer "
-    "MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage",
+    "Float8RowTensorStorage Float8Tensor Float8TensorStorage HybridQuantizedTensor "
+    "HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer IdentityTensor "
+    "IdentityTensorStorage MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Quantizer "
+    "NVFP4Tensor NVFP4TensorStorage",
     "tools.conversion": "convert convertible",
     "tools.counts": "counters counting reset_counters scales",
     "tools.explain_attention": "explain_attention",

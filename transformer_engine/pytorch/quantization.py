@@ -29,6 +29,7 @@ from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.state import Domain, RegionState, current_state
 
+__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "DelayedScalingRequest",
     "FP8GlobalStateManager",
@@ -54,6 +55,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "quantized_model_init",
+    *absent.names_of(__name__),
 ]
 
 get_default_fp8_recipe = get_default_recipe

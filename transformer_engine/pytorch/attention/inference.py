@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.attention.kv_cache import (
     KVCacheManager,
@@ -26,7 +27,14 @@ from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
 from transformer_engine.pytorch.utils import canonicalize_device
 
-__all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = [
+    "InferenceParams",
+    "KVCacheManager",
+    "NonPagedKVCacheManager",
+    "PagedKVCacheManager",
+    *absent.names_of(__name__),
+]
 
 _NAME = "InferenceParams"
 

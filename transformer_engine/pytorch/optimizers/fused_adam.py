@@ -25,7 +25,8 @@ from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["FusedAdam"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["FusedAdam", *absent.names_of(__name__)]
 
 _NAME = "FusedAdam"
 _PATH = "pytorch.optimizers.FusedAdam"

@@ -7,6 +7,7 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
     prepare_for_saving,
+    restore_from_func_ctx,
     restore_from_saved,
 )
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
@@ -54,7 +55,8 @@ _MODULES = (
     "storage",
     "utils",
 )
-__getattr__, __dir__ = absent.attach(globals(), _MODULES)
+_LAZY = dict.fromkeys(("cast_master_weights_to_fp8", "replace_raw_data"), f"{__name__}.utils")
+__getattr__, __dir__ = absent.attach(globals(), _MODULES, _LAZY)
 __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -82,6 +84,8 @@ __all__ = [
     "QuantizedTensorStorage",
     "Quantizer",
     "prepare_for_saving",
+    "restore_from_func_ctx",
     "restore_from_saved",
+    *_LAZY,
     *absent.names_of(__name__),
 ]

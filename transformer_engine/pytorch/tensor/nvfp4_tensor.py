@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
@@ -20,7 +21,8 @@ from transformer_engine.pytorch.tensor.two_forms import (
     rows_of_scales,
 )
 
-__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
+__getattr__, __dir__ = absent.attach(globals())
+__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", *absent.names_of(__name__)]
 
 ERR_MODES = {"MAE": 1, "MSE": 2}
 """How groups choose between 4 and 6: te_four_over_six of the C header."""

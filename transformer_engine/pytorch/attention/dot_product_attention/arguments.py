@@ -69,7 +69,8 @@ def check_splits(num_splits: Any) -> None:
 
 def check_softcap(softcap: Any) -> float:
     """The bound of the scores as given; ValueError for what is none: 0 switches it off."""
-    if isinstance(softcap, int | float) and 0.0 <= softcap < math.inf:
+    is_number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+    if is_number and 0.0 <= softcap < math.inf:
         return float(softcap)
     raise ValueError(
         f"{_NAME}: softcap={softcap!r}, expected a finite number of at least 0, which is none"

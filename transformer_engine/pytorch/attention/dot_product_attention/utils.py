@@ -101,23 +101,27 @@ class AttentionParams:
     `qkv_dtype` is a dtype of FP8 where what is given is: quantized tensors (`qkv_type` is their
     class), or any in an attention in FP8; `nominal_dtype` is then what they stand for, bf16 where
     None. `num_tokens_q` and `num_tokens_kv` are the tokens of packed sequences, all of full length
-    where None. With `inference_params` the keys are those of its cache. `fp8_output`,
+    where 0. With `inference_params` the keys are those of its cache. `fp8_output`,
     `checkpoint_core_attention`, `num_splits`, `cuda_graph` and `softmax_scale` change no answer.
     """
 
     qkv_type: type = torch.Tensor
     qkv_dtype: torch.dtype = torch.bfloat16
+    nominal_dtype: torch.dtype | None = None
     qkv_layout: str = "sbh3d"
     batch_size: int = 1
     num_heads: int = 16
     num_gqa_groups: int = 16
     max_seqlen_q: int = 128
     max_seqlen_kv: int = 128
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
     head_dim_qk: int = 64
     head_dim_v: int = 64
     attn_mask_type: str = "no_mask"
     window_size: tuple[int, int] | None = None
-    bottom_right_diagonal: bool | None = None
+    bottom_right_diagonal: bool | None = True
+    softcap: float = 0.0
     alibi_slopes_shape: Any = None
     core_attention_bias_type: str = "no_bias"
     core_attention_bias_shape: Any = None
@@ -137,15 +141,11 @@ class AttentionParams:
     return_max_logit: bool = False
     cuda_graph: bool = False
     num_splits: int | None = 1
+    softmax_scale: float = 1.0
     fp8_output: bool = False
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
-    nominal_dtype: torch.dtype | None = None
-    num_tokens_q: int | None = None
-    num_tokens_kv: int | None = None
-    softcap: float = 0.0
-    softmax_scale: float | None = None
 
 
 def _check_names(params: AttentionParams) -> None:
@@ -175,7 +175,7 @@ def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tupl
         return (batch, queries), (batch, keys)
     tokens = params.num_tokens_q, params.num_tokens_kv
     whole = batch * queries, batch * keys
-    counted = [n if given is None else given for given, n in zip(tokens, whole, strict=True)]
+    counted = [given or n for given, n in zip(tokens, whole, strict=True)]
     return (counted[0],), (counted[1],)
 
 
