@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -150,7 +151,7 @@ def test_replaced_parts_can_be_collected(device):
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 def test_steps_do_not_add_up(device, recipe, branches):
-    """Objects and tensors that the collector knows are as many after twenty steps as after four."""
+    """Objects and tensors that the collector knows are as many after twenty steps as before."""
     layer = make_layer(device, dtype_of(device, recipe), layer_type="decoder", **DROPS)
     given = inputs_of(layer)
 
@@ -162,9 +163,9 @@ def test_steps_do_not_add_up(device, recipe, branches):
 
     with by_branches() if branches else contextlib.nullcontext():
         count(4)
-        before = count(1)
-        after = count(20)
-    assert after <= before
+        counts = [count(20) for _ in range(4)]
+    # What a step leaves behind would add up each time; other threads add an object now and then.
+    assert any(after <= before for before, after in itertools.pairwise(counts)), counts
 
 
 @pytest.mark.gpu
