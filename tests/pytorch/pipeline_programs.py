@@ -104,25 +104,32 @@ def _region(layer, recipe, group, device):
         return layer(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
 
 
-def other_counts(device, which):
-    """Ranks that run other numbers of regions: the error of this rank, and how long it took.
-
-    "more": rank 0 has one region more before the backward; "alone": nobody else has any more.
-    """
-    group = dist.new_group(timeout=timedelta(seconds=2))
+def one_region_more(device):
+    """Rank 0 has one region more before its backward: the error of this rank."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
     recipe = DelayedScaling(amax_history_len=4)
-    layer, first = te.Linear(WIDTH, WIDTH, device=device), dist.get_rank() == 0
+    layer = te.Linear(WIDTH, WIDTH, device=device)
     try:
         out = _region(layer, recipe, group, device)
-        if first:
+        if dist.get_rank() == 0:
             out = _region(layer, recipe, group, device)
-        if which == "more":
-            out.sum().backward()
-            if first:
-                out = _region(layer, recipe, group, device)
-            else:
-                te.Linear.get_extra_state(layer)
-        elif first:
+        out.sum().backward()
+        layer.get_extra_state()
+        _region(layer, recipe, group, device).sum().backward()  # a GPU's digests have arrived
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def left_alone(device):
+    """Rank 0 has a region that nobody else has: the error of this rank."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+    try:
+        _region(layer, recipe, group, device)
+        if dist.get_rank() == 0:
+            _region(layer, recipe, group, device)
             layer.get_extra_state()
     except RuntimeError as error:
         return str(error)
@@ -142,6 +149,7 @@ def later_layer(device):
             for layer in layers[: 1 + dist.get_rank()]:
                 x = layer(x)
         layers[0].get_extra_state()
+        _region(layers[0], recipe, group, device)  # a GPU's digests have arrived
     except RuntimeError as error:
         return str(error)
     return None
@@ -193,3 +201,34 @@ def quantized_write(device, weights):
     with torch.no_grad():  # its amax is recorded, and the scale is the one of the regions
         layer.weight.copy_(torch.ones(WIDTH, WIDTH, device=device))
     return to_cpu(layer.weight._scale_inv), to_cpu(layer.fp8_meta["scaling_fwd"].scale[1])
+
+
+def capture_behind(device, data):
+    """Capture a region while the reduction of the one before it is on its way, and replay it.
+
+    `data` are two inputs of each rank. Returns the states of the layer, and of a twin that runs
+    both in eager mode.
+    """
+    recipe = DelayedScaling(amax_history_len=4)
+    inputs = [x.to(device) for x in data[dist.get_rank()]]
+    states = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        layer = te.Linear(WIDTH, WIDTH, device=device)
+        static = torch.zeros_like(inputs[1])
+
+        def run(x, layer=layer):
+            with te.autocast(recipe=recipe):
+                layer(x)
+
+        run(inputs[0])
+        if captures:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(static)
+            static.copy_(inputs[1])
+            graph.replay()
+        else:
+            run(inputs[1])
+        states.append(states_of(torch.nn.Sequential(layer)))
+    return to_cpu(states)

@@ -57,8 +57,8 @@ def test_gpipe(stages, which, group):
 
 
 def test_ranks_with_other_numbers_of_regions(stages):
-    """A forward and a backward meet: each rank says so where it reads scales next."""
-    for error in stages.run(programs.other_counts, "more"):
+    """A forward and a backward meet: each rank says so."""
+    for error in stages.run(programs.one_region_more):
         assert "amax_reduction_group: the ranks [0, 1]" in error
         assert "of different modules, or of other directions" in error
         assert "rank 0: " in error and "rank 1: " in error
@@ -68,7 +68,7 @@ def test_a_rank_that_is_left_alone(stages):
     """The time-out of the group ends its wait."""
     if stages.device == "cuda":
         pytest.skip("NCCL's watchdog ends the process")
-    error, none = stages.run(programs.other_counts, "alone")
+    error, none = stages.run(programs.left_alone)
     assert none is None
     assert "amax_reduction_group: the ranks [0, 1]" in error
     assert "did not all reduce their amaxes" in error
@@ -76,8 +76,6 @@ def test_a_rank_that_is_left_alone(stages):
 
 
 def test_layouts_that_differ_later(stages):
-    if stages.device == "cuda":
-        pytest.skip("the digests of a GPU are looked at when they have arrived")
     for error in stages.run(programs.later_layer):
         assert "reduce the amaxes of different modules" in error
         assert "rank 0: forward slots of 1 modules (Linear of 3 slots)" in error
@@ -96,3 +94,16 @@ def test_a_write_to_a_quantized_weight_waits_for_its_scale(ranks):
     weights = [torch.randn(programs.WIDTH, programs.WIDTH) * 4**n for n in range(ranks.size)]
     for inverse, scale in ranks.run(programs.quantized_write, weights):
         assert_same_bits(inverse, scale.reciprocal().reshape(1))
+
+
+@pytest.mark.parametrize("stages", PIPELINES[1:], indirect=True)
+def test_a_capture_waits_for_what_was_started_before(stages):
+    """The graph has the region's own reduction, and not that of the region before it."""
+    shape = programs.ROWS, programs.WIDTH
+    data = [[torch.randn(shape) * 4.0 ** (rank + n) for n in range(2)] for rank in range(2)]
+    for captured, eager in stages.run(programs.capture_behind, data):
+        assert_same_bits(captured, eager)
+        histories = [state["forward"][1][-2:, 0] for state in captured]
+        expected = [max(x.abs().max() for x in xs) for xs in zip(*data, strict=True)]
+        for history in histories:
+            assert_same_bits(history, torch.stack(expected))

@@ -10,13 +10,21 @@ numbers of reductions would wait for ever. Before the first reduction of an aren
 layouts of its slots through the store of the group, which waits for nobody at the end of a region.
 Each buffer carries a digest of the layout too, as it is and negative, so that the largest of all
 ranks tells whether they agree. All buffers have one size: those of other layouts do no harm.
+
+NCCL makes the communicator of a group in its first collective, which waits for all ranks: a stage
+that reduced first would never send what the next one waits for. So where a group has none yet, a
+thread makes one for the amaxes alone, and starts the reductions of that time.
 """
 
+import atexit
 import contextlib
 import hashlib
 import itertools
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -55,6 +63,93 @@ class Flight:
         self.parts: list[Part] = []
 
 
+class _Later:
+    """Work of a collective that a thread starts, behind those that earlier ones start."""
+
+    def __init__(self, begin: Callable, device: torch.device, former: "_Later | None") -> None:
+        self._begin, self._device, self._former = begin, device, former
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(device))
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._former is not None:
+                self._former.started()
+                self._former = None
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+                self._ready.wait()
+                self._work = self._begin()
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def started(self) -> None:
+        """Wait until the collective is started; its error, if it could not be."""
+        self._thread.join()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+    def wait(self) -> None:
+        self.started()
+        self._work.wait()
+
+
+class _Own:
+    """A communicator of NCCL for the amaxes of a group that has none of its own yet."""
+
+    def __init__(self, ties: "Ties", device: torch.device) -> None:
+        kind = type(ties.backend)
+        options = kind.Options()
+        options._timeout = ties.limit
+        store = distributed.PrefixStore("transformer_engine/communicator", ties.store)
+        self._make = partial(kind, store, ties.rank, len(ties.ranks), options)
+        self._device = device
+        self._backend: Any = None
+        self._last: _Later | None = None
+        self._how = distributed.AllreduceOptions()
+        self._how.reduceOp = distributed.ReduceOp.MAX
+
+    def reduce(self, buffer: Tensor) -> Any:
+        """Start an all-reduce of the largest values; returns its work."""
+        if self._backend is not None and not (self._last and self._last.alive()):
+            self._last = None
+            return self._reduce(buffer)
+        self._last = _Later(partial(self._reduce, buffer), self._device, self._last)
+        return self._last
+
+    def _reduce(self, buffer: Tensor) -> Any:
+        if self._backend is None:
+            self._backend = self._make()
+        return self._backend.allreduce([buffer], self._how)
+
+    def close(self) -> None:
+        """Let it go, without a word to the other ranks."""
+        if self._backend is not None:
+            self._backend.abort()
+
+
+_OWN: dict[tuple[Any, torch.device], _Own] = {}
+"""Communicators of ours, by process group and device."""
+
+
+@atexit.register
+def _close_all() -> None:
+    while _OWN:
+        _OWN.popitem()[1].close()
+
+
+def _own_of(ties: "Ties", device: torch.device) -> _Own:
+    """The communicator of ours for a group; those of groups that are no more are let go."""
+    for key in [key for key in _OWN if key[0] not in distributed.distributed_c10d._world.pg_map]:
+        _OWN.pop(key).close()
+    return _OWN.setdefault((ties.group, device), _Own(ties, device))
+
+
 class Ties:
     """What an arena over several ranks knows of the others."""
 
@@ -62,16 +157,18 @@ class Ties:
         group = arena.group
         if group is None:
             group = distributed.distributed_c10d._get_default_group()
+        self.group, self.backend = group, group._get_backend(arena.device)
         self.rank = distributed.get_rank(group)  # in the group
         self.ranks = distributed.get_process_group_ranks(group)
         self.store = distributed.distributed_c10d._get_process_group_store(group)
-        self.limit = _time_limit(group, arena.device, self.store)
+        self.limit = _time_limit(self.backend, self.store)
         number = _NUMBERS.get((group.group_name, arena.direction), 0)
         _NUMBERS[group.group_name, arena.direction] = number + 1
         self.key = f"transformer_engine/amaxes/{arena.direction}/{number}"
         self.modules = 0  # of the layout that was posted
         self.digest: Tensor | None = None  # of that, as buffers carry it
         self.look: tuple | None = None  # digests of all ranks on their way to the host
+        self.own: _Own | None = None  # reduces in place of the group
 
     def post(self, arena: Arena) -> None:
         """Tell the others the layout, where it has changed; compare it with the first one."""
@@ -87,6 +184,11 @@ class Ties:
         self.store.set(f"{self.key}/{self.rank}", text)
         if not first:
             return
+        # All ranks follow the first: a communicator that it found made is one that all have.
+        connected = getattr(self.backend, "_is_initialized", lambda: True)()
+        way = self.store.compare_set(f"{self.key}/way", "", "group" if connected else "own")
+        if way == b"own":
+            self.own = _own_of(self, arena.device)
         mine = full.hex()
         if self.store.compare_set(f"{self.key}/first", "", mine).decode() != mine:
             self.store.set(f"{self.key}/differ", text)
@@ -119,10 +221,17 @@ class Ties:
             found.append(f"rank {rank}: {text}")
         return found
 
+    def reduce(self, buffer: Tensor) -> Any:
+        """Start an all-reduce of the largest values; returns its work."""
+        if self.own is not None:
+            return self.own.reduce(buffer)
+        most = distributed.ReduceOp.MAX
+        return distributed.all_reduce(buffer, op=most, group=self.group, async_op=True)
 
-def _time_limit(group: Any, device: torch.device, store: Any) -> timedelta:
+
+def _time_limit(backend: Any, store: Any) -> timedelta:
     """How long a collective of a group may take."""
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(backend, "options", None)
     known = getattr(options, "_timeout", None)
     return known or (timedelta(minutes=5) if store is None else store.timeout)
 
@@ -154,10 +263,7 @@ def start(arena: Arena) -> None:
     for chunk in list(arena.chunks):
         row = chunk.history[0]
         buffer = torch.cat((row, digest))
-        work = distributed.all_reduce(
-            buffer, op=distributed.ReduceOp.MAX, group=arena.group, async_op=True
-        )
-        flight.parts.append(Part(chunk, buffer, work))
+        flight.parts.append(Part(chunk, buffer, ties.reduce(buffer)))
         row.zero_()
     if flight.first and ties.differ():
         _refuse(arena, "hold different modules")
