@@ -67,7 +67,8 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             else:
                 results = [coded("y", made, quantizer, y)]
             if centred:
-                results.append(near("mu", statistics[0], mean, torch.float32, depth))
+                # A sum may cancel: its rounding goes by what is added up.
+                results.append(near("mu", statistics[0], mean, torch.float32, depth, terms=wide[0]))
             results.append(near("rsigma", statistics[1], rsigma, torch.float32, depth))
             if out is not None:
                 results.append(near("ln_out", out, y, otype, depth, terms=terms))
