@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo AutoModel, released: what its recipes do to this package when they start.
 
-They call `apply_te_patches()` (nemo_automodel/shared/te_patches.py of 0.7.0), which replaces parts of
-`FusedAdam`. It runs in a process of its own, as it changes the package for good.
+They call `apply_te_patches()` (nemo_automodel/shared/te_patches.py of 0.7.0), which replaces parts
+of `FusedAdam`. It runs in a process of its own, as it changes the package for good.
 """
 
 import json
