@@ -12,6 +12,7 @@ import fcntl
 import functools
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -249,6 +250,14 @@ def object_job(source, folder, extra):
     return Job(out, [*CC, *flags, *user, "-c", str(source)])
 
 
+def print_unread():
+    """Say which variables of NVIDIA Transformer Engine's build are set: they are not read here."""
+    unread = runpy.run_path("transformer_engine/common/unread_variables.py")["BUILD"]
+    for entry in unread:
+        for name in sorted(set(entry.names.split()) & os.environ.keys()):
+            print(entry.line(name, os.environ[name]), flush=True)
+
+
 def build_objects(groups):
     """Compile the groups and what CUDA allows; return the objects and the flags to link with."""
     started, notes = time.monotonic(), []
@@ -260,6 +269,7 @@ def build_objects(groups):
         notes.append(f"no CUDA ({unwanted or 'headers not found'})")
     elif nvcc is None:
         notes.append("device code as source alone (nvcc with g++ not found)")
+    print_unread()
     ends = ":\n" if VERBOSE else ": "
     print("native code, " + ", ".join(notes or ["CPU and CUDA"]), end=ends, flush=True)
     folder = BUILD / ("obj-cpu" if headers is None else "obj-cuda")

@@ -12,7 +12,8 @@ tests/pytorch/test_inventory.py compares with this package:
 
 null is something that is neither a function nor a class (of a class: an attribute or a property).
 Arguments are as Python writes them, without annotations and `self`; a default that is no literal
-is ``...``.
+is ``...``. Names of environment variables, strings that begin with ``NVTE_``, go to
+tests/data/variables.txt, for tests/core/test_unread_variables.py.
 """
 
 import ast
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "tests/data/names.json"
+VARIABLES = ROOT / "tests/data/variables.txt"
 PACKAGES = (
     "transformer_engine/pytorch/",
     "transformer_engine/common/",
@@ -139,15 +141,14 @@ def native_names(sdist):
 
 
 def main():
-    """Write the list."""
-    modules = {}
+    """Write the lists."""
+    modules, variables = {}, set()
     with zipfile.ZipFile(sys.argv[1]) as wheel:
         for path in sorted(wheel.namelist()):
-            if (
-                not path.endswith(".py")
-                or not path.startswith(PACKAGES)
-                or path.startswith(LEFT_OUT)
-            ):
+            if not path.endswith(".py"):
+                continue
+            variables |= set(re.findall(r"[\"'](NVTE_\w+)[\"']", wheel.read(path).decode()))
+            if not path.startswith(PACKAGES) or path.startswith(LEFT_OUT):
                 continue
             parts = path.removesuffix(".py").split("/")
             is_package = parts[-1] == "__init__"
@@ -155,6 +156,7 @@ def main():
             modules[module] = names_of(wheel.read(path).decode(), is_package)
     if len(sys.argv) > 2:
         modules["transformer_engine_torch"] = native_names(sys.argv[2])
+    VARIABLES.write_text("".join(f"{name}\n" for name in sorted(variables)), encoding="utf-8")
     OUT.write_text(json.dumps(modules, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of absent names into docs/names.md.
+"""Write the tables of what is absent into docs/names.md (names) and docs/not_there.md (features).
 
 Reads transformer_engine/common/absent_names.py by its path, so that nothing has to be built or
-installed. With --check nothing is written, and the exit status says whether the page is up to date.
+installed. With --check nothing is written, and the exit status says whether the pages are up to
+date.
 """
 
 import runpy
@@ -25,14 +26,21 @@ def _names(feature):
     return "<br>".join(lines)
 
 
-def table():
-    """Return the table in Markdown."""
+def tables():
+    """Return the tables in Markdown: that of features with their names, and that without."""
     features = runpy.run_path(str(ROOT / "transformer_engine/common/absent_names.py"))["FEATURES"]
-    return rows(
-        ("", "what is missing", "instead", "names"),
-        ((f.title, f.reason, f.instead, _names(f)) for f in features),
-    )
+    head = ("", "what is missing", "instead")
+    lines = [(f.title, f.reason, f.instead) for f in features]
+    named = [(*line, _names(f)) for line, f in zip(lines, features, strict=True)]
+    return rows((*head, "names"), named), rows(head, lines)
+
+
+def main():
+    """Write or check the tables; return an exit status."""
+    script = "tools/names_table.py"
+    names, features = tables()
+    return max(keep("docs/names.md", script, names), keep("docs/not_there.md", script, features))
 
 
 if __name__ == "__main__":
-    sys.exit(keep("docs/names.md", "tools/names_table.py", table()))
+    sys.exit(main())

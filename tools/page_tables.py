@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def keep(page, script, table):
+def keep(page, script, table, part=""):
     """Write a table into its page, between the comments that name its script.
 
     Parameters
@@ -16,6 +16,8 @@ def keep(page, script, table):
         Paths from the root.
     table : str
         The table in Markdown; cells are separated by ``|``, which inside of them is escaped.
+    part : str
+        Which of several tables of one script it is.
 
     Returns
     -------
@@ -23,11 +25,12 @@ def keep(page, script, table):
         An exit status: with --check nothing is written, and it is 1 where the page is not up to
         date.
     """
-    begin, end = f"<!-- table: made by {script} -->\n", "<!-- end of the table -->\n"
+    begin = f"<!-- table{part and ' of ' + part}: made by {script} -->\n"
+    end = "<!-- end of the table -->\n"
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
     before, rest = text.split(begin)
-    wanted = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    wanted = f"{before}{begin}\n{table}\n{end}{rest.split(end, 1)[1]}"
     if text == wanted:
         return 0
     if "--check" in sys.argv[1:]:

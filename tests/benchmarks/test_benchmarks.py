@@ -15,7 +15,7 @@ from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
-BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers")
+BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -239,6 +239,23 @@ def test_optimizers(results):
     assert {"FusedAdam bf16, fp32 masters", "torch AdamW fp32, fused"} <= set(rows)
     for row in rows.values():
         assert row["ms"] > 0 and row["rate"] > 0 and row["share"] > 0
+
+
+def test_recipes(results, device):
+    """Every recipe runs its products as it says, and its numbers are near those of bf16."""
+    printed, content = results["recipes"]
+    assert len(content["tables"]) == 2
+    for title, rows in content["tables"].items():
+        assert [row["recipe"] for row in rows] == ["bf16", *FP8_MODES, "mxfp8", "nvfp4"]
+        kinds = ["12 bf16", *["12 FP8"] * len(FP8_MODES), "12 emulated", "12 emulated"]
+        assert [row["products"] for row in rows] == kinds
+        assert rows[0]["output"] == rows[0]["gradients"] == 0 < rows[0]["ms"]
+        assert rows[0]["speed"] == 1
+        for row in rows[1:]:
+            assert positive(row, "ms", "speed", "limit_ms", "gradients")
+            assert row["gradients"] < 0.5 and row["output"] < 0.1
+            assert (row["peak_mib"] is not None) == (device == "cuda")
+            assert f"| {row['recipe']} | {row['products']} |" in printed.split(f"{title}:")[1]
 
 
 def test_parameter_memory(results):

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import megatron_recipes
 import torch
 from megatron_gpt import (
     BATCH,
@@ -160,6 +161,9 @@ def fp8_e4m3_without_cache(device):
 
 
 # ---- what megatron-core asks a version of this package for ---------------------------------------
+
+for _name in megatron_recipes.RECIPES:
+    CASES[f"recipe_{_name}"] = (functools.partial(megatron_recipes.run, name=_name), "cpu")
 
 
 @case
@@ -408,8 +412,11 @@ def llama_with_rope(device):
     return trained(device, position="rope", apply_rope_fusion=True, **LLAMA, **DELAYED)
 
 
-def megatron_training(device, distributed, **options):
-    """The DDP and optimizer of megatron-core, with gradients in fp32 buffers."""
+def megatron_training(device, distributed, gather=False, **options):
+    """The DDP and optimizer of megatron-core, with gradients in fp32 buffers.
+
+    `gather`: what is gathered of a distributed optimizer's parameters are their FP8 forms.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -417,7 +424,7 @@ def megatron_training(device, distributed, **options):
     te.reset()
     model = make_model(device, **options)
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, fp8_param_gather=gather
     )
     wrapped = DistributedDataParallel(model.config, settings, model)
     optimizer = get_megatron_optimizer(
@@ -468,6 +475,18 @@ def optimizer_bf16(device):
 @case(needs="cuda")
 def distributed_optimizer_fp8(device):
     return megatron_training(device, distributed=True, **DELAYED)
+
+
+@case(needs="cuda")
+def optimizer_fp8_param(device):
+    return megatron_training(device, distributed=False, **megatron_recipes.CURRENT, fp8_param=True)
+
+
+@case(needs="cuda")
+def distributed_optimizer_fp8_param(device):
+    return megatron_training(
+        device, distributed=True, gather=True, **megatron_recipes.CURRENT, fp8_param=True
+    )
 
 
 @case(needs="cuda")

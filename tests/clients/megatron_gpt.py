@@ -115,13 +115,15 @@ def gemms():
     return counters.fp8_gemms, counters.other_gemms
 
 
-def trained(device, **options):
-    """Facts of a training run."""
+def trained(device, after=None, **options):
+    """Facts of a training run; `after` is called with the model at the end."""
     te.reset()
     model = make_model(device, **options)
     te.reset_counters()
     losses = train(model, device)
     fp8, other = gemms()
+    if after is not None:
+        after(model)
     return {"losses": losses, "fp8": fp8, "other": other, "linear_layers": linear_layers(model)}
 
 

@@ -25,6 +25,14 @@ CASES = Path(__file__).with_name("megatron_cases.py")
 LINEAR_LAYERS, GEMMS, STEPS = 8, 3, 10  # two layers of four; forward and two gradients
 LONGEST = 240  # seconds for all cases of a version; they take about 30
 BF16 = torch.bfloat16
+FORMATS = {
+    "param_delayed": "Float8Tensor",
+    "param_current": "Float8Tensor",
+    "param_blockwise": "Float8BlockwiseQTensor",
+    "param_mxfp8": "MXFP8Tensor",
+    "param_nvfp4": "NVFP4Tensor",
+}
+"""Weights of the cases that have them quantized (megatron_recipes.py)."""
 TRAININGS = ("bf16", "bf16_llama", "fp8_delayed", "fp8_delayed_llama", "fp8_current")
 
 
@@ -193,6 +201,28 @@ def test_a_checkpoint_keeps_weights_and_scales(case, device):
 # ---- what megatron-core asks a version of this package for ---------------------------------------
 
 
+RECIPES = [
+    *("mxfp8", "blockwise", "blockwise_hybrid", "custom_current", "custom_mxfp8", "custom_nvfp4"),
+    *(*FORMATS, "attention", "attention_mha", "first_layer_bf16", "symmetric"),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_configurations(case, name):
+    """Each trains; its matrix products and weights are those that were asked for."""
+    facts = case(f"recipe_{name}")
+    losses, every = facts["losses"], LINEAR_LAYERS * GEMMS * STEPS
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0], losses
+    emulated = next((kind for kind in facts["emulated"] if name.endswith(kind)), None)
+    in_fp8 = {"symmetric": 0, "first_layer_bf16": every // 2}.get(name, every)
+    assert (facts["fp8"], facts["other"]) == ((0, every) if emulated else (in_fp8, every - in_fp8))
+    expected = {kind: every if kind == emulated else 0 for kind in facts["emulated"]}
+    assert facts["emulated"] == expected
+    wanted = [FORMATS[name]] * LINEAR_LAYERS if name in FORMATS else []
+    assert facts["formats"] == wanted
+    assert (facts["attention"] > 0) == name.startswith("attention")
+
+
 @pytest.mark.parametrize("name", ["softmax_off_by_one", "softmax_learnable"])
 def test_types_of_softmax(case, name):
     assert_trained(case(name), fp8=False)
@@ -229,12 +259,16 @@ def test_rotary_positions(gpu_case):
     assert_trained(gpu_case("llama_with_rope"), fp8=True)
 
 
-@pytest.mark.parametrize("name", ["optimizer_bf16", "distributed_optimizer_fp8"])
+OPTIMIZERS = ["optimizer_bf16", "optimizer_fp8_param"]
+OPTIMIZERS += ["distributed_optimizer_fp8", "distributed_optimizer_fp8_param"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_megatrons_optimizers(gpu_case, name):
     facts = gpu_case(name)
     assert facts["optimizer"] == "transformer_engine.pytorch.optimizers.fused_adam"
     assert all(map(math.isfinite, facts["norms"])), facts["norms"]
-    assert_trained(facts, fp8=name.endswith("fp8"))
+    assert_trained(facts, fp8="fp8" in name)
 
 
 def test_gradients_are_added_to_main_grad(gpu_case):

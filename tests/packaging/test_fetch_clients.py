@@ -32,7 +32,8 @@ MEGATRON = {"megatron-core", "triton"}
         (["tests/clients/test_accelerate.py::test_its_own_tests_pass"], {"accelerate"}),
         (["tests/clients/test_megatron.py", "tests/core"], MEGATRON),
         (["tests/docs/test_code_blocks.py::test_python_with_clients"], {"megatron-core"}),
-        (["tests/clients/"], MEGATRON | {"accelerate"}),
+        (["tests/clients/test_nemo_automodel.py"], {"nemo_automodel"}),
+        (["tests/clients/"], MEGATRON | {"accelerate", "nemo_automodel"}),
     ],
     ids=lambda value: value[0].rpartition("/")[2] if isinstance(value, list) else "",
 )

@@ -15,8 +15,10 @@ from pytorch.recompute_cases import (
     Block,
     Program,
     compare,
+    model_on,
     plain,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -186,3 +188,35 @@ def test_importing_the_package_checks_the_names():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert re.search(r"ImportError: torch .* has no _checkpoint_hook", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_wrapper_of_composer(device, start, recipe, mode):
+    """The calls of composer 0.32.1, composer/distributed/dist_strategy.py, around each layer."""
+    tracker = te.distributed.CudaRNGStatesTracker()
+    if device == "cuda":
+        tracker.add("fsdp-rng", 7)
+
+    def wrapped(module):
+        return checkpoint_wrapper(
+            module,
+            context_fn=te.distributed.get_activation_recompute_contexts,
+            checkpoint_fn=te.distributed.checkpoint,
+            use_reentrant=False,
+            get_rng_state_tracker=lambda: tracker,
+        )
+
+    made, results = RECIPES[recipe](), []
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for wrap in (lambda module: module, wrapped):
+        start()
+        layers = list(model_on(device, 2, dropout=0.5))
+        model = torch.nn.Sequential(*map(wrap, layers)).train(mode == "train")
+        for _ in range(3):
+            with te.autocast(recipe=made):
+                out = model(x)
+            out.sum().backward()
+        parameters = [p.grad for layer in layers for p in layer.parameters()]
+        results.append([out, parameters, [states_of(layer) for layer in layers]])
+    assert_same_bits(results[1], results[0])

@@ -15,14 +15,17 @@ Rules common to all variables:
   are set, the ``TE_*`` name counts and the alias is not looked at.
 - A value that is not understood is an error, never a default: a misspelt setting that is silently
   ignored costs a training run.
+- Variables of NVIDIA's library that are not read here stand in `unread_variables`; one that is set
+  is told once.
 """
 
 import functools
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -477,3 +480,31 @@ def cache_dir() -> Path | None:
         base = os.path.join(os.path.expanduser("~"), ".cache")
     # expanduser leaves "~" in place where there is no home directory.
     return Path(base) / "transformer_engine" if os.path.isabs(base) else None
+
+
+class Told(Protocol):
+    """An entry of `unread_variables`."""
+
+    names: str
+    same: str
+
+    def line(self, name: str, value: str) -> str:
+        """What a program is told of one that is set."""
+        ...
+
+
+def unread(entries: Iterable[Told]) -> list[str]:
+    """Return a line for each variable of `entries` that is set to what is not done here anyway."""
+    return [
+        entry.line(name, value)
+        for entry in entries
+        for name in entry.names.split()
+        if (value := os.environ.get(name, "").strip()) and value not in entry.same.split()
+    ]
+
+
+@functools.cache
+def warn_of_unread(entries: Iterable[Told]) -> None:
+    """Warn of each of `entries` that is set, once a process: at the first call."""
+    for line in unread(entries):
+        warnings.warn(line, UserWarning, stacklevel=2)

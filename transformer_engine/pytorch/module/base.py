@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common import absent, config
+from transformer_engine.common import absent, config, unread_variables
 from transformer_engine.common.graphs import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import arenas, recompute, scaling
@@ -69,6 +69,10 @@ _NO_FRAMES: list = []
 
 class NativeModule(PlainNames, torch.nn.Module):
     """Base of the modules whose forward calls native code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config.warn_of_unread(unread_variables.RUN)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `torch.nn.Module` calls instead of ``forward`` while `torch.jit` traces."""
