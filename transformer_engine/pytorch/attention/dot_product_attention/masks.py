@@ -167,12 +167,12 @@ def sequence_lengths(
     queries and keys differ in number.
     """
     of_queries, of_keys = cumulative
-    first = _lengths(of_queries, batch, "cu_seqlens_q")
+    first = lengths_of(of_queries, batch, "cu_seqlens_q")
     if queries == keys and (of_keys is None or of_keys is of_queries):
         return first, first
     if of_keys is None:
         raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
-    return first, _lengths(of_keys, batch, "cu_seqlens_kv")
+    return first, lengths_of(of_keys, batch, "cu_seqlens_kv")
 
 
 def check_tensor(cumulative: Any, label: str) -> None:
@@ -187,7 +187,8 @@ def check_tensor(cumulative: Any, label: str) -> None:
         )
 
 
-def _lengths(cumulative: Any, batch: int, label: str) -> Tensor:
+def lengths_of(cumulative: Any, batch: int, label: str) -> Tensor:
+    """Lengths [batch] int32 of sums [batch + 1]; TypeError or ValueError for what are no such."""
     check_tensor(cumulative, label)
     if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
         raise ValueError(
