@@ -98,8 +98,6 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -
         return (
             "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
         )
-    if sizes[2] == 1 and options.attention_mask is not None:
-        return "a mask over one query"  # one that masks all keys gives gradients of NaN
     if bias is None or not bias.requires_grad or bias.dim() != 4:
         return ""
     if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
