@@ -158,15 +158,18 @@ def _check_bool(mask: Any, label: str) -> None:
 
 
 def sequence_lengths(
-    cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
+    cumulative: tuple[Tensor | None, Tensor | None], batch: int, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
     """Lengths of the sequences of queries and of keys, [batch] int32 each; one object for one.
 
     `cumulative` are [batch + 1] int32 sums of the lengths of the sequences before each; without the
-    second, the first counts for both. ValueError for what are no such sums, and for one where
-    queries and keys differ in number.
+    second, the first counts for both; without the first, all sequences have all queries. ValueError
+    for what are no such sums, and for a first one alone where queries and keys differ in number.
     """
     of_queries, of_keys = cumulative
+    if of_queries is None:
+        second = lengths_of(of_keys, batch, "cu_seqlens_kv")
+        return torch.full_like(second, queries), second
     first = lengths_of(of_queries, batch, "cu_seqlens_q")
     if queries == keys and (of_keys is None or of_keys is of_queries):
         return first, first
