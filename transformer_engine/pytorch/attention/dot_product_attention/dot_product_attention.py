@@ -330,9 +330,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             As of the constructor, for this call: in fp32, before biases behind the scale, mask and
             softmax, and before `score_mod`, which gets capped scores. Run by "unfused".
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
-            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types, where
-            the second alone says that all queries are there. For packed sequences the first is
-            needed, and the second where keys are others than queries.
+            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types, and
+            the second alone where all queries are there. For packed sequences the first is needed,
+            and the second where keys are others than queries.
         cu_seqlens_q_padded, cu_seqlens_kv_padded : Tensor, optional
             [b + 1] int32: the tokens with which packed sequences begin, where there are tokens of
             no sequence between them. Their results are 0.
