@@ -36,6 +36,8 @@ _QUANTIZERS = (
     "MXFP8Quantizer",
     "NVFP4Quantizer",
 )
+_BY_PARAMS = ("get_fused_attn_backend",)
+"""Operators that this module gives another form, too."""
 _LAZY = dict.fromkeys(_QUANTIZERS, "transformer_engine.pytorch.tensor")
 
 __getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
@@ -66,7 +68,8 @@ __all__ = [
 def bind_operators() -> None:
     """Take the operators of the manager of the process; `reset_default_manager` does so."""
     manager = get_default_manager()
-    globals().update({name: manager.operator(name) for name in OPERATORS}, _manager=manager)
+    operators = {name: manager.operator(name) for name in OPERATORS if name not in _BY_PARAMS}
+    globals().update(operators, _manager=manager)
 
 
 bind_operators()
@@ -93,3 +96,26 @@ def flash_attention(
         layer_number,
         deterministic,
     )
+
+
+def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
+    """Which kind of fused attention takes a call, as the implementation in force says.
+
+    Of one `FusedAttentionParams` (`pytorch.attention.dot_product_attention.utils`) the kind and a
+    message, which is "" where there is one, else why there is none. Of the arguments of the
+    operator of that name, which plug-ins implement, its answer alone.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import fused_params
+
+    ask = get_default_manager().operator("get_fused_attn_backend")
+    asked = (*given, *named.values())
+    if len(asked) != 1 or not set(named) <= {"fused_attn_params"}:
+        return ask(*given, **named)
+    (params,) = asked
+    if not isinstance(params, fused_params.FusedAttentionParams):
+        raise TypeError(
+            f"get_fused_attn_backend: {type(params).__name__}, expected a FusedAttentionParams"
+        )
+    kind = ask(**params.scalars())
+    none = kind == NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return kind, fused_params.why_none(params) if none else ""

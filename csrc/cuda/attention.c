@@ -5,7 +5,8 @@
  *
  * A mask becomes a bias. A backward over keys that are no multiple of 128, or of one query, is
  * given lengths, full ones where the caller has none: without them cuDNN's gradients are NaN where
- * scores are very negative. A gradient that nobody wants goes to the workspace.
+ * scores are very negative. One over one query with a bias is given statistics without -Inf: its
+ * engine makes NaN of a row without keys. A gradient that nobody wants goes to the workspace.
  * A sink is part of the forward's graph where the fast engine takes it, else it joins afterwards;
  * a backward needs it for its own gradient alone, since the statistics have it. What FP8 needs
  * besides is in attention_fp8.c.
@@ -41,6 +42,7 @@ typedef struct sdpa_call {
     size_t used;           /* bytes taken */
     int has_given_lengths; /* of the caller, of which one may be 0 or wrong */
     int makes_bias, joins_sink;
+    const float *unraised; /* statistics in whose place cuDNN is given others; NULL: it is not */
     te_attention_begin_params begin; /* of sequences with lengths */
     te_attention_fp8 fp8;
 } sdpa_call;
@@ -98,6 +100,22 @@ static void place_statistics(sdpa_call *call, const te_tensor *statistics)
 {
     call->places[TE_SDPA_STATISTICS] = statistics->data;
     place_starts(call, TE_SDPA_STATISTICS, call->key.heads);
+}
+
+/* Numbers of all queries, as the statistics lie. */
+static int64_t rows_of(const sdpa_call *call)
+{
+    const te_sdpa_key *key = &call->key;
+    if (key->is_packed) return call->problem->query.shape[1] * key->heads;
+    return key->batch * key->heads * key->queries;
+}
+
+/* The engine for one query subtracts statistics from scores of which both are -Inf. */
+static void raise_statistics(sdpa_call *call)
+{
+    if (call->key.queries != 1 || !call->key.has_bias) return;
+    call->unraised = call->places[TE_SDPA_STATISTICS];
+    call->places[TE_SDPA_STATISTICS] = take(call, rows_of(call), sizeof(float));
 }
 
 /* Whether lines of a bias have memory of their own, in a dtype that goes with the queries'. */
@@ -224,6 +242,10 @@ static te_status prepare(sdpa_call *call, te_cuda_state *cuda, void *stream)
     te_sdpa_key *key = &call->key;
     if (key->has_lengths) TE_TRY(te_cuda_attention_begin(cuda, &call->begin, stream));
     if (te_sdpa_is_fp8(key)) TE_TRY(te_cuda_attention_fp8_begin(cuda, &call->fp8, stream));
+    if (call->unraised != NULL) {
+        TE_TRY(te_cuda_attention_raise(cuda, call->unraised, call->places[TE_SDPA_STATISTICS],
+                                       rows_of(call), stream));
+    }
     if (call->makes_bias) {
         const int64_t *n = key->bias_shape, lines = n[0] * n[1] * n[2];
         te_attention_bias_params params = {.mask = te_cuda_view4(&p->mask),
@@ -338,14 +360,6 @@ static int is_empty(const te_attention_problem *p)
 {
     return te_tensor_numel(&p->query) == 0 || te_tensor_numel(&p->key) == 0 ||
            te_attention_batch(p) == 0;
-}
-
-/* Numbers of all queries, as the statistics lie. */
-static int64_t rows_of(const sdpa_call *call)
-{
-    const te_sdpa_key *key = &call->key;
-    if (key->is_packed) return call->problem->query.shape[1] * key->heads;
-    return key->batch * key->heads * key->queries;
 }
 
 /* With lengths, and for one query, the fast engine takes no sink: it joins the results without one,
@@ -508,6 +522,7 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
     place_heads(call, TE_SDPA_GRAD_OUTPUT, &args->grad_output, &key->grad_output);
     place_statistics(call, &args->statistics);
+    raise_statistics(call);
     place_gradient(call, TE_SDPA_GRAD_QUERY, &args->grad_query, &p->query, &key->grad_query);
     place_gradient(call, TE_SDPA_GRAD_KEY, &args->grad_key, &p->key, &key->grad_key);
     place_gradient(call, TE_SDPA_GRAD_VALUE, &args->grad_value, &p->value, &key->grad_value);

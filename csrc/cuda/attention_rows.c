@@ -64,3 +64,17 @@ te_status te_cuda_attention_sink_grad(te_cuda_state *cuda, const te_sdpa_key *ke
                                sizeof params};
     return te_cuda_run(cuda, &call, 1, stream);
 }
+
+te_status te_cuda_attention_raise(te_cuda_state *cuda, const float *statistics, float *output,
+                                  int64_t rows, void *stream)
+{
+    te_attention_raise_params params = {statistics, output, rows};
+    const int64_t blocks = te_ceil_div(rows, TE_ATTENTION_THREADS);
+    const te_cuda_call call = {"attention",
+                               "te_attention_raise",
+                               {(uint32_t)(blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS), 1, 1,
+                                TE_ATTENTION_THREADS, 1, 1, 0},
+                               &params,
+                               sizeof params};
+    return te_cuda_run(cuda, &call, 1, stream);
+}

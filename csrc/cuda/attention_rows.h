@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * attention_rows.h - what is made of cuDNN's numbers of each query: sinks and their gradients.
+ * attention_rows.h - what is made of cuDNN's numbers of each query, or for it: sinks and
+ * their gradients, statistics.
  */
 #ifndef TE_CUDA_ATTENTION_ROWS_H
 #define TE_CUDA_ATTENTION_ROWS_H
@@ -16,5 +17,8 @@ te_status te_cuda_attention_join_sink(te_cuda_state *cuda, const te_sdpa_key *ke
 /* [heads]: the gradient of the sink at its place, once a backward has run. */
 te_status te_cuda_attention_sink_grad(te_cuda_state *cuda, const te_sdpa_key *key,
                                       void *const *places, float *grad, void *stream);
+/* Statistics [rows], with a large number in place of -Inf. */
+te_status te_cuda_attention_raise(te_cuda_state *cuda, const float *statistics, float *output,
+                                  int64_t rows, void *stream);
 
 #endif

@@ -87,10 +87,6 @@ static te_status check_problem(const char *op, te_context *context, const te_att
         return UNSUPPORTED("%s: a mask or bias over one key",
                            op); /* see place_bias of attention.c */
     }
-    if (p->query.shape[1] == 1 && te_tensor_requested(&p->mask)) {
-        /* Their engine gives gradients of NaN where all keys are masked out. */
-        return UNSUPPORTED("%s: a mask over one query", op);
-    }
     if (te_tensor_requested(&p->slopes) &&
         (!is_from_corner(p) || (p->slopes.ndim == 2 && p->slopes.shape[0] > 1))) {
         return UNSUPPORTED("%s: slopes of each sequence, or from another diagonal than that of the "

@@ -10,10 +10,12 @@ import pytest
 import torch
 from buffers import normal
 from comparators import assert_bits, assert_nmse
+from plugged import register
 from tex_cases import Operators, assert_same_data, each_implementation, quantizers
 from tols import BF16, F32, tol
 
 import transformer_engine_torch as plain_tex
+from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.conformance.attention import backward_arguments, forward_arguments
 from transformer_engine.plugin.conformance.attention_reference import Problem, Setting
 from transformer_engine.plugin.conformance.cases import Draw
@@ -25,7 +27,9 @@ from transformer_engine.plugin.core.ops import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 native = Operators("default.native")
 
@@ -137,6 +141,55 @@ def test_backend_query():
     assert ask(DType.kFloat8E4M3) == none
     assert ask(layout=NVTE_QKV_Layout.NVTE_Paged_KV_BSHD_BSHD_BSHD) == none
     assert ask(bias=NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS) == none
+
+
+def fused(**fields):
+    sizes = {"num_attn_heads": 8, "num_gqa_groups": 2, "head_dim_qk": 64, "head_dim_v": 64}
+    return FusedAttentionParams(**sizes | fields)
+
+
+def test_fused_attention_of_one_object():
+    """The kind and why there is none, of the same call as the operator's arguments describe."""
+    ask = plain_tex.get_fused_attn_backend
+    assert fused_attn.get_fused_attn_backend is ask
+    kinds = NVTE_Fused_Attn_Backend
+    assert ask(fused(qkv_dtype=DType.kFloat16)) == ask(fused_attn_params=fused())
+    kind, message = ask(fused())
+    assert kind == ask(**fused().scalars())
+    if not torch.cuda.is_available():
+        assert (kind, message) == (kinds.NVTE_F16_arbitrary_seqlen, "")
+        assert kind == fused_attn.FusedAttnBackend.F16_arbitrary_seqlen
+    layouts = NVTE_QKV_Layout
+    for fields, text in (
+        ({"num_gqa_groups": 3}, "8 heads of queries and 3 of keys"),
+        ({"num_gqa_groups": 0}, "0 of keys"),
+        ({"qkv_dtype": DType.kFloat8E4M3}, "float8_e4m3fn: expected one of"),
+        ({"bias_type": NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS}, "NVTE_PRE_SCALE_BIAS: not built"),
+        ({"qkv_layout": layouts.NVTE_Paged_KV_BSHD_BSHD_BSHD}, "caches in pages"),
+        ({"qkv_layout": layouts.NVTE_THD_BSHD_BSHD}, "pack both"),
+    ):
+        kind, message = ask(fused(**fields))
+        assert kind == kinds.NVTE_No_Backend and text in message
+        assert ask(**fused(**fields).scalars()) == kinds.NVTE_No_Backend
+    with pytest.raises(TypeError, match="dict, expected a FusedAttentionParams"):
+        ask({})
+    with pytest.raises(ValueError, match="bias_type=77"):
+        ask(fused(bias_type=77))
+
+
+def test_a_plug_in_is_asked_by_its_arguments(manager):
+    """Its implementation gets what is its operator's, and its answer counts."""
+    asked = []
+
+    def answer(**given):
+        asked.append(given)
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+
+    register("get_fused_attn_backend", answer)
+    with plugin.with_preference("vendor"):
+        kind, message = plain_tex.get_fused_attn_backend(fused(dropout=0.1))
+    assert kind == NVTE_Fused_Attn_Backend.NVTE_No_Backend and message
+    assert asked == [fused(dropout=0.1).scalars()]
 
 
 # ---- the attention class ---------------------------------------------------------------------

@@ -299,6 +299,24 @@ def test_windows_that_are_refused(device, mask, window):
         module(*qkv_of(device), attn_mask_type=mask, window_size=window)
 
 
+@OURS
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_lengths_of_the_keys_alone(device, backend, mask):
+    """Then all queries are there."""
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type=mask)
+    qkv = qkv_of(device, QUERIES, KEYS, dtype_of(device, backend))
+    of_keys = cumulative((KEYS, 0, 1), device)
+    out = module(*qkv, cu_seqlens_kv=of_keys)
+    assert module._ran.backend == backend
+    full = cumulative((QUERIES,) * BATCH, device)
+    expected = module(*qkv, cu_seqlens_q=full, cu_seqlens_kv=of_keys)
+    assert_same_bits(out, expected)
+    assert not out[:, 1].any() and out[:, ::2].any(-1).sum() > QUERIES
+    grads = (torch.autograd.grad(each, qkv, torch.ones_like(out)) for each in (out, expected))
+    for one, other in zip(*grads, strict=True):
+        assert_nmse(one, other.double(), tol("attention", out.dtype, KEYS))
+
+
 def test_mask_errors(device):
     qkv = qkv_of(device)
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="padding")

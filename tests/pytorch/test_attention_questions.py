@@ -2,6 +2,7 @@
 """What programs ask of lengths, masks, windows and layouts, against what attention takes."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from comparators import assert_bits, assert_nmse
 from tols import F32, tol
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention.dot_product_attention import formats, masks, utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -44,6 +46,19 @@ def test_lengths_of_masks_and_back(device, lengths):
     pair = utils.get_padding_mask(len(lengths), sums, of_keys, LONGEST, LONGEST + 3, "cross")
     assert torch.equal(pair[0], mask)
     assert torch.equal(pair[1], padding_of(others, LONGEST + 3, device))
+
+
+def test_padding_masks_of_the_longest_sequence(device):
+    """What is not given is as long as that, or as for one mask."""
+    sums = torch.tensor([0, 3, 3, 8], dtype=torch.int32, device=device)
+    mask = padding_of([3, 0, 5], 5, device)
+    assert torch.equal(utils.get_padding_mask(3, sums), mask)
+    pair = utils.get_padding_mask(3, sums, sums * 2, attention_type="cross")
+    assert torch.equal(pair[0], mask) and torch.equal(pair[1], padding_of([6, 0, 10], 10, device))
+    with pytest.raises(TypeError, match="cu_seqlens_kv=None"):
+        utils.get_padding_mask(3, sums, attention_type="cross")
+    with pytest.raises(TypeError, match="cu_seqlens_q=None"):
+        utils.get_padding_mask(3)
 
 
 def test_full_lengths(device):
@@ -204,3 +219,38 @@ def test_the_log_says_what_was_chosen(caplog, monkeypatch):
     said = [record.getMessage() for record in caplog.records]
     assert "not sdpa: window (3, 3): it takes no window" in said and "backend: native" in said
     assert any(text.startswith("no backend: ") and "cp_size=2" in text for text in said)
+
+
+# ---- what runs, and by which recipe --------------------------------------------------------------
+
+
+def test_a_logger_that_writes_nothing(capfd, caplog):
+    for level in (logging.DEBUG, logging.CRITICAL, logging.CRITICAL + 1):
+        utils.no_op_logger.log(level, "text")
+    utils.no_op_logger.error("text")
+    assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+def test_backend_of_defaults():
+    assert utils.get_attention_backend() == utils.get_attention_backend(utils.AttentionParams())
+
+
+def test_recipes_that_cast_queries_keys_and_values(device, monkeypatch):
+    """By asking each: where it says so a call runs in FP8, else it is refused."""
+    monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
+    tensors = [torch.randn(64, 2, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    for softmax in ("vanilla", "learnable"):
+        module = te.DotProductAttention(2, 64, attn_mask_type="no_mask", softmax_type=softmax)
+        found = module.get_qkv_quantization_capabilities()
+        if device == "cpu" and torch.cuda.is_available():
+            continue  # the answer is of CUDA there
+        assert any(found.values()) == (softmax == "vanilla")
+        for name, runs in found.items():
+            counted = f"attention.{device}.e4m3"
+            before = te.counters().get(counted, 0)
+            with nullcontext() if runs else pytest.raises((AssertionError, ValueError)):
+                made = getattr(recipe, name)()
+                made.fp8_dpa = True  # some recipes refuse it, others the call
+                with te.autocast(recipe=made):
+                    module(*tensors)
+            assert te.counters().get(counted, 0) == before + runs

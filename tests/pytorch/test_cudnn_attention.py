@@ -103,11 +103,14 @@ def assert_right(tensors, limits, scale):
     """Errors of at most twice those of a naive computation and a rounding of the terms."""
     query, key, _, bias = tensors
     batch, queries, count, _ = query.shape
-    may = allowed(limits, (batch, count, queries, key.shape[1]))
+    may, given = allowed(limits, (batch, count, queries, key.shape[1])), tensors
+    if bias is not None:  # of which the definition makes NaN where all keys of a row have -Inf
+        may = may & (bias.cpu() != -math.inf)
+        tensors = (*tensors[:3], bias.masked_fill(bias == -math.inf, 0.0))
     grad = torch.randn(batch, queries, count, tensors[2].shape[3]).to(query)
     dtype = query.dtype
     gradient_of_bias = bias is not None and bias.dtype is dtype and bias.shape[2:] == may.shape[2:]
-    *found, statistics = attended(tensors, grad, gradient_of_bias, scale=scale, **limits)
+    *found, statistics = attended(given, grad, gradient_of_bias, scale=scale, **limits)
     exact = differentiated(tensors, grad, torch.float64, may, scale)
     naive = differentiated(tensors, grad, dtype, may, scale)
     sizes = term_sizes(tensors, grad, may, scale)
@@ -137,7 +140,7 @@ def some_limits(rng, batch, queries, keys):
         if rng.random() < 0.3:
             ends = [rng.choice([0, 1, longest, rng.randrange(longest + 1)]) for _ in range(batch)]
             limits[name] = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    if min(queries, keys) > 1 and rng.random() < 0.25:
+    if keys > 1 and rng.random() < 0.25:
         shape = [rng.choice([1, n]) for n in (batch, 1, queries, keys)]
         mask = torch.rand(shape) < 0.3
         if shape[2] > 6:
@@ -484,15 +487,56 @@ def test_masks_of_whole_queries(queries, keys, limits):
     assert (out[0][:, 5:9] == 0).all() and all(t.isfinite().all() for t in out[:4])
 
 
-def test_masks_over_one_query_run_elsewhere():
-    query, key, value = (heads(2, n, HEADS, CHANNELS, BF16) for n in (1, 64, 64))
-    mask = torch.rand(1, 1, 1, 64, device="cuda") < 0.5
-    with pytest.raises(NotImplementedError, match="over one query"):
-        attended((query, key, value, None), query, scale=1.0, mask=mask.to(torch.uint8))
-    module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="arbitrary")
-    leaf = query.requires_grad_()
-    module(leaf, key, value, attention_mask=mask).sum().backward()
-    assert module._ran.backend == "unfused" and leaf.grad.isfinite().all()
+ONE_QUERY = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "corner": {"window_right": 0, "window_left": 30, "bottom_right": 1},
+    "lengths": {"key_lengths": [70, 0, 5]},
+}
+
+
+@pytest.mark.parametrize("keys", [2, 64, 77, 128, 192])
+@pytest.mark.parametrize("limits", ONE_QUERY)
+@pytest.mark.parametrize("of", ["mask", "bias", "both"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_masks_over_one_query(dtype, of, limits, keys):
+    """Rows without a key among others: zeros, and no share in the gradients of keys and values."""
+    given = dict(ONE_QUERY[limits])
+    if "key_lengths" in given:
+        ends = [min(end, keys) for end in given["key_lengths"]]
+        given["key_lengths"] = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    shapes = ((1, HEADS), (keys, 2), (keys, 2))
+    tensors = [heads(3, length, count, CHANNELS, dtype) for length, count in shapes]
+    bias = None
+    if of != "bias":
+        mask = torch.rand(3, HEADS, 1, keys, device="cuda") < 0.5
+        mask[0], mask[2, 1] = True, True
+        given["mask"] = mask.to(torch.uint8)
+    if of != "mask":
+        bias = torch.randn(3, HEADS, 1, keys, device="cuda", dtype=dtype)
+        bias[1, 0], bias[1, 3, :, ::2] = -math.inf, -math.inf
+        bias[:, 2] = -math.inf
+    assert_right((*tensors, bias), given, CHANNELS**-0.5)
+
+
+@pytest.mark.parametrize("mask_type", ["arbitrary", "padding"])
+def test_modules_run_masks_over_one_query(mask_type):
+    """A step of a decoder: native, with the gradients of float64."""
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type=mask_type)
+    tensors = [heads(2, n, HEADS, CHANNELS, BF16).requires_grad_() for n in (1, 64, 64)]
+    masked = torch.rand(2, 1, 1, 64, device="cuda") < 0.5
+    masked[1] = True
+    none = torch.zeros(2, 1, 1, 1, dtype=torch.bool, device="cuda")
+    out = module(*tensors, attention_mask=masked if mask_type == "arbitrary" else (none, masked))
+    assert module._ran.backend == "native"
+    grad = torch.randn_like(out)
+    found = [out.view_as(tensors[0]), *torch.autograd.grad(out, tensors, grad)]
+    may = ~masked.expand(2, HEADS, 1, 64).cpu()
+    given = (*tensors, None)
+    exact = differentiated(given, grad.view_as(tensors[0]), torch.float64, may, CHANNELS**-0.5)
+    for tensor, expected in zip(found, exact, strict=True):
+        assert tensor.isfinite().all() and not tensor[1].any()
+        assert_nmse(tensor, expected, tol("attention", BF16, 64))
 
 
 def test_masks_over_one_key_run_elsewhere():

@@ -233,3 +233,20 @@ def test_modules_of_classes(name, prefix):
     storage = getattr(te.tensor, f"{prefix}Storage")
     assert getattr(of_storage, f"{prefix}Storage") is storage
     assert getattr(importlib.import_module(f"{package}.storage"), f"{prefix}Storage") is storage
+
+
+def test_a_transpose_of_other_data_is_not_read(device):
+    """As `transpose_invalid` says: it is made of the data where it is asked for."""
+    tensor = current()(source_of(device, SHAPES[0]))
+    tensor.update_usage(columnwise_usage=True)
+    kind, stale = type(tensor)._STORAGE, torch.zeros_like(tensor._transpose)
+    given = {**arguments_of(tensor), "data_transpose": stale}
+    for told in (None, False):
+        found = kind(**given, transpose_invalid=told)
+        assert found._transpose.data_ptr() == stale.data_ptr() and found.get_usages()["columnwise"]
+    found = kind(**given, transpose_invalid=True)
+    assert found.get_usages() == {"rowwise": True, "columnwise": False}
+    found.update_usage(columnwise_usage=True)
+    assert_same_bits(found._transpose, tensor._transpose)
+    alone = kind(**{**given, "data": None}, transpose_invalid=True)
+    assert alone.get_usages() == {"rowwise": False, "columnwise": True}

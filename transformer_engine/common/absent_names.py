@@ -267,7 +267,6 @@ FEATURES: tuple[Feature, ...] = (
             FusedScaleMaskSoftmax.is_kernel_available FusedScaleMaskSoftmax.forward_fused_softmax
             FusedScaleMaskSoftmax.forward_torch_softmax FusedScaleMaskSoftmax.get_batch_per_block
         pytorch.cpp_extensions.fused_attn pytorch.cpp_extensions: fused_attn_fwd fused_attn_bwd
-            get_fused_attn_backend
         """,
     ),
     Feature(
@@ -277,7 +276,7 @@ FEATURES: tuple[Feature, ...] = (
         "recipes as they are",
         """
         pytorch.attention.dot_product_attention.utils: ConvertBSHDtoTHD ConvertTHDtoBSHD PackTensors
-            UnpackTensor FusedAttentionParams FusedAttnSpec get_fused_attn_spec get_thd_padding_mask
+            UnpackTensor FusedAttnSpec get_fused_attn_spec get_thd_padding_mask
             _get_supported_versions combine_and_dequantize combine_and_quantize
             get_alibi get_attention_quantizers get_full_mask mxfp8_quantize_fast_path
             mxfp8_quantize_only mxfp8_transpose_swizzle print_quantizers qkv_layout_needs_detection

@@ -250,6 +250,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Tensor:
         """Apply the layer.
@@ -273,10 +275,12 @@ enc_dec_window_size, enc_dec_bottom_right_diagonal
             As of `MultiheadAttention`, for the attention of the sequence to itself.
         checkpoint_core_attention, inference_params, core_attention_bias_type, \
 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, \
-cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, softcap
+cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, \
+thd_attention_policies, thd_attention_policy_dispatch, softcap
             As of `DotProductAttention`. In a decoder those of queries are of `hidden_states`, and
             count for the attention of the sequence to itself alone, too; those of keys are of
-            `encoder_output`. A bias and a `softcap` count for both attentions of a decoder.
+            `encoder_output`. A bias and a `softcap` count for both attentions of a decoder,
+            policies for that of the sequence to itself.
 
         Returns
         -------
@@ -297,7 +301,8 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
             cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
-            fast_zero_fill, pad_between_seqs, softcap,
+            fast_zero_fill, pad_between_seqs, thd_attention_policies,
+            thd_attention_policy_dispatch, softcap,
         )  # fmt: skip
         crossed = None
         if self.layer_type == "decoder":
@@ -305,7 +310,7 @@ cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_s
                 enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
                 None, None, core_attention_bias_type, core_attention_bias, alibi_slopes,
-                *options[12:],
+                *options[12:20], softcap=softcap,
             )  # fmt: skip
             options = options._replace(
                 cu_seqlens_kv=None, cu_seqlens_kv_padded=None, max_seqlen_kv=None

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * attention.cu - what attention needs beside cuDNN's kernels: a mask as a bias, zeros, where packed
- * sequences begin, sinks.
+ * sequences begin, sinks, statistics of rows without keys.
  */
 #include "attention.h"
 #include "vector.cuh"
@@ -257,6 +257,19 @@ static __device__ __forceinline__ void sum_sink(const te_attention_sink_grad_par
 
 TE_KERNEL(te_attention_sink_grad, te_attention_sink_grad_params, (TE_ATTENTION_HEAD_THREADS),
           sum_sink(p))
+
+#define RAISED 1e30F /* finite in base 2, too */
+
+static __device__ __forceinline__ void raise(const te_attention_raise_params &p)
+{
+    const te_index step = (te_index)gridDim.x * blockDim.x;
+    for (te_index at = (te_index)blockIdx.x * blockDim.x + threadIdx.x; at < p.rows; at += step) {
+        const float statistic = p.statistics[at];
+        p.output[at] = statistic == -INFINITE ? RAISED : statistic;
+    }
+}
+
+TE_KERNEL(te_attention_raise, te_attention_raise_params, (TE_ATTENTION_THREADS), raise(p))
 
 static __device__ __forceinline__ void write_scales(const te_attention_fp8_begin_params &p)
 {

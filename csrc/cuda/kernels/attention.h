@@ -106,6 +106,14 @@ typedef struct te_attention_sink_grad_params {
     float factor;
 } te_attention_sink_grad_params;
 
+/* te_attention_raise: the statistics of rows, a large number in place of -Inf: weights by it are 0,
+ * where those by -Inf are NaN. Grid: any number of blocks. */
+typedef struct te_attention_raise_params {
+    const float *statistics; /* [rows] */
+    float *output;           /* [rows] */
+    te_index rows;
+} te_attention_raise_params;
+
 /* {1 / s, s} of s = factor times *source (NULL: 1). */
 typedef struct te_attention_fp8_scale {
     const float *source;

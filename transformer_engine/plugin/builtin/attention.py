@@ -173,26 +173,55 @@ def get_fused_attn_backend(
     """
     del is_training, attn_mask_type, softmax_type, p_dropout, max_seqlen_q, max_seqlen_kv
     del window_size_left, window_size_right
+    reason = no_backend_because(
+        (q_dtype, kv_dtype), qkv_layout, bias_type, (num_attn_heads, num_gqa_groups),
+        (head_dim_qk, head_dim_v), return_max_logit,
+    )  # fmt: skip
+    if reason:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+
+
+def no_backend_because(
+    dtypes: tuple,
+    qkv_layout: Any,
+    bias_type: Any,
+    heads: tuple[int, int],
+    channels: tuple[int, int],
+    return_max_logit: bool,
+) -> str:
+    """Why `fused_attn_fwd` does not take such a call on the current device; "": it does.
+
+    `dtypes` are of queries, and of keys and values; `heads` their numbers; `channels` those of a
+    head of queries and keys, and of values. ValueError for what is no enumerator.
+    """
     op = "get_fused_attn_backend"
-    dtypes = {torch_dtype(op, "q_dtype", q_dtype), torch_dtype(op, "kv_dtype", kv_dtype)}
-    taken = {torch.float16, torch.bfloat16}
-    fits = num_attn_heads % num_gqa_groups == 0
+    names = "q_dtype", "kv_dtype"
+    found = [torch_dtype(op, name, each) for name, each in zip(names, dtypes, strict=True)]
+    bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
     try:
         packed = [form == "thd" for form in formats(op, qkv_layout)]
-        fits = fits and packed[0] == packed[1]
-    except NotImplementedError:
-        fits = False
-    bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
-    fits = fits and bias != NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS
-    if torch.cuda.is_available():
-        dims = head_dim_qk, head_dim_v
-        fits = fits and all(dim % 8 == 0 and dim <= 256 for dim in dims) and not return_max_logit
-        fits = fits and get_device_compute_capability() == (9, 0)
-    else:
-        taken.add(torch.float32)
-    if fits and len(dtypes) == 1 and dtypes <= taken:
-        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    except NotImplementedError as error:
+        return str(error)
+    on_cuda, taken = torch.cuda.is_available(), [torch.float16, torch.bfloat16]
+    if not on_cuda:
+        taken.append(torch.float32)
+    text = ""
+    if found[0] != found[1] or found[0] not in taken:
+        text = f"dtypes {found[0]} and {found[1]}: expected one of {taken} for both"
+    elif heads[1] < 1 or heads[0] % heads[1] != 0:
+        text = f"{heads[0]} heads of queries and {heads[1]} of keys: these must divide those"
+    elif packed[0] != packed[1]:
+        text = "packed queries or keys alone: pack both"
+    elif bias == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+        text = f"bias_type={bias.name}: not built yet"
+    elif on_cuda and any(dim % 8 != 0 or dim > 256 for dim in channels):
+        text = f"{channels} channels of a head: expected multiples of 8 up to 256"
+    elif on_cuda and return_max_logit:
+        text = "return_max_logit: cuDNN's kernels do not write it"
+    elif on_cuda and get_device_compute_capability() != (9, 0):
+        text = f"compute capability {get_device_compute_capability()}: built and tested for 9.0"
+    return f"{op}: {text}" if text else ""
 
 
 def fused_attn_fwd(

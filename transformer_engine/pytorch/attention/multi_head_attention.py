@@ -265,6 +265,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
     ) -> Any:
         """Attend.
@@ -285,7 +287,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, \
 cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, \
-fast_zero_fill, pad_between_seqs, softcap
+fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap
             As of `DotProductAttention`.
 
         Returns
@@ -306,7 +308,8 @@ fast_zero_fill, pad_between_seqs, softcap
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
             cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
-            fast_zero_fill, pad_between_seqs, softcap,
+            fast_zero_fill, pad_between_seqs, thd_attention_policies,
+            thd_attention_policy_dispatch, softcap,
         )  # fmt: skip
         return self.attend(hidden_states, options)
 
@@ -374,6 +377,7 @@ fast_zero_fill, pad_between_seqs, softcap
         if (
             options.inference_params is not None
             or options.checkpoint_core_attention
+            or options.thd_attention_policies is not None
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
             or not _alike(keys, inp, None if packed else b)
@@ -467,7 +471,9 @@ fast_zero_fill, pad_between_seqs, softcap
             more = CoreOptions(fp8_output=over)
             context = core.attend(Heads((query, key, value)), options, more=more)
         else:
-            named = {"fp8_output": True} if over else {}
+            named = options.named_for_core()
+            if over:
+                named["fp8_output"] = True
             context = core(query, key, value, *options.for_core(), **named)
         out = modules["proj"](context, first)
         if self.return_bias and not isinstance(out, tuple):

@@ -35,6 +35,8 @@ class AttentionOptions(NamedTuple):
     max_seqlen_kv: int | None = None
     fast_zero_fill: bool = True
     pad_between_seqs: bool | None = None
+    thd_attention_policies: Any = None
+    thd_attention_policy_dispatch: str = "auto"
     softcap: float | None = None
 
     def without_tensors(self) -> bool:
@@ -48,6 +50,7 @@ class AttentionOptions(NamedTuple):
             and self.cu_seqlens_q is None
             and self.cu_seqlens_kv is None
             and self.inference_params is None
+            and self.thd_attention_policies is None
             and type(self.window_size) is not list
         )
 
@@ -66,6 +69,15 @@ class AttentionOptions(NamedTuple):
             self.core_attention_bias, self.alibi_slopes, self.fast_zero_fill,
             self.inference_params, self.pad_between_seqs,
         )  # fmt: skip
+
+    def named_for_core(self) -> dict[str, Any]:
+        """Further arguments of it, by name: those that are not as by default."""
+        if self.thd_attention_policies is None:
+            return {}
+        return {
+            "thd_attention_policies": self.thd_attention_policies,
+            "thd_attention_policy_dispatch": self.thd_attention_policy_dispatch,
+        }
 
 
 class CoreOptions(NamedTuple):

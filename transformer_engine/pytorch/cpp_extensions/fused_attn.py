@@ -17,6 +17,7 @@ from transformer_engine.plugin.core.ops import (
     NVTE_Softmax_Type,
 )
 from transformer_engine.pytorch.constants import TE_DType as TORCH_DType
+from transformer_engine_torch import get_fused_attn_backend
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "QKVLayout",
     "SoftmaxType",
     "TORCH_DType",
+    "get_fused_attn_backend",
     *absent.names_of(__name__),
 ]
 

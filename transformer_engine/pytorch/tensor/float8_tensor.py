@@ -84,6 +84,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
         What new values are cast by; current scaling where None.
     fake_dtype : torch.dtype, default torch.float32
         Nominal dtype.
+    transpose_invalid : bool, optional
+        True: `data_transpose` is of other data than these, and is not read; it is made again where
+        it is needed. Without `data` it is all there is, and counts.
     """
 
     _TENSORS = ("_data", "_transpose", "_scales")
@@ -105,9 +108,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: Tensor | None = None,
         quantizer: Quantizer | None = None,
         fake_dtype: torch.dtype = torch.float32,
+        transpose_invalid: bool | None = None,
     ) -> None:
         given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
         self._take(_checked_fields(type(self).__name__, *given), fake_dtype)
+        if transpose_invalid:
+            self._transpose_invalid = True
 
     # ---- fields ----------------------------------------------------------------------------------
 

@@ -174,11 +174,16 @@ def _core_of(attention: torch.nn.Module) -> DotProductAttention:
 
 
 def _check_names(arguments: dict) -> None:
-    """Raise for what is no argument of the forward (TypeError)."""
+    """Raise for what is no argument of the forward (TypeError), or several calls (ValueError)."""
     known = inspect.signature(DotProductAttention.forward).parameters
     for name in arguments:
         if name not in known:
             raise TypeError(f"{_NAME}: {name!r} is no argument of DotProductAttention.forward")
+    if arguments.get("thd_attention_policies") is not None:
+        raise ValueError(
+            f"{_NAME}: thd_attention_policies: ask about each policy, by attn_mask_type, "
+            "window_size and cu_seqlens_q_padded: each is an attention of its own"
+        )
 
 
 def _self_attention(core: DotProductAttention, query: Any) -> tuple:

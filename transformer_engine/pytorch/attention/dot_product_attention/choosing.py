@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches, attention_switches
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_softcap,
@@ -21,12 +28,14 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     BIAS_TYPES,
     Choice,
     choose_backend,
+    refusals,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.cached import options_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.formats import (
     check_format,
     in_one_format,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import unbuilt_name
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     Limits,
@@ -43,6 +52,9 @@ from transformer_engine.pytorch.plugins import attention_class_name
 
 _NAME = "DotProductAttention"
 _CPU = torch.device("cpu")
+_RECIPES = (
+    DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling,
+)  # fmt: skip
 _ALL_ON = AttentionSwitches(True, True, True)
 """Of the environment when a module is made: a program may still set it before the call."""
 
@@ -86,8 +98,6 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -
         return (
             "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
         )
-    if sizes[2] == 1 and options.attention_mask is not None:
-        return "a mask over one query"  # one that masks all keys gives gradients of NaN
     if bias is None or not bias.requires_grad or bias.dim() != 4:
         return ""
     if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
@@ -268,8 +278,25 @@ class Choosing:
         situation = self._situation(key)
         return _Decision(situation, choose_backend(situation), constant_limits(situation))
 
-    def _mildest_calls(self) -> Iterator[Situation]:
-        """The kinds of call that ask the least of a backend, one of each dtype, on the CPU."""
+    def get_qkv_quantization_capabilities(self) -> dict[str, bool]:
+        """By which recipes this attention casts queries, keys and values, by their classes' names.
+
+        True where some backend runs a call without mask, bias or dropout so, with the settings of
+        the module and of the environment, on the current device: CUDA where there is one.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        calls = list(self._mildest_calls(device, _switches()))
+        found = {}
+        for recipe in _RECIPES:
+            own = {"fp8": True, "fp8_unbuilt": unbuilt_name(recipe())}
+            asked = (refusals(call._replace(**own)) for call in calls)
+            found[recipe.__name__] = any(None in each.values() for each in asked)
+        return found
+
+    def _mildest_calls(
+        self, device: torch.device = _CPU, switches: AttentionSwitches = _ALL_ON
+    ) -> Iterator[Situation]:
+        """The kinds of call that ask the least of a backend, one of each dtype."""
         for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, _CPU, _ALL_ON, ""
+            key = "no_mask", None, None, "no_bias", True, dtype, device, switches, ""
             yield self._situation((*key, *[False] * 8, "", "", False, False))

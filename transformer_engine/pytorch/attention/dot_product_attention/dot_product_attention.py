@@ -11,7 +11,12 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks, of_plugins
+from transformer_engine.pytorch.attention.dot_product_attention import (
+    fp8,
+    masks,
+    of_plugins,
+    policies,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
     check_softcap,
     check_splits,
@@ -290,7 +295,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         inference_params: Any = None,
         pad_between_seqs: bool | None = None,
         fp8_output: bool = False,
-        bf16_backward: bool | None = None,
+        bf16_backward: bool | None = False,
         num_splits: int | None = 1,
         score_mod: Callable | None = None,
         score_mod_bprop: Callable | None = None,
@@ -299,6 +304,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
     ) -> Any:
         """Attend.
 
@@ -323,8 +330,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             As of the constructor, for this call: in fp32, before biases behind the scale, mask and
             softmax, and before `score_mod`, which gets capped scores. Run by "unfused".
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
-            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types. For
-            packed sequences the first is needed, and the second where keys are others than queries.
+            [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types, and
+            the second alone where all queries are there. For packed sequences the first is needed,
+            and the second where keys are others than queries.
         cu_seqlens_q_padded, cu_seqlens_kv_padded : Tensor, optional
             [b + 1] int32: the tokens with which packed sequences begin, where there are tokens of
             no sequence between them. Their results are 0.
@@ -375,6 +383,15 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             Keys and values in one, likewise with 2.
         qkv_interleave_dim : int, default -3
             Which dim of these tensors counts them: -3 or -2.
+        thd_attention_policies : list of dict, optional
+            Packed sequences that attend in different ways: ``{"sequence_ids": integers,
+            "mask_type": str, "window_size": pair or None}``, which name each sequence of the batch
+            once, from 0, in place of `attn_mask_type` and `window_size`. A policy may have its
+            ``bottom_right_diagonal``, in place of that of the call. Numbers on a device are read by
+            the host, which waits.
+        thd_attention_policy_dispatch : str, default "auto"
+            "auto" or "grouped", which are the same here: one attention for each policy that
+            differs. With `fp8_output` the output of several is in high precision.
 
         Returns
         -------
@@ -408,6 +425,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
                 fp8_output, num_splits,
                 score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
                 qkv_layer is None, kv_layer is None, key_layer is None, qkv_interleave_dim,
+                thd_attention_policies,
             ))  # fmt: skip
             found = None if found_by is None else calls.known(found_by)
             if found is not None:
@@ -427,7 +445,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
             core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
-            softcap,
+            thd_attention_policies, thd_attention_policy_dispatch, softcap,
         )  # fmt: skip
         return self.attend(heads, options, qkv_format, found_by, more)
 
@@ -450,6 +468,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format, True)
+        if options.thd_attention_policies is not None:
+            return self._attend_by_policies(heads, options, qkv_format, more)
         if qkv_format in MIXED:
             heads, options, qkv_format = in_one_format(heads, options, qkv_format)
             found_by = None
@@ -482,6 +502,17 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         out, *top = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
         return (out, *top) if top else out
+
+    def _attend_by_policies(
+        self, heads: Heads, options: AttentionOptions, qkv_format: str, more: CoreOptions
+    ) -> Any:
+        """`attend` of packed sequences with policies of their own: once for each policy."""
+        query, key, _ = heads.split()
+        calls = policies.by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
+        if len(calls) > 1:
+            more = more._replace(fp8_output=False)  # those of several have several scales
+        results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
+        return policies.joined(results, self.return_max_logit)
 
     def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
         """The function that runs a backend, in FP8 where that is in force.

@@ -174,7 +174,7 @@ def limits_of(
             shift = _corner_shift(corner, tuple((~mask[:, 0, 0]).sum(-1) for mask in both))
         limits = limits._masked(both, shift)
     elif kind.padding:
-        if options.cu_seqlens_q is None:
+        if options.cu_seqlens_q is None and options.cu_seqlens_kv is None:
             raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
         lengths = masks.sequence_lengths(cumulative, batch, queries, keys)

@@ -158,21 +158,24 @@ def _check_bool(mask: Any, label: str) -> None:
 
 
 def sequence_lengths(
-    cumulative: tuple[Tensor, Tensor | None], batch: int, queries: int, keys: int
+    cumulative: tuple[Tensor | None, Tensor | None], batch: int, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
     """Lengths of the sequences of queries and of keys, [batch] int32 each; one object for one.
 
     `cumulative` are [batch + 1] int32 sums of the lengths of the sequences before each; without the
-    second, the first counts for both. ValueError for what are no such sums, and for one where
-    queries and keys differ in number.
+    second, the first counts for both; without the first, all sequences have all queries. ValueError
+    for what are no such sums, and for a first one alone where queries and keys differ in number.
     """
     of_queries, of_keys = cumulative
-    first = _lengths(of_queries, batch, "cu_seqlens_q")
+    if of_queries is None:
+        second = lengths_of(of_keys, batch, "cu_seqlens_kv")
+        return torch.full_like(second, queries), second
+    first = lengths_of(of_queries, batch, "cu_seqlens_q")
     if queries == keys and (of_keys is None or of_keys is of_queries):
         return first, first
     if of_keys is None:
         raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
-    return first, _lengths(of_keys, batch, "cu_seqlens_kv")
+    return first, lengths_of(of_keys, batch, "cu_seqlens_kv")
 
 
 def check_tensor(cumulative: Any, label: str) -> None:
@@ -187,7 +190,8 @@ def check_tensor(cumulative: Any, label: str) -> None:
         )
 
 
-def _lengths(cumulative: Any, batch: int, label: str) -> Tensor:
+def lengths_of(cumulative: Any, batch: int, label: str) -> Tensor:
+    """Lengths [batch] int32 of sums [batch + 1]; TypeError or ValueError for what are no such."""
     check_tensor(cumulative, label)
     if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
         raise ValueError(

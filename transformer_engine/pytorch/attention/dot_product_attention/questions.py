@@ -105,24 +105,31 @@ def _positions(unmasked: Tensor) -> Tensor:
 
 def get_padding_mask(
     batch_size: int,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_kv: int | None,
-    attention_type: str,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    attention_type: str = "self",
 ) -> Any:
     """The padding mask [batch, 1, 1, length] bool (True: masked out) of sums of lengths.
 
-    For `attention_type` "cross" a pair, of queries and of keys; for "self" that of the queries.
-    ValueError for sums of another shape or dtype than [batch + 1] int32.
+    For `attention_type` "cross" a pair, of queries and of keys; for "self" that of the queries. A
+    length that is not given is that of the longest sequence, for which the host waits. TypeError
+    for sums that are missing, ValueError for those of another shape or dtype than [batch + 1]
+    int32.
     """
     one_of("get_padding_mask", ("self", "cross"), attention_type=attention_type)
-    given = cu_seqlens_q, (cu_seqlens_q if attention_type == "self" else cu_seqlens_kv)
-    keys = max_seqlen_q if attention_type == "self" else max_seqlen_kv
-    lengths = masks.sequence_lengths(given, batch_size, max_seqlen_q, keys)
-    of_queries, of_keys = lengths
-    mask = masks.length_mask(of_queries, max_seqlen_q)
-    return mask if attention_type == "self" else (mask, masks.length_mask(of_keys, keys))
+    of_queries = _length_mask(cu_seqlens_q, batch_size, max_seqlen_q, "cu_seqlens_q")
+    if attention_type == "self":
+        return of_queries
+    return of_queries, _length_mask(cu_seqlens_kv, batch_size, max_seqlen_kv, "cu_seqlens_kv")
+
+
+def _length_mask(sums: Any, batch: int, longest: int | None, label: str) -> Tensor:
+    lengths = masks.lengths_of(sums, batch, label)
+    if longest is None:
+        longest = int(lengths.max()) if batch > 0 else 0
+    return masks.length_mask(lengths, longest)
 
 
 # ---- layouts -------------------------------------------------------------------------------------

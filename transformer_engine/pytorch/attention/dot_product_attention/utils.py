@@ -29,6 +29,9 @@ from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe impor
     recipe_of,
     unbuilt_name,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.fused_params import (
+    FusedAttentionParams,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.dot_product_attention.questions import (
     check_set_window_size,
@@ -51,6 +54,7 @@ __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "AttentionLogging",
     "AttentionParams",
+    "FusedAttentionParams",
     "check_set_window_size",
     "get_attention_backend",
     "get_cu_seqlens",
@@ -61,6 +65,7 @@ __all__ = [
     "get_qkv_format",
     "get_qkv_layout",
     "maybe_contiguous",
+    "no_op_logger",
     *absent.names_of(__name__),
 ]
 
@@ -85,6 +90,11 @@ class AttentionLogging:
             handler.setFormatter(logging.Formatter("[%(levelname)s %(name)s] %(message)s"))
             AttentionLogging.fa_logger.addHandler(handler)
             AttentionLogging._is_logging_setup = True
+
+
+no_op_logger = logging.Logger("DotProductAttention")
+"""A logger that writes nothing, whatever it is told."""
+no_op_logger.disabled = True
 
 
 @dataclass(eq=True)
@@ -250,7 +260,7 @@ def _recipe_of(params: AttentionParams, module: DotProductAttention) -> Any:
 
 
 def get_attention_backend(
-    attention_params: AttentionParams,
+    attention_params: AttentionParams | None = None,
 ) -> tuple[bool, Any, bool, Any, bool, list[bool]]:
     """Which kind of backend runs an attention, and which ones could, on the current device.
 
@@ -260,8 +270,8 @@ def get_attention_backend(
 
     Parameters
     ----------
-    attention_params : AttentionParams
-        What is asked about.
+    attention_params : AttentionParams, optional
+        What is asked about; where None, what all its defaults say.
 
     Returns
     -------
@@ -277,9 +287,10 @@ def get_attention_backend(
         together, what no backend runs, or is not built, there is no error, and nothing that could
         be used: `DotProductAttention` raises there.
     """
-    _check_names(attention_params)
+    params = AttentionParams() if attention_params is None else attention_params
+    _check_names(params)
     try:
-        situation = _situation_of(attention_params)
+        situation = _situation_of(params)
     except (NotImplementedError, TypeError, ValueError) as error:
         AttentionLogging.fa_logger.info("no backend: %s", error)
         return False, None, False, None, False, [False, False, False]
