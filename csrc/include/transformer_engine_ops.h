@@ -117,8 +117,9 @@ enum {
  * transposed; of b `column`, or `row` if it is transposed. MXFP8 and NVFP4 are multiplied out to
  * high precision first (the latter but for the amaxes, whose part multiplies the product). A d that
  * a device's library does not make of the operands is made in fp32 and cast. m == 0 or n == 0 does
- * nothing; k == 0 gives d = bias (or leaves d when accumulating). bias_grad receives the sums of a over k: the bias gradient, in the GEMM of a
- * weight gradient, whose a is the transposed output gradient; high precision only. */
+ * nothing; k == 0 gives d = bias (or leaves d when accumulating). bias_grad receives the sums of a
+ * over k: the bias gradient, in the GEMM of a weight gradient, whose a is the transposed output
+ * gradient; high precision only. */
 typedef struct te_gemm_args {
     size_t size;
     te_operand a, b;

@@ -108,9 +108,7 @@ def test_bias_grad_of_nothing_is_0(device, combo, a_transposed, rng):
 # ---- accumulation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("combo", "sizes", "layout"), in_turns(COMBOS, SIZES, PLACES), ids=case_id
-)
+@pytest.mark.parametrize(("combo", "sizes", "layout"), in_turns(COMBOS, SIZES, PLACES), ids=case_id)
 def test_accumulate(device, combo, sizes, layout, rng):
     problem = Problem(rng, device, combo, sizes, layout=layout)
     old = torch.from_numpy(rng.standard_normal(sizes[:2])).to(combo[2])
