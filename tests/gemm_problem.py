@@ -12,11 +12,9 @@ from tols import BF16, E4M3, E5M2, F16, F32, tol
 from transformer_engine import _core
 
 HIGH_COMBOS = [
-    (F32, F32, F32),
-    (F16, F16, F16),
-    (F16, F16, F32),
-    (BF16, BF16, BF16),
-    (BF16, BF16, F32),
+    *((F32, F32, d) for d in (F32, F16, BF16)),
+    *((F16, F16, d) for d in (F32, F16, BF16)),
+    *((BF16, BF16, d) for d in (F32, F16, BF16)),
 ]
 FP8_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 FP8_COMBOS = [(a, b, d) for a, b in FP8_PAIRS for d in (F32, F16, BF16)]

@@ -339,9 +339,6 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
         }
     } else if (!te_dtype_is_high_precision(d)) {
         return WRONG_TYPE("d", "dtype %s, expected f32, f16 or bf16", te_dtype_name(d));
-    } else if (!fp8 && d != a && d != TE_DTYPE_F32) {
-        return WRONG_TYPE("d", "dtype %s from %s operands, expected the same or f32",
-                          te_dtype_name(d), te_dtype_name(a));
     }
     if (te_tensor_present(&args->bias)) {
         const int of_d = !fp8 || (way == TE_GEMM_MIXED && args->bias.dtype == d);
@@ -352,12 +349,10 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
                           "dtype %s with %s operands, expected the same high precision",
                           te_dtype_name(args->bias_grad.dtype), te_dtype_name(a));
     }
-    if (!accumulates || (!te_tensor_present(&args->bias) && args->epilogue == TE_EPILOGUE_NONE &&
-                         d != TE_DTYPE_F16)) {
+    if (!accumulates || (!te_tensor_present(&args->bias) && args->epilogue == TE_EPILOGUE_NONE)) {
         return TE_OK;
     }
-    return INVALID("accumulate", "into %s: only f32 or bf16, without bias or activation",
-                   te_dtype_name(d));
+    return INVALID("accumulate", "into %s: only without bias or activation", te_dtype_name(d));
 }
 
 te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
@@ -385,9 +380,6 @@ te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
                           "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
                           "or bf16",
                           te_dtype_name(args->d.dtype));
-    }
-    if (way == TE_GEMM_MICRO && a.mode == TE_SCALING_NVFP4 && args->d.dtype == TE_DTYPE_F16) {
-        return WRONG_TYPE("d", "dtype f16 from nvfp4 operands, expected f32 or bf16");
     }
     if (way == TE_GEMM_MIXED && args->epilogue != TE_EPILOGUE_NONE) {
         return INVALID("epilogue", "%d with operands that are multiplied out: there is none",

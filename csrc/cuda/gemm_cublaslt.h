@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "core/operand.h"
 #include "cuda/cublaslt_library.h"
 #include "cuda/driver.h"
 
@@ -111,6 +112,16 @@ te_status te_gemm_describe(const te_gemm_key *key, const te_gemm_pointers *at,
                            te_gemm_descriptor *out);
 /* Fills the layouts of an entry. */
 te_status te_gemm_describe_matrices(const te_gemm_key *key, te_gemm_entry *out);
+
+/* Whether the library makes d of what it multiplies for such operands: f32 of fp32 for mixed ones,
+ * f32 or bf16 of bf16 for groups, f32 or their own dtype of others in high precision. */
+static inline int te_gemm_makes_d(const te_gemm_args *args, te_gemm_way way, te_dtype a)
+{
+    const te_dtype d = args->d.dtype;
+    if (d == TE_DTYPE_F32) return 1;
+    if (way != TE_GEMM_AS_IT_IS) return way == TE_GEMM_MICRO && d == TE_DTYPE_BF16;
+    return te_dtype_is_fp8(a) || d == a;
+}
 
 /* The GEMM of operands in high precision, its product times an alpha on the device ({alpha, beta};
  * NULL: 1). */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_emulated.c - the GEMM of operands that no device here multiplies as they are: they are
- * multiplied out in the workspace, and cuBLASLt multiplies those.
+ * gemm_emulated.c - the GEMM of operands that no device here multiplies as they are, and of results
+ * that cuBLASLt does not make: operands are multiplied out in the workspace, and the result is cast
+ * from there.
  *
  * Two of MXFP8 or two of NVFP4: to bf16, which holds both exactly: an E4M3 or E5M2 number times a
  * power of two, unless its magnitude is below 2^-126, where bf16 has multiples of 2^-133; and E2M1
@@ -9,8 +10,8 @@
  *
  * Operands of different kinds: to fp32, without TF32; one in high precision is cast to it.
  *
- * bf16 operands give bf16 or f32, fp32 ones f32: another result is cast from f32 (and to it before,
- * where it is added to). The bias is added in the dtype of the result.
+ * bf16 operands give bf16 or f32, fp16 ones fp16 or f32, fp32 ones f32: another result is cast from
+ * f32 (and to it before, where it is added to). The bias is added in the dtype of the result.
  */
 #include "cuda/microscale.h"
 
@@ -54,7 +55,10 @@ static te_operand take_operand(emulated *call, const te_gemm_args *args, const t
                                int64_t rows, int64_t columns)
 {
     te_operand wide = {.mode = TE_SCALING_NONE};
-    if (operand->mode == TE_SCALING_NONE && operand->wide.dtype == TE_DTYPE_F32) return *operand;
+    if (call->way == TE_GEMM_AS_IT_IS ||
+        (operand->mode == TE_SCALING_NONE && operand->wide.dtype == TE_DTYPE_F32)) {
+        return *operand;
+    }
     wide.wide = take_matrix(call, args, call->way == TE_GEMM_MIXED ? TE_DTYPE_F32 : TE_DTYPE_BF16,
                             rows, columns);
     return wide;
@@ -73,8 +77,7 @@ static emulated lay_out(const te_gemm_args *args)
         call.alpha = take(&call, args, 2 * sizeof(float));
     }
     if (call.way == TE_GEMM_MIXED) call.wide.flags &= ~(uint32_t)TE_GEMM_ALLOW_TF32;
-    call.copies_d =
-        d->dtype == TE_DTYPE_F16 || (call.way == TE_GEMM_MIXED && d->dtype != TE_DTYPE_F32);
+    call.copies_d = !te_gemm_makes_d(args, call.way, call.a.data->dtype);
     if (call.copies_d) {
         call.wide.d = take_matrix(&call, args, TE_DTYPE_F32, d->shape[0], d->shape[1]);
     }
@@ -134,13 +137,19 @@ static te_status make_operands(void *self, te_context *context, const te_gemm_ar
     if (te_gemm_depth(&call->a, &call->b) > 0 && call->way == TE_GEMM_MIXED) {
         TE_TRY(widen(self, context, &args->a, &call->a, a, stream));
         TE_TRY(widen(self, context, &args->b, &call->b, b, stream));
-    } else if (te_gemm_depth(&call->a, &call->b) > 0) {
+    } else if (te_gemm_depth(&call->a, &call->b) > 0 && call->way == TE_GEMM_MICRO) {
         const int a_row = call->a.data == &args->a.row, b_row = call->b.data == &args->b.row;
         TE_TRY(te_cuda_micro_dequantize(cuda, &args->a, a_row, 1, a, stream));
         TE_TRY(te_cuda_micro_dequantize(cuda, &args->b, b_row, 1, b, stream));
     }
     if (call->alpha == NULL) return TE_OK;
     return te_cuda_nvfp4_alpha(cuda, &call->a, &call->b, beta, call->alpha, stream);
+}
+
+/* d keeps its bits. */
+static int adds_nothing(const te_gemm_args *args, const emulated *call)
+{
+    return (args->flags & TE_GEMM_ACCUMULATE) != 0 && te_gemm_depth(&call->a, &call->b) == 0;
 }
 
 static te_status emulated_gemm(void *self, te_context *context, const te_gemm_args *args,
@@ -159,19 +168,21 @@ static te_status emulated_gemm(void *self, te_context *context, const te_gemm_ar
         TE_TRY(copy(self, context, &args->d, &call.wide.d, stream));
     }
     TE_TRY(te_cuda_wide_gemm(self, context, &call.wide, call.alpha, stream));
-    if (call.way == TE_GEMM_MIXED) {
-        te_count_mixed();
-    } else {
+    if (call.way == TE_GEMM_MICRO) {
         te_count_emulated(call.a.mode);
+    } else if (call.way == TE_GEMM_MIXED || (args->flags & TE_GEMM_MULTIPLIED_OUT) != 0) {
+        te_count_mixed();
     }
-    return call.copies_d ? copy(self, context, &call.wide.d, &args->d, stream) : TE_OK;
+    if (!call.copies_d || adds_nothing(args, &call)) return TE_OK;
+    return copy(self, context, &call.wide.d, &args->d, stream);
 }
 
-/* Whether the operands are multiplied out. */
+/* Whether the operands are multiplied out, or the result is cast. */
 static int is_emulated(const te_gemm_args *args)
 {
     const te_gemm_operand a = te_gemm_a(args), b = te_gemm_b(args);
-    return te_gemm_way_of(&a, &b) != TE_GEMM_AS_IT_IS;
+    const te_gemm_way way = te_gemm_way_of(&a, &b);
+    return way != TE_GEMM_AS_IT_IS || !te_gemm_makes_d(args, way, a.data->dtype);
 }
 
 /* ---- the operator ------------------------------------------------------------------------- */

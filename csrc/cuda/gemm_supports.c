@@ -8,6 +8,7 @@
 #include "core/status.h"
 #include "core/tensor.h"
 #include "cuda/api.h"
+#include "cuda/gemm_cublaslt.h"
 #include "cuda/ops.h"
 
 /* Scales of rows and tiles: what Hopper's kernels have. */
@@ -24,19 +25,15 @@ static te_status supports_modes(const te_gemm_args *args, int capability)
     return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: GELU of operands scaled by tiles");
 }
 
-/* Of operands that are multiplied out: mixed ones give f32, which is cast to another d. */
-static te_status emulated_supports(const te_gemm_args *args, te_gemm_way way)
+/* Of products that go through scratch: the library makes f32, which is cast to another d. */
+static te_status emulated_supports(const te_gemm_args *args, te_gemm_way way, te_dtype a)
 {
-    const te_dtype made = way == TE_GEMM_MIXED ? TE_DTYPE_F32 : args->d.dtype;
-    if (!te_tensor_present(&args->aux) ||
-        (args->aux.dtype == made && args->d.dtype != TE_DTYPE_F16)) {
-        return TE_OK;
-    }
+    const te_dtype made = te_gemm_makes_d(args, way, a) ? args->d.dtype : TE_DTYPE_F32;
+    if (!te_tensor_present(&args->aux) || args->aux.dtype == made) return TE_OK;
     return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                   "gemm: aux of dtype %s with d %s of operands that are multiplied out%s",
+                   "gemm: aux of dtype %s with d %s, which is made in %s: expected aux %s",
                    te_dtype_name(args->aux.dtype), te_dtype_name(args->d.dtype),
-                   way == TE_GEMM_MIXED ? " to f32, expected aux f32"
-                                        : ", expected both f32 or both bf16");
+                   te_dtype_name(made), te_dtype_name(made));
 }
 
 /* From the table that benchmarks/cublaslt_support.c prints. */
@@ -49,7 +46,9 @@ te_status te_cuda_gemm_supports(void *self, te_context *context, const void *unt
     int aux = te_tensor_present(&args->aux), bias = te_tensor_present(&args->bias);
     int capability = te_cuda_compute_capability(te_context_state(context));
     (void)self;
-    if (way != TE_GEMM_AS_IT_IS) return emulated_supports(args, way);
+    if (way != TE_GEMM_AS_IT_IS || !te_gemm_makes_d(args, way, a)) {
+        return emulated_supports(args, way, a);
+    }
     if (te_dtype_is_fp8(a) && capability < 89) {
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "gemm: FP8 needs compute capability 8.9, this device has %d.%d",

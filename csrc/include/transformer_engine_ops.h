@@ -104,7 +104,7 @@ typedef struct te_transpose_args {
 typedef enum te_epilogue { TE_EPILOGUE_NONE = 0, TE_EPILOGUE_GELU = 1 } te_epilogue; /* tanh GELU */
 
 enum {
-    TE_GEMM_ACCUMULATE = 1,        /* d += ... (d f32 or bf16, no bias or epilogue) */
+    TE_GEMM_ACCUMULATE = 1,        /* d += ... (no bias or epilogue) */
     TE_GEMM_FAST_ACCUMULATION = 2, /* FP8: less precise accumulation that is faster on Hopper */
     TE_GEMM_ALLOW_TF32 = 4,        /* f32 operands may be rounded to TF32 */
     TE_GEMM_MULTIPLIED_OUT = 8     /* the caller has multiplied an operand out: counted so */
@@ -115,10 +115,11 @@ enum {
  * (mode NONE: `wide`), of one dtype; or each e4m3 or e5m2 (not both e5m2), padded to k % 16 == 0.
  * Of quantized data that form is read whose rows run along k: of a `row`, or `column` if it is
  * transposed; of b `column`, or `row` if it is transposed. MXFP8 and NVFP4 are multiplied out to
- * high precision first (the latter but for the amaxes, whose part multiplies the product); NVFP4
- * has no f16 d. m == 0 or n == 0 does nothing; k == 0 gives d = bias (or leaves d when
- * accumulating). bias_grad receives the sums of a over k: the bias gradient, in the GEMM of a
- * weight gradient, whose a is the transposed output gradient; high precision only. */
+ * high precision first (the latter but for the amaxes, whose part multiplies the product). A d that
+ * a device's library does not make of the operands is made in fp32 and cast. m == 0 or n == 0 does
+ * nothing; k == 0 gives d = bias (or leaves d when accumulating). bias_grad receives the sums of a
+ * over k: the bias gradient, in the GEMM of a weight gradient, whose a is the transposed output
+ * gradient; high precision only. */
 typedef struct te_gemm_args {
     size_t size;
     te_operand a, b;

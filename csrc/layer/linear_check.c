@@ -32,14 +32,10 @@ static te_status check_weight(const te_graph_desc *graph, const te_node_desc *no
 {
     const te_value_desc *w = &graph->values[node->inputs[1]];
     uint32_t main_grad = w->flags & (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE);
-    if (main_grad == (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE) ||
-        ((main_grad & TE_VALUE_ACCUMULATE) != 0 && w->grad_dtype == TE_DTYPE_F16)) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: weight: flags 0x%x with a gradient of %s: it is overwritten, or "
-                       "accumulated in f32 or bf16",
-                       w->flags, te_dtype_name((te_dtype)w->grad_dtype));
-    }
-    return TE_OK;
+    if (main_grad != (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE)) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID,
+                   "linear: weight: flags 0x%x: its gradient is overwritten, or accumulated",
+                   w->flags);
 }
 
 /* Options that a recipe has: those of scales that it finds, of tiles, and of NVFP4. */

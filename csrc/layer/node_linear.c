@@ -259,27 +259,11 @@ static int32_t input_of_weight(te_build *build, int32_t k)
     return te_linear_form_again(build, k, TE_INPUT_OPERAND, read);
 }
 
-/* Operands in high precision have the dtype of the output, and make that or f32. */
-static void check_gradient(te_build *build, int32_t k, te_linear_gemm gemm, int32_t of,
-                           int32_t made)
-{
-    const te_value_desc *y = te_value(build, te_node(build, k)->output);
-    if (te_linear_usage(build, k, TE_GRAD_OPERAND, gemm) != TE_LINK_VALUE || made == TE_DTYPE_F32 ||
-        made == y->dtype || build->plan.status != TE_OK) {
-        return;
-    }
-    build->plan.status = TE_FAIL(
-        TE_ERROR_UNSUPPORTED, "linear: a gradient of %s in %s of operands in %s (backward = %d)",
-        te_value(build, of)->name, te_dtype_name((te_dtype)made), te_dtype_name((te_dtype)y->dtype),
-        te_node(build, k)->quantization.backward);
-}
-
 static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 {
     int32_t x = te_node(build, k)->inputs[0], weight, d;
     te_stage *gemm;
     if (!needs_grad_input(build, k)) return;
-    check_gradient(build, k, TE_GEMM_GRAD_INPUT, x, te_value(build, x)->dtype);
     weight = weight_of_input(build, k);
     gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, weight);
     d = te_grad_target(build, x);
@@ -293,7 +277,6 @@ static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32
 {
     int32_t weight = weight_of(build, k), input = input_of_weight(build, k);
     te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, grad, input);
-    check_gradient(build, k, TE_GEMM_GRAD_WEIGHT, weight, te_value(build, weight)->grad_dtype);
     te_use_as(build, gemm, "d", te_parameter_grad(build, weight));
     te_use_as(build, gemm, "bias_grad", bias_grad);
     te_set_number(build, gemm, "accumulate", wants(build, weight, TE_VALUE_ACCUMULATE));

@@ -128,7 +128,7 @@ def test_two_dtypes_of_high_precision(device, how, rng):
     assert _core.counters()["emulated.mixed"] == 1
 
 
-@pytest.mark.parametrize("target", [F32, BF16], ids=name_of)
+@pytest.mark.parametrize("target", HIGH, ids=name_of)
 @pytest.mark.parametrize("modes", [("tensor", "none"), ("nvfp4", "block_1d")], ids="-".join)
 def test_accumulates(device, target, modes, rng):
     call, exact = run(rng, device, modes, "grad_weight")

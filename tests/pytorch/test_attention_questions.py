@@ -202,6 +202,23 @@ def test_the_backend_of_an_answer_is_one_of_them():
     asked = utils.AttentionParams(qkv_layout="bshd_bshd_bshd", fp8=True)
     assert utils.get_attention_backend(asked)[3] is kinds.FP8
     assert kinds.No_Backend == ops.NVTE_Fused_Attn_Backend.NVTE_No_Backend == -1
+    for kind in kinds:
+        for given in (kind, int(kind), ops.NVTE_Fused_Attn_Backend(int(kind))):
+            assert kinds.cast(given) is kind
+    with pytest.raises(ValueError, match="7 is not a valid FusedAttnBackend"):
+        kinds.cast(7)
+    with pytest.raises(TypeError, match="'str' object"):
+        kinds.cast("FP8")
+
+
+def test_slots_of_fp8_attention():
+    """Six slots of the two states of a module, each another one, of the enumerations of all."""
+    forward = {fused_attn.META_QKV, fused_attn.META_O, fused_attn.META_S}
+    backward = {fused_attn.META_DQKV, fused_attn.META_DO, fused_attn.META_DP}
+    assert {type(slot) for slot in forward} == {te.constants.FP8FwdTensorIdx}
+    assert {type(slot) for slot in backward} == {te.constants.FP8BwdTensorIdx}
+    assert [int(slot) for slot in sorted(forward)] == [2, 3, 8]
+    assert [int(slot) for slot in sorted(backward)] == [0, 3, 5]
 
 
 def test_the_log_says_what_was_chosen(caplog, monkeypatch):

@@ -27,7 +27,7 @@ from pytorch.recipe_cases import (
     step,
 )
 from thinning import in_turns
-from tols import BF16, F16, F32
+from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -128,10 +128,19 @@ def test_weight_gradients_of_every_way(device, recipe, override, way):
 
 @overrides
 def test_main_grad_of_another_dtype(device, override):
-    model, (x, _) = made("Linear", device, fuse_wgrad_accumulation=True), data(device)
-    model.weight.main_grad = torch.zeros_like(model.weight, dtype=F16)
     how = Float8CurrentScaling(backward_override=override)
-    with te.autocast(recipe=how), pytest.raises(TypeError, match="main_grad is torch.float16"):
+    plain = made("Linear", device)
+    model, (x, grad) = made("Linear", device, fuse_wgrad_accumulation=True), data(device)
+    model.load_state_dict(plain.state_dict())
+    *_, weight, _ = step(plain, x, grad, how)
+    model.weight.main_grad = torch.zeros_like(model.weight, dtype=F16)
+    with te.autocast(recipe=how):
+        out = model(x)
+    out.backward(grad)
+    bound = tol("round", F16) + tol("round", BF16) + tol("sum", F32, TOKENS * BATCH)
+    assert_nmse(model.weight.main_grad, weight.double(), bound)
+    model.weight.main_grad = torch.zeros_like(model.weight, dtype=torch.float64)
+    with te.autocast(recipe=how), pytest.raises(TypeError, match="main_grad is torch.float64"):
         model(x)
 
 

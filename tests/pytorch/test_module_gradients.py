@@ -20,6 +20,7 @@ from pytorch.module_cases import (
     ROWS,
     WIDTH,
     batch,
+    copy_values,
     count_of,
     expected_gemms,
     gemms_of,
@@ -32,7 +33,21 @@ from pytorch.module_cases import (
 from pytorch.module_pairs import Pair, assert_added, run_with
 from tols import tol
 
-FP32, BF16 = torch.float32, torch.bfloat16
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+OF_MAIN_GRADS = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "tiles": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
 
 # ---- which ---------------------------------------------------------------------------------------
 
@@ -76,19 +91,18 @@ def test_every_set_of_wanted_gradients(device, kind, recipe, normed):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("linear", FP32), *((kind, BF16) for kind in CHECKPOINTED)],
+    [("linear", FP32), ("linear", FP16), *((kind, BF16) for kind in CHECKPOINTED)],
     ids=lambda v: v if isinstance(v, str) else str(v).removeprefix("torch."),
 )
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("main", [FP32, BF16], ids=["main32", "main16"])
+@pytest.mark.parametrize("main", [FP32, BF16, FP16], ids=["main32", "main_bf16", "main_fp16"])
 def test_accumulate_into_main_grad(device, kind, dtype, recipe, main):
-    """All weights' gradients are added to their main_grad; everything else is as without."""
+    """All weights' gradients are added to their main_grad; everything else is as without.
+
+    In the operands' dtype or another one: the sum is in fp32, and rounded once.
+    """
     pair = Pair(kind, device, dtype, fuse_wgrad_accumulation=True)
     pair.main_grads(torch.randn, main)
-    if recipe is None and main not in (dtype, FP32):
-        with pytest.raises(TypeError, match="main_grad is torch.bfloat16, .* torch.float32"):
-            pair.module(batch(device, dtype))
-        return
     for number in range(3):
         data = pair.batch()
         before = {n: w.main_grad.clone() for n, w in pair.weights.items()}
@@ -107,6 +121,29 @@ def test_accumulate_into_main_grad(device, kind, dtype, recipe, main):
             assert weight.grad is None
             gradient = pair.plain.get_parameter(name).grad
             assert_added(weight.main_grad, before[name], gradient, main, dtype)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+@pytest.mark.parametrize("recipe", OF_MAIN_GRADS)
+def test_fp16_main_grad_compiled(device, kind, recipe):
+    """A graph of torch adds what eager code adds, of every recipe's operands in 16 bits."""
+    modules = [make(kind, device, BF16, fuse_wgrad_accumulation=True) for _ in range(2)]
+    copy_values(*modules)
+    start = {n: torch.randn(w.shape, device=device) for n, w in weights_of(modules[0]).items()}
+    x = torch.randn(ROWS, IN, device=device, dtype=BF16)
+    compiled = torch.compile(modules[1], fullgraph=True, backend="aot_eager")
+    for module, run in zip(modules, (modules[0], compiled), strict=True):
+        for name, weight in weights_of(module).items():
+            weight.main_grad = start[name].to(FP16, copy=True)
+        for _ in range(2):
+            with region(OF_MAIN_GRADS[recipe]):
+                out = run(x)
+            out.sum().backward()
+    of_graph = weights_of(modules[1])
+    for name, weight in weights_of(modules[0]).items():
+        assert weight.main_grad.dtype == FP16 and weight.grad is None
+        assert not torch.equal(weight.main_grad, start[name].to(FP16))
+        assert_same_gemm(of_graph[name].main_grad, weight.main_grad, device, recipe, ROWS, name)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTED)

@@ -367,10 +367,6 @@ def test_recipes_are_asked_for(name):
         (lambda: te.cpu_offload.get_cpu_offload_context(True), "get_cpu_offload_context"),
         (lambda: te.onnx_export(True), "onnx_export"),
         (
-            lambda: te.cpp_extensions.general_gemm(torch.ones(1, 1), torch.ones(1, 1), gelu=True),
-            "general_gemm",
-        ),
-        (
             lambda: te.distributed.gather_along_first_dim(torch.ones(1), None, quantizer=object()),
             "gather_along_first_dim",
         ),

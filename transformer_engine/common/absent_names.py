@@ -381,7 +381,6 @@ FEATURES: tuple[Feature, ...] = (
         common: _get_shared_object_file
         pytorch.attention.rope: FusedRoPEFunc FusedQKVRoPEFunc
         """,
-        partly="pytorch.cpp_extensions.general_gemm",
     ),
     Feature(
         "Export to ONNX",

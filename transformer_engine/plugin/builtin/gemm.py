@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generic_gemm`, by ``_core.gemm``: operands in high precision or quantized, and epilogues."""
+"""`generic_gemm`, and `product`, which is `general_gemm` too: operands of any format, epilogues."""
 
 from typing import Any, NamedTuple
 
@@ -9,116 +9,159 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.values import (
     checked,
+    delivered,
     exact,
     like,
-    quantized,
     refuse,
     torch_dtype,
     wide,
 )
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage, code_of
+from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
+from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
 
-_OP = "generic_gemm"
 _GELU = _core.ACTIVATION_GELU
+_gemm = _core.obeying("gemm")
+_activation = _core.obeying("activation")
+_activation_backward = _core.obeying("activation_backward")
 
 
-def _forms(storage: Any) -> tuple[int, int, tuple[Tensor | None, ...]]:
-    """Mode, code of an element, (row, its scales, column, its scales, amaxes) of quantized data."""
+def _read(tensor: Any, by_rows: bool) -> Any:
+    """What is multiplied of an operand: of two formats the one of this form, of none the values."""
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        part = tensor._rowwise_storage if by_rows else tensor._columnwise_storage
+        return tensor if part is None else _read(part, by_rows)
+    if isinstance(tensor, IdentityTensorStorage):
+        return tensor._hp_data.view(tensor.shape)
+    return tensor
+
+
+def _form(storage: Any, by_rows: bool) -> tuple[int, int, tuple[Tensor | None, ...]]:
+    """Mode, code of an element, and (data, scales, amax or None) of a form, None: it is not there.
+
+    A column-wise form that is the transpose of the row-wise one is made, for the call.
+    """
     if isinstance(storage, Float8TensorStorage):
-        column = None if storage._transpose_invalid else storage._transpose
-        if column is None and storage._data is not None:
-            column = casts.transpose(storage._data)
-        scales = storage._scales
-        forms = storage._data, scales, column, scales, None, None
-        return _core.SCALING_TENSOR, code_of(storage._fp8_dtype), forms
-    forms = (*storage.get_data_tensors(), None, None)[:6]
-    return storage._mode(), storage._code(), forms
+        data = storage._data
+        if not by_rows and not storage._transpose_invalid:
+            data = storage._transpose
+        elif not by_rows and data is not None:
+            data = casts.transpose(data)
+        return _core.SCALING_TENSOR, code_of(storage._fp8_dtype), (data, storage._scales, None)
+    *forms, of_row, of_column = (*storage.get_data_tensors(), None, None)[:6]
+    data, scales = forms[:2] if by_rows else forms[2:]
+    if data is None and not by_rows and forms[0] is not None:
+        data, scales = storage._turned() or (None, None)
+        of_column = of_row
+    return storage._mode(), storage._code(), (data, scales, of_row if by_rows else of_column)
 
 
 class _Operand(NamedTuple):
-    """A quantized matrix as a GEMM reads it."""
+    """A matrix as a GEMM reads it."""
 
-    fields: dict[str, Any]  # of `_core.gemm`, without the prefix
-    summed: int  # its size, with padding, in the dim that is summed over
-    transformed: tuple[bool, bool]  # it is of transformed values, with signs
+    fields: dict[str, Any]  # of the operator, without the prefix
+    is_quantized: bool = False
+    is_multiplied_out: bool = False  # it was quantized, and lacks the form that is read
+    transformed: tuple[bool, bool] = (False, False)  # it is of transformed values, with signs
 
 
-def _quantized_operand(tensor: Any, by_rows: bool) -> _Operand | None:
-    """An operand whose row-wise form is read, or the column-wise one.
+def _operand(op: str, name: str, tensor: Any, by_rows: bool) -> _Operand:
+    """One in high precision, or quantized: by its row-wise form or its column-wise one."""
+    source = _read(tensor, by_rows)
+    if isinstance(source, Float8TensorStorage | TwoFormStorage):
+        mode, code, (data, scales, amax) = _form(source, by_rows)
+        if data is not None:
+            return _quantized_operand(source, by_rows, (mode, code), (data, scales, amax))
+    if hasattr(type(source), "_dequantized"):
+        return _multiplied_out(op, name, source)
+    values = wide(op, name, source)
+    prepare_device(values.device)
+    return _Operand({"": values.flatten(0, -2)})
 
-    None where it is not quantized, or lacks that form.
-    """
-    if not isinstance(tensor, Float8TensorStorage | TwoFormStorage):
-        return None
-    mode, code, forms = _forms(tensor)
-    at = 0 if by_rows else 2
-    data, scales, amax = forms[at], forms[at + 1], forms[4 + at // 2]
-    if data is None:
-        return None
+
+def _multiplied_out(op: str, name: str, tensor: Any) -> _Operand:
+    values = exact(op, name, tensor).contiguous()
+    prepare_device(values.device)
+    return _Operand({"": values.flatten(0, -2)}, is_multiplied_out=True)
+
+
+_UNPADDED = (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
+"""How data are scaled whose rows are as long as those of the matrix."""
+
+
+def _quantized_operand(storage: Any, by_rows: bool, kind: tuple, form: tuple) -> _Operand:
+    mode, code = kind
+    data, scales, amax = form
     lies_in_rows = by_rows or mode == _core.SCALING_MXFP8
-    if mode != _core.SCALING_NVFP4 and (by_rows or not lies_in_rows):
-        data = casts.padded(data)
     matrix = data.flatten(0, -2) if lies_in_rows else data.flatten(1)
+    if mode not in _UNPADDED:
+        matrix = casts.padded(matrix)
     prepare_device(matrix.device)
-    form = "row" if by_rows else "column"
+    name = "row" if by_rows else "column"
     fields = {
         "_mode": mode,
-        f"_{form}": matrix.view(_core.torch_dtype(code)),
-        f"_{form}_scales": scales,
-        f"_{form}_amax": amax,
-        "_scales_to_256": int(isinstance(tensor, TwoFormStorage) and tensor._scales_to_256()),
+        f"_{name}": matrix.view(_core.torch_dtype(code)),
+        f"_{name}_scales": scales,
+        f"_{name}_amax": amax,
+        "_scales_to_256": int(isinstance(storage, TwoFormStorage) and storage._scales_to_256()),
     }
-    summed = matrix.shape[0] if lies_in_rows and not by_rows else matrix.shape[1]
-    summed *= 2 if mode == _core.SCALING_NVFP4 else 1  # two to a byte
-    turned = not by_rows and getattr(tensor, "_with_rht", False)
-    return _Operand(fields, summed, (turned, turned and tensor._with_random_sign_mask))
+    turned = not by_rows and getattr(storage, "_with_rht", False)
+    signs = turned and storage._with_random_sign_mask
+    return _Operand(fields, is_quantized=True, transformed=(turned, signs))
 
 
-def _pair(A: Any, transA: bool, B: Any, transB: bool) -> tuple[dict[str, Any], torch.dtype | None]:
-    """Arguments of `_core.gemm` for op(B) op(A), and their dtype; None: both are quantized.
+class _Operands(NamedTuple):
+    """Both, as keywords of the operator."""
 
-    Both are multiplied out to fp32 where one alone is quantized, lacks the form that is read or has
-    that of transformed values, or where they are padded differently.
+    fields: dict[str, Any]
+    are_quantized: bool  # both of them
+
+
+def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
+    """Of op(B) op(A). What is quantized and can not be read is multiplied out, to fp32.
+
+    So it is with transformed values where the others are not transformed alike.
     """
-    left, right = _quantized_operand(B, not transB), _quantized_operand(A, transA)
-    dtype = None
-    if left is not None and right is not None and left[1:] == right[1:]:
-        fields = left.fields, right.fields
-    else:
-        wanted = (("B", B), ("A", A))
-        if any(hasattr(type(t), "_dequantized") for _, t in wanted):
-            found = [exact(_OP, name, t).contiguous() for name, t in wanted]
-        else:
-            found = [wide(_OP, name, t) for name, t in wanted]
-        dtype = found[1].dtype
-        prepare_device(found[0].device)
-        fields = tuple({"": t.flatten(0, -2)} for t in found)
-    named: dict[str, Any] = {"a_transposed": int(transB), "b_transposed": int(transA)}
-    for prefix, own in zip("ab", fields, strict=True):
-        named |= {prefix + field: value for field, value in own.items()}
-    return named, dtype
+    pair = [_operand(op, "B", B, not transB), _operand(op, "A", A, transA)]
+    if pair[0].transformed != pair[1].transformed:
+        for i, (name, tensor) in enumerate((("B", B), ("A", A))):
+            if pair[i].transformed[0]:
+                pair[i] = _multiplied_out(op, name, tensor)
+    fields: dict[str, Any] = {
+        "a_transposed": int(transB),
+        "b_transposed": int(transA),
+        "multiplied_out": any(operand.is_multiplied_out for operand in pair),
+    }
+    for prefix, operand in zip("ab", pair, strict=True):
+        fields |= {prefix + field: value for field, value in operand.fields.items()}
+    return _Operands(fields, all(operand.is_quantized for operand in pair))
 
 
-def _shape(A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
+def _shape(op: str, A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
     """Shape of the result; ValueError where the operands do not go together."""
+    for name, tensor in (("A", A), ("B", B)):
+        if not isinstance(tensor, Tensor | QuantizedTensorStorage):
+            raise TypeError(f"{op}: {name}: {type(tensor).__name__}, expected a tensor")
     of_a, of_b = tuple(A.shape), tuple(B.shape)
     for name, shape in (("A", of_a), ("B", of_b)):
         if len(shape) < 2:
-            raise ValueError(f"{_OP}: {name}: shape {shape}, expected [..., columns]")
+            raise ValueError(f"{op}: {name}: shape {shape}, expected [..., columns]")
     flat_a, flat_b = ((torch.Size(s[:-1]).numel(), s[-1]) for s in (of_a, of_b))
     inner = flat_a[1] if transA else flat_a[0]
     if inner != (flat_b[0] if transB else flat_b[1]):
         raise ValueError(
-            f"{_OP}: A {of_a} (transA={transA}), B {of_b} (transB={transB}): the summed dims differ"
+            f"{op}: A {of_a} (transA={transA}), B {of_b} (transB={transB}): the summed dims differ"
         )
     columns = flat_a[0] if transA else flat_a[1]
     return (of_b[-1], columns) if transB else (*of_b[:-1], columns)
 
 
+@native
 def generic_gemm(
     A: Tensor,
     transA: bool,
@@ -154,8 +197,10 @@ def generic_gemm(
     Parameters
     ----------
     A, B : Tensor
-        In fp32, fp16 or bf16; or quantized, tensors or storages of any format. One of each kind are
-        multiplied in fp32, and so is one that lacks the form that is read.
+        In fp32, fp16 or bf16; or quantized, tensors or storages of any format. Row-wise data are
+        read of `A` where `transA`, and of `B` where not `transB`; else column-wise ones. Operands
+        that no kernel reads together are multiplied in fp32, and counted as ``emulated.mixed``; so
+        is one that lacks the form that is read.
     D : Tensor, optional
         To be written, and returned: of the result's shape, plain or quantized.
     quantizer : Quantizer, optional
@@ -186,8 +231,8 @@ def generic_gemm(
     -------
     tuple
         (result, gradient of the bias or None, what gelu was applied to or None, None). The gradient
-        of the bias are the sums of op(B) over what the product sums over, or with `gelu` the column
-        sums of the result.
+        of the bias are the sums of op(B), dequantized, over what the product sums over, or with
+        `gelu` the column sums of the result.
 
     Raises
     ------
@@ -195,78 +240,129 @@ def generic_gemm(
         Arguments that do not go together.
     """
     del bias_type, workspace, workspace_size, comm_type
-    refuse(_OP, comm_overlap=comm_overlap, extra_output=extra_output, bulk_overlap=bulk_overlap)
-    shape = _shape(A, transA, B, transB)
-    beta = _checked_beta(D, accumulate, beta)
-    dtype = _output_dtype(A, D, output_dtype)
-    if gelu and grad and gelu_in is None:
-        raise ValueError(f"{_OP}: gelu=True with grad=True needs gelu_in")
-    if bias is not None and bias.numel() == 0:
-        bias = None
-    added = None if grad or bias is None else wide(_OP, "bias", bias)
-    operands, of_operands = _pair(A, transA, B, transB)
-    is_quantized = of_operands is None
-    operands["fast_accumulation"] = is_quantized and not use_split_accumulator
-    operands["allow_tf32"] = not is_quantized and torch.backends.cuda.matmul.allow_tf32
-    plain_out = isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage)
-    direct = plain_out and quantizer is None and not (gelu and grad)
-    out = like(_OP, "D", D, shape, dtype).detach() if direct else None
+    op = "generic_gemm"
+    refuse(op, comm_overlap=comm_overlap, extra_output=extra_output, bulk_overlap=bulk_overlap)
+    return product(
+        op,
+        (A, transA, B, transB),
+        (D, quantizer, output_dtype),
+        (bias, gelu, gelu_in, grad),
+        (accumulate, alpha, beta),
+        use_split_accumulator,
+    )
+
+
+def product(
+    op: str,
+    operands: tuple[Any, bool, Any, bool],
+    result: tuple[Any, Any, Any],
+    epilogue: tuple[Tensor | None, bool, Tensor | None, bool],
+    factors: tuple[bool, float, float | None],
+    use_split_accumulator: bool,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """`generic_gemm` by what modules would run: `op` is what errors call it.
+
+    Its arguments are ``operands`` (A, transA, B, transB), ``result`` (D, quantizer, output_dtype),
+    ``epilogue`` (bias, gelu, gelu_in, grad) and ``factors`` (accumulate, alpha, beta).
+    """
+    D, quantizer, output_dtype = result
+    bias, gelu, gelu_in, grad = epilogue
+    accumulate, alpha, beta = factors
+    shape = _shape(op, *operands)
+    beta = _checked_beta(op, D, accumulate, beta)
+    dtype = _output_dtype(op, operands[0], D, output_dtype)
+    bias, added = _checked_bias(op, bias, shape[-1], grad)
+    gelu_in = _checked_gelu_in(op, gelu_in, shape, gelu and grad) if gelu else None
+    pair = _pair(op, *operands)
+    device = operands[0].device
+    pair.fields["fast_accumulation"] = pair.are_quantized and not use_split_accumulator
+    pair.fields["allow_tf32"] = not pair.are_quantized and torch.backends.cuda.matmul.allow_tf32
+    out = _place(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
     simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
-    simple = simple and _gives(operands, of_operands, dtype)
-    simple = simple and (added is None or added.dtype == _bias_dtype(is_quantized, dtype))
-    simple = simple and (grad or not gelu or _applies_gelu(operands, A.device))
+    simple = simple and (added is None or added.dtype == _bias_dtype(pair, dtype))
+    simple = simple and (grad or not gelu or _applies_gelu(pair.fields, device, dtype, added))
     if out is None or not simple:
-        made = torch.empty(shape, dtype=dtype, device=A.device)
+        made = torch.empty(shape, dtype=dtype, device=device)
     else:
         made = out
     pre = torch.empty_like(made) if gelu and not grad else None
     sums = None
     if grad and bias is not None and not gelu:
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
-    summed = simple and sums is not None and _sums(operands, bias.dtype)
+    summed = simple and sums is not None and _sums(pair.fields, bias.dtype)
     if simple:
-        _multiply(made, operands, (added, sums if summed else None), pre, beta != 0.0)
+        _multiply(made, pair.fields, (added, sums if summed else None), pre, beta != 0.0)
     else:
-        _combine(made, operands, added, pre, (alpha, beta), D)
+        before = checked(op, "D", D) if beta != 0.0 else None
+        _combine(made, pair.fields, added, pre, (alpha, beta), before)
     if gelu and grad:
-        made, sums, pre = _through_gelu(made, gelu_in, bias)
+        made, sums, pre = _through_gelu(op, made, gelu_in, bias)
     elif sums is not None and not summed:
-        left = exact(_OP, "B", B).flatten(0, -2)
-        sums.copy_(left.sum(0 if transB else 1, dtype=torch.float32))
+        left = exact(op, "B", operands[2]).flatten(0, -2)
+        sums.copy_(left.sum(0 if operands[3] else 1, dtype=torch.float32))
     if pre is not None and gelu_in is not None and not grad:
         gelu_in.detach().copy_(pre.view(gelu_in.shape))
         pre = gelu_in
-    if made is not out:
-        made = _delivered(made, quantizer, D)
-    return (D if direct else made), sums, pre, None
+    made = D if made is out else _delivered(op, made, quantizer, D)
+    return made, sums, pre, None
 
 
-def _checked_beta(D: Any, accumulate: bool, beta: float | None) -> float:
+def _checked_beta(op: str, D: Any, accumulate: bool, beta: float | None) -> float:
     """The factor of `D`."""
     if accumulate and D is None:
-        raise ValueError(f"{_OP}: accumulate=True needs D")
+        raise ValueError(f"{op}: accumulate=True needs {_place_name(op)}")
     if not accumulate and beta not in (None, 0.0):
-        raise ValueError(f"{_OP}: beta={beta} without accumulate=True")
+        raise ValueError(f"{op}: beta={beta} without accumulate=True")
     return (1.0 if beta is None else float(beta)) if accumulate else 0.0
 
 
-def _output_dtype(A: Any, D: Any, output_dtype: Any) -> torch.dtype:
+def _checked_bias(
+    op: str, bias: Any, columns: int, grad: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(the bias, None where it has no elements; what is added of it)."""
+    if bias is None or checked(op, "bias", bias).numel() == 0:
+        return None, None
+    if grad:
+        return bias, None
+    if bias.numel() != columns:
+        raise ValueError(f"{op}: bias: shape {tuple(bias.shape)}, expected [{columns}]")
+    return bias, wide(op, "bias", bias).flatten()
+
+
+def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: bool) -> Any:
+    """What is given to be read, or to be written."""
+    if gelu_in is None:
+        if is_read:
+            raise ValueError(f"{op}: gelu=True with grad=True needs gelu_in")
+        return None
+    if checked(op, "gelu_in", gelu_in).numel() != torch.Size(shape).numel():
+        raise ValueError(f"{op}: gelu_in: shape {tuple(gelu_in.shape)}, expected {shape}")
+    return gelu_in
+
+
+def _place_name(op: str) -> str:
+    """What an operator calls the place of its result."""
+    return "D" if op == "generic_gemm" else "out"
+
+
+def _output_dtype(op: str, A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     if output_dtype is not None:
-        return torch_dtype(_OP, "output_dtype", output_dtype)
+        name = "output_dtype" if op == "generic_gemm" else "out_dtype"
+        return torch_dtype(op, name, output_dtype)
     return A.dtype if D is None else D.dtype
 
 
-def _gives(operands: dict, of_operands: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Whether the native call gives a dtype: that of the operands, fp32; of NVFP4 all but fp16."""
-    if of_operands is not None:
-        return dtype in (of_operands, torch.float32)
-    modes = operands["a_mode"], operands["b_mode"]
-    return dtype != torch.float16 or _core.SCALING_NVFP4 not in modes
+def _place(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """`D`, where a call can write there."""
+    if not isinstance(D, Tensor) or isinstance(D, QuantizedTensorStorage):
+        return None
+    out = like(op, _place_name(op), D, shape, dtype).detach()
+    return out if out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1) else None
 
 
-def _bias_dtype(is_quantized: bool, dtype: torch.dtype) -> torch.dtype:
+def _bias_dtype(pair: _Operands, dtype: torch.dtype) -> torch.dtype:
     """In which dtype the native call adds a bias to what it gives in `dtype`."""
-    if not is_quantized:
+    if not pair.are_quantized:
         return dtype
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
@@ -284,10 +380,15 @@ _TILES = {_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D}
 """Of cuBLASLt those have no gelu."""
 
 
-def _applies_gelu(operands: dict[str, Any], device: torch.device) -> bool:
-    """Whether the native call does: one GEMM reads both operands."""
+def _applies_gelu(
+    operands: dict[str, Any], device: torch.device, dtype: torch.dtype, bias: Tensor | None
+) -> bool:
+    """Whether the native call does: one GEMM reads both operands.
+
+    On CUDA it makes the result in its dtype, whatever that is of.
+    """
     modes = tuple(operands.get(f"{name}_mode", _core.SCALING_NONE) for name in "ab")
-    if modes not in _WITH_GELU or (device.type == "cuda" and not _TILES.isdisjoint(modes)):
+    if modes not in _WITH_GELU:
         return False
     one, other = (
         next(
@@ -298,8 +399,14 @@ def _applies_gelu(operands: dict[str, Any], device: torch.device) -> bool:
         for name in "ab"
     )
     if modes == _WITH_GELU[0]:
-        return one == other
-    return one != torch.float8_e5m2 or other != torch.float8_e5m2
+        return one == other and (device.type != "cuda" or dtype in (one, torch.float32))
+    if one == other == torch.float8_e5m2:
+        return False
+    if device.type != "cuda":
+        return True
+    if _core.SCALING_MXFP8 in modes:
+        return dtype != torch.float16
+    return _TILES.isdisjoint(modes) and (dtype != torch.float32 or bias is None)
 
 
 def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
@@ -309,9 +416,7 @@ def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
 
 def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
     """Whether the native call adds to `D`."""
-    if out is None or beta != 1.0 or added is not None or gelu:
-        return False
-    return out.dtype in (torch.float32, torch.bfloat16)
+    return out is not None and beta == 1.0 and added is None and not gelu
 
 
 def _multiply(
@@ -326,7 +431,7 @@ def _multiply(
     flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
     given = dict(zip(("bias", "bias_grad"), biases, strict=True))
     given |= {"aux": aux, "epilogue": epilogue, "accumulate": accumulate}
-    _core.gemm(flat, **operands, **given)
+    _gemm(flat, **operands, **given)
 
 
 def _combine(
@@ -335,37 +440,38 @@ def _combine(
     bias: Tensor | None,
     pre: Tensor | None,
     factors: tuple[float, float],
-    D: Any,
+    before: Tensor | None,
 ) -> None:
     """The product in fp32, then factors and epilogue."""
     alpha, beta = factors
     total = torch.empty(made.shape, dtype=torch.float32, device=made.device)
-    _core.gemm(total.flatten(0, -2), **operands)
+    _gemm(total.flatten(0, -2), **operands)
     total *= alpha
-    if beta != 0.0:
-        total += beta * checked(_OP, "D", D).to(torch.float32)
+    if before is not None:
+        total += beta * before.to(torch.float32)
     if bias is not None:
         total += bias
     if pre is None:
         made.copy_(total)
         return
     pre.copy_(total)
-    _core.activation(total, _GELU, wide=made)
+    _activation(total.flatten(0, -2), _GELU, wide=made.flatten(0, -2))
 
 
 def _through_gelu(
-    made: Tensor, gelu_in: Any, bias: Tensor | None
+    op: str, made: Tensor, gelu_in: Any, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(gradient through gelu, its column sums or None, gelu_in)."""
-    source = wide(_OP, "gelu_in", gelu_in)
+    source = wide(op, "gelu_in", gelu_in).view(made.shape)
     out = torch.empty_like(made)
     sums = None if bias is None else torch.empty(out.shape[-1], dtype=bias.dtype, device=out.device)
-    _core.activation_backward(made, source.view(made.shape), _GELU, wide=out, bias_grad=sums)
+    grad, source, into = (t.flatten(0, -2) for t in (made, source, out))
+    _activation_backward(grad, source, _GELU, wide=into, bias_grad=sums)
     return out, sums, gelu_in
 
 
-def _delivered(made: Tensor, quantizer: Any, D: Any) -> Any:
+def _delivered(op: str, made: Tensor, quantizer: Any, D: Any) -> Any:
     """The result where and how it is asked for."""
     if isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage):
-        like(_OP, "D", D, tuple(made.shape), D.dtype)
-    return quantized(_OP, made, quantizer, D)
+        like(op, _place_name(op), D, tuple(made.shape), D.dtype)
+    return delivered(op, made, quantizer, D)

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 __all__ = [
     "checked",
     "computed",
+    "delivered",
     "exact",
     "like",
     "placed",
@@ -78,8 +79,7 @@ def written(op: str, name: str, values: Tensor, out: Any) -> Tensor:
     return out
 
 
-@native
-def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
+def delivered(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
     """A result as it is asked for: cast by a quantizer, and where, if that is given.
 
     Values are rounded to their dtype first: the bits are those that the quantizer makes of them.
@@ -96,6 +96,9 @@ def quantized(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
         return out if quantizer is None else quantizer.quantize(values)
     return values if quantizer is None else quantizer.quantize(values)
 
+
+quantized = native(delivered)
+"""`delivered` of an implementation: a cast asks nobody."""
 
 _FUSED = (Float8Quantizer, Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quantizer)
 """Whose casts need no amax of the whole tensor before, but for a first one of delayed scaling."""

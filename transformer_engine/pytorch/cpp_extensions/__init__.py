@@ -3,7 +3,10 @@
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
 
-__getattr__, __dir__ = absent.attach(globals(), ("fused_attn",))
+__getattr__, __dir__ = absent.attach(
+    globals(),
+    ("fused_attn", "gemm"),
+    {"general_gemm": "transformer_engine.pytorch.cpp_extensions.gemm"},
+)
 __all__ = ["TE_DType", "general_gemm", *absent.names_of(__name__)]

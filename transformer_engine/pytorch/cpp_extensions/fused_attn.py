@@ -5,7 +5,9 @@ The numbers are those of the enumerations of `transformer_engine.plugin.core.ops
 ``fused_attn_fwd`` and ``fused_attn_bwd`` take them.
 """
 
+import operator
 from enum import IntEnum
+from typing import Any
 
 from transformer_engine.common import absent
 from transformer_engine.plugin.core.ops import (
@@ -16,6 +18,7 @@ from transformer_engine.plugin.core.ops import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.constants import TE_DType as TORCH_DType
 from transformer_engine_torch import get_fused_attn_backend
 
@@ -23,7 +26,15 @@ __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "AttnBiasType",
     "AttnMaskType",
+    "BACKEND_F16arb_ELTS_PER_THREADS",
+    "BACKEND_FP8_THREADS_PER_CTA",
     "FusedAttnBackend",
+    "META_DO",
+    "META_DP",
+    "META_DQKV",
+    "META_O",
+    "META_QKV",
+    "META_S",
     "QKVFormat",
     "QKVLayout",
     "SoftmaxType",
@@ -63,3 +74,29 @@ class FusedAttnBackend(IntEnum):
     No_Backend = NVTE_Fused_Attn_Backend.NVTE_No_Backend
     F16_arbitrary_seqlen = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     FP8 = NVTE_Fused_Attn_Backend.NVTE_FP8
+
+    @classmethod
+    def cast(cls, backend: Any) -> "FusedAttnBackend":
+        """The kind of one of these, of an `NVTE_Fused_Attn_Backend` or of its number.
+
+        TypeError for what is no number, ValueError for another number.
+        """
+        return cls(operator.index(backend))
+
+
+META_QKV, META_O, META_S = (
+    FP8FwdTensorIdx.GEMM1_OUTPUT,
+    FP8FwdTensorIdx.GEMM2_INPUT,
+    FP8FwdTensorIdx.GEMM3_OUTPUT,
+)
+"""Slots of the state of FP8 attention: queries, keys and values; the output; the weights."""
+META_DQKV, META_DO, META_DP = (
+    FP8BwdTensorIdx.GRAD_OUTPUT1,
+    FP8BwdTensorIdx.GRAD_INPUT2,
+    FP8BwdTensorIdx.GRAD_INPUT3,
+)
+"""Those of their gradients."""
+
+BACKEND_F16arb_ELTS_PER_THREADS, BACKEND_FP8_THREADS_PER_CTA = 16, 128
+"""Random numbers that a thread draws, and threads of a block, as programs count them that move a
+generator on for an attention. Dropout here draws one pair for each call."""

@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`general_gemm`: one matrix product in high precision."""
+"""`general_gemm`: one matrix product of operands in any format, as modules compute theirs."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.plugin.builtin.gemm import product
+from transformer_engine.plugin.builtin.values import refuse
+from transformer_engine.pytorch.custom_recipes.gemm import custom_gemm
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = ["general_gemm", *absent.names_of(__name__)]
+__getattr__, __dir__ = absent.attach(globals())
 
-_LAYOUTS = {
-    "TN": lambda a, b: (b, a.t()),
-    "NN": lambda a, b: (b, a),
-    "NT": lambda a, b: (b.t(), a),
-}
-"""Left and right factor of the result, of row-major A and B."""
-
-_obeying_gemm = _core.obeying("gemm")
+_LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
+"""Whether A and B are transposed, by letters."""
 
 
 def general_gemm(
-    A: Tensor,
-    B: Tensor,
-    workspace: Any = None,
+    A: Any,
+    B: Any,
     out_dtype: torch.dtype | None = None,
     quantization_params: Any = None,
     gelu: bool = False,
@@ -35,65 +29,83 @@ def general_gemm(
     beta: float | None = None,
     accumulate: bool = False,
     layout: str = "TN",
-    out: Tensor | None = None,
+    out: Any = None,
     bias: Tensor | None = None,
     use_split_accumulator: bool = False,
     grad: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """Multiply two matrices: B Aᵀ (TN), B A (NN) or Bᵀ A (NT), without a gradient.
+
+    These are the products of a linear layer: its output of weight and input (TN), the gradient of
+    its input of weight and gradient (NN), that of its weight of input and gradient (NT). Of the
+    tensors that the layer multiplies they have its bits. Plug-ins are asked as modules ask them.
 
     Parameters
     ----------
     A, B : Tensor
-        Matrices of one dtype, fp32, fp16 or bf16; leading dims are flattened.
-    workspace
-        Ignored: the library finds its own. May be left out: a dtype in its place is `out_dtype`.
+        [.., columns] in fp32, fp16 or bf16, or quantized: tensors or storages of any format, of
+        which TN reads the row-wise forms, NN the column-wise one of A and the row-wise one of B, NT
+        the column-wise ones. Leading dims are flattened. Two of a reference quantizer
+        (`custom_recipes`) are multiplied by its ``qgemm``. Operands that no kernel reads together,
+        and one that lacks its form, are multiplied out, which counts as ``emulated.mixed``.
     out_dtype : torch.dtype, optional
-        Of the result; that of `A` where None.
+        Of the result; that of `out`, or of `A` (of a quantized one its nominal dtype), where None.
+    quantization_params : Quantizer, optional
+        What casts the result, which is returned quantized.
+    gelu : bool, default False
+        The result is gelu of what it is without; with `grad` it is multiplied by the derivative of
+        gelu at `gelu_in`.
+    gelu_in : Tensor, optional
+        Of the shape of the result: with `grad` read, else written where it is given.
+    alpha, beta : float
+        Factors of the product and of `out`; `beta` is 1 where None. ValueError for one without
+        `accumulate`.
     accumulate : bool, default False
-        Add to `out`.
+        Add to `out`, in fp32, whatever its dtype.
     layout : str, default "TN"
         "TN", "NN" or "NT"; ValueError for another one.
     out : Tensor, optional
-        To be written.
+        To be written, and returned: of the result's shape, plain or quantized.
     bias : Tensor, optional
-        [columns], added to the result; with `grad` its gradient is asked for: the column sums of B.
-    use_split_accumulator : bool
-        Ignored: sums are fp32.
+        [columns], added to the product; with `grad` its gradient is asked for, in its dtype.
+    use_split_accumulator : bool, default False
+        FP8 on Hopper: add up in fp32 often; False is faster and less precise.
     grad : bool, default False
         The product is one of a backward.
-    quantization_params, gelu, gelu_in, alpha, beta, **options
-        Quantized results, fused activations, factors, ``ub``, ``ub_type``, ``extra_output``,
-        ``bulk_overlap``: NotImplementedError for anything but the defaults.
+    ub, ub_type, extra_output, bulk_overlap
+        Of user buffers: NotImplementedError unless None or False.
 
     Returns
     -------
     tuple
-        (result, gradient of the bias or None, None, None).
+        (result, gradient of the bias or None, what gelu was applied to or None, None). The result
+        is [.., columns] with the leading dims of B, or [columns of B, columns of A] (NT). The
+        gradient of the bias are the sums of B, dequantized, over its rows (NT; else over its
+        columns), or with `gelu` the column sums of the result.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments that do not go together.
     """
-    del use_split_accumulator
-    if isinstance(workspace, torch.dtype):
-        out_dtype = workspace
-    refused = {"quantization_params": quantization_params, "gelu": gelu, "gelu_in": gelu_in}
-    refused |= {"beta": beta, "alpha": alpha != 1.0, **options}
-    for name, value in refused.items():
-        if value is not None and value is not False:
-            raise absent.refusal("pytorch.cpp_extensions.general_gemm", f"({name}=...)")
+    op = "general_gemm"
+    refuse(op, ub=ub, ub_type=ub_type, extra_output=extra_output, bulk_overlap=bulk_overlap)
     if layout not in _LAYOUTS:
-        raise ValueError(f"general_gemm: layout={layout!r}, expected one of {', '.join(_LAYOUTS)}")
-    if accumulate and out is None:
-        raise ValueError("general_gemm: accumulate=True needs out")
-    A, B = A.detach().flatten(0, -2), B.detach().flatten(0, -2)
-    left, right = _LAYOUTS[layout](A, B)
-    if out is None:
-        shape = (left.shape[0], right.shape[1])
-        out = torch.empty(shape, dtype=out_dtype or A.dtype, device=A.device)
-    prepare_device(A.device)
-    adds = bias is not None and bias.numel() > 0 and not grad
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    added = bias.detach() if adds else None
-    operands = {"a": left, "b": right, "bias": added}
-    _obeying_gemm(out.detach(), **operands, accumulate=accumulate, allow_tf32=tf32)
-    sums = B.sum(0, dtype=torch.float32).to(bias.dtype) if grad and bias is not None else None
-    return out, sums, None, None
+        raise ValueError(f"{op}: layout={layout!r}, expected one of {', '.join(_LAYOUTS)}")
+    if any(hasattr(getattr(tensor, "_quantizer", None), "qgemm") for tensor in (A, B)):
+        refuse(op, alpha=None if alpha == 1.0 else alpha, beta=beta)
+        given = (out_dtype, quantization_params, gelu, gelu_in, accumulate, layout, out, bias)
+        return custom_gemm(A, B, None, *given, use_split_accumulator, grad)
+    transA, transB = _LAYOUTS[layout]
+    return product(
+        op,
+        (A, transA, B, transB),
+        (out, quantization_params, out_dtype),
+        (bias, gelu, gelu_in, grad),
+        (accumulate, alpha, beta),
+        use_split_accumulator,
+    )

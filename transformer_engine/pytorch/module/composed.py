@@ -408,8 +408,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         flags, bias_grads, records = self._wanted(tensors, not region.exported)
         for i, owner in enumerate(owners):
             if flags[i] & graphs.WGRAD:
-                dtype = tensors.output_dtype if graphs.is_backward_wide(recipe) else None
-                flags[i] |= self._wgrad_flags(owner, dtype, is_first_microbatch)
+                flags[i] |= self._wgrad_flags(owner, is_first_microbatch)
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)

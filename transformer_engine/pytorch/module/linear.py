@@ -33,9 +33,9 @@ class Linear(WeightModule):
 ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         How ranks would talk to each other: they change nothing on one.
     fuse_wgrad_accumulation : bool, default False
-        Add the weight gradient to ``weight.main_grad`` (fp32 or bf16) inside its GEMM instead of
-        returning it. Overwritten instead for ``is_first_microbatch=True`` or where
-        ``weight.overwrite_main_grad`` is true.
+        Add the weight gradient to ``weight.main_grad`` (fp32, bf16 or fp16, whatever the operands:
+        added in fp32 and rounded once) inside its GEMM instead of returning it. Overwritten instead
+        for ``is_first_microbatch=True`` or where ``weight.overwrite_main_grad`` is true.
     get_rng_state_tracker : callable, optional
         Returns a tracker whose ``fork(rng_tracker_name)`` is entered while parameters are made.
     rng_tracker_name : str, optional

@@ -8,21 +8,21 @@ from transformer_engine.common import graphs
 from transformer_engine.pytorch.module.call import Deferred, main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad
 
+_MAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class WeightGradients:
     """What `composed.ComposedModule` has for fuse_wgrad_accumulation and delay_wgrad_compute."""
 
-    def _wgrad_flags(
-        self, owner: Tensor, dtype: torch.dtype | None, is_first_microbatch: bool | None
-    ) -> int:
-        """Where the weight gradient goes; `dtype` is that of its GEMM's operands, None: FP8."""
+    def _wgrad_flags(self, owner: Tensor, is_first_microbatch: bool | None) -> int:
+        """Where the weight gradient goes."""
         flags = graphs.DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
             main = main_grad_of(owner).dtype
-            if dtype is not None and main not in (dtype, torch.float32):
+            if main not in _MAIN_DTYPES:
                 raise TypeError(
-                    f"{type(self).__name__}: main_grad is {main}, the operands are {dtype}: "
-                    "without FP8 it must be torch.float32 or of their dtype"
+                    f"{type(self).__name__}: main_grad is {main}, expected torch.float32, "
+                    "torch.float16 or torch.bfloat16"
                 )
             overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
             flags |= graphs.OVERWRITE if overwrite else graphs.ACCUMULATE

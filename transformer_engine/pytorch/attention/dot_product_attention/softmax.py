@@ -12,7 +12,15 @@ from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, 
 from transformer_engine.pytorch.random import draw_pair
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["scaled_softmax", *absent.names_of(__name__)]
+__all__ = [
+    "THREADS_PER_BLOCK",
+    "THREADS_PER_WARP",
+    "scaled_softmax",
+    *absent.names_of(__name__),
+]
+
+THREADS_PER_WARP, THREADS_PER_BLOCK = 32, 128
+"""As programs count the rows that a block of threads takes; kernels here choose their own."""
 
 
 def _row_of_each(scores: Tensor) -> Tensor:
