@@ -314,6 +314,31 @@ def optimized_shards(device, name, kind, batches):
     return found, {key: to_cpu(_wide(copy)) for key, copy in copies.items()}
 
 
+def quantized_ddp(device, name, batches):
+    """Train quantized weights under DDP, which ranks make differently: their values, and how many.
+
+    The values are those before training and after it.
+    """
+    recipe = QUANTIZED[name]
+    torch.manual_seed(dist.get_rank())
+    with te.quantized_model_init(recipe=recipe):
+        model = quantized_model(device)
+    wrapped = DistributedDataParallel(model)
+
+    def values():
+        return {key: to_cpu(_wide(p.detach())) for key, p in model.named_parameters()}
+
+    before = values()
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.05, master_weights=True)
+    for x in batches:
+        with te.autocast(recipe=recipe):
+            out = wrapped((x * (1 + dist.get_rank())).to(device))
+        out.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, values(), sum(map(is_quantized, model.parameters()))
+
+
 def _wide(tensor):
     return (tensor.dequantize() if is_quantized(tensor) else tensor).float().clone()
 
