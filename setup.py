@@ -10,6 +10,7 @@ same objects make `transformer_engine/_core.abi3.so` (`build_ext`) and the C lib
 
 import fcntl
 import functools
+import importlib.util
 import os
 import re
 import runpy
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import setuptools
 from setuptools import Command, Extension, setup
 from setuptools import Distribution as _Distribution
 from setuptools.command.build_ext import build_ext as _build_ext
@@ -384,6 +386,19 @@ class Distribution(_Distribution):
         self.metadata.license = "Apache-2.0"
 
 
+def check_setuptools():
+    """Say what is too old: setuptools itself would speak of an unknown name, or command."""
+    version = tuple(int(number) for number in re.findall(r"\d+", setuptools.__version__)[:2])
+    makes_wheel = {"bdist_wheel", "dist_info", "editable_wheel"} & set(sys.argv)
+    has_wheel = version >= (70, 1) or importlib.util.find_spec("wheel") is not None
+    if version < (61, 0) or (makes_wheel and not has_wheel):
+        raise SystemExit(
+            f"setuptools {setuptools.__version__} is too old: 70.1 is needed, or 61 with the "
+            "package wheel. Run: python -m pip install --upgrade setuptools"
+        )
+
+
+check_setuptools()
 setup(
     distclass=Distribution,
     url=home_page(),

@@ -434,37 +434,57 @@ class Trainer:
         )
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The text as it stands, and the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def by_device(name: str, about: str = "") -> str:
+    """Describe an option whose default depends on the device."""
+    cpu, gpu = (f"{DEFAULTS[device][name]:g}" for device in ("cpu", "cuda"))
+    return f"{about} (default: {cpu}, on a GPU {gpu})".strip()
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; what it leaves open depends on the device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
+    for name, kind, about in (
+        ("layers", int, "Transformer layers"),
+        ("hidden", int, "values per byte"),
+        ("heads", int, "attention heads"),
+        ("seq", int, "bytes per window"),
+        ("batch", int, "windows per step"),
+        ("steps", int, "steps of training"),
+        ("lr", float, "peak learning rate"),
+        ("warmup", float, "share of the steps until the peak"),
+        ("final_lr", float, "last learning rate, as a share of the peak"),
+        ("valid_windows", int, "windows predicted in a validation"),
+        ("sample", int, "bytes that the trained model writes"),
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=kind, metavar="N", help=by_device(name, about))
     add("--precision", choices=["both", "fp8", "bf16", "fp32"], default="both",
         help="both: fp8, and fp32 on a CPU or bf16 on a GPU")  # fmt: skip
     add("--recipe", choices=sorted(RECIPES), default="delayed", help="FP8 scaling")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--text", type=Path, metavar="FILE", help="default: the Python standard library")
-    add("--layers", type=int)
-    add("--hidden", type=int, help="values per byte")
-    add("--heads", type=int, help="attention heads")
-    add("--seq", type=int, help="bytes per window")
-    add("--batch", type=int, help="windows per step")
-    add("--steps", type=int)
-    add("--lr", type=float, help="peak learning rate")
-    add("--warmup", type=float, help="share of the steps until the peak")
-    add("--final-lr", type=float, help="last learning rate, as a share of the peak")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    add("--text", type=Path, metavar="FILE",
+        help="text to train on (default: the Python standard library)")  # fmt: skip
     add("--dropout", type=float, default=0.0, help="of attention and of what joins the residuals")
-    add("--valid-windows", type=int, help="windows predicted in a validation")
-    add("--seed", type=int, default=0)
-    add("--sample", type=int, metavar="N", help="bytes that the trained model writes")
+    add("--seed", type=int, default=0, help="of weights and data")
     add("--prompt", default="def ", help="what the sample begins with")
     add("--out", type=Path, default=Path("build/demo"), help="folder for the results")
     add("--checkpoint", type=Path, metavar="FILE",
-        help="write checkpoints; of two runs each puts its precision into the name")  # fmt: skip
-    add("--resume", type=Path, metavar="FILE", help="continue from what --checkpoint wrote")
-    add("--save-every", type=int, help="steps between checkpoints (default: a quarter of all)")
-    add("--stop-after", type=int, metavar="STEP", help="stop early, to go on with --resume")
+        help="write checkpoints (default: none, or --resume); of two runs each puts its precision "
+        "into the name")  # fmt: skip
+    add("--resume", type=Path, metavar="FILE",
+        help="continue from what --checkpoint wrote")  # fmt: skip
+    add("--save-every", type=int, metavar="N",
+        help="steps between checkpoints (default: a quarter of all)")  # fmt: skip
+    add("--stop-after", type=int, metavar="STEP",
+        help="stop early, to go on with --resume (default: the last step)")  # fmt: skip
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="fail when a run does not beat the bigram model or FP8 is not within 1%%")  # fmt: skip
     args = parser.parse_args(arguments)

@@ -8,6 +8,7 @@ no torch, everything goes into a virtual environment. An environment that exists
 rebuilt.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -74,17 +75,19 @@ def has_gpu():
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
-def announce(wanted, folder):
-    """Say what is going to be downloaded, and what there is for machines without a GPU."""
-    size = count_megabytes(wanted)
+def torch_index():
+    """Return the index that torch comes from, empty for that of all packages."""
+    return os.environ.get("TORCH_INDEX", "" if has_gpu() else CPU_INDEX)
+
+
+def announce(wanted, folder, index):
+    """Say what is going to be downloaded, and that torch is that for machines without a GPU."""
+    has_torch = any(pin.startswith("torch==") for pin in wanted)
+    size = count_megabytes(wanted, cpu=has_torch and index == CPU_INDEX)
     print(f"{folder} gets {' '.join(wanted)}: about {size:,} MB", flush=True)
-    torch = [pin for pin in wanted if pin.startswith("torch==")]
-    if torch and not has_gpu():
-        smaller = count_megabytes(wanted, cpu=True)
-        print(f"no NVIDIA GPU found: torch for the CPU makes it {smaller:,} MB. To take that, stop")
-        print("this with Ctrl-C, run the following, and make again")
-        command = f"{folder}/bin/python3 -m pip install {torch[0]} --index-url {CPU_INDEX}"
-        print(f"    {command}", flush=True)
+    if has_torch and index:
+        print(f"no NVIDIA GPU found: torch from {index}; make TORCH_INDEX= takes", flush=True)
+        print(f"the usual one, about {count_megabytes(wanted):,} MB in all", flush=True)
 
 
 def make_environment(base, folder):
@@ -95,12 +98,25 @@ def make_environment(base, folder):
         config.write(MARK)
 
 
-def install(python, wanted, folder):
-    """Install packages, saying more where somebody looks on."""
-    announce(wanted, folder.name)
+def run_pip(python, *words):
+    """Let pip install, saying more where somebody looks on; return its exit status."""
     quiet = [] if sys.stdout.isatty() else ["-q"]
-    done = subprocess.run([python, "-m", "pip", "install", *quiet, *wanted], check=False)
-    if done.returncode != 0:
+    command = [python, "-m", "pip", "install", *quiet, *words]
+    return subprocess.run(command, check=False).returncode
+
+
+def install(python, wanted, folder):
+    """Install packages, torch from its own index where there is no GPU and it answers."""
+    index, rest = torch_index(), wanted
+    announce(wanted, folder.name, index)
+    torch = [pin for pin in wanted if pin.startswith("torch==")]
+    if torch and index:
+        short = ("--index-url", index, "--retries", "1", "--timeout", "20")
+        if run_pip(python, *torch, *short) == 0:
+            rest = [pin for pin in wanted if pin not in torch]
+        else:
+            print(f"{index} has not answered: torch from the usual index", flush=True)
+    if rest and run_pip(python, *rest) != 0:
         raise SystemExit(f"{folder.name} lacks packages: see what pip said above, and make again")
 
 

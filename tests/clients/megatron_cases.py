@@ -482,10 +482,14 @@ def optimizer_fp8_param(device):
     return megatron_training(device, distributed=False, **megatron_recipes.CURRENT, fp8_param=True)
 
 
-@case(needs="cuda")
-def distributed_optimizer_fp8_param(device):
-    return megatron_training(
-        device, distributed=True, gather=True, **megatron_recipes.CURRENT, fp8_param=True
+def _gathered(device, options):
+    return megatron_training(device, distributed=True, gather=True, fp8_param=True, **options)
+
+
+for _name, _options in megatron_recipes.GATHERED.items():
+    CASES[f"distributed_fp8_param_{_name}"] = (
+        functools.partial(_gathered, options=_options),
+        "cuda",
     )
 
 

@@ -44,6 +44,10 @@ RECIPES = {
 }
 """Options of a configuration by the name of a case."""
 
+GATHERED = {"delayed": DELAYED, "current": CURRENT, "blockwise": BLOCKS}
+"""Of quantized parameters that the distributed optimizer gathers in FP8. It has MXFP8 gathered in
+bf16 alone (reuse_grad_buf_for_mxfp8_param_ag)."""
+
 
 def run(device, name):
     """Train under a configuration: losses, counts, and the formats of the weights afterwards."""

@@ -260,7 +260,8 @@ def test_rotary_positions(gpu_case):
 
 
 OPTIMIZERS = ["optimizer_bf16", "optimizer_fp8_param"]
-OPTIMIZERS += ["distributed_optimizer_fp8", "distributed_optimizer_fp8_param"]
+OPTIMIZERS += ["distributed_optimizer_fp8"]
+OPTIMIZERS += [f"distributed_fp8_param_{name}" for name in ("delayed", "current", "blockwise")]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

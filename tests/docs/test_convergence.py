@@ -60,13 +60,22 @@ def test_a_recipe_that_ends_far_above_is_told(tmp_path, plot):
         plot.read(tmp_path)
 
 
-def test_the_curves_that_are_kept_are_those_of_the_runs(plot, tmp_path):
+@pytest.mark.parametrize("name, draws", [
+    ("curves.svg", "plot"), ("differences.svg", "plot_differences")
+])  # fmt: skip
+def test_the_pictures_that_are_kept_are_those_of_the_runs(plot, tmp_path, name, draws):
     for file in FOLDER.glob("*.json"):
         shutil.copy(file, tmp_path)
-    plot.plot(plot.read(tmp_path), tmp_path / "curves.svg")
-    assert differences(tmp_path / "curves.svg", FOLDER / "curves.svg") == []
-    plot.plot(dict(list(plot.read(tmp_path).items())[1:]), tmp_path / "fewer.svg")
-    assert differences(tmp_path / "fewer.svg", FOLDER / "curves.svg") != []
+    draw, runs = getattr(plot, draws), plot.read(tmp_path)
+    draw(runs, tmp_path / name)
+    assert differences(tmp_path / name, FOLDER / name) == []
+    draw({recipe: runs[recipe] for recipe in list(runs)[:-1]}, tmp_path / "fewer.svg")
+    assert differences(tmp_path / "fewer.svg", FOLDER / name) != []
+
+
+def test_differences_are_percents_of_the_same_seeds(plot):
+    assert plot.over([[1.1, 2.0], [3.3, 4.0]], [[1.0, 2.0], [3.0, 4.0]]) == pytest.approx([10, 0])
+    assert plot.spread([[1.0, 2.0], [3.0, 2.0]]) == pytest.approx([50, 0])
 
 
 def test_the_runs_that_are_kept_end_near_bf16(plot, tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -361,3 +362,18 @@ def test_faults_are_noticed(report):
     assert "not below bigram" in said(1, valid_loss=2.5)
     assert "above high precision" in said(0, valid_loss=1.6)
     assert report.problems([replace(good[0], valid_loss=2.5)], bigram=2.0, check_loss=False) == []
+
+
+def test_help_shows_defaults(example, capsys):
+    """Each option says its default, but for --resume, which has none."""
+    train_gpt = example("train_gpt")
+    with pytest.raises(SystemExit):
+        train_gpt.parse(["--help"])
+    options = capsys.readouterr().out.split("options:")[1]
+    described = [" ".join(option.split()) for option in re.split(r"\n  (?=-)", options)[1:]]
+    without = [option.split()[0] for option in described if "(default: " not in option]
+    assert without == ["-h,", "--resume"]
+    said = " ".join(described)
+    assert "--layers N Transformer layers (default: 6, on a GPU 10)" in said
+    assert "--dropout DROPOUT of attention and of what joins the residuals (default: 0.0)" in said
+    assert "None" not in said

@@ -35,19 +35,45 @@ def test_the_size_of_a_download_is_said(environment, monkeypatch, capsys):
     rest = environment.count_megabytes([pin for pin in pins if pin != torch])
     assert environment.count_megabytes([torch]) == 3000
     assert environment.count_megabytes([torch], cpu=True) == 200
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    environment.announce(pins, ".venv")
+    environment.announce(pins, ".venv", environment.torch_index())
     said = capsys.readouterr().out
-    assert f"about {3000 + rest:,} MB" in said and f"{200 + rest:,} MB" in said
-    assert (
-        f"    .venv/bin/python3 -m pip install {torch} --index-url {environment.CPU_INDEX}" in said
-    )
+    assert f"about {200 + rest:,} MB" in said and f"{3000 + rest:,} MB in all" in said
+    assert environment.CPU_INDEX in said and "make TORCH_INDEX= takes" in said
+    monkeypatch.setenv("TORCH_INDEX", "")
+    assert environment.torch_index() == ""
+    monkeypatch.delenv("TORCH_INDEX")
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    environment.announce(pins, ".venv")
-    assert environment.CPU_INDEX not in capsys.readouterr().out
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    environment.announce([pin for pin in pins if pin != torch], ".venv")
-    assert environment.CPU_INDEX not in capsys.readouterr().out
+    environment.announce(pins, ".venv", environment.torch_index())
+    said = capsys.readouterr().out
+    assert environment.CPU_INDEX not in said and f"about {3000 + rest:,} MB" in said
+    without = [pin for pin in pins if pin != torch]
+    environment.announce(without, ".venv", environment.CPU_INDEX)
+    said = capsys.readouterr().out
+    assert environment.CPU_INDEX not in said and f"about {rest:,} MB" in said
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_where_torch_comes_from(environment, gpu, answers, tmp_path, monkeypatch, capsys):
+    """Without a GPU its CPU index, and pip's own where that one does not answer."""
+    ran = []
+
+    def run_pip(python, *words):
+        ran.append(list(words))
+        return 0 if answers or "--index-url" not in words else 1
+
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    monkeypatch.setattr(environment, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(environment, "run_pip", run_pip)
+    environment.install("python3", ["torch==1", "numpy==2"], tmp_path)
+    if gpu:
+        assert ran == [["torch==1", "numpy==2"]]
+        return
+    assert ran[0][:3] == ["torch==1", "--index-url", environment.CPU_INDEX]
+    assert ran[1:] == [["numpy==2"] if answers else ["torch==1", "numpy==2"]]
+    assert ("has not answered" in capsys.readouterr().out) is not answers
 
 
 def test_failing_pip_is_reported(environment, tmp_path, capsys):

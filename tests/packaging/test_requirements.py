@@ -77,3 +77,32 @@ def test_an_extension_that_was_not_built(tmp_path):
     assert status == 1
     assert last.startswith("ImportError: transformer_engine._core, the native extension, was not")
     assert "make build" in last
+
+
+OLD_SETUPTOOLS = """
+import importlib.util, runpy, setuptools, sys
+found = importlib.util.find_spec
+setuptools.__version__, *sys.argv = sys.argv[1:]
+importlib.util.find_spec = lambda name: None if name == "wheel" else found(name)
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="an installed package has no setup.py")
+@pytest.mark.parametrize(
+    ("version", "command", "told"),
+    [
+        ("65.5.0", "dist_info", True),
+        ("70.0.0", "bdist_wheel", True),
+        ("65.5.0", "--version", False),
+        ("60.9.3", "--version", True),
+        ("70.1.0", "--version", False),
+    ],
+)
+def test_old_setuptools_is_told(version, command, told):
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_SETUPTOOLS, version, "setup.py", command],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    said = f"setuptools {version} is too old: 70.1 is needed" in done.stderr
+    assert said is told and (done.returncode == 1) is told, done.stdout + done.stderr

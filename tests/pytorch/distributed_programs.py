@@ -274,6 +274,75 @@ def quantized_shards(device, name, order, weights, batches):
     return kinds, before, outputs, parts()
 
 
+OPTIMIZERS = {
+    "adam": lambda params: te.optimizers.FusedAdam(params, lr=0.05, master_weights=True),
+    "adam without masters": lambda params: te.optimizers.FusedAdam(params, lr=0.05),
+    "sgd": lambda params: te.optimizers.FusedSGD(params, lr=0.05, momentum=0.5),
+}
+
+
+def optimized_shards(device, name, kind, batches):
+    """Train quantized weights under FSDP2 by an optimizer of this package.
+
+    Beside it steps the same optimizer over plain copies of this rank's parts, which are quantized
+    after each step. Returns both, by name of the weight.
+    """
+    recipe = QUANTIZED[name]
+    with te.quantized_model_init(recipe=recipe):
+        model = quantized_model("meta")
+    _act("shard", model, device, None)
+    _act("reset", model, device, None)
+    sharded = dict(model.named_parameters())
+    copies = {key: local_of(p).detach().clone() for key, p in sharded.items()}
+    plain = {key: _wide(local).requires_grad_() for key, local in copies.items()}
+    ours, theirs = OPTIMIZERS[kind](sharded.values()), OPTIMIZERS[kind](plain.values())
+    for x in batches:
+        with te.autocast(recipe=recipe):
+            out = model(x.to(device))
+        out.backward(torch.ones_like(out))
+        for key, p in sharded.items():
+            plain[key].grad = local_of(p.grad).clone()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        with torch.no_grad():
+            for key, copy in copies.items():
+                copy.copy_(plain[key])
+                if kind != "adam":  # the parameter is all that is kept
+                    plain[key].copy_(_wide(copy))
+    found = {key: to_cpu(_wide(local_of(p).detach())) for key, p in sharded.items()}
+    return found, {key: to_cpu(_wide(copy)) for key, copy in copies.items()}
+
+
+def quantized_ddp(device, name, batches):
+    """Train quantized weights under DDP, which ranks make differently: their values, and how many.
+
+    The values are those before training and after it.
+    """
+    recipe = QUANTIZED[name]
+    torch.manual_seed(dist.get_rank())
+    with te.quantized_model_init(recipe=recipe):
+        model = quantized_model(device)
+    wrapped = DistributedDataParallel(model)
+
+    def values():
+        return {key: to_cpu(_wide(p.detach())) for key, p in model.named_parameters()}
+
+    before = values()
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.05, master_weights=True)
+    for x in batches:
+        with te.autocast(recipe=recipe):
+            out = wrapped((x * (1 + dist.get_rank())).to(device))
+        out.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, values(), sum(map(is_quantized, model.parameters()))
+
+
+def _wide(tensor):
+    return (tensor.dequantize() if is_quantized(tensor) else tensor).float().clone()
+
+
 def uneven_shards(device):
     """Quantize a weight whose rows the ranks can not share evenly: the message of the error."""
     with te.quantized_model_init(recipe=Float8CurrentScaling()):

@@ -221,6 +221,26 @@ def test_fsdp2_of_quantized_weights(ranks, name, order):
         assert_same_bits(out.detach(), results[0][2][0])
 
 
+@pytest.mark.parametrize("kind", programs.OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in programs.QUANTIZED if name != "custom"])
+def test_optimizers_of_quantized_shards(ranks, name, kind):
+    """A step over parts is the step over plain copies of them, quantized."""
+    batches = [torch.randn(32, 64) for _ in range(3)]
+    for found, expected in ranks.run(programs.optimized_shards, name, kind, batches):
+        for key, value in expected.items():
+            assert_same_bits(found[key], value)
+
+
+@pytest.mark.parametrize("name", [name for name in programs.QUANTIZED if name != "custom"])
+def test_ddp_of_quantized_weights(ranks, name):
+    """Ranks begin with the weights of the first one, and keep equal ones."""
+    results = ranks.run(programs.quantized_ddp, name, [torch.randn(32, 64) for _ in range(3)])
+    for before, after, quantized in results:
+        assert quantized == 3
+        assert_same_bits([before, after], list(results[0][:2]))
+        assert any(not torch.equal(value, after[key]) for key, value in before.items())
+
+
 def test_fsdp2_refuses_quantized_weights_of_uneven_parts(ranks):
     if ranks.size == 1:
         pytest.skip("one rank has all rows")

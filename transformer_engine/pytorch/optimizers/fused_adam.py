@@ -179,7 +179,7 @@ class FusedAdam(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _has_master(self, parameter: Tensor) -> bool:
-        wide = parameter.dtype is torch.float32 and not is_quantized(parameter)
+        wide = parameter.dtype is torch.float32 and not is_quantized(local_part(parameter))
         return bool(self.master_weights) and not wide
 
     def _stores_remainders(self, param: Tensor) -> bool:
@@ -201,8 +201,7 @@ class FusedAdam(torch.optim.Optimizer):
         `store_param_remainders`: it is the int16 remainders.
         """
         dtype = self.name_to_dtype_map[state_name]
-        like = param.detach()
-        like = like.dequantize() if is_quantized(like) else like
+        like = wide_copy(param) if is_quantized(local_part(param)) else param.detach()
         if store_param_remainders:
             made = torch.zeros_like(like, dtype=torch.int16)
         elif dtype is torch.uint8:

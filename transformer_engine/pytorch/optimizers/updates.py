@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["Lists", "checked_lists", "local_part", "run_update", "wide_copy"]
 
@@ -22,8 +23,16 @@ def local_part(param: Tensor) -> Tensor:
 
 
 def wide_copy(param: Tensor) -> Tensor:
-    """A copy of a parameter in fp32, of a quantized one too."""
-    return param.detach().clone().float()
+    """A copy of a parameter in fp32, of a quantized one too, and of one that is sharded."""
+    local = local_part(param)
+    if local is param or not is_quantized(local):
+        return param.detach().clone().float()
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.detach().dequantize(dtype=torch.float32), param.device_mesh, param.placements,
+        run_check=False, shape=param.size(), stride=param.stride(),
+    )  # fmt: skip
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
