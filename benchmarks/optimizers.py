@@ -2,7 +2,8 @@
 """Steps of FusedAdam over the parameters of a model, beside torch's fused AdamW and a copy.
 
 A step is bound by memory. Of bf16 parameters with fp32 masters and means it reads the gradient, the
-master and the two means, and writes all but the gradient and the parameter: 28 bytes for each one.
+master and the two means, and writes all but the gradient, and the parameter: 28 bytes for each one.
+FP8 weights (delayed scaling, row-wise and column-wise: the weights of linear layers) are as many.
 The share is those bytes over the time, of the rate of a copy measured in the same turns.
 """
 
@@ -37,22 +38,29 @@ def shapes(quick: bool) -> list[tuple[int, ...]]:
 
 
 def parameters(machine: Machine, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Parameters with gradients."""
-    made = []
-    for shape in shapes(machine.quick):
-        drawn = torch.randn(shape, device=machine.device).mul_(0.02).to(dtype)
+    """Parameters with gradients; float8_e4m3fn: bf16, those of linear layers quantized."""
+    made, quantized = [], dtype is torch.float8_e4m3fn
+    for number, shape in enumerate(shapes(machine.quick)):
+        drawn = torch.randn(shape, device=machine.device).mul_(0.02)
+        drawn = drawn.to(torch.bfloat16 if quantized else dtype)
+        grad = torch.randn_like(drawn)
+        if quantized and number > 0 and len(shape) == 2:
+            scale = torch.full((1,), 2048.0, device=machine.device)
+            drawn = te.Float8Quantizer(scale, torch.zeros_like(scale), dtype)(drawn)
         made.append(torch.nn.Parameter(drawn))
-        made[-1].grad = torch.randn_like(drawn)
+        made[-1].grad = grad
     return made
 
 
 def candidates() -> dict[str, tuple[torch.dtype, int, Callable[[list], Any]]]:
-    """(dtype of parameters, bytes for each, optimizer) by name."""
+    """(dtype of parameters as of `parameters`, bytes for each, optimizer) by name."""
     adam, masters = te.optimizers.FusedAdam, {"master_weights": True}
     half = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
     bf16, f32 = torch.bfloat16, torch.float32
     return {
         "FusedAdam bf16, fp32 masters": (bf16, 28, lambda p: adam(p, **masters)),
+        "FusedAdam FP8, fp32 masters": (
+            torch.float8_e4m3fn, 28, lambda p: adam(p, **masters)),
         "FusedAdam bf16, remainders": (
             bf16, 26, lambda p: adam(p, store_param_remainders=True, **masters)),
         "FusedAdam bf16, bf16 means": (bf16, 20, lambda p: adam(p, **masters, **half)),

@@ -479,6 +479,7 @@ def update(
     numbers: tuple[float, ...],
     step: int,
     device_numbers: tuple[Tensor | None, ...],
+    casts: tuple[dict[str, Any], ...] | None = None,
     /,
 ) -> None:
     """One pass over lists of tensors: a step of Adam or of gradient descent, or products.
@@ -488,7 +489,8 @@ def update(
     dense, of float32, float16 or bfloat16, one dtype for a list; a gradient of other strides is
     copied. `flag` is int32 [1]. The `numbers`: lr, beta1, beta2, eps, weight decay, factor of
     gradients, momentum, dampening. `device_numbers` (lr, factor of gradients: float32 [1]; step:
-    int32 [1]) come in place of those where they are not None. The formulas:
+    int32 [1]) come in place of those where they are not None. `casts` are fields of `quantize` for
+    each tensor: its new values are cast so, with one scale in the same pass. The formulas:
     transformer_engine_updates.h. ValueError, TypeError: a number, size or dtype that can not be.
     """
 

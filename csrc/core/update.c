@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "core/check.h"
 #include "core/context.h"
 #include "core/status.h"
 #include "core/tensor.h"
@@ -62,7 +63,7 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
 
 /* ---- checks ------------------------------------------------------------------------------- */
 
-#define INVALID(...) TE_FAIL(TE_ERROR_INVALID, "update: " __VA_ARGS__)
+#define REFUSED(...) TE_FAIL(TE_ERROR_INVALID, "update: " __VA_ARGS__)
 
 static te_status check_tensor(const te_update_args *args, te_device device, int list, int64_t i)
 {
@@ -70,30 +71,30 @@ static te_status check_tensor(const te_update_args *args, te_device device, int 
     const char *name = list_names[list];
     int64_t dense = 1, wanted;
     if (tensor->ndim < 0 || tensor->ndim > TE_MAX_DIMS) {
-        return INVALID("%s %lld: ndim = %d, expected 0 to %d", name, (long long)i,
+        return REFUSED("%s %lld: ndim = %d, expected 0 to %d", name, (long long)i,
                        (int)tensor->ndim, TE_MAX_DIMS);
     }
     for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
         if (tensor->shape[d] < 0 || (tensor->shape[d] > 1 && tensor->strides[d] != dense)) {
-            return INVALID("%s %lld: dim %d: size %lld and stride %lld, expected a dense tensor",
+            return REFUSED("%s %lld: dim %d: size %lld and stride %lld, expected a dense tensor",
                            name, (long long)i, (int)d, (long long)tensor->shape[d],
                            (long long)tensor->strides[d]);
         }
         if (tensor->shape[d] > 0 && dense > TE_MOST_ELEMENTS / tensor->shape[d]) {
-            return INVALID("%s %lld: more than 2^56 elements", name, (long long)i);
+            return REFUSED("%s %lld: more than 2^56 elements", name, (long long)i);
         }
         dense *= tensor->shape[d];
     }
     wanted = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]);
     if (dense != wanted) {
-        return INVALID("%s %lld: %lld elements, expected the %lld of its gradient", name,
+        return REFUSED("%s %lld: %lld elements, expected the %lld of its gradient", name,
                        (long long)i, (long long)dense, (long long)wanted);
     }
     if (tensor->data == NULL && dense > 0) {
-        return INVALID("%s %lld: data is NULL", name, (long long)i);
+        return REFUSED("%s %lld: data is NULL", name, (long long)i);
     }
     if (tensor->device.type != device.type || tensor->device.index != device.index) {
-        return INVALID("%s %lld: device (%d, %d) is not the context's (%d, %d): move the tensor",
+        return REFUSED("%s %lld: device (%d, %d) is not the context's (%d, %d): move the tensor",
                        name, (long long)i, (int)tensor->device.type, (int)tensor->device.index,
                        (int)device.type, (int)device.index);
     }
@@ -113,14 +114,14 @@ static te_status check_lists(const te_update_args *args, te_device device)
         const unsigned bit = 1U << list;
         if (lists[list] != NULL) given |= bit;
         if (lists[list] == NULL && (kinds[args->kind].required & bit) != 0U) {
-            return INVALID("%s: is missing: %s needs it", list_names[list], kinds[args->kind].name);
+            return REFUSED("%s: is missing: %s needs it", list_names[list], kinds[args->kind].name);
         }
         if (lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U) {
-            return INVALID("%s: %s has no such list", list_names[list], kinds[args->kind].name);
+            return REFUSED("%s: %s has no such list", list_names[list], kinds[args->kind].name);
         }
     }
     if (args->kind == TE_UPDATE_SGD && args->momentum != 0.0 && lists[TE_UPDATE_MEAN] == NULL) {
-        return INVALID("mean: is missing: momentum = %g needs it", args->momentum);
+        return REFUSED("mean: is missing: momentum = %g needs it", args->momentum);
     }
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         for (int64_t i = 0; lists[list] != NULL && i < args->count; i++) {
@@ -138,16 +139,43 @@ static te_status check_lists(const te_update_args *args, te_device device)
     return TE_OK;
 }
 
+static te_status check_casts(const te_update_args *args, te_device device)
+{
+    if (args->casts == NULL) return TE_OK;
+    if (args->kind == TE_UPDATE_SCALE || args->lists[TE_UPDATE_ROUNDED] != NULL ||
+        args->lists[TE_UPDATE_REMAINDER] != NULL) {
+        return REFUSED("casts: %s with the lists that are given: values of adam and sgd are cast, "
+                       "where there is no rounded and no remainder",
+                       kinds[args->kind].name);
+    }
+    for (int64_t i = 0; i < args->count; i++) {
+        const te_quantize_args *cast = &args->casts[i];
+        const te_tensor *value = &args->lists[TE_UPDATE_VALUE][i];
+        TE_TRY(te_check_args(TE_OP_QUANTIZE, device, cast));
+        if (cast->input.data != value->data || cast->input.dtype != value->dtype ||
+            te_tensor_numel(&cast->input) != te_tensor_numel(value) ||
+            (cast->input.shape[0] > 1 && cast->input.strides[0] != cast->input.shape[1])) {
+            return REFUSED("casts %lld: input is not the value %lld", (long long)i, (long long)i);
+        }
+        if (cast->noop != NULL || te_tensor_requested(&cast->bias_grad)) {
+            return REFUSED("casts %lld: noop or bias_grad is given: `flag` says whether to write, "
+                           "and nothing is summed",
+                           (long long)i);
+        }
+    }
+    return TE_OK;
+}
+
 static te_status check_numbers(const te_update_args *args)
 {
     const double betas[] = {args->beta1, args->beta2};
     for (int i = 0; i < 2 && args->kind == TE_UPDATE_ADAM; i++) {
         if (!(betas[i] >= 0.0 && betas[i] <= 1.0)) {
-            return INVALID("beta%d = %g, expected 0 to 1", i + 1, betas[i]);
+            return REFUSED("beta%d = %g, expected 0 to 1", i + 1, betas[i]);
         }
     }
     if (args->kind == TE_UPDATE_ADAM && args->step_at == NULL && args->step < 1) {
-        return INVALID("step = %lld, expected a number from 1 on", (long long)args->step);
+        return REFUSED("step = %lld, expected a number from 1 on", (long long)args->step);
     }
     return TE_OK;
 }
@@ -156,21 +184,22 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
 {
     te_device device;
     TE_TRY(te_context_check(context));
-    if (args == NULL) return INVALID("args is NULL");
+    if (args == NULL) return REFUSED("args is NULL");
     if (args->size != sizeof *args) {
-        return INVALID("args->size = %zu, expected %zu", args->size, sizeof *args);
+        return REFUSED("args->size = %zu, expected %zu", args->size, sizeof *args);
     }
     if ((unsigned)args->kind >= TE_UPDATE_KIND_COUNT) {
-        return INVALID("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
+        return REFUSED("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
     }
     if (args->flags >= 2U * TE_UPDATE_WRITE_GRAD) {
-        return INVALID("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
+        return REFUSED("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
                        2U * TE_UPDATE_WRITE_GRAD - 1U);
     }
-    if (args->count < 0) return INVALID("count = %lld is negative", (long long)args->count);
+    if (args->count < 0) return REFUSED("count = %lld is negative", (long long)args->count);
     TE_TRY(check_numbers(args));
     if (args->count == 0) return TE_OK;
     device = te_context_device(context);
     TE_TRY(check_lists(args, device));
+    TE_TRY(check_casts(args, device));
     return te_context_driver(context)->update(context, args, stream);
 }

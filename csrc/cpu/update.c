@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/fp8.h"
+#include "core/status.h"
 #include "core/update.h"
 #include "cpu/isa.h"
 #include "cpu/matrix.h"
@@ -126,6 +127,7 @@ te_status te_cpu_update(te_context *context, const te_update_args *args, void *s
             at.count = te_cpu_min(PIECE, count - at.begin);
             infinite |= update_piece(args, &numbers, i, &at);
         }
+        if (args->casts != NULL) TE_TRY(te_cpu_quantize(&args->casts[i]));
     }
     if (infinite && args->flag != NULL) *args->flag = 1;
     return TE_OK;

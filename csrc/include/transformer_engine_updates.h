@@ -80,6 +80,11 @@ typedef struct te_update_args {
     /* On the device, one element each, in place of the numbers above; NULL: those. */
     const float *lr_at, *grad_scale_at;
     const int32_t *step_at;
+    /* ADAM, SGD: a cast for each tensor, or NULL. Each is run on the new values, as `value` holds
+     * them: `input` is its tensor of `value`, as a matrix; `noop` and `bias_grad` are absent. Not
+     * with the lists rounded and remainder. Where the cast has one scale, it is part of the pass.
+     */
+    const te_quantize_args *casts;
 } te_update_args;
 
 /* Waits for nothing and allocates nothing: a stream that captures may have it. */

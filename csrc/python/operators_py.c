@@ -310,6 +310,40 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     return by != NULL && by->asked ? PyBool_FromLong(result) : Py_NewRef(Py_None);
 }
 
+int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields, void *args,
+                   PyObject **held)
+{
+    op_call call = {.state = tepy_state_of(module),
+                    .op = op,
+                    .info = te_op_describe(op),
+                    .function = te_op_name(op)};
+    PyObject *given[TE_OP_MAX_FIELDS + 1] = {first}, *names = NULL, *name, *value;
+    Py_ssize_t at = 0, count = 0;
+    int failed = 0;
+    if (!PyDict_Check(fields) || PyDict_Size(fields) > TE_OP_MAX_FIELDS) {
+        return tepy_fail(PyExc_TypeError, (tepy_site){call.function, "fields"},
+                         "expected a dict of the operator's fields");
+    }
+    names = PyTuple_New(PyDict_Size(fields));
+    if (names == NULL) return -1;
+    while (PyDict_Next(fields, &at, &name, &value)) {
+        given[1 + count] = value;
+        (void)PyTuple_SetItem(names, count++, Py_NewRef(name));
+    }
+    failed = sort_values(&call, given, 1, names) != 0;
+    te_op_initial(op, &call.args);
+    for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
+    Py_DECREF(names);
+    memcpy(args, &call.args, call.info->size);
+    *held = PyList_New(0);
+    for (int i = 0; i < call.info->field_count; i++) {
+        if (call.held[i] == NULL) continue;
+        failed |= *held == NULL || PyList_Append(*held, call.held[i]) != 0;
+        Py_DECREF(call.held[i]);
+    }
+    return failed || *held == NULL ? -1 : 0;
+}
+
 #define X(NAME, name)                                                                              \
     static PyObject *call_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs,        \
                                  PyObject *names)                                                  \

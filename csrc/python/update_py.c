@@ -24,6 +24,8 @@ typedef struct update_call {
     PyObject **held;
     PyObject *lists[TE_UPDATE_LIST_COUNT]; /* new references: lists or tuples; NULL: none */
     PyObject *numbers[DEVICE_NUMBERS + 1]; /* held of the flag and of numbers on the device */
+    te_quantize_args *casts;
+    PyObject **cast_held; /* by tensor: what its cast needs */
     te_device device;
 } update_call;
 
@@ -128,6 +130,33 @@ static int take_device_numbers(update_call *call, PyObject *flag, PyObject *numb
     return take_element(call, PyTuple_GetItem(numbers, 2), 3, "step", TE_DTYPE_I32, &args->step_at);
 }
 
+/* `casts`: None, or as many dicts of fields of quantize as there are tensors. */
+static int take_casts(update_call *call, PyObject *module, PyObject *casts)
+{
+    const Py_ssize_t count = (Py_ssize_t)call->args.count;
+    if (casts == Py_None) return 0;
+    if (!PyTuple_Check(casts) || PyTuple_Size(casts) != count) {
+        return tepy_fail(PyExc_TypeError, site_of("casts"), "expected None, or a tuple of %zd dicts",
+                         count);
+    }
+    if (call->lists[TE_UPDATE_VALUE] == NULL) return 0; /* te_update says so */
+    call->casts = calloc((size_t)count + 1, sizeof *call->casts);
+    call->cast_held = calloc((size_t)count + 1, sizeof(PyObject *));
+    if (call->casts == NULL || call->cast_held == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *value = PyTuple_GetItem(call->lists[TE_UPDATE_VALUE], i); /* borrowed */
+        if (tepy_take_args(module, TE_OP_QUANTIZE, value, PyTuple_GetItem(casts, i),
+                           &call->casts[i], &call->cast_held[i]) != 0) {
+            return -1;
+        }
+    }
+    call->args.casts = call->casts;
+    return 0;
+}
+
 /* Launches on torch's current stream; on the CPU it computes without the GIL. */
 static int run(update_call *call, tepy_state *state)
 {
@@ -152,7 +181,7 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     update_call call = {.state = state, .args = {.size = sizeof(te_update_args)}};
     int64_t kind = 0, flags = 0;
     int failed;
-    if (tepy_require_torch(state, "update") != 0 || tepy_count("update", nargs, 7, 7) != 0 ||
+    if (tepy_require_torch(state, "update") != 0 || tepy_count("update", nargs, 7, 8) != 0 ||
         tepy_int(args[0], site_of("kind"), 0, TE_UPDATE_KIND_COUNT - 1, &kind) != 0 ||
         tepy_int(args[1], site_of("flags"), 0, INT32_MAX, &flags) != 0 ||
         tepy_int(args[5], site_of("step"), INT64_MIN, INT64_MAX, &call.args.step) != 0) {
@@ -162,13 +191,18 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     call.args.flags = (uint32_t)flags;
     failed = take_numbers(&call, args[4]) != 0 || take_lists(&call, args[2]) != 0 ||
              take_tensors(&call) != 0 || take_device_numbers(&call, args[3], args[6]) != 0 ||
-             run(&call, state) != 0;
+             (nargs == 8 && take_casts(&call, module, args[7]) != 0) || run(&call, state) != 0;
+    for (size_t i = 0; call.cast_held != NULL && i < (size_t)call.args.count; i++) {
+        Py_XDECREF(call.cast_held[i]);
+    }
     for (size_t i = 0; call.held != NULL && i < (size_t)call.args.count * TE_UPDATE_LIST_COUNT;
          i++) {
         Py_XDECREF(call.held[i]);
     }
     for (int i = 0; i < DEVICE_NUMBERS + 1; i++) Py_XDECREF(call.numbers[i]);
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) Py_XDECREF(call.lists[list]);
+    free(call.casts);
+    free(call.cast_held);
     free(call.views);
     free(call.held);
     return failed ? NULL : Py_NewRef(Py_None);

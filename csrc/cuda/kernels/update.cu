@@ -5,65 +5,73 @@
  * Bound by memory: a thread has all of its reads, eight elements of each list, in flight before it
  * decodes the first. dtypes are run-time numbers, the same for every thread; they decide the width
  * of an access and how its bits are read, not what is read first. A warp's accesses are contiguous.
+ * New values that are cast are a source of tiles (tile_cast.cuh): 32 elements of each list a thread.
  */
 #include "update.h"
-#include "vector.cuh"
+#include "tile_cast.cuh"
 
 enum { ADAM, SGD, SCALE };
 enum { GRAD = 0, VALUE = 4, MEAN = 8, SQUARE = 12, ROUNDED = 16 }; /* bits in `dtypes` */
 
 #define DTYPE(p, list) ((int)((p).dtypes >> (list)) & 15)
 
-typedef te_vector<te_f32, TE_UPDATE_GROUP> te_wide;
-typedef te_vector<te_bf16, TE_UPDATE_GROUP> te_half;
+template <int N> using te_wide = te_vector<te_f32, N>;
+template <int N> using te_half = te_vector<te_bf16, N>;
 
 /* A group of a list as it lies in memory: 16-bit elements fill half of the words. */
-static __device__ __forceinline__ void fetch(te_wide &to, int dtype, const unsigned char *from,
+template <int N>
+static __device__ __forceinline__ void fetch(te_wide<N> &to, int dtype, const unsigned char *from,
                                              te_index at, te_index count, bool whole)
 {
     if (dtype == TE_STORE_F32) {
         to.load((const float *)from + at, whole, count);
     } else {
-        te_half half;
+        te_half<N> half;
         half.load((const unsigned short *)from + at, whole, count);
-        to.word[0] = half.word[0], to.word[1] = half.word[1];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) to.word[i] = half.word[i];
     }
 }
 
-static __device__ __forceinline__ float number(const te_wide &from, int dtype, int j)
+template <int N>
+static __device__ __forceinline__ float number(const te_wide<N> &from, int dtype, int j)
 {
     const unsigned short half = (unsigned short)(from.word[j / 2] >> (j % 2 * 16));
     if (dtype == TE_STORE_F32) return __uint_as_float(from.word[j]);
     return dtype == TE_STORE_F16 ? te_decode<te_f16>(half) : te_decode<te_bf16>(half);
 }
 
-template <typename T>
-static __device__ __forceinline__ void put_as(const float *values, unsigned char *to, te_index at,
+/* Writes values rounded to a dtype, and leaves them so. */
+template <typename T, int N>
+static __device__ __forceinline__ void put_as(float *values, unsigned char *to, te_index at,
                                               te_index count, bool whole)
 {
-    te_vector<T, TE_UPDATE_GROUP> out;
+    te_vector<T, N> out;
     out.encode(values);
     out.store((typename T::raw *)to + at, whole, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) values[j] = out.value(j);
 }
 
-static __device__ __forceinline__ void put(const float *values, int dtype, unsigned char *to,
-                                           te_index at, te_index count, bool whole)
+template <int N>
+static __device__ __forceinline__ void put(float *values, int dtype, unsigned char *to, te_index at,
+                                           te_index count, bool whole)
 {
     if (dtype == TE_STORE_F32)
-        put_as<te_f32>(values, to, at, count, whole);
+        put_as<te_f32, N>(values, to, at, count, whole);
     else if (dtype == TE_STORE_F16)
-        put_as<te_f16>(values, to, at, count, whole);
+        put_as<te_f16, N>(values, to, at, count, whole);
     else
-        put_as<te_bf16>(values, to, at, count, whole);
+        put_as<te_bf16, N>(values, to, at, count, whole);
 }
 
-struct te_group {
-    te_wide grad, value, mean, square;
-    te_half remainder;
+template <int N> struct te_group {
+    te_wide<N> grad, value, mean, square;
+    te_half<N> remainder;
 };
 
-template <int KIND>
-static __device__ __forceinline__ void read(te_group &group, const te_update_params &p,
+template <int KIND, int N>
+static __device__ __forceinline__ void read(te_group<N> &group, const te_update_common &p,
                                             const te_update_entry &e, te_index at, te_index count,
                                             bool whole)
 {
@@ -80,19 +88,23 @@ static __device__ __forceinline__ void read(te_group &group, const te_update_par
 }
 
 /* Writes the new values, in both halves where there are remainders. */
-template <int KIND>
-static __device__ __forceinline__ void write_value(const float *values, const te_update_params &p,
+template <int KIND, int N>
+static __device__ __forceinline__ void write_value(float *values, const te_update_common &p,
                                                    const te_update_entry &e, te_index at,
                                                    te_index count, bool whole)
 {
-    if (KIND != SCALE && e.rounded != nullptr)
-        put(values, DTYPE(p, ROUNDED), e.rounded, at, count, whole);
+    if (KIND != SCALE && e.rounded != nullptr) {
+        float copy[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) copy[j] = values[j];
+        put<N>(copy, DTYPE(p, ROUNDED), e.rounded, at, count, whole);
+    }
     if (KIND == ADAM && e.remainder != nullptr) {
-        te_half high, low;
+        te_half<N> high, low;
         high.clear();
         low.clear();
 #pragma unroll
-        for (int j = 0; j < TE_UPDATE_GROUP; j++) {
+        for (int j = 0; j < N; j++) {
             high.put(j, (unsigned short)te_update_high(values[j]));
             low.put(j, (unsigned short)__float_as_uint(values[j]));
         }
@@ -100,21 +112,22 @@ static __device__ __forceinline__ void write_value(const float *values, const te
         low.store((unsigned short *)e.remainder + at, whole, count);
         return;
     }
-    put(values, DTYPE(p, VALUE), e.value, at, count, whole);
+    put<N>(values, DTYPE(p, VALUE), e.value, at, count, whole);
 }
 
-/* Whether a gradient is Inf or NaN, where that is asked. */
-template <int KIND>
-static __device__ __forceinline__ bool step(const te_group &group, const te_update_numbers &n,
-                                            const te_update_params &p, const te_update_entry &e,
-                                            te_index at, te_index count, bool whole)
+/* Leaves the new values, as they are written, in `value`. Whether a gradient is Inf or NaN, where
+ * that is asked. */
+template <int KIND, int N>
+static __device__ __forceinline__ bool step(const te_group<N> &group, const te_update_numbers &n,
+                                            const te_update_common &p, const te_update_entry &e,
+                                            te_index at, te_index count, bool whole,
+                                            float value[N])
 {
-    float grad[TE_UPDATE_GROUP], value[TE_UPDATE_GROUP], mean[TE_UPDATE_GROUP];
-    float square[TE_UPDATE_GROUP];
+    float grad[N], mean[N], square[N];
     bool infinite = false;
     if (count <= 0) return false;
 #pragma unroll
-    for (int j = 0; j < TE_UPDATE_GROUP; j++) {
+    for (int j = 0; j < N; j++) {
         grad[j] = number(group.grad, DTYPE(p, GRAD), j);
         infinite |= !te_is_finite(grad[j]); /* what is beyond the end is 0 */
         grad[j] = __fmul_rn(grad[j], n.grad_scale);
@@ -131,16 +144,30 @@ static __device__ __forceinline__ bool step(const te_group &group, const te_upda
             value[j] = te_update_sgd(&n, grad[j], value[j], &mean[j]);
         }
     }
-    write_value<KIND>(KIND == SCALE ? grad : value, p, e, at, count, whole);
+    write_value<KIND, N>(KIND == SCALE ? grad : value, p, e, at, count, whole);
     if (KIND == ADAM) {
-        put(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
-        put(square, DTYPE(p, SQUARE), e.square, at, count, whole);
+        put<N>(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
+        put<N>(square, DTYPE(p, SQUARE), e.square, at, count, whole);
     } else if (KIND == SGD && e.mean != nullptr && n.momentum != 0.0F) {
-        put(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
+        put<N>(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
     }
     if (KIND != SCALE && (n.flags & TE_STEP_WRITE_GRAD) != 0)
-        put(grad, DTYPE(p, GRAD), e.grad, at, count, whole);
+        put<N>(grad, DTYPE(p, GRAD), e.grad, at, count, whole);
     return infinite;
+}
+
+/* The numbers of the call, those on the device read. */
+template <int KIND>
+static __device__ __forceinline__ te_update_numbers numbers_of(const te_update_common &p)
+{
+    te_update_numbers n = p.numbers;
+    if (p.lr_at != nullptr) n.lr = *p.lr_at;
+    if (p.grad_scale_at != nullptr) n.grad_scale = *p.grad_scale_at;
+    if (KIND == ADAM && p.step_at != nullptr && (n.flags & TE_STEP_CORRECTED) != 0) {
+        n.correction1 = te_update_correction(p.beta1, *p.step_at);
+        n.correction2 = te_update_correction(p.beta2, *p.step_at);
+    }
+    return n;
 }
 
 /* The entry that a block belongs to: the last one that begins at or before it. */
@@ -159,40 +186,96 @@ static __device__ __forceinline__ int find(const te_update_params &p)
 
 template <int KIND> static __device__ __forceinline__ void run(const te_update_params &p)
 {
-    constexpr int apart = TE_UPDATE_THREADS * TE_UPDATE_GROUP;
+    constexpr int N = TE_UPDATE_GROUP, apart = TE_UPDATE_THREADS * N;
     const te_update_entry &e = p.entries[find(p)];
-    te_update_numbers n = p.numbers;
+    const te_update_common &c = p.common;
     bool infinite = false;
-    if (KIND != SCALE && p.flag != nullptr && *p.flag != 0) return;
-    if (p.lr_at != nullptr) n.lr = *p.lr_at;
-    if (p.grad_scale_at != nullptr) n.grad_scale = *p.grad_scale_at;
-    if (KIND == ADAM && p.step_at != nullptr && (n.flags & TE_STEP_CORRECTED) != 0) {
-        n.correction1 = te_update_correction(p.beta1, *p.step_at);
-        n.correction2 = te_update_correction(p.beta2, *p.step_at);
-    }
+    if (KIND != SCALE && c.flag != nullptr && *c.flag != 0) return;
+    const te_update_numbers n = numbers_of<KIND>(c);
     const te_index begin = (te_index)(blockIdx.x - e.first) * TE_UPDATE_CHUNK;
     const te_index end = min(begin + TE_UPDATE_CHUNK, e.count);
-    for (te_index at = begin + threadIdx.x * TE_UPDATE_GROUP; at < end;
-         at += apart * TE_UPDATE_UNROLL) {
-        te_group group[TE_UPDATE_UNROLL];
-        const bool whole =
-            e.aligned && at + apart * (TE_UPDATE_UNROLL - 1) + TE_UPDATE_GROUP <= end;
+    for (te_index at = begin + threadIdx.x * N; at < end; at += apart * TE_UPDATE_UNROLL) {
+        te_group<N> group[TE_UPDATE_UNROLL];
+        const bool whole = e.aligned && at + apart * (TE_UPDATE_UNROLL - 1) + N <= end;
         if (whole) {
 #pragma unroll
             for (int i = 0; i < TE_UPDATE_UNROLL; i++)
-                read<KIND>(group[i], p, e, at + i * apart, TE_UPDATE_GROUP, true);
+                read<KIND, N>(group[i], c, e, at + i * apart, N, true);
         } else {
 #pragma unroll
             for (int i = 0; i < TE_UPDATE_UNROLL; i++)
-                read<KIND>(group[i], p, e, at + i * apart, end - at - i * apart, false);
+                read<KIND, N>(group[i], c, e, at + i * apart, end - at - i * apart, false);
         }
 #pragma unroll
-        for (int i = 0; i < TE_UPDATE_UNROLL; i++)
-            infinite |= step<KIND>(group[i], n, p, e, at + i * apart, end - at - i * apart, whole);
+        for (int i = 0; i < TE_UPDATE_UNROLL; i++) {
+            float value[N];
+            infinite |= step<KIND, N>(group[i], n, c, e, at + i * apart, end - at - i * apart,
+                                      whole, value);
+        }
     }
-    if (KIND == SCALE && infinite && p.flag != nullptr) *p.flag = 1;
+    if (KIND == SCALE && infinite && c.flag != nullptr) *c.flag = 1;
+}
+
+/* The new values of a matrix, as the source of a cast. */
+template <int KIND> struct te_update_source {
+    typedef te_update_cast_params params;
+    static constexpr int outputs = 1;
+    static constexpr bool pads = false, writes = false, adds = false;
+    const te_update_numbers n;
+    const te_index column;
+    te_index row;
+    te_group<8> in[4];
+
+    __device__ __forceinline__ te_update_source(const params &p, te_index at)
+        : n(numbers_of<KIND>(p.common)), column(at)
+    {
+    }
+
+    __device__ __forceinline__ te_index count(const params &p, int i) const
+    {
+        return row + i < p.tile.rows ? p.tile.columns - column : 0;
+    }
+
+    __device__ __forceinline__ void fetch(const params &p, te_index at)
+    {
+        const bool whole = p.entry.aligned && at + 4 <= p.tile.rows && column + 8 <= p.tile.columns;
+        row = at;
+        if (whole) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                read<KIND, 8>(in[i], p.common, p.entry, (at + i) * p.tile.columns + column, 8,
+                              true);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                read<KIND, 8>(in[i], p.common, p.entry, (at + i) * p.tile.columns + column,
+                              count(p, i), false);
+        }
+    }
+
+    __device__ __forceinline__ void values(const params &p, int i, float v[1][8]) const
+    {
+        const te_index here = count(p, i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[0][j] = 0.0F;
+        (void)step<KIND, 8>(in[i], n, p.common, p.entry, (row + i) * p.tile.columns + column, here,
+                            p.entry.aligned != 0, v[0]);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (j >= here) v[0][j] = 0.0F; /* 0 / 0, where eps is 0 */
+    }
+};
+
+template <int KIND>
+static __device__ __forceinline__ void run_cast(const te_update_cast_params &p)
+{
+    if (p.common.flag != nullptr && *p.common.flag != 0) return;
+    te_tile_cast<te_update_source<KIND>, te_any_fp8>(p);
 }
 
 TE_KERNEL(te_update_adam_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<ADAM>(p))
 TE_KERNEL(te_update_sgd_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SGD>(p))
 TE_KERNEL(te_update_scale_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SCALE>(p))
+TE_KERNEL(te_update_adam_cast_kernel, te_update_cast_params, (TE_TILE_THREADS, 2),
+          run_cast<ADAM>(p))
+TE_KERNEL(te_update_sgd_cast_kernel, te_update_cast_params, (TE_TILE_THREADS, 2), run_cast<SGD>(p))

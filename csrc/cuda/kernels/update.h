@@ -25,15 +25,27 @@ typedef struct te_update_entry {
     int aligned;    /* every group of every list is aligned */
 } te_update_entry;
 
-typedef struct te_update_params {
-    te_update_entry entries[TE_UPDATE_ENTRIES];
+/* What is the same for all tensors. */
+typedef struct te_update_common {
     te_update_numbers numbers;
     double beta1, beta2;                /* for step_at */
     const float *lr_at, *grad_scale_at; /* in place of numbers; NULL: those */
     const int *step_at;
     int *flag;       /* NULL: nobody asks */
-    int count;       /* entries */
     unsigned dtypes; /* TE_STORE_*, 4 bits each, from the lowest: see update.cu */
+} te_update_common;
+
+typedef struct te_update_params {
+    te_update_entry entries[TE_UPDATE_ENTRIES];
+    te_update_common common;
+    int count; /* entries */
 } te_update_params;
+
+/* An update of one matrix whose values are cast: a kernel on tiles, see te_tile_params. */
+typedef struct te_update_cast_params {
+    te_tile_params tile;
+    te_update_entry entry; /* aligned: every group of eight of every list */
+    te_update_common common;
+} te_update_cast_params;
 
 #endif

@@ -6,6 +6,7 @@ parameters, gradients under ``decoupled_grad``, and the step counted by group. E
 through `multi_tensor_applier` of this module, which programs replace.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -19,9 +20,10 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
+    multi_tensor_adam_cast,
     multi_tensor_adam_param_remainder,
 )
-from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
+from transformer_engine.pytorch.optimizers.updates import Updated, local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -48,6 +50,7 @@ class _Row(NamedTuple):
     mean: Tensor
     square: Tensor
     extra: Tensor | None  # the parameter where `value` is its master, or its remainders
+    casts: bool  # the parameter is quantized from `value`
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -392,27 +395,38 @@ class FusedAdam(torch.optim.Optimizer):
         if self._has_master(param):
             master = self.state[param]["master_param"]
             if master.dtype is torch.int16:
-                return _Row(param, grad, param.detach(), *means, master)
+                return _Row(param, grad, param.detach(), *means, master, False)
             if self.name_to_dtype_map["master_param"] not in _DIRECT:
                 master = self.get_unscaled_state(param, "master_param")
-            return _Row(param, grad, master, *means, None if quantized else param.detach())
-        return _Row(param, grad, wide_copy(param) if quantized else param.detach(), *means, None)
+            rounded = None if quantized else param.detach()
+            return _Row(param, grad, master, *means, rounded, quantized)
+        value = wide_copy(param) if quantized else param.detach()
+        return _Row(param, grad, value, *means, None, quantized)
 
     def _update(self, group: dict, rows: list[_Row], inverse: Tensor | None) -> None:
         kinds: dict[tuple, list[_Row]] = {}
         for row in rows:
             what = None if row.extra is None else row.extra.dtype is torch.int16
-            kinds.setdefault((row.param.device, what), []).append(row)
-        for (device, has_remainders), chosen in kinds.items():
+            kinds.setdefault((row.param.device, what, row.casts), []).append(row)
+        tail = () if inverse is None else (inverse,)
+        numbers = (
+            group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode,
+            int(bool(group["bias_correction"])), group["weight_decay"], *tail,
+        )  # fmt: skip
+        for (device, has_remainders, casts), chosen in kinds.items():
             flag = self._dummy_overflow_buf
             flag = flag if flag.device == device else flag.to(device)
+            for row in chosen if casts else ():
+                _update_and_cast(row, flag, numbers)
+                self._keep(row)
+            if casts:
+                continue
             op: Callable = multi_tensor_adam
             if self.capturable:
                 op = multi_tensor_adam_capturable
                 op = op if has_remainders is None else multi_tensor_adam_capturable_master
             elif has_remainders:
                 op = multi_tensor_adam_param_remainder
-            tail = () if inverse is None else (inverse,)
             for first in range(0, len(chosen), _CHUNK):
                 part = chosen[first : first + _CHUNK]
                 lists = [
@@ -423,25 +437,29 @@ class FusedAdam(torch.optim.Optimizer):
                 ]
                 if has_remainders is not None:
                     lists.append([row.extra if has_remainders else row.value for row in part])
-                multi_tensor_applier(
-                    op, flag, lists, group["lr"], *group["betas"], group["eps"], group["step"],
-                    self.adam_w_mode, int(bool(group["bias_correction"])), group["weight_decay"],
-                    *tail,
-                )  # fmt: skip
+                multi_tensor_applier(op, flag, lists, *numbers)
             for row in chosen:
                 self._keep(row)
 
     def _keep(self, row: _Row) -> None:
-        """Scale states that were expanded, and quantize parameters of new values."""
+        """Scale states that were expanded."""
         states = {"exp_avg": row.mean, "exp_avg_sq": row.square}
-        quantized = is_quantized(local_part(row.param))
-        if self._has_master(row.param) and (quantized or not _is_remainder(row)):
+        if self._has_master(row.param) and (row.casts or not _is_remainder(row)):
             states["master_param"] = row.value
         for name, value in states.items():
             if self.name_to_dtype_map[name] not in _DIRECT:
                 self.set_scaled_state(row.param, name, value)
-        if quantized:
-            row.param.copy_(row.value)
+
+
+def _update_and_cast(row: _Row, flag: Tensor, numbers: tuple) -> None:
+    """Update the part of a quantized parameter that this rank has, and quantize it."""
+    parts = [local_part(t) for t in (row.grad.detach(), row.value, row.mean, row.square)]
+
+    def run(casts: list[dict] | None) -> None:
+        op = functools.partial(multi_tensor_adam_cast, casts)
+        multi_tensor_applier(op, flag, [[part] for part in parts], *numbers)
+
+    Updated(run, parts[1]).write_to(local_part(row.param))
 
 
 def _is_remainder(row: _Row) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FusedSGD`: stochastic gradient descent in one pass of the C library."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsFloat
 
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
-from transformer_engine.pytorch.optimizers.multi_tensor_step import multi_tensor_sgd
-from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
+from transformer_engine.pytorch.optimizers.multi_tensor_step import (
+    multi_tensor_sgd,
+    multi_tensor_sgd_cast,
+)
+from transformer_engine.pytorch.optimizers.updates import Updated, local_part, wide_copy
 from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedSGD"]
@@ -120,22 +124,37 @@ class FusedSGD(torch.optim.Optimizer):
     def _update(self, group: dict, params: list[Tensor], first: bool) -> None:
         momentum = group["momentum"]
         kept = self.get_momentums(params)[0] if momentum != 0.0 else []
-        narrow = [is_quantized(local_part(p)) for p in params]
-        values = [wide_copy(p) if one else p for p, one in zip(params, narrow, strict=True)]
-        lists = [[p.grad for p in params], values, values if momentum == 0.0 else kept]
+        numbers = (
+            group["weight_decay"], momentum, group["dampening"], group["lr"], group["nesterov"],
+            first, self.wd_after_momentum, 1.0,
+        )  # fmt: skip
         flags: dict[torch.device, Tensor] = {}
-        for param in params:
-            flags.setdefault(param.device, torch.zeros(1, dtype=torch.int32, device=param.device))
-        for device, flag in flags.items():
-            here = [i for i, p in enumerate(params) if p.device == device]
-            multi_tensor_applier(
-                multi_tensor_sgd, flag, [[each[i] for i in here] for each in lists],
-                group["weight_decay"], momentum, group["dampening"], group["lr"],
-                group["nesterov"], first, self.wd_after_momentum, 1.0,
-            )  # fmt: skip
-        for param, value, one in zip(params, values, narrow, strict=True):
-            if one:
-                param.copy_(value)
+        plain: dict[torch.device, list[list[Tensor]]] = {}
+        for i, param in enumerate(params):
+            device = param.device
+            if device not in flags:
+                flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+            quantized = is_quantized(local_part(param))
+            value = wide_copy(param) if quantized else param
+            row = [param.grad, value, kept[i] if momentum != 0.0 else value]
+            if quantized:
+                _update_and_cast(param, row, flags[device], numbers)
+                continue
+            for each, tensor in zip(plain.setdefault(device, [[], [], []]), row, strict=True):
+                each.append(tensor)
+        for device, lists in plain.items():
+            multi_tensor_applier(multi_tensor_sgd, flags[device], lists, *numbers)
+
+
+def _update_and_cast(param: Tensor, row: list[Tensor], flag: Tensor, numbers: tuple) -> None:
+    """Update the part of a quantized parameter that this rank has, and quantize it."""
+    parts = [local_part(t.detach()) for t in row]
+
+    def run(casts: list[dict] | None) -> None:
+        op = functools.partial(multi_tensor_sgd_cast, casts)
+        multi_tensor_applier(op, flag, [[part] for part in parts], *numbers)
+
+    Updated(run, parts[1]).write_to(local_part(param))
 
 
 def _check(param: Tensor) -> None:

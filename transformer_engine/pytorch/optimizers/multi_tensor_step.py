@@ -19,10 +19,12 @@ __all__ = [
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",
+    "multi_tensor_adam_cast",
     "multi_tensor_adam_fp8",
     "multi_tensor_adam_param_remainder",
     "multi_tensor_compute_scale_and_scale_inv",
     "multi_tensor_sgd",
+    "multi_tensor_sgd_cast",
 ]
 
 
@@ -46,10 +48,16 @@ class _Adam:
         self.flags |= _core.UPDATE_CORRECTED if bias_correction else 0
         self.numbers = {"lr": lr, "betas": betas, "eps": eps, "decay": decay}
 
-    def run(self, lists: list, rounded: list | None = None, remainders: list | None = None) -> None:
+    def run(
+        self,
+        lists: list,
+        rounded: list | None = None,
+        remainders: list | None = None,
+        casts: list | None = None,
+    ) -> None:
         """Update values and means of `lists`: gradients, values, means, means of squares."""
         given = [*lists, rounded, remainders]
-        run_update(_core.UPDATE_ADAM, self.flags, given, self.flag, self.numbers, self.step)
+        run_update(_core.UPDATE_ADAM, self.flags, given, self.flag, self.numbers, self.step, casts)
 
     def with_masters(self, lists: list) -> None:
         """Update the fifth of the lists, where there is one, and round it into the second."""
@@ -101,6 +109,33 @@ def multi_tensor_adam(
     rest = mode, bias_correction, weight_decay
     _Adam(noop_flag, lr, (beta1, beta2), eps, step, rest).with_masters(lists)
     return None
+
+
+def multi_tensor_adam_cast(
+    casts: list[dict] | None,
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """`multi_tensor_adam` of four lists, whose new values are cast; with `inv_scale` capturable.
+
+    `casts` are fields of `_core.quantize` for each of the values, or None.
+    """
+    rest = mode, bias_correction, weight_decay
+    numbers = _Adam(noop_flag, lr, (beta1, beta2), eps, step, rest)
+    if inv_scale is not None:
+        numbers.flags |= _core.UPDATE_WRITE_GRAD
+        numbers.numbers["grad_scale"] = inv_scale
+    numbers.run(checked_lists("multi_tensor_adam_cast", tensor_lists, 4), casts=casts)
 
 
 def _capturable(op: str, count: int, lists: Lists, numbers: _Adam, inv_scale: Tensor) -> None:
@@ -253,13 +288,36 @@ def multi_tensor_sgd(
     scale : float
         Factor of the gradients.
     """
+    multi_tensor_sgd_cast(
+        None, chunk_size, noop_flag, tensor_lists, wd, momentum, dampening, lr, nesterov,
+        first_run, wd_after_momentum, scale,
+    )  # fmt: skip
+
+
+def multi_tensor_sgd_cast(
+    casts: list[dict] | None,
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """`multi_tensor_sgd`, whose new values are cast: `casts` as of `multi_tensor_adam_cast`."""
+    del chunk_size
     grads, params, means, *rounded = checked_lists("multi_tensor_sgd", tensor_lists, 3, 4)
     flags = _core.UPDATE_NESTEROV if nesterov else 0
     flags |= _core.UPDATE_FIRST if first_run else 0
     flags |= _core.UPDATE_DECAY_LAST if wd_after_momentum else 0
     numbers = {"lr": lr, "decay": wd, "momentum": momentum, "dampening": dampening}
     lists = [grads, params, means if momentum != 0.0 else None, None, *(rounded or [None]), None]
-    run_update(_core.UPDATE_SGD, flags, lists, noop_flag, {**numbers, "grad_scale": scale})
+    numbers["grad_scale"] = scale
+    run_update(_core.UPDATE_SGD, flags, lists, noop_flag, numbers, casts=casts)
 
 
 def multi_tensor_compute_scale_and_scale_inv(

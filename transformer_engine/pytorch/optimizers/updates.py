@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass of the C library over lists of tensors, whatever their devices, dtypes and strides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["Lists", "checked_lists", "local_part", "run_update", "wide_copy"]
+__all__ = ["Lists", "Updated", "checked_lists", "local_part", "run_update", "wide_copy"]
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -33,6 +34,35 @@ def wide_copy(param: Tensor) -> Tensor:
         local.detach().dequantize(dtype=torch.float32), param.device_mesh, param.placements,
         run_check=False, shape=param.size(), stride=param.stride(),
     )  # fmt: skip
+
+
+class Updated(Computed):
+    """New values of a parameter, as the source of its cast.
+
+    A cast that needs no amax before is part of the update; before any other that is run.
+
+    Parameters
+    ----------
+    run : callable
+        ``run(casts)`` updates; `casts` as of `run_update`.
+    value : Tensor
+        What it updates.
+    """
+
+    def __init__(self, run: Callable[[list[dict] | None], None], value: Tensor) -> None:
+        super().__init__(lambda **fields: run([fields]), value.shape, value.device)
+        self._update, self._value = run, value
+
+    def values(self) -> Tensor:
+        """The new values, in the memory of the old ones."""
+        if self._values is None:
+            self._update(None)
+            self._values = self._value
+        return self._values
+
+    def write_to(self, param: Tensor) -> None:
+        """Update, and cast into a quantized tensor."""
+        param._write(self if param._viewed is None else self.values())
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
@@ -59,7 +89,13 @@ def _host(number: Any) -> float:
 
 
 def run_update(
-    kind: int, flags: int, lists: list, flag: Tensor | None, numbers: dict[str, Any], step: Any = 1
+    kind: int,
+    flags: int,
+    lists: list,
+    flag: Tensor | None,
+    numbers: dict[str, Any],
+    step: Any = 1,
+    casts: Sequence[dict] | None = None,
 ) -> None:
     """Update lists of tensors in place; nothing is read from a device.
 
@@ -76,6 +112,8 @@ def run_update(
         `lr` and `grad_scale` may be tensors of one element.
     step : int or Tensor
         int32 [1].
+    casts : sequence of dict, optional
+        Of each tensor, fields of `_core.quantize`: how its new values are cast.
     """
     groups: dict[tuple, list[int]] = {}
     for i, grad in enumerate(lists[_GRAD]):
@@ -101,7 +139,8 @@ def run_update(
             _on(device, torch.int32, step),
         )
         count = 1 if isinstance(step, Tensor) else int(step)
-        _core.update(kind, flags, dense, local, given, count, on_device)
+        cast = None if casts is None else tuple(casts[i] for i in places)
+        _core.update(kind, flags, dense, local, given, count, on_device, cast)
         writes_grad = flags & _core.UPDATE_WRITE_GRAD
         _wrote(chosen if writes_grad else chosen[1:], dense if writes_grad else dense[1:])
         if local is not None and kind == _core.UPDATE_SCALE and local.device != flag.device:
