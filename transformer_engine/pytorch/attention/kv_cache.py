@@ -363,8 +363,8 @@ class PagedKVCacheManager(OwnManager):
         """Give a sequence one page more than it has; it may be one that has none yet.
 
         Pages are what a step finds, as after `reserve`: tokens come by `pre_step`, which takes the
-        pages of sequences back that it does not name. RuntimeError where no page is free, ValueError
-        where the sequence, or the batch, is as long as it gets.
+        pages of sequences back that it does not name. RuntimeError where no page is free, and
+        ValueError where the sequence, or the batch, is as long as it gets.
         """
         self._give(seq, 1)
         return self._pages[seq][-1]
