@@ -80,7 +80,7 @@ def test_one_that_takes_several_is_given_them(device, name, given, of_norm):
 @DTYPES
 @pytest.mark.parametrize("name", MODULES)
 def test_one_that_supports_one_dtype_is_not(device, name, given, of_norm):
-    """This library's own runs, to its bits; calls of one dtype are the plug-in's."""
+    """The library's own runs, to its bits; calls of one dtype are the plug-in's."""
     module, x = made(name, device, of_norm), torch.randn(16, FEATURES, device=device, dtype=given)
     wanted, noted = step(module, x), Noted(**ONE)
     for _ in range(3):  # also where a call is found again

@@ -42,10 +42,15 @@ def _settings(draw: Draw) -> Iterator[tuple[str, tuple, torch.dtype, bool, float
         yield f"{name_of(dtype)} large eps", (6, 48), dtype, False, 0.5
 
 
-def _mixed(draw: Draw) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
-    """Dtypes of input and factors that differ, with a name."""
+def _mixed(draw: Draw) -> Iterator[tuple[str, tuple[torch.dtype, torch.dtype, torch.dtype]]]:
+    """Dtypes of input, factors and output that are not one, with a name.
+
+    The output has that of the factors, as modules ask for it, or of the input.
+    """
     for of_input, of_factors in itertools.permutations(draw.dtypes, 2):
-        yield f"{name_of(of_input)} by {name_of(of_factors)}", of_input, of_factors
+        for of_output in (of_factors, of_input):
+            name = f"{name_of(of_input)} by {name_of(of_factors)} to {name_of(of_output)}"
+            yield name, (of_input, of_factors, of_output)
 
 
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
@@ -90,10 +95,9 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
     for name, shape, dtype, zero_centered, eps in _settings(draw):
         x = draw.normal(shape, dtype)
         yield case(name, x, vectors(shape[-1], dtype), eps, zero_centered, dtype)
-    for name, dtype, of_factors in _mixed(draw):
-        x, both = draw.normal((5, 40), dtype), vectors(40, of_factors)
-        for otype in (of_factors, dtype):  # what a module asks for, and what one that follows it
-            yield case(f"{name} to {name_of(otype)}", x, both, 1e-5, False, otype)
+    for name, (dtype, of_factors, otype) in _mixed(draw):
+        both = vectors(40, of_factors)
+        yield case(name, draw.normal((5, 40), dtype), both, 1e-5, False, otype)
     for dtype in draw.dtypes:
         x, both, what = draw.normal((4, 32), dtype), vectors(32, dtype), name_of(dtype)
         yield case(f"{what} to float32", x, both, 1e-5, False, torch.float32)
@@ -119,10 +123,7 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
         (name, shape, (dtype,) * 3, zero_centered, eps)
         for name, shape, dtype, zero_centered, eps in _settings(draw)
     ]
-    for name, dtype, of_factors in _mixed(draw):
-        for of_output in (of_factors, dtype):
-            dtypes = dtype, of_factors, of_output
-            settings.append((f"{name} of {name_of(of_output)}", (5, 40), dtypes, False, 1e-5))
+    settings += [(name, (5, 40), dtypes, False, 1e-5) for name, dtypes in _mixed(draw)]
     for name, shape, dtypes, zero_centered, eps in settings:
         dtype, of_factors, of_output = dtypes
         x, dy, other = (draw.normal(shape, each) for each in (dtype, of_output, dtype))
