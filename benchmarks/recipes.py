@@ -8,8 +8,9 @@ before each step; times are those of steps in a row.
 
 The limit is the time of the products of the linear layers and of the logits at the rate of torch's
 products in the same run: FP8 where they run so, else bf16. Differences are root mean squares
-relative to the values under bf16, of the same weights and inputs: of the output (a loss is a
-number), and of all gradients of parameters. Delayed scaling has two passes before, to find scales.
+relative to the values under bf16, of the same weights and inputs: of the output (of a GPT: the
+logits' loss, a number), and of all gradients of parameters. Delayed scaling has passes before, to
+find its scales: those of gradients take several, since small ones vanish at scale 1.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COLUMNS = [
     Column("gradients", "gradients", ">9.2e"),
 ]
 BF16 = torch.bfloat16
-LINEARS, TURNS = 4, 3  # linear layers of a Transformer layer; how often a time is taken
+TURNS = 3  # how often a time is taken
+WARMUP = 10  # passes until the scales of gradients stand
 TOKENS = {"length": 2048, "batch": 4}
 LAYER = {"hidden": 4096, "heads": 32, "layers": 1, "words": 0, **TOKENS, "calls": 20}
 GPTS = [
@@ -108,7 +110,8 @@ class Gpt:
         with modes.region(recipe):
             x = layers(x)
         logits = norm(x) @ embedding.weight.t()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.target.flatten())
+        logits = logits.flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, self.target.flatten())
         loss.backward()
         return loss.detach()
 
@@ -120,8 +123,8 @@ class Gpt:
 
 def results(task: Layer | Gpt, recipe: Any) -> tuple[list[torch.Tensor], str]:
     """Output and gradients of a pass, on the CPU; and which products of linear layers ran."""
-    task.run(recipe)  # its scales are those of the pass before, from the second one on
-    task.run(recipe)
+    for _ in range(WARMUP):
+        task.run(recipe)
     with te.counting() as ran:
         out = task.run(recipe)
     plain = ran.other_gemms - ran.emulated_gemms

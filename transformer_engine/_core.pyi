@@ -47,12 +47,14 @@ def bind_torch(torch_module: Any, classify: Callable[[Any], Tensor] | None = Non
 
 def tensors_of_call(
     inp: torch.Tensor, places: tuple[tuple[dict, str] | None, ...], /
-) -> tuple[tuple[int, int, int, int] | None, tuple[torch.Tensor | None, ...]]:
-    """((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's call.
+) -> tuple[tuple[int, int, int, int, bytes | None] | None, tuple[torch.Tensor | None, ...]]:
+    """((dtype, device or -1, last size, flags, dtypes), (inp, parameter or None, ...)) of a module's
+    call.
 
     `places` are those of its parameters, (dict, key), or None for one that it lacks. (None, ()) where
-    inp or a parameter is no plain tensor with memory, one is missing or the dtypes differ: such a call
-    is decided by itself. The flags say which of them require a gradient.
+    inp or a parameter is no plain tensor with memory or one is missing: such a call is decided by
+    itself. The flags say which of them require a gradient. The dtypes are None where all have that of
+    inp, else two bytes for each.
     """
 
 def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:

@@ -567,6 +567,7 @@ te_status te_cuda_attention_backward(void *self, te_context *context, const void
     TE_TRY(finish(&call, cuda, args->workspace_size, stream, NULL));
     if (te_tensor_requested(&args->grad_sink)) {
         call.places[TE_SDPA_SINK] = args->problem.sink.data;
+        call.places[TE_SDPA_STATISTICS] = args->statistics.data;
         TE_TRY(te_cuda_attention_sink_grad(cuda, &call.key, call.places, args->grad_sink.data,
                                            stream));
     }

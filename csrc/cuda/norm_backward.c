@@ -2,7 +2,8 @@
  *
  * norm_backward.c - host side of the gradients of the norms: one kernel that stays on the device
  * for all rows and leaves a line of column sums per block, and one that adds these up. Rows that do
- * not fit its registers or shared memory take two kernels instead.
+ * not fit its registers or shared memory take two kernels instead, which read matrices of one
+ * dtype.
  */
 #include "cuda/kernels/norm_backward.h"
 
@@ -24,6 +25,11 @@ typedef struct backward_plan {
     int64_t groups;      /* lines of them below each other */
     size_t copies, sums; /* bytes of workspace */
 } backward_plan;
+
+static int is_mixed(const te_norm_backward_args *args)
+{
+    return args->grad_output.dtype != args->input.dtype;
+}
 
 /* Teams, blocks and shared memory of the kernel that stays; LONG where it can not serve. */
 static void plan_rows(const te_norm_backward_args *args, size_t element, int64_t limit,
@@ -80,11 +86,10 @@ static te_status plan_backward(te_context *context, const te_norm_backward_args 
                                backward_plan *plan)
 {
     const te_tensor *const inputs[] = {&args->grad_output, &args->input, &args->grad_add};
-    const size_t copies = te_cuda_widen_workspace(inputs, 3);
-    const te_dtype dtype = copies > 0 ? TE_DTYPE_F32 : args->input.dtype;
+    const te_dtype dtype = is_mixed(args) ? TE_DTYPE_F32 : args->input.dtype;
     *plan = (backward_plan){0};
     plan_rows(args, te_dtype_bytes(dtype), te_cuda_shared_limit(te_context_state(context)), plan);
-    plan->copies = copies;
+    if (plan->rows == LONG) plan->copies = te_cuda_widen_workspace(inputs, 3);
     if (te_tensor_requested(&args->beta_grad)) {
         plan->lines = 2;
     } else if (te_tensor_requested(&args->gamma_grad)) {
@@ -138,16 +143,19 @@ te_status te_cuda_norm_backward_workspace(void *self, te_context *context, const
     return TE_OK;
 }
 
-/* What is read; the matrices have one dtype. */
+/* What is read. */
 static te_norm_gradients gradients_of(const te_norm_backward_args *args)
 {
-    const size_t bytes = te_dtype_bytes(args->input.dtype);
+    const size_t bytes = te_dtype_bytes(args->grad_output.dtype);
     te_norm_gradients of = {.grad = te_cuda_view(&args->grad_output),
                             .input = te_cuda_view(&args->input),
                             .factors = te_cuda_norm_factors(&args->gamma, NULL, args->flags),
                             .mean = args->mean.data,
-                            .rsigma = args->rsigma.data};
-    of.aligned = te_cuda_aligned(&of.grad, bytes, 16) && te_cuda_aligned(&of.input, bytes, 16);
+                            .rsigma = args->rsigma.data,
+                            .input_dtype = te_cuda_store(args->input.dtype),
+                            .grad_dtype = te_cuda_store(args->grad_output.dtype)};
+    of.aligned = te_cuda_aligned(&of.grad, bytes, 16) &&
+                 te_cuda_aligned(&of.input, te_dtype_bytes(args->input.dtype), 16);
     if (te_tensor_present(&args->grad_add)) {
         of.add = te_cuda_view(&args->grad_add);
         of.aligned = of.aligned && te_cuda_aligned(&of.add, bytes, 16);
@@ -183,6 +191,9 @@ static const char *name_kernel(const te_norm_backward_args *args, row_plan rows,
                        (params->output_aligned && args->grad_input.dtype == args->input.dtype)) &&
                       (!joins || (params->residual_aligned && !adds));
     int kernel = KERNEL_ODD;
+    if (is_mixed(args)) { /* rows that are too long have been copied */
+        return rows == NARROW ? "te_norm_backward_narrow_mixed" : "te_norm_backward_wide_mixed";
+    }
     if (rows == NARROW) {
         kernel = params->of.heads.inner > 0 ? KERNEL_HEADS : KERNEL_NARROW;
     } else if (rows == LONG) {
@@ -281,7 +292,9 @@ te_status te_cuda_norm_backward(void *self, te_context *context, const void *arg
     TE_TRY(plan_backward(context, &args, &plan));
     TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args.workspace, args.workspace_size,
                               plan.copies + plan.sums));
-    TE_TRY(te_cuda_widen(context, inputs, 3, args.workspace, args.workspace_size, stream));
+    if (plan.rows == LONG) {
+        TE_TRY(te_cuda_widen(context, inputs, 3, args.workspace, args.workspace_size, stream));
+    }
     if (plan.sums > 0) sums = (float *)((unsigned char *)args.workspace + plan.copies);
     return launch(context, &args, args_, &plan, sums, stream);
 }

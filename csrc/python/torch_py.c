@@ -267,12 +267,22 @@ static PyObject *at_place(PyObject *place)
     return PyDict_Check(items) ? PyDict_GetItemWithError(items, PyTuple_GetItem(place, 1)) : NULL;
 }
 
-/* Puts the tensors of a call into `tensors` and which of them require a gradient into `flags`, as
- * bits; -1 without an exception or with one where a call has to be decided by itself. */
+#define MOST_TENSORS 62 /* of a call: the bits have to fit */
+
+/* What a call is found by, beside its input. */
+typedef struct call_facts {
+    int64_t flags; /* bits: which tensors require a gradient */
+    int is_mixed;  /* dtypes differ */
+    uint8_t dtypes[MOST_TENSORS][2];
+} call_facts;
+
+/* Puts the tensors of a call into `tensors`; -1 without an exception or with one where a call has
+ * to be decided by itself. */
 static int look_at(const tepy_state *state, PyObject *const *args, PyObject *tensors,
-                   tepy_dl_tensor *inp, int64_t *flags)
+                   tepy_dl_tensor *inp, call_facts *facts)
 {
     Py_ssize_t count = PyTuple_Size(tensors);
+    if (count > MOST_TENSORS) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *place = i == 0 ? NULL : PyTuple_GetItem(args[1], i - 1);
         PyObject *tensor = i == 0 ? args[0] : at_place(place);
@@ -283,14 +293,22 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
         if (state->exchange->view(tensor, i == 0 ? inp : &dl) != 0) return -1;
         flag = PyObject_GetAttr(tensor, state->key_requires_grad);
         if (flag == NULL) return -1;
-        *flags = (int64_t)((uint64_t)*flags << 1 | (flag == Py_True));
+        facts->flags = (int64_t)((uint64_t)facts->flags << 1 | (flag == Py_True));
         Py_DECREF(flag);
-        if (i > 0 && (dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits ||
-                      number_of(&dl.device) != number_of(&inp->device))) {
-            return -1;
-        }
+        if (i == 0) continue;
+        if (number_of(&dl.device) != number_of(&inp->device)) return -1;
+        facts->is_mixed |= dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits;
+        facts->dtypes[i][0] = dl.dtype.code;
+        facts->dtypes[i][1] = dl.dtype.bits;
     }
-    return inp->ndim > 0 && count < 63 ? 0 : -1; /* the bits have to fit */
+    return inp->ndim > 0 ? 0 : -1;
+}
+
+/* New: None, or the dtypes of a call's tensors where they differ. */
+static PyObject *mixed_dtypes(const call_facts *facts, Py_ssize_t count)
+{
+    if (!facts->is_mixed) return Py_NewRef(Py_None);
+    return PyBytes_FromStringAndSize((const char *)facts->dtypes, 2 * count);
 }
 
 PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -298,7 +316,7 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     const tepy_state *state = tepy_state_of(module);
     PyObject *tensors;
     tepy_dl_tensor inp;
-    int64_t flags = 0;
+    call_facts facts;
     if (tepy_require_torch(state, "tensors_of_call") != 0 ||
         tepy_count("tensors_of_call", nargs, 2, 2) != 0) {
         return NULL;
@@ -310,13 +328,15 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     }
     tensors = PyTuple_New(1 + PyTuple_Size(args[1]));
     if (tensors == NULL) return NULL;
+    memset(&facts, 0, sizeof facts);
     if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
-        look_at(state, args, tensors, &inp, &flags) == 0 &&
+        look_at(state, args, tensors, &inp, &facts) == 0 &&
         (inp.device.type != TEPY_DL_CUDA || inp.device.index >= 0) &&
         inp.device.type <= TEPY_DL_CUDA_HOST) {
         int device = number_of(&inp.device);
-        return Py_BuildValue("((iiLL)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
-                             (long long)inp.shape[inp.ndim - 1], (long long)flags, tensors);
+        return Py_BuildValue("((iiLLN)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
+                             (long long)inp.shape[inp.ndim - 1], (long long)facts.flags,
+                             mixed_dtypes(&facts, PyTuple_Size(tensors)), tensors);
     }
     PyErr_Clear();
     Py_DECREF(tensors);

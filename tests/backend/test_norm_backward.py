@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """norm_backward: gradients against torch's float64 autograd of the definition."""
 
+import itertools
+
 import pytest
 import torch
 from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, names_of, normal
@@ -136,6 +138,38 @@ def test_shapes(device, kind, shape, dtypes, rng):
 @pytest.mark.parametrize("kind", NORMS)
 def test_dtypes(device, kind, shape, dtypes, rng):
     check_gradients(rng, device, kind, shape, dtypes, added=True)
+
+
+# A gradient of another dtype than the input: of a residual in fp32 before layers of 16 bits, say.
+TWO_DTYPES = pytest.mark.parametrize(
+    "dtypes", [(a, F32, b, a) for a, b in itertools.permutations(HIGH, 2)], ids=names_of
+)
+
+
+@TWO_DTYPES
+@pytest.mark.parametrize("added", [False, True], ids=["", "added"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2500, 40), (2, 9000)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_two_dtypes(device, kind, shape, added, dtypes, rng):
+    check_gradients(rng, device, kind, shape, dtypes, added=added)
+
+
+@TWO_DTYPES
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("columns", [40, 264, 1096])
+def test_layouts_of_two_dtypes(device, columns, layout, dtypes, rng):
+    check_gradients(rng, device, "layernorm", (37, columns), dtypes, layout=layout, added=True)
+
+
+@TWO_DTYPES
+def test_two_dtypes_are_those_of_one(dtypes, rng):
+    """Values that both dtypes have give the bits that they give in fp32, on the CPU."""
+    problem = Problem(rng, "cpu", "layernorm", (70, 520), dtypes)
+    problem.dtypes = (*dtypes[:3], F32)
+    found = problem.run()
+    problem.x, problem.grad = problem.x.float(), problem.grad.float()
+    for name, tensor in problem.run().items():
+        assert_bits(found[name], tensor)
 
 
 @pytest.mark.parametrize("kind", NORMS)

@@ -178,6 +178,65 @@ def fsdp2(device, kind, use, weights, batches, reshard, half, recompute, every, 
     return run_steps(model, use, inputs, every, flags, rate, wrap=_checkpointed(recompute))
 
 
+# ---- norms with a policy of their own ------------------------------------------------------------
+
+
+class Normalized(torch.nn.Module):
+    """A norm and an attention with norms of its own, beside what passes them by."""
+
+    def __init__(self, kind, device):
+        super().__init__()
+        self.norm = {"LayerNorm": te.LayerNorm, "RMSNorm": te.RMSNorm}[kind](HIDDEN, device=device)
+        self.attention = te.MultiheadAttention(
+            HIDDEN, 4, qk_norm_type=kind, attention_dropout=0.0, device=device
+        )
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x).to(x.dtype))
+
+    def norms(self):
+        """Every norm that is a module."""
+        return self.norm, self.attention.q_norm, self.attention.k_norm
+
+
+NORM_POLICIES = {
+    "fp32 in bf16": (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False),
+    ),
+    "bf16 in fp32": (
+        MixedPrecisionPolicy(param_dtype=torch.float32),
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+    ),
+}
+"""Of the model, and of its norms alone."""
+
+
+def normalized(kind, device, weights):
+    """Two blocks, with these weights."""
+    model = torch.nn.Sequential(*(Normalized(kind, device) for _ in range(2)))
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+def fsdp2_of_norms(device, kind, policies, use, weights, batches):
+    """Norms sharded by themselves: results, and (input, weight, output) dtypes of norms."""
+    of_model, of_norms = NORM_POLICIES[policies]
+    model, seen = normalized(kind, device, weights), set()
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    for block in model:
+        for norm in block.norms():
+            fully_shard(norm, mesh=mesh, mp_policy=of_norms)
+            norm.register_forward_hook(  # before FSDP2 takes the whole weight away
+                lambda norm, given, out: seen.add((given[0].dtype, norm.weight.dtype, out.dtype)),
+                prepend=True,
+            )
+    fully_shard(model, mesh=mesh, mp_policy=of_model)
+    inputs = [tuple(t.to(of_model.param_dtype) for t in b) for b in _batches(batches, device)]
+    return run_steps(model, use, inputs), seen
+
+
 def fsdp2_from_meta(device, kind, how):
     """Parameters made after `fully_shard`: (all on the device, mean square of each weight)."""
     model = make_model(kind, "meta")

@@ -287,6 +287,8 @@ def test_the_core_gets_each_argument_in_its_place():
     parameters = list(inspect.signature(te.DotProductAttention.forward).parameters)[4:]
     given = dict(zip(parameters, options.for_core(), strict=False))
     assert given.pop("qkv_format") is None
+    given |= options.named_for_core()
+    assert AttentionOptions().named_for_core() == {}
     assert all(name == value for name, value in given.items())
     projections = {"encoder_output", "is_first_microbatch", "rotary_pos_emb"}
     assert set(given) == set(AttentionOptions._fields) - projections

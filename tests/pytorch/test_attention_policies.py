@@ -7,6 +7,7 @@ import pytest
 import torch
 from comparators import assert_bits, assert_nmse
 from pytorch import attention_model as model
+from pytorch.helpers import captured
 from pytorch.test_packed_sequences import (
     GROUPS,
     HEADS,
@@ -225,6 +226,20 @@ def test_recompute_and_graphs(device, rng):
             assert_bits(one, other)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert_bits(compiled(*tensors, **told), out)
+
+
+@pytest.mark.gpu
+def test_cuda_a_captured_call(rng):
+    """No length and no policy is brought from the host: later lengths count."""
+    queries, keys = sides(rng, False, LENGTHS)
+    tensors = [t.detach().nan_to_num() for t in tensors_of(queries, keys, BF16, "cuda")]
+    module, told = attention(), where(queries, keys, "cuda")
+    told["thd_attention_policies"] = POLICIES["masks"]
+    graph, out = captured(lambda: module(*tensors, **told), 1)
+    for sums in (told["cu_seqlens_q"], told["cu_seqlens_kv"]):
+        sums[4] -= 1  # the last sequence takes a token of the one before it
+        graph.replay()
+        assert_bits(out, module(*tensors, **told))
 
 
 REFUSED = {

@@ -353,8 +353,8 @@ def test_what_is_no_cap(device, cap):
 
 PLACES = {
     te.DotProductAttention: ("bottom_right_diagonal", "bottom_right_diagonal"),
-    te.MultiheadAttention: ("bottom_right_diagonal", "pad_between_seqs"),
-    te.TransformerLayer: ("bottom_right_diagonal", "pad_between_seqs"),
+    te.MultiheadAttention: ("bottom_right_diagonal", "thd_attention_policy_dispatch"),
+    te.TransformerLayer: ("bottom_right_diagonal", "thd_attention_policy_dispatch"),
 }
 
 

@@ -175,6 +175,43 @@ def test_fsdp2_in_fp8_with_a_policy(ranks, use, half):
     assert (use == "delayed") is (found["states"][0] is not None)
 
 
+@pytest.mark.parametrize("use", [None, "current"], ids=str)
+@pytest.mark.parametrize("policies", programs.NORM_POLICIES)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_fsdp2_with_a_policy_of_norms_alone(ranks, kind, policies, use):
+    """As single processes of the same dtypes; gradients of norms are averaged in fp32."""
+    weights = programs.normalized(kind, "cpu", None).state_dict()
+    weights = {n: torch.randn_like(t) * 0.2 for n, t in weights.items() if t.is_floating_point()}
+    batches = random_batches(2)
+    given = ranks.run(programs.fsdp2_of_norms, kind, policies, use, weights, batches)
+    of_model, of_norms = (policy.param_dtype for policy in programs.NORM_POLICIES[policies])
+    for _, seen in given:
+        assert seen == {(of_model, of_norms, of_norms)}
+    found, size = joined([result for result, _ in given]), programs.BATCH // ranks.size
+    assert all(g.dtype is F32 for step in found["gradients"] for g in step.values())
+    shares = []
+    for rank in range(ranks.size):
+        te.reset()
+        model = programs.normalized(kind, ranks.device, None).to(of_model)
+        for norm in (norm for block in model for norm in block.norms()):
+            norm.to(of_norms)
+        model.load_state_dict(weights)
+        own = slice(size * rank, size * (rank + 1))
+        part = [[t[:, own].to(ranks.device, of_model) for t in batch] for batch in batches]
+        shares.append(programs.run_steps(model, use, part))
+    limit = bound(use, BF16)
+    outputs = zip(*(share["outputs"] for share in shares), strict=True)
+    for mine, theirs in zip(found["outputs"], outputs, strict=True):
+        assert_nmse(mine.float(), torch.cat(theirs, dim=1).float(), limit)
+    for step, *theirs in zip(found["gradients"], *(s["gradients"] for s in shares), strict=True):
+        for name, mine in step.items():
+            mean = sum(of_rank[name].float() for of_rank in theirs) / ranks.size
+            if ranks.device == "cpu" and "norm" in name and "layernorm" not in name:
+                assert_same_bits(mine, mean, name)
+            elif not name.endswith("key_bias"):
+                assert_nmse(mine, mean, limit, name)
+
+
 @pytest.mark.parametrize("how", ["reset_parameters", "to_empty"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fsdp2_of_meta_parameters(ranks, kind, how):

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms whose input, parameters and output are of several dtypes, alone and in modules."""
 
+import copy
+from unittest import mock
+
 import layer_reference
 import pytest
 import torch
@@ -232,6 +235,56 @@ def test_normed_modules_quantized(device, name, use):
         linear = {n: p.grad for n, p in module.named_parameters() if "layer_norm" not in n}
         results.append((out.detach(), linear, inp.grad.to(BF16)))
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("use", [None, "delayed", "current"])
+@pytest.mark.parametrize("name", MODULES)
+def test_calls_of_several_dtypes_are_found_again(device, name, use, monkeypatch):
+    """By the dtypes of all tensors, to the bits of calls that are decided anew."""
+    module = normed(name, device, BF16, F32)
+    anew, decide = copy.deepcopy(module), mock.Mock(side_effect=type(module)._decide)
+    monkeypatch.setattr(type(module), "_decide", lambda *given: decide(*given))
+    x = torch.randn(32, 64, device=device)
+    grad = torch.randn(32, module(x).shape[-1], device=device, dtype=BF16)
+    recipe = RECIPES[use]() if use else None
+
+    def run(module, given):
+        module.zero_grad()
+        inp = x.to(given, copy=True).requires_grad_()
+        with te.autocast(enabled=use is not None, recipe=recipe):
+            out = module(inp)
+        out.backward(grad)
+        return [out.detach(), inp.grad, [p.grad.clone() for p in module.parameters()]]
+
+    for given, of_norm in ((F32, F32), (BF16, F32), (F32, BF16), (BF16, BF16), (F16, F32)):
+        for parameter in ("layer_norm_weight", "layer_norm_bias"):
+            for each in (module, anew):
+                if getattr(each, parameter, None) is not None:
+                    own = getattr(each, parameter)
+                    own.data = own.data.to(of_norm)  # the module is not told
+        decide.reset_mock()
+        for _ in range(4):
+            anew._bound.clear()
+            assert_same_bits(run(module, given), run(anew, given))
+        calls = [given[0][0] for given in decide.call_args_list]
+        assert (calls.count(module), calls.count(anew)) == (1, 4)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_converted_is_decided_anew(device, name):
+    """An input of fp64, and parameters of a norm of two dtypes: read in others than their own."""
+    module = normed(name, device, BF16, BF16)
+    x = torch.randn(32, 64, device=device, dtype=BF16)
+    module(x)  # so that the module's tensors are known
+    found = [module(x.double()) for _ in range(3)]
+    assert_same_bits(found[1:], [module(x.float())] * 2)
+    if module.layer_norm_bias is not None:
+        module.layer_norm_bias.data = module.layer_norm_bias.data.float() + 2.0**-10
+        found = [module(x) for _ in range(3)]
+        assert_same_bits(found[1:], found[:1] * 2)
+        values = module_reference.values_of(module)
+        exact, _ = module_reference.definition(module, wide(x), values)
+        assert_nmse(found[2], exact, tol("chain", BF16, 96))
 
 
 def test_without_a_norm_dtypes_stay_one(device):

@@ -33,9 +33,10 @@ from transformer_engine.pytorch.distributed import (
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_program_with_several_forwards_pending(device, start, recipe):
-    """Two microbatches in flight: the oldest forward is repeated first."""
+def test_program_with_several_forwards_pending(device, start, recipe, training):
+    """Two microbatches in flight: the oldest forward is repeated first, in evaluation mode too."""
     made = RECIPES[recipe]()
 
     def step(model, run, xs):
@@ -50,7 +51,7 @@ def test_program_with_several_forwards_pending(device, start, recipe):
     results = []
     for run in (plain, Program.apply):
         start()
-        model = Block(device)
+        model = Block(device).train(training)
         for factor in (1, 64):
             xs = [torch.randn(ROWS, WIDTH, device=device) * n * factor for n in (1, 8)]
             found = step(model, run, [x.requires_grad_() for x in xs])

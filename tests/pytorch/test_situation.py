@@ -293,12 +293,16 @@ def test_tensors_of_a_call():
     places = ((own, "weight"), None)
     facts, tensors = _core.tensors_of_call(inp, places)
     assert tensors[0] is inp and tensors[1] is own["weight"] and tensors[2] is None
-    assert facts[1:] == (-1, 5, 0b01)
+    assert facts[1:] == (-1, 5, 0b01, None)
     kinds = [facts, _core.tensors_of_call(inp.requires_grad_(), places)[0]]
     kinds += [_core.tensors_of_call(torch.randn(2, 4), places)[0]]
     kinds += [_core.tensors_of_call(torch.randn(2, 5).half(), ((own, "half"),))[0]]
     assert len(set(kinds)) == 4
-    alone = [(inp, ("half",)), (inp, ("missing",)), (inp, ("no",)), (torch.tensor(1.0), ())]
+    mixed = [_core.tensors_of_call(inp, ((own, name), None))[0] for name in ("half", "weight")]
+    mixed.append(_core.tensors_of_call(inp.double().detach(), ((own, "half"), None))[0])
+    assert mixed[0][:3] == facts[:3] and len(mixed[0][4]) == 6 and mixed[1][4] is None
+    assert mixed[2][4] == mixed[0][4] and mixed[2][0] != mixed[0][0]
+    alone = [(inp, ("missing",)), (inp, ("no",)), (torch.tensor(1.0), ())]
     alone += [(own["weight"], ()), (torch.empty(2, 5, device="meta"), ()), (None, ())]
     for given, wanted in alone:
         places = tuple((own, name) for name in wanted)

@@ -286,7 +286,6 @@ FEATURES: tuple[Feature, ...] = (
             scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward
             scaled_aligned_causal_masked_softmax_forward
             scaled_aligned_causal_masked_softmax_backward
-        pytorch.attention.inference: Page
         """,
     ),
     Feature(

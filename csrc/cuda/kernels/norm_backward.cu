@@ -7,6 +7,9 @@
  * over all rows that it meets: blocks stay for the whole launch. The next rows are loaded
  * to shared memory meanwhile, see norm.cuh.
  *
+ * Matrices of two dtypes lie in shared memory as they are, in places for fp32, and are decoded
+ * where they are read.
+ *
  * Rows too wide for this are read twice, and their column sums are made by a kernel on tiles.
  *
  * Dynamic shared memory: te_row_stages, then where VECTORS > 1 te_staged_factors. At the end
@@ -89,10 +92,24 @@ static __device__ __forceinline__ void write_sums(const float sums[VECTORS][8], 
     }
 }
 
+/* 8 elements of 2 bytes. */
+template <typename T>
+static __device__ __forceinline__ void decode_half(const uint4 &piece, te_vector<te_f32, 8> &out)
+{
+    te_vector<T, 8> half;
+    float values[8];
+    half.word[0] = piece.x, half.word[1] = piece.y, half.word[2] = piece.z, half.word[3] = piece.w;
+#pragma unroll
+    for (int j = 0; j < 8; j++) values[j] = half.value(j);
+    out.encode(values);
+}
+
 /* What a thread has on its way through shared memory. The matrices are the input, the gradient, and
  * with ADDS maybe what is added to it. WHOLE: rows of nothing but aligned vectors, and with ADDS
- * something is added. */
-template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS> struct te_backward_stages {
+ * something is added. MIXED: T is f32, and the matrices have dtypes of their own, of which those of
+ * 2 bytes take the first of a vector's two pieces. */
+template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS, bool MIXED>
+struct te_backward_stages {
     typedef te_row_stages<T, VECTORS> row_stages;
     const te_norm_gradients &of;
     row_stages stages;
@@ -120,9 +137,54 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS> struct te_
                                                   (int)of.input.columns - start - 256 * v);
     }
 
+    __device__ __forceinline__ void fetch_half(const te_bf16::raw *line, uint4 *place) const
+    {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            const int left = (int)of.input.columns - start - 256 * v;
+            uint4 *to = place + v * row_stages::pieces * 32;
+            if (left <= 0) continue;
+            if (of.aligned != 0 && left >= 8) {
+                te_copy_async(to, line + 256 * v);
+            } else {
+                te_vector<te_bf16, 8> bits; /* or of f16 */
+                bits.load(line + 256 * v, false, left);
+                *to = make_uint4(bits.word[0], bits.word[1], bits.word[2], bits.word[3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void fetch_mixed(const te_view &view, int dtype, te_index row,
+                                                uint4 *place) const
+    {
+        if (dtype == TE_STORE_F32)
+            fetch_one(te_at<T>(view, row, start), place);
+        else
+            fetch_half(te_at<te_bf16>(view, row, start), place);
+    }
+
+    /* Vector v of a matrix that has arrived. */
+    __device__ __forceinline__ void read(int stage, int matrix, int v, te_vector<T, 8> &out) const
+    {
+        const uint4 *place = stages.place(stage, matrix);
+        if constexpr (MIXED) {
+            const int dtype = matrix == 0 ? of.input_dtype : of.grad_dtype;
+            const uint4 *from = place + v * row_stages::pieces * 32;
+            if (dtype == TE_STORE_BF16) return decode_half<te_bf16>(*from, out);
+            if (dtype == TE_STORE_F16) return decode_half<te_f16>(*from, out);
+        }
+        row_stages::read(place, v, out);
+    }
+
     /* Begins to load a row. */
     __device__ __forceinline__ void fetch(int stage, te_index row) const
     {
+        if constexpr (MIXED) {
+            fetch_mixed(of.input, of.input_dtype, row, stages.place(stage, 0));
+            fetch_mixed(of.grad, of.grad_dtype, row, stages.place(stage, 1));
+            if (adds) fetch_mixed(of.add, of.grad_dtype, row, stages.place(stage, 2));
+            return;
+        }
         fetch_one(te_row_at<T, HEADS>(of.input, of.heads, row, start), stages.place(stage, 0));
         fetch_one(te_at<T>(of.grad, row, start), stages.place(stage, 1));
         if (adds) fetch_one(te_at<T>(of.add, row, start), stages.place(stage, 2));
@@ -149,9 +211,9 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS> struct te_
     {
         te_vector<T, 8> x, grad, add;
         if (is_row) {
-            row_stages::read(stages.place(stage, 0), v, x);
-            row_stages::read(stages.place(stage, 1), v, grad);
-            if (adds) row_stages::read(stages.place(stage, 2), v, add);
+            read(stage, 0, v, x);
+            read(stage, 1, v, grad);
+            if (adds) read(stage, 2, v, add);
         } else {
             x.clear(), grad.clear(), add.clear();
         }
@@ -163,7 +225,7 @@ template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool HEADS> struct te_
  * dtype of the others, and 16 bytes of it can be written at once, and with JOINS as many of a
  * residual's gradient be read. */
 template <typename T, int VECTORS, bool WHOLE, bool ADDS, bool JOINS, te_team_kind KIND,
-          bool HEADS = false>
+          bool HEADS = false, bool MIXED = false>
 static __device__ __forceinline__ void norm_backward(const te_norm_backward_params &p)
 {
     extern __shared__ uint4 memory[];
@@ -173,7 +235,7 @@ static __device__ __forceinline__ void norm_backward(const te_norm_backward_para
     te_team<KIND, float2> team(p.lanes, scratch);
     const int columns = (int)of.input.columns; /* they fit the team */
     const int vector = te_first_vector<VECTORS>(team.lane), start = 8 * vector;
-    const te_backward_stages<T, VECTORS, WHOLE, ADDS, HEADS> staged(of, memory, vector);
+    const te_backward_stages<T, VECTORS, WHOLE, ADDS, HEADS, MIXED> staged(of, memory, vector);
     uint4 *const behind = memory + staged.stages.size(p.stages);
     const te_staged_factors<false> factors(behind, vector);
     const int teams = blockDim.x / p.lanes;
@@ -371,3 +433,9 @@ template <typename T> struct te_norm_sums_source {
               te_tile_cast<te_norm_sums_source<te_##i>, te_none>(p))
 TE_NUMBERS(X, )
 #undef X
+
+TE_KERNEL(te_norm_backward_narrow_mixed, te_norm_backward_params, (TE_NORM_NARROW_THREADS, 3),
+          norm_backward<te_f32, 1, false, true, false, TE_TEAM_LANES, false, true>(p))
+TE_KERNEL(te_norm_backward_wide_mixed, te_norm_backward_params, (TE_NORM_BACKWARD_THREADS, 1),
+          norm_backward<te_f32, TE_NORM_BACKWARD_BYTES / (8 * te_f32::bytes), false, true, false,
+                        TE_TEAM_WARPS, false, true>(p))

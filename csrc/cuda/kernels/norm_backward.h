@@ -23,6 +23,8 @@ typedef struct te_norm_gradients {
     te_norm_factors factors;    /* gamma alone */
     const float *mean, *rsigma; /* [rows]; mean NULL: 0 */
     int aligned;                /* every row of the matrices begins at 16 bytes */
+    int input_dtype, grad_dtype; /* TE_STORE_*, of te_norm_backward_*_mixed: of `add`, too, the
+                                    second one */
 } te_norm_gradients;
 
 /* The gradient of the input, and column sums for those of gamma and beta. Teams of `lanes` threads

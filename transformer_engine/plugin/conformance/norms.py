@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of norms and their gradients."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,17 @@ def _settings(draw: Draw) -> Iterator[tuple[str, tuple, torch.dtype, bool, float
             name = f"{name_of(dtype)} {list(shape)}{' zero-centered' * zero_centered}"
             yield name, shape, dtype, zero_centered, 1e-5
         yield f"{name_of(dtype)} large eps", (6, 48), dtype, False, 0.5
+
+
+def _mixed(draw: Draw) -> Iterator[tuple[str, tuple[torch.dtype, torch.dtype, torch.dtype]]]:
+    """Dtypes of input, factors and output that are not one, with a name.
+
+    The output has that of the factors, as modules ask for it, or of the input.
+    """
+    for of_input, of_factors in itertools.permutations(draw.dtypes, 2):
+        for of_output in (of_factors, of_input):
+            name = f"{name_of(of_input)} by {name_of(of_factors)} to {name_of(of_output)}"
+            yield name, (of_input, of_factors, of_output)
 
 
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
@@ -84,6 +96,9 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
     for name, shape, dtype, zero_centered, eps in _settings(draw):
         x = draw.normal(shape, dtype)
         yield case(name, x, vectors(shape[-1], dtype), eps, zero_centered, dtype)
+    for name, (dtype, of_factors, otype) in _mixed(draw):
+        both = vectors(40, of_factors)
+        yield case(name, draw.normal((5, 40), dtype), both, 1e-5, False, otype)
     for dtype in draw.dtypes:
         x, both, what = draw.normal((4, 32), dtype), vectors(32, dtype), name_of(dtype)
         yield case(f"{what} to float32", x, both, 1e-5, False, torch.float32)
@@ -105,9 +120,15 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     centred, adds = op == "layernorm_bwd", op == "rmsnorm_bwd_add"
-    for name, shape, dtype, zero_centered, eps in _settings(draw):
-        x, dy, other = (draw.normal(shape, dtype) for _ in range(3))
-        gamma, beta = (draw.normal(shape[-1:], dtype) for _ in range(2))
+    settings = [
+        (name, shape, (dtype,) * 3, zero_centered, eps)
+        for name, shape, dtype, zero_centered, eps in _settings(draw)
+    ]
+    settings += [(name, (5, 40), dtypes, False, 1e-5) for name, dtypes in _mixed(draw)]
+    for name, shape, dtypes, zero_centered, eps in settings:
+        dtype, of_factors, of_output = dtypes
+        x, dy, other = (draw.normal(shape, each) for each in (dtype, of_output, dtype))
+        gamma, beta = (draw.normal(shape[-1:], of_factors) for _ in range(2))
         inputs = (x, gamma, beta) if centred else (x, gamma)
         _, mean, rsigma = exact_norm(x.double(), gamma.double(), None, eps, centred, zero_centered)
 
@@ -129,11 +150,11 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
         depth = max(shape[-1], x.numel() // shape[-1], 1)
 
         def wanted(
-            found: tuple, exact: list = exact, dtype: torch.dtype = dtype, depth: int = depth
+            found: tuple, exact: list = exact, dtypes: tuple = dtypes, depth: int = depth
         ) -> list:
-            names = ("dx", "dgamma", "dbeta")
-            pairs = zip(names[: len(exact)], counted(found, len(exact)), exact, strict=True)
-            return [near(name, got, one, dtype, depth) for name, got, one in pairs]
+            kinds = (("dx", dtypes[0]), ("dgamma", dtypes[1]), ("dbeta", dtypes[1]))[: len(exact)]
+            each = zip(kinds, counted(found, len(exact)), exact, strict=True)
+            return [near(name, got, one, dtype, depth) for (name, dtype), got, one in each]
 
         yield Case(name, args, wanted)
 

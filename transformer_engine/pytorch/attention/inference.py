@@ -19,6 +19,7 @@ from transformer_engine.pytorch.attention.kv_cache import (
     Lengths,
     NonPagedKVCacheManager,
     OwnManager,
+    Page,
     PagedKVCacheManager,
     StepState,
     gather_tokens,
@@ -32,6 +33,7 @@ __all__ = [
     "InferenceParams",
     "KVCacheManager",
     "NonPagedKVCacheManager",
+    "Page",
     "PagedKVCacheManager",
     *absent.names_of(__name__),
 ]
@@ -239,7 +241,9 @@ class InferenceParams:
             raise ValueError(
                 f"{_NAME}: {len(step_dict)} sequences, max_batch_size={self.max_batch_size}"
             )
-        before = [self.sequences.get(id_, 0) for id_ in step_dict]
+        manager = self.cache_manager  # a program may have taken a sequence out of ours
+        known = manager.sequences if isinstance(manager, OwnManager) else self.sequences
+        before = [known.get(id_, 0) for id_ in step_dict]
         for (id_, count), start in zip(step_dict.items(), before, strict=True):
             if not isinstance(count, int) or count < 0:
                 raise ValueError(f"{_NAME}: sequence {id_!r} gets {count!r} tokens")

@@ -285,6 +285,26 @@ class NonPagedKVCacheManager(OwnManager):
         return [tensor for pair in self.cache.values() for tensor in pair]
 
 
+class Page:
+    """A page of a cache: its number, and whether a sequence has it."""
+
+    def __init__(self, page_id: int) -> None:
+        self.page_id, self.allocated = page_id, False
+
+    def __repr__(self) -> str:
+        return f"Page({self.page_id}, allocated={self.allocated})"
+
+    def allocate_page(self) -> None:
+        """Let a sequence have it; RuntimeError where one does."""
+        if self.allocated:
+            raise RuntimeError(f"{self} is a sequence's already")
+        self.allocated = True
+
+    def deallocate_page(self) -> None:
+        """Let no sequence have it."""
+        self.allocated = False
+
+
 class PagedKVCacheManager(OwnManager):
     """Pages [total_num_pages, page_size, heads, channels], which sequences take as they grow.
 
@@ -308,8 +328,8 @@ class PagedKVCacheManager(OwnManager):
         super().__init__(shape, num_heads, head_dim_k, head_dim_v, dtype, device)
         self.page_size, self.total_num_pages = page_size, total_num_pages
         self.max_pages_per_seq = max_seqlen // page_size
-        self._free = deque(range(total_num_pages))
-        self._pages: dict[Any, list[int]] = {}  # of each sequence
+        self._free = deque(map(Page, range(total_num_pages)))
+        self._pages: dict[Any, list[Page]] = {}  # of each sequence
         with real_tensors():
             table = torch.full((max_batch_size, self.max_pages_per_seq), -1, dtype=torch.int32)
             self.page_table: Tensor = table.to(self.device)
@@ -318,7 +338,7 @@ class PagedKVCacheManager(OwnManager):
         """Forget all sequences; their pages are free."""
         super().reset()
         for pages in self._pages.values():
-            self._free.extend(pages)
+            self._take_back(pages)
         self._pages = {}
 
     def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
@@ -339,6 +359,31 @@ class PagedKVCacheManager(OwnManager):
         """How many tokens a sequence has pages for."""
         return len(self._pages[id_]) * self.page_size
 
+    def allocate_page(self, seq: Any) -> Page:
+        """Give a sequence one page more than it has; it may be one that has none yet.
+
+        Pages are what a step finds, as after `reserve`: tokens come by `pre_step`, which takes the
+        pages of sequences back that it does not name. RuntimeError where no page is free, and
+        ValueError where the sequence, or the batch, is as long as it gets.
+        """
+        self._give(seq, 1)
+        return self._pages[seq][-1]
+
+    def allocate_sequence(self, seq: Any, context_len: int) -> None:
+        """Give a sequence without pages those of so many tokens; see `allocate_page`.
+
+        ValueError where it has some.
+        """
+        if self._pages.get(seq):
+            raise ValueError(f"PagedKVCacheManager: sequence {seq!r} has pages already")
+        self._give(seq, self._count(context_len))
+
+    def deallocate_sequence(self, seq: Any) -> None:
+        """Forget a sequence and take its pages back; KeyError for one that there is not."""
+        self._take_back(self._pages.pop(seq))
+        self.sequences.pop(seq, None)
+        self._write_table()
+
     # ---- questions ---------------------------------------------------------------------------
 
     def get_sequence_count(self) -> int:
@@ -358,8 +403,8 @@ class PagedKVCacheManager(OwnManager):
         return len(self._pages[seq])
 
     def get_page_list(self, seq: Any) -> list[int]:
-        """The pages of a sequence, in the order of its tokens; KeyError as above."""
-        return list(self._pages[seq])
+        """Numbers of a sequence's pages, in the order of its tokens; KeyError as above."""
+        return [page.page_id for page in self._pages[seq]]
 
     def get_page_table(self, sequences: Iterable[Any]) -> Tensor:
         """The pages of sequences, [how many, pages of the longest one] int32; -1: none yet.
@@ -374,35 +419,71 @@ class PagedKVCacheManager(OwnManager):
         """Print the sequences with their lengths and pages, and how many pages are free."""
         print(f"PagedKVCacheManager: {len(self._free)} of {self.total_num_pages} pages are free")
         for id_, length in self.sequences.items():
-            print(f"  sequence {id_!r}: {length} tokens in pages {self._pages[id_]}")
+            print(f"  sequence {id_!r}: {length} tokens in pages {self.get_page_list(id_)}")
 
-    def _row(self, pages: list[int]) -> list[int]:
+    # ---- pages -------------------------------------------------------------------------------
+
+    def _row(self, pages: list[Page]) -> list[int]:
         """A row of a table of pages."""
-        return [*pages, *([-1] * (self.max_pages_per_seq - len(pages)))]
+        numbers = [page.page_id for page in pages]
+        return [*numbers, *([-1] * (self.max_pages_per_seq - len(pages)))]
 
-    def _hold(self, lengths: OrderedDict) -> None:
-        """Let sequences of these lengths, and no others, have pages."""
-        each = {id_: -(-n // self.page_size) for id_, n in lengths.items()}
-        freed = [page for id_, pages in self._pages.items() if id_ not in each for page in pages]
-        missing = {id_: n - len(self._pages.get(id_, ())) for id_, n in each.items()}
-        wanted = sum(n for n in missing.values() if n > 0)
-        if wanted > len(self._free) + len(freed):
+    def _write_table(self) -> None:
+        rows = [self._row(pages) for pages in self._pages.values()]
+        if rows:
+            self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
+
+    def _count(self, tokens: int) -> int:
+        """Pages of so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def _taken(self, count: int) -> list[Page]:
+        """So many free pages, for a sequence."""
+        pages = [self._free.popleft() for _ in range(count)]
+        for page in pages:
+            page.allocate_page()
+        return pages
+
+    def _take_back(self, pages: Iterable[Page]) -> None:
+        for page in pages:
+            page.deallocate_page()
+            self._free.append(page)
+
+    def _check_free(self, wanted: int, free: int) -> None:
+        if wanted > free:
             raise RuntimeError(
-                f"InferenceParams: {wanted} pages are needed and {len(self._free) + len(freed)} of "
+                f"InferenceParams: {wanted} pages are needed and {free} of "
                 f"{self.total_num_pages} are free: let sequences finish first, or give "
                 "total_num_pages"
             )
-        self._free.extend(freed)
-        held = {}
-        for id_ in each:
-            new = [self._free.popleft() for _ in range(missing[id_])]
-            held[id_] = [*self._pages.get(id_, ()), *new]
+
+    def _give(self, seq: Any, count: int) -> None:
+        """Give a sequence more pages."""
+        rows, has = self.page_table.shape[0], self._pages.get(seq, [])
+        if seq not in self._pages and len(self._pages) == rows:
+            raise ValueError(f"PagedKVCacheManager: {rows} sequences have pages: max_batch_size")
+        if not 0 <= count <= self.max_pages_per_seq - len(has):
+            raise ValueError(
+                f"PagedKVCacheManager: sequence {seq!r} has {len(has)} pages and gets {count}: "
+                f"max_seqlen is that of {self.max_pages_per_seq}"
+            )
+        self._check_free(count, len(self._free))
+        self._pages[seq] = [*has, *self._taken(count)]
+        self._write_table()
+
+    def _hold(self, lengths: OrderedDict) -> None:
+        """Let sequences of these lengths, and no others, have pages."""
+        each = {id_: self._count(n) for id_, n in lengths.items()}
+        freed = [page for id_, pages in self._pages.items() if id_ not in each for page in pages]
+        missing = {id_: n - len(self._pages.get(id_, ())) for id_, n in each.items()}
+        wanted = sum(n for n in missing.values() if n > 0)
+        self._check_free(wanted, len(self._free) + len(freed))
+        self._take_back(freed)
+        held = {id_: [*self._pages.get(id_, ()), *self._taken(missing[id_])] for id_ in each}
         changed = wanted > 0 or list(held) != list(self._pages)
         self._pages = held
         if changed:
-            rows = [self._row(pages) for pages in held.values()]
-            if rows:
-                self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
+            self._write_table()
 
 
 def _lengths_after(sequences: OrderedDict, step_dict: OrderedDict) -> OrderedDict:

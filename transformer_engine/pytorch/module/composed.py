@@ -308,7 +308,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         """Key of the situation of a call, its tensors, and what a run has of its own."""
         own, shared, forms = self.__dict__, ((), ()), ()
         if type(inp) is Tensor or self.NORM is not None:
-            key, tensors = situation_of(state, inp, own["_present"])
+            key, tensors = situation_of(state, inp, own["_present"], self.NORM is not None)
         else:
             key, tensors, forms = situation_of_quantized(state, inp, own["_present"], self)
         held = own["_held"]
@@ -372,7 +372,15 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         self.__dict__["_ran"] = Ran(call.plans, reason)
         if self._present is None:
             self._find_present(flat)
-        return out, call if region.replay is None and not region.record else None
+        kept = region.replay is None and not region.record and self._reads_given(inp, tensors)
+        return out, call if kept else None
+
+    def _reads_given(self, inp: Tensor, tensors: CallTensors) -> bool:
+        """Whether a call reads its input and its norm in the dtypes that they have."""
+        norm = self._norm_tensors()
+        return tensors.input.dtype is inp.dtype and (
+            norm is None or all(own is read for own, read in zip(norm, tensors.norm, strict=True))
+        )
 
     def _promote(
         self, inp: Tensor, recipe: Any, traced: bool = False

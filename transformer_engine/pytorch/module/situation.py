@@ -116,13 +116,16 @@ def in_force(slots: Slots, module: Any, state: RegionState) -> bool:
 
 
 def situation_of(
-    state: RegionState, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
+    state: RegionState,
+    inp: Tensor,
+    places: tuple[tuple[dict, str] | None, ...],
+    mixed: bool = False,
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
     """Key of the situation of a call, and the input and the module's tensors in it.
 
     No graph is being traced. `places` say where the parameters that a call reads stand, in the
-    order of its tensors; None for one that it lacks. (None, ()) where the call has to be decided by
-    itself.
+    order of its tensors; None for one that it lacks. `mixed`: they may be of several dtypes, as
+    where a norm comes first. (None, ()) where the call has to be decided by itself.
     """
     recipe = state.recipe if state.enabled else None
     if (recipe is None and state.calibrating) or (recipe is not None and recipe.custom()):
@@ -131,15 +134,20 @@ def situation_of(
     gradients = _grad_enabled()
     if (
         facts is None
+        or (facts[4] is not None and not mixed)
         or (dispatch_modes() and faking())
         or any_autocast()
         or graph_task() != -1
         or in_transform()
         or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
-        # On a GPU, whether fp32 may use TF32 can change.
-        or (facts[1] >= 0 and inp.dtype is torch.float32 and is_backward_wide(recipe))
     ):
         return None, ()
+    # On a GPU, whether fp32 may use TF32 can change.
+    if facts[1] >= 0 and is_backward_wide(recipe):
+        if facts[4] is not None:
+            facts = (*facts, torch.backends.cuda.matmul.allow_tf32)
+        elif inp.dtype is torch.float32:
+            return None, ()
     return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors
 
 

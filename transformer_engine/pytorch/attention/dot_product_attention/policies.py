@@ -111,9 +111,9 @@ def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
     """Options in which all sequences but these have no tokens."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
     starts = starts_of(options)
-    is_own = torch.zeros(given[0].shape[0] - 1, dtype=torch.int32)
-    is_own[ids] = 1
-    is_own = is_own.to(given[0].device, non_blocking=True)
+    is_own = given[0].new_zeros(given[0].shape[0] - 1)
+    for id_ in ids:  # by fills, which a capture takes, where it does not take a copy from the host
+        is_own[id_].fill_(1)
 
     def sums(cumulative: Tensor | None) -> Tensor | None:
         if cumulative is None:
