@@ -261,7 +261,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "Where the CUDA backend gets its device code, from the next context on.")                    \
     X(tune_gemm, FAST, "device_type, device_index, enabled, cache_file=None, /",                   \
       "Time the candidates of each new GEMM problem on the module's contexts of a device.")        \
-    X(update, FAST, "kind, flags, lists, flag, numbers, step, device_numbers, /",                  \
+    X(update, FAST, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /",      \
       "One pass over lists of tensors: a step of an optimizer, or products with a number.")        \
     X(close_contexts, NONE, "/", "Close the module's own contexts; the next use makes new ones.")  \
     X(op_fields, ONE, "name, /",                                                                   \

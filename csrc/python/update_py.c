@@ -136,8 +136,8 @@ static int take_casts(update_call *call, PyObject *module, PyObject *casts)
     const Py_ssize_t count = (Py_ssize_t)call->args.count;
     if (casts == Py_None) return 0;
     if (!PyTuple_Check(casts) || PyTuple_Size(casts) != count) {
-        return tepy_fail(PyExc_TypeError, site_of("casts"), "expected None, or a tuple of %zd dicts",
-                         count);
+        return tepy_fail(PyExc_TypeError, site_of("casts"),
+                         "expected None, or a tuple of %zd dicts", count);
     }
     if (call->lists[TE_UPDATE_VALUE] == NULL) return 0; /* te_update says so */
     call->casts = calloc((size_t)count + 1, sizeof *call->casts);

@@ -29,6 +29,7 @@ RECIPES = {
     "param_mxfp8": {**MXFP8, "fp8_param": True},
     "param_nvfp4": {**NVFP4, "fp4_param": True},
     "attention": {**DELAYED, "fp8_dot_product_attention": True},
+    "attention_current": {**CURRENT, "fp8_dot_product_attention": True},
     "attention_mha": {
         **DELAYED,
         "fp8_dot_product_attention": True,

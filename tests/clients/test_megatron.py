@@ -203,7 +203,7 @@ def test_a_checkpoint_keeps_weights_and_scales(case, device):
 
 RECIPES = [
     *("mxfp8", "blockwise", "blockwise_hybrid", "custom_current", "custom_mxfp8", "custom_nvfp4"),
-    *(*FORMATS, "attention", "attention_mha", "first_layer_bf16", "symmetric"),
+    *(*FORMATS, "attention", "attention_current", "attention_mha", "first_layer_bf16", "symmetric"),
 ]
 
 

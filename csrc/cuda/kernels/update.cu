@@ -5,7 +5,8 @@
  * Bound by memory: a thread has all of its reads, eight elements of each list, in flight before it
  * decodes the first. dtypes are run-time numbers, the same for every thread; they decide the width
  * of an access and how its bits are read, not what is read first. A warp's accesses are contiguous.
- * New values that are cast are a source of tiles (tile_cast.cuh): 32 elements of each list a thread.
+ * New values that are cast are a source of tiles (tile_cast.cuh): 32 elements of each list a
+ * thread.
  */
 #include "update.h"
 #include "tile_cast.cuh"
@@ -120,8 +121,7 @@ static __device__ __forceinline__ void write_value(float *values, const te_updat
 template <int KIND, int N>
 static __device__ __forceinline__ bool step(const te_group<N> &group, const te_update_numbers &n,
                                             const te_update_common &p, const te_update_entry &e,
-                                            te_index at, te_index count, bool whole,
-                                            float value[N])
+                                            te_index at, te_index count, bool whole, float value[N])
 {
     float grad[N], mean[N], square[N];
     bool infinite = false;
@@ -266,8 +266,7 @@ template <int KIND> struct te_update_source {
     }
 };
 
-template <int KIND>
-static __device__ __forceinline__ void run_cast(const te_update_cast_params &p)
+template <int KIND> static __device__ __forceinline__ void run_cast(const te_update_cast_params &p)
 {
     if (p.common.flag != nullptr && *p.common.flag != 0) return;
     te_tile_cast<te_update_source<KIND>, te_any_fp8>(p);
