@@ -87,7 +87,8 @@ static te_status launch_cast(te_context *context, const te_update_args *args,
                                           .rows = quantize->input.shape[0],
                                           .columns = quantize->input.shape[1],
                                           .cast = &quantize->cast};
-    te_update_cast_params params = {.entry = entry_of(args, i, 8, 0), .common = *common};
+    te_update_cast_params params = {.entry = entry_of(args, i, TE_UPDATE_GROUP, 0),
+                                    .common = *common};
     const te_cuda_call call = {.family = "update",
                                .name = args->kind == TE_UPDATE_ADAM ? "te_update_adam_cast_kernel"
                                                                     : "te_update_sgd_cast_kernel",
@@ -95,7 +96,10 @@ static te_status launch_cast(te_context *context, const te_update_args *args,
                                .params_size = sizeof params};
     te_cuda_tile_job job;
     TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
-    params.entry.aligned &= request.columns % 8 == 0;
+    params.entry.aligned &= request.columns % TE_UPDATE_GROUP == 0;
+    job.dims.block_x = TE_UPDATE_THREADS;
+    job.dims.grid_y *= (uint32_t)params.tile.depth; /* a tile a block, as far as the grid goes */
+    if (job.dims.grid_y > TE_CUDA_MAX_GRID_Y) job.dims.grid_y = TE_CUDA_MAX_GRID_Y;
     return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
 }
 

@@ -528,3 +528,42 @@ def test_capturable_steps_read_nothing(device, master):
         op(1024, noop, lists, lr, 0.9, 0.99, 1e-8, step, 1, 1, 0.1, inverse)
     assert reads.count == 0
     assert not torch.equal(lists[1][0], before)
+
+
+def test_steps_that_find_their_rows_again(device):
+    """States and gradients that change between steps are those of the next one."""
+    params = parameters_of(device, torch.bfloat16)
+    optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = FusedAdam(twins, master_weights=True, **OPTIONS)
+    for step in range(4):
+        for p, q in zip(params, twins, strict=True):
+            p.grad = torch.randn_like(p) if step != 1 or p is params[0] else None
+            q.grad = None if p.grad is None else p.grad.clone()
+        if step == 2:
+            optimizer.state[params[0]]["exp_avg"] = torch.ones_like(params[0], dtype=torch.float32)
+            saved = copy.deepcopy(other.state_dict())
+            saved["state"][0]["exp_avg"].fill_(1.0)
+            other.load_state_dict(saved)
+        optimizer.step()
+        other.step()
+        for p, q in zip(params, twins, strict=True):
+            assert_bits(p, q)
+    params[0].grad = torch.ones_like(params[0]).to_sparse()
+    with pytest.raises(TypeError, match="a gradient of torch.bfloat16, torch.sparse_coo"):
+        optimizer.step()
+
+
+def test_updates_of_what_lies_in_other_ways(device):
+    """Strided, negative and mixed tensors of one list are updated as dense ones are."""
+    grads = [torch.randn(4, 6, device=device) for _ in range(3)]
+    values = [torch.randn(6, 4, device=device).t(), torch.randn(4, 6, device=device)]
+    values.append(torch.randn(4, 6, device=device).bfloat16())
+    given = [torch._neg_view(grads[0].clone()), grads[1].t().contiguous().t(), grads[2]]
+    dense = [value.clone(memory_format=torch.contiguous_format) for value in values]
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    numbers = 0.1, 0.0, 0.0, 0.5, False, False, False, 1.0
+    optimizers.multi_tensor_sgd(1, flag, [given, values, values], *numbers)
+    for value, before, grad in zip(values, dense, (-grads[0], *grads[1:]), strict=True):
+        expected = before.float() - 0.5 * (grad + 0.1 * before.float())
+        assert_within(value, expected.double(), expected.double().abs() + 1.0, depth=4)

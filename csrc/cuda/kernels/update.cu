@@ -9,7 +9,8 @@
  * thread.
  */
 #include "update.h"
-#include "tile_cast.cuh"
+#include "tile.cuh"
+#include "cast.cuh"
 
 enum { ADAM, SGD, SCALE };
 enum { GRAD = 0, VALUE = 4, MEAN = 8, SQUARE = 12, ROUNDED = 16 }; /* bits in `dtypes` */
@@ -216,65 +217,103 @@ template <int KIND> static __device__ __forceinline__ void run(const te_update_p
     if (KIND == SCALE && infinite && c.flag != nullptr) *c.flag = 1;
 }
 
-/* The new values of a matrix, as the source of a cast. */
-template <int KIND> struct te_update_source {
-    typedef te_update_cast_params params;
-    static constexpr int outputs = 1;
-    static constexpr bool pads = false, writes = false, adds = false;
-    const te_update_numbers n;
-    const te_index column;
-    te_index row;
-    te_group<8> in[4];
-
-    __device__ __forceinline__ te_update_source(const params &p, te_index at)
-        : n(numbers_of<KIND>(p.common)), column(at)
-    {
-    }
-
-    __device__ __forceinline__ te_index count(const params &p, int i) const
-    {
-        return row + i < p.tile.rows ? p.tile.columns - column : 0;
-    }
-
-    __device__ __forceinline__ void fetch(const params &p, te_index at)
-    {
-        const bool whole = p.entry.aligned && at + 4 <= p.tile.rows && column + 8 <= p.tile.columns;
-        row = at;
-        if (whole) {
+/* Four new values of a row as bytes, 0 at and beyond `count`; raises the maximum. */
+static __device__ __forceinline__ unsigned bytes_of(const float value[4], float scale, int e5m2,
+                                                    te_index count, float &amax)
+{
+    unsigned bytes;
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                read<KIND, 8>(in[i], p.common, p.entry, (at + i) * p.tile.columns + column, 8,
-                              true);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                read<KIND, 8>(in[i], p.common, p.entry, (at + i) * p.tile.columns + column,
-                              count(p, i), false);
-        }
-    }
+    for (int j = 0; j < 4; j++)
+        if (j < count) amax = fmaxf(amax, fabsf(value[j]));
+    if (e5m2)
+        bytes = te_fp8_word<te_e5m2>(value[0] * scale, value[1] * scale, value[2] * scale,
+                                     value[3] * scale);
+    else
+        bytes = te_fp8_word<te_e4m3>(value[0] * scale, value[1] * scale, value[2] * scale,
+                                     value[3] * scale);
+    if (count >= 4) return bytes;
+    return count <= 0 ? 0U : bytes & ((1U << ((int)count * 8)) - 1U);
+}
 
-    __device__ __forceinline__ void values(const params &p, int i, float v[1][8]) const
-    {
-        const te_index here = count(p, i);
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[0][j] = 0.0F;
-        (void)step<KIND, 8>(in[i], n, p.common, p.entry, (row + i) * p.tile.columns + column, here,
-                            p.entry.aligned != 0, v[0]);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (j >= here) v[0][j] = 0.0F; /* 0 / 0, where eps is 0 */
-    }
-};
+/* The transposed tile, 16 bytes a thread. */
+static __device__ __forceinline__ void write_turned(const unsigned *tile, const te_cast_target &to,
+                                                    te_index left, te_index top)
+{
+    const int column = threadIdx.x >> 2, quad = threadIdx.x & 3;
+    te_vector<te_e4m3, 16> bytes;
+    bytes.load_aligned(tile + te_tile_word(column, quad * 4));
+    if (left + column < to.column.rows)
+        bytes.store(te_at<te_e4m3>(to.column, left + column, top + quad * 16),
+                    to.column_aligned != 0, to.column.columns - top - quad * 16);
+}
 
+/* Updates tiles of 64 x 64 and casts their new values. A thread has 4 x 4 elements: 16 neighbours
+ * read 256 bytes of a row of fp32, and its bytes are turned in registers. */
 template <int KIND> static __device__ __forceinline__ void run_cast(const te_update_cast_params &p)
 {
-    if (p.common.flag != nullptr && *p.common.flag != 0) return;
-    te_tile_cast<te_update_source<KIND>, te_any_fp8>(p);
+    constexpr int N = 4;
+    const te_tile_params &t = p.tile;
+    const te_update_common &c = p.common;
+    __shared__ __align__(16) unsigned tile[TE_TILE_WORDS];
+    __shared__ unsigned scratch[TE_UPDATE_THREADS / 32];
+    if (c.flag != nullptr && *c.flag != 0) return;
+    te_update_entry e = p.entry;
+    e.rounded = e.remainder = nullptr; /* there are none beside a cast */
+    const te_update_numbers n = numbers_of<KIND>(c);
+    const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
+    const te_index column = (te_index)blockIdx.x * TE_TILE + lane * N;
+    const te_index rows = max(t.rows, t.to.column.data != nullptr ? t.to.column.columns : 0);
+    float amax = 0.0F, scale = 0.0F;
+    for (te_index top = (te_index)blockIdx.y * TE_TILE; top < rows;
+         top += (te_index)gridDim.y * TE_TILE) {
+        const te_index row = top + group * N;
+        const bool whole = e.aligned && row + N <= t.rows && column + N <= t.columns;
+        const bool again = top != (te_index)blockIdx.y * TE_TILE;
+        te_group<N> in[N];
+        unsigned words[N];
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            read<KIND, N>(in[i], c, e, (row + i) * t.columns + column,
+                          row + i < t.rows ? t.columns - column : 0, whole);
+        if (!again) { /* the first loads come before anything waits for the scale */
+            scale = te_read_scale<TE_UPDATE_THREADS>(t.to, scratch);
+            if (t.to.scales[0] != nullptr && (blockIdx.x | blockIdx.y | threadIdx.x) == 0)
+                te_write_scales(t.to, scale);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const te_index count = row + i < t.rows ? t.columns - column : 0;
+            float value[N] = {};
+            (void)step<KIND, N>(in[i], n, c, e, (row + i) * t.columns + column, count, whole,
+                                value);
+            words[i] = bytes_of(value, scale, t.to.e5m2, count, amax);
+            if (t.to.row.data != nullptr && row + i < t.to.row.rows) {
+                te_vector<te_e4m3, N> bytes;
+                bytes.word[0] = words[i];
+                bytes.store(te_at<te_e4m3>(t.to.row, row + i, column), t.to.row_aligned != 0,
+                            t.to.row.columns - column);
+            }
+        }
+        if (t.to.column.data != nullptr) {
+            unsigned turned[N];
+            te_transpose_4x4(words, turned);
+            if (again) __syncthreads();
+#pragma unroll
+            for (int j = 0; j < N; j++) tile[te_tile_word(lane * N + j, group)] = turned[j];
+            __syncthreads();
+            write_turned(tile, t.to, (te_index)blockIdx.x * TE_TILE, top);
+        }
+    }
+    if (t.to.amax != nullptr) {
+        amax = te_block_max<TE_UPDATE_THREADS>(amax, scratch);
+        if (threadIdx.x == 0) te_raise(t.to.amax, amax);
+    }
 }
 
 TE_KERNEL(te_update_adam_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<ADAM>(p))
 TE_KERNEL(te_update_sgd_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SGD>(p))
 TE_KERNEL(te_update_scale_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SCALE>(p))
-TE_KERNEL(te_update_adam_cast_kernel, te_update_cast_params, (TE_TILE_THREADS, 2),
+TE_KERNEL(te_update_adam_cast_kernel, te_update_cast_params, (TE_UPDATE_THREADS, 2),
           run_cast<ADAM>(p))
-TE_KERNEL(te_update_sgd_cast_kernel, te_update_cast_params, (TE_TILE_THREADS, 2), run_cast<SGD>(p))
+TE_KERNEL(te_update_sgd_cast_kernel, te_update_cast_params, (TE_UPDATE_THREADS, 2),
+          run_cast<SGD>(p))

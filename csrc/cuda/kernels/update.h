@@ -41,10 +41,11 @@ typedef struct te_update_params {
     int count; /* entries */
 } te_update_params;
 
-/* An update of one matrix whose values are cast: a kernel on tiles, see te_tile_params. */
+/* An update of one matrix whose values are cast with one scale: of `tile` the size and the target.
+ * Grid: (column tiles, row tiles or fewer) of 64 x 64; TE_UPDATE_THREADS threads. */
 typedef struct te_update_cast_params {
     te_tile_params tile;
-    te_update_entry entry; /* aligned: every group of eight of every list */
+    te_update_entry entry; /* aligned: groups of every row of every list */
     te_update_common common;
 } te_update_cast_params;
 

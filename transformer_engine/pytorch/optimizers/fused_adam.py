@@ -8,7 +8,7 @@ through `multi_tensor_applier` of this module, which programs replace.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -41,16 +41,35 @@ _F16_TOP = 65504.0 / 2
 _E4M3_TOP = 448.0
 
 
-class _Row(NamedTuple):
-    """One parameter in a step: what the update is given, and what has to be rounded afterwards."""
+class _Row:
+    """What a step updates of one parameter."""
 
-    param: Tensor
-    grad: Tensor
-    value: Tensor  # what is updated
-    mean: Tensor
-    square: Tensor
-    extra: Tensor | None  # the parameter where `value` is its master, or its remainders
-    casts: bool  # the parameter is quantized from `value`
+    __slots__ = ("casts", "extra", "kind", "master", "mean", "param", "square", "value")
+
+    def __init__(
+        self,
+        param: Tensor,
+        value: Tensor,  # what is updated
+        mean: Tensor,
+        square: Tensor,
+        extra: Tensor | None,  # the parameter where `value` is its master, or its remainders
+        casts: bool,  # the parameter is quantized from `value`
+        master: Tensor | None,  # as it is kept
+    ) -> None:
+        self.param, self.value, self.mean, self.square = param, value, mean, square
+        self.extra, self.casts, self.master = extra, casts, master
+        remainders = None if extra is None else extra.dtype is torch.int16
+        self.kind = param.device, casts, remainders
+
+    def stands(self, param: Tensor, state: dict) -> bool:
+        """Whether it is that of a parameter, which has the same states as before."""
+        return (
+            self.param is param
+            and state.get("exp_avg") is self.mean
+            and state.get("exp_avg_sq") is self.square
+            and state.get("master_param") is self.master
+            and param.device == self.kind[0]
+        )
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -149,6 +168,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
         self._step_supports_amp_scaling = capturable
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self._rows: dict[int, _Row] = {}  # by parameter: those that only depend on its states
         device = next((p.device for p in self._parameters_of_groups()), torch.device("cpu"))
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
@@ -296,6 +316,7 @@ class FusedAdam(torch.optim.Optimizer):
         bare = {**state_dict, "state": {}}  # torch would cast states to the parameters' dtypes
         super().load_state_dict(bare)
         self._scales.clear()
+        self._rows.clear()
         groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
         for saved, group in groups:
             steps = []
@@ -353,15 +374,26 @@ class FusedAdam(torch.optim.Optimizer):
             self._count(group)
         inverse = self._unscaling(grad_scaler) if self.capturable else None
         for group in self.param_groups:
-            rows = []
+            rows, grads = [], []
             for param in group["params"]:
-                if not self.state[param]:
+                state = self.state[param]
+                if not state:
                     self.initialize_state(param)
                 grad = self._grad_of(param)
-                if grad is not None and local_part(param).numel() > 0:
-                    _check(param, grad)
-                    rows.append(self._row(param, grad))
-            self._update(group, rows, inverse)
+                if grad is None:
+                    continue
+                if grad.dtype not in _DTYPES or grad.layout is not torch.strided:
+                    raise _refusal("gradient", grad)
+                row = self._rows.get(id(param))
+                if row is None or not row.stands(param, state):
+                    if param.dtype not in _DTYPES or param.layout is not torch.strided:
+                        raise _refusal("parameter", param)
+                    if local_part(param).numel() == 0:
+                        continue
+                    row = self._row(param)
+                rows.append(row)
+                grads.append(grad)
+            self._update(group, rows, grads, inverse)
         return loss
 
     def _count(self, group: dict) -> None:
@@ -384,91 +416,103 @@ class FusedAdam(torch.optim.Optimizer):
         scale = grad_scaler._get_scale_async()
         return scale.double().reciprocal().float().reshape(1).to(flag.device)
 
-    def _row(self, param: Tensor, grad: Tensor) -> _Row:
-        means = [
-            self.state[param][name]
-            if self.name_to_dtype_map[name] in _DIRECT
-            else self.get_unscaled_state(param, name)
-            for name in ("exp_avg", "exp_avg_sq")
-        ]
+    def _row(self, param: Tensor) -> _Row:
+        """What a step updates of a parameter; it is kept where steps find it again."""
+        state, passing = self.state[param], False
+        means = []
+        for name in ("exp_avg", "exp_avg_sq"):
+            direct = self.name_to_dtype_map[name] in _DIRECT
+            means.append(state[name] if direct else self.get_unscaled_state(param, name))
+            passing |= not direct
         quantized = is_quantized(local_part(param))
+        master, extra = None, None
+        value = wide_copy(param) if quantized else param
         if self._has_master(param):
-            master = self.state[param]["master_param"]
+            value = master = state["master_param"]
             if master.dtype is torch.int16:
-                return _Row(param, grad, param.detach(), *means, master, False)
-            if self.name_to_dtype_map["master_param"] not in _DIRECT:
-                master = self.get_unscaled_state(param, "master_param")
-            rounded = None if quantized else param.detach()
-            return _Row(param, grad, master, *means, rounded, quantized)
-        value = wide_copy(param) if quantized else param.detach()
-        return _Row(param, grad, value, *means, None, quantized)
+                value, extra = param, master
+            else:
+                if self.name_to_dtype_map["master_param"] not in _DIRECT:
+                    value, passing = self.get_unscaled_state(param, "master_param"), True
+                extra = None if quantized else param
+        row = _Row(param, value, *means, extra, quantized, master)
+        if passing or (quantized and master is None):
+            self._rows.pop(id(param), None)
+        else:
+            self._rows[id(param)] = row
+        return row
 
-    def _update(self, group: dict, rows: list[_Row], inverse: Tensor | None) -> None:
-        kinds: dict[tuple, list[_Row]] = {}
-        for row in rows:
-            what = None if row.extra is None else row.extra.dtype is torch.int16
-            kinds.setdefault((row.param.device, what, row.casts), []).append(row)
+    def _update(self, group: dict, rows: list[_Row], grads: list, inverse: Tensor | None) -> None:
+        kinds: dict[tuple, tuple[list[_Row], list[Tensor]]] = {}
+        for row, grad in zip(rows, grads, strict=True):
+            chosen = kinds.get(row.kind)
+            if chosen is None:
+                chosen = kinds[row.kind] = ([], [])
+            chosen[0].append(row)
+            chosen[1].append(grad)
         tail = () if inverse is None else (inverse,)
         numbers = (
             group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode,
             int(bool(group["bias_correction"])), group["weight_decay"], *tail,
         )  # fmt: skip
-        for (device, has_remainders, casts), chosen in kinds.items():
+        for (device, casts, has_remainders), (chosen, given) in kinds.items():
             flag = self._dummy_overflow_buf
             flag = flag if flag.device == device else flag.to(device)
-            for row in chosen if casts else ():
-                _update_and_cast(row, flag, numbers)
-                self._keep(row)
             if casts:
-                continue
-            op: Callable = multi_tensor_adam
-            if self.capturable:
-                op = multi_tensor_adam_capturable
-                op = op if has_remainders is None else multi_tensor_adam_capturable_master
-            elif has_remainders:
-                op = multi_tensor_adam_param_remainder
-            for first in range(0, len(chosen), _CHUNK):
-                part = chosen[first : first + _CHUNK]
-                lists = [
-                    [row.grad.detach() for row in part],
-                    [row.value if not _rounds(row) else row.extra for row in part],
-                    [row.mean for row in part],
-                    [row.square for row in part],
-                ]
-                if has_remainders is not None:
-                    lists.append([row.extra if has_remainders else row.value for row in part])
-                multi_tensor_applier(op, flag, lists, *numbers)
+                for row, grad in zip(chosen, given, strict=True):
+                    _update_and_cast(row, grad, flag, numbers)
+            else:
+                self._update_lists(has_remainders, chosen, given, flag, numbers)
             for row in chosen:
-                self._keep(row)
+                if id(row.param) not in self._rows:
+                    self._keep(row)
+
+    def _update_lists(
+        self,
+        has_remainders: bool | None,
+        rows: list[_Row],
+        grads: list,
+        flag: Tensor,
+        numbers: tuple,
+    ) -> None:
+        """Update parameters that are not quantized; `has_remainders` None: without masters."""
+        op: Callable = multi_tensor_adam
+        if self.capturable:
+            op = multi_tensor_adam_capturable
+            op = op if has_remainders is None else multi_tensor_adam_capturable_master
+        elif has_remainders:
+            op = multi_tensor_adam_param_remainder
+        for first in range(0, len(rows), _CHUNK):
+            part = rows[first : first + _CHUNK]
+            lists = [
+                grads[first : first + _CHUNK],
+                [row.value if has_remainders is not False else row.extra for row in part],
+                [row.mean for row in part],
+                [row.square for row in part],
+            ]
+            if has_remainders is not None:
+                lists.append([row.extra if has_remainders else row.value for row in part])
+            multi_tensor_applier(op, flag, lists, *numbers)
 
     def _keep(self, row: _Row) -> None:
         """Scale states that were expanded."""
         states = {"exp_avg": row.mean, "exp_avg_sq": row.square}
-        if self._has_master(row.param) and (row.casts or not _is_remainder(row)):
+        if row.master is not None and row.master.dtype is not torch.int16:
             states["master_param"] = row.value
         for name, value in states.items():
             if self.name_to_dtype_map[name] not in _DIRECT:
                 self.set_scaled_state(row.param, name, value)
 
 
-def _update_and_cast(row: _Row, flag: Tensor, numbers: tuple) -> None:
+def _update_and_cast(row: _Row, grad: Tensor, flag: Tensor, numbers: tuple) -> None:
     """Update the part of a quantized parameter that this rank has, and quantize it."""
-    parts = [local_part(t) for t in (row.grad.detach(), row.value, row.mean, row.square)]
+    parts = [local_part(t) for t in (grad, row.value, row.mean, row.square)]
 
     def run(casts: list[dict] | None) -> None:
         op = functools.partial(multi_tensor_adam_cast, casts)
         multi_tensor_applier(op, flag, [[part] for part in parts], *numbers)
 
     Updated(run, parts[1]).write_to(local_part(row.param))
-
-
-def _is_remainder(row: _Row) -> bool:
-    return row.extra is not None and row.extra.dtype is torch.int16
-
-
-def _rounds(row: _Row) -> bool:
-    """Whether a master is updated, and the parameter rounded from it."""
-    return row.extra is not None and not _is_remainder(row)
 
 
 def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: bool) -> None:
@@ -496,10 +540,8 @@ def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: boo
         )
 
 
-def _check(parameter: Tensor, grad: Tensor) -> None:
-    for label, tensor in (("parameter", parameter), ("gradient", grad)):
-        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
-            raise TypeError(
-                f"{_NAME}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
-                "of torch.float32, torch.float16 or torch.bfloat16"
-            )
+def _refusal(label: str, tensor: Tensor) -> TypeError:
+    return TypeError(
+        f"{_NAME}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
+        "of torch.float32, torch.float16 or torch.bfloat16"
+    )

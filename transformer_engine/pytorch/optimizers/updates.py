@@ -66,14 +66,14 @@ class Updated(Computed):
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
-    """The lists, detached; ValueError for another number of them, or other lengths."""
+    """The lists; ValueError for another number of them, or other lengths."""
     if len(lists) not in counts or len({len(each) for each in lists}) > 1:
         expected = " or ".join(map(str, counts))
         raise ValueError(
             f"{op}: tensor_lists of {[len(each) for each in lists]} tensors, expected {expected} "
             "lists of one length"
         )
-    return [[tensor.detach() for tensor in each] for each in lists]
+    return [list(each) for each in lists]
 
 
 def _on(device: torch.device, dtype: torch.dtype, number: Any) -> Tensor | None:
@@ -115,36 +115,63 @@ def run_update(
     casts : sequence of dict, optional
         Of each tensor, fields of `_core.quantize`: how its new values are cast.
     """
+    beta1, beta2 = numbers.get("betas", (0.0, 0.0))
+    lr, scale = numbers.get("lr", 0.0), numbers.get("grad_scale", 1.0)
+    given = (
+        *(_host(lr), beta1, beta2, numbers.get("eps", 0.0), numbers.get("decay", 0.0)),
+        *(_host(scale), numbers.get("momentum", 0.0), numbers.get("dampening", 0.0)),
+    )
+    call = kind, flags, flag, given, (lr, scale, step)
+    with torch.no_grad():
+        if not _updated_as_they_are(call, lists, casts):
+            _update_by_groups(call, lists, casts)
+
+
+def _run(call: tuple, device: torch.device, lists: Sequence, casts: Sequence[dict] | None) -> None:
+    """Update dense tensors of one device and, list by list, of one dtype."""
+    kind, flags, flag, given, (lr, scale, step) = call
+    local = None if flag is None else flag.detach().to(device)
+    on_device = (
+        _on(device, torch.float32, lr),
+        _on(device, torch.float32, scale),
+        _on(device, torch.int32, step),
+    )
+    count = 1 if isinstance(step, Tensor) else int(step)
+    cast = None if casts is None else tuple(casts)
+    _core.update(kind, flags, tuple(lists), local, given, count, on_device, cast)
+    if local is not None and kind == _core.UPDATE_SCALE and local.device != flag.device:
+        flag.copy_(torch.maximum(flag, local.to(flag.device)))
+
+
+def _updated_as_they_are(call: tuple, lists: list, casts: Sequence[dict] | None) -> bool:
+    """Update all at once; False, and nothing is written, where they are not dense and alike."""
+    if not lists[_GRAD]:
+        return True
+    try:
+        _run(call, lists[_GRAD][0].device, lists, casts)
+    except (TypeError, ValueError):  # all is checked before anything is written
+        return False
+    first = 0 if call[1] & _core.UPDATE_WRITE_GRAD else 1
+    torch.autograd.graph.increment_version([t for each in lists[first:] if each for t in each])
+    return True
+
+
+def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) -> None:
+    """Update those of one device and the same dtypes together, copies of those not dense."""
     groups: dict[tuple, list[int]] = {}
     for i, grad in enumerate(lists[_GRAD]):
         if grad.numel() > 0:
             key = grad.device, *(each[i].dtype for each in lists if each is not None)
             groups.setdefault(key, []).append(i)
-    lr, scale = numbers.get("lr", 0.0), numbers.get("grad_scale", 1.0)
-    beta1, beta2 = numbers.get("betas", (0.0, 0.0))
-    given = (
-        *(_host(lr), beta1, beta2, numbers.get("eps", 0.0), numbers.get("decay", 0.0)),
-        *(_host(scale), numbers.get("momentum", 0.0), numbers.get("dampening", 0.0)),
-    )
+    first = 0 if call[1] & _core.UPDATE_WRITE_GRAD else 1
     for (device, *_), places in groups.items():
         chosen = tuple(None if each is None else [each[i] for i in places] for each in lists)
         dense = tuple(
             None if each is None else [t.resolve_neg().contiguous() for t in each]
             for each in chosen
         )
-        local = None if flag is None else flag.detach().to(device)
-        on_device = (
-            _on(device, torch.float32, lr),
-            _on(device, torch.float32, scale),
-            _on(device, torch.int32, step),
-        )
-        count = 1 if isinstance(step, Tensor) else int(step)
-        cast = None if casts is None else tuple(casts[i] for i in places)
-        _core.update(kind, flags, dense, local, given, count, on_device, cast)
-        writes_grad = flags & _core.UPDATE_WRITE_GRAD
-        _wrote(chosen if writes_grad else chosen[1:], dense if writes_grad else dense[1:])
-        if local is not None and kind == _core.UPDATE_SCALE and local.device != flag.device:
-            flag.copy_(torch.maximum(flag, local.to(flag.device)))
+        _run(call, device, dense, None if casts is None else [casts[i] for i in places])
+        _wrote(chosen[first:], dense[first:])
 
 
 def _wrote(chosen: tuple, dense: tuple) -> None:
