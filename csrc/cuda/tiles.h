@@ -11,7 +11,6 @@
 #include "cuda/kernels/elementwise.h"
 #include "cuda/kernels/norm.h"
 #include "cuda/kernels/quantize.h"
-#include "cuda/kernels/update.h"
 #include "cuda/launch.h"
 
 #define TE_CUDA_TILE 64
@@ -73,7 +72,6 @@ typedef union te_cuda_tile_params_copy {
     te_quantize_params quantize;
     te_activation_kernel_params activation;
     te_norm_tile_params norm;
-    te_update_cast_params update;
 } te_cuda_tile_params_copy;
 
 /* What casts a result, and the rows and columns of its tiles. */

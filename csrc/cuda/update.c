@@ -9,29 +9,27 @@
 #include "cuda/tiles.h"
 
 _Static_assert(sizeof(te_update_params) <= 4096, "parameters of a kernel");
+_Static_assert(sizeof(te_update_cast_params) <= 4096, "parameters of a kernel");
 
-/* The tensor of a list, and whether its groups of so many elements are aligned. */
-static unsigned char *take(const te_update_args *args, int list, int64_t i, size_t group,
-                           int *aligned)
+/* The tensor of a list, and whether its groups are aligned. */
+static unsigned char *take(const te_update_args *args, int list, int64_t i, int *aligned)
 {
     const te_tensor *tensor = args->lists[list] == NULL ? NULL : &args->lists[list][i];
-    size_t bytes;
     if (tensor == NULL) return NULL;
-    bytes = group * te_dtype_bytes(tensor->dtype);
-    *aligned &= (uintptr_t)tensor->data % (bytes < 16 ? bytes : 16) == 0;
+    *aligned &= (uintptr_t)tensor->data % (TE_UPDATE_GROUP * te_dtype_bytes(tensor->dtype)) == 0;
     return tensor->data;
 }
 
-static te_update_entry entry_of(const te_update_args *args, int64_t i, size_t group, uint32_t first)
+static te_update_entry entry_of(const te_update_args *args, int64_t i, uint32_t first)
 {
     te_update_entry entry = {
         .count = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]), .first = first, .aligned = 1};
-    entry.grad = take(args, TE_UPDATE_GRAD, i, group, &entry.aligned);
-    entry.value = take(args, TE_UPDATE_VALUE, i, group, &entry.aligned);
-    entry.mean = take(args, TE_UPDATE_MEAN, i, group, &entry.aligned);
-    entry.square = take(args, TE_UPDATE_SQUARE, i, group, &entry.aligned);
-    entry.rounded = take(args, TE_UPDATE_ROUNDED, i, group, &entry.aligned);
-    entry.remainder = take(args, TE_UPDATE_REMAINDER, i, group, &entry.aligned);
+    entry.grad = take(args, TE_UPDATE_GRAD, i, &entry.aligned);
+    entry.value = take(args, TE_UPDATE_VALUE, i, &entry.aligned);
+    entry.mean = take(args, TE_UPDATE_MEAN, i, &entry.aligned);
+    entry.square = take(args, TE_UPDATE_SQUARE, i, &entry.aligned);
+    entry.rounded = take(args, TE_UPDATE_ROUNDED, i, &entry.aligned);
+    entry.remainder = take(args, TE_UPDATE_REMAINDER, i, &entry.aligned);
     return entry;
 }
 
@@ -76,31 +74,51 @@ static int joins(const te_update_args *args, int64_t i)
            (te_tensor_present(&result->row) || te_tensor_present(&result->column));
 }
 
-/* One tensor, and its cast. */
-static te_status launch_cast(te_context *context, const te_update_args *args,
-                             const te_update_common *common, int64_t i, void *stream)
+/* A tensor and its cast; the tiles of it and of those before are counted in *blocks. */
+static te_update_cast_entry cast_entry_of(const te_update_args *args, int64_t i, int64_t *blocks)
 {
     const te_quantize_args *quantize = &args->casts[i];
-    const te_cuda_tile_request request = {.op = TE_OP_QUANTIZE,
-                                          .outputs = 1,
-                                          .dtype = quantize->input.dtype,
+    const te_cuda_tile_request request = {.outputs = 1,
                                           .rows = quantize->input.shape[0],
                                           .columns = quantize->input.shape[1],
                                           .cast = &quantize->cast};
-    te_update_cast_params params = {.entry = entry_of(args, i, TE_UPDATE_GROUP, 0),
-                                    .common = *common};
-    const te_cuda_call call = {.family = "update",
-                               .name = args->kind == TE_UPDATE_ADAM ? "te_update_adam_cast_kernel"
-                                                                    : "te_update_sgd_cast_kernel",
-                               .params = &params,
-                               .params_size = sizeof params};
-    te_cuda_tile_job job;
-    TE_TRY(te_cuda_plan_tile_job(&request, &params.tile, &job));
-    params.entry.aligned &= request.columns % TE_UPDATE_GROUP == 0;
-    job.dims.block_x = TE_UPDATE_THREADS;
-    job.dims.grid_y *= (uint32_t)params.tile.depth; /* a tile a block, as far as the grid goes */
-    if (job.dims.grid_y > TE_CUDA_MAX_GRID_Y) job.dims.grid_y = TE_CUDA_MAX_GRID_Y;
-    return te_cuda_run_tile_job(te_context_state(context), &job, &call, NULL, stream);
+    te_dtype dtype;
+    te_update_cast_entry entry = {.lists = entry_of(args, i, (uint32_t)*blocks),
+                                  .to = te_cuda_cast_target(&request, &dtype),
+                                  .rows = request.rows,
+                                  .columns = request.columns};
+    int64_t rows = request.rows, columns = request.columns; /* with padding */
+    if (entry.to.column.data != NULL && entry.to.column.columns > rows)
+        rows = entry.to.column.columns;
+    if (entry.to.row.data != NULL && entry.to.row.columns > columns) columns = entry.to.row.columns;
+    entry.lists.aligned &= request.columns % TE_UPDATE_GROUP == 0;
+    entry.across = (int)te_ceil_div(columns, TE_CUDA_TILE);
+    *blocks += entry.across * te_ceil_div(rows, TE_CUDA_TILE);
+    return entry;
+}
+
+/* The tensors whose casts are part of their pass. */
+static te_status launch_casts(te_context *context, const te_update_args *args,
+                              const te_update_common *common, void *stream)
+{
+    te_update_cast_params params = {.common = *common};
+    te_cuda_call call = {.family = "update",
+                         .name = args->kind == TE_UPDATE_ADAM ? "te_update_adam_cast_kernel"
+                                                              : "te_update_sgd_cast_kernel",
+                         .params = &params,
+                         .params_size = sizeof params};
+    int64_t blocks = 0;
+    for (int64_t i = 0; i < args->count; i++) {
+        if (!joins(args, i)) continue;
+        params.entries[params.count++] = cast_entry_of(args, i, &blocks);
+        if (params.count < TE_UPDATE_CAST_ENTRIES && blocks < INT32_MAX / 2) continue;
+        call.dims = (te_cuda_dims){(uint32_t)blocks, 1, 1, TE_UPDATE_THREADS, 1, 1, 0};
+        TE_TRY(te_cuda_run(te_context_state(context), &call, blocks > 0, stream));
+        params.count = 0;
+        blocks = 0;
+    }
+    call.dims = (te_cuda_dims){(uint32_t)blocks, 1, 1, TE_UPDATE_THREADS, 1, 1, 0};
+    return te_cuda_run(te_context_state(context), &call, blocks > 0, stream);
 }
 
 /* The casts that are passes of their own, after the update. */
@@ -122,19 +140,16 @@ te_status te_cuda_update(te_context *context, const te_update_args *args, void *
     for (int64_t i = 0; i < args->count; i++) {
         const int64_t count = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]);
         const int64_t more = te_ceil_div(count, TE_UPDATE_CHUNK);
-        if (joins(args, i)) {
-            TE_TRY(launch_cast(context, args, &params.common, i, stream));
-            continue;
-        }
-        if (count == 0) continue;
+        if (count == 0 || joins(args, i)) continue;
         if (params.count == TE_UPDATE_ENTRIES || blocks + more > INT32_MAX) {
             TE_TRY(launch(context, args->kind, &params, blocks, stream));
             params.count = 0;
             blocks = 0;
         }
-        params.entries[params.count++] = entry_of(args, i, TE_UPDATE_GROUP, (uint32_t)blocks);
+        params.entries[params.count++] = entry_of(args, i, (uint32_t)blocks);
         blocks += more;
     }
     TE_TRY(launch(context, args->kind, &params, blocks, stream));
+    TE_TRY(launch_casts(context, args, &params.common, stream));
     return run_casts(context, args, stream);
 }

@@ -171,13 +171,22 @@ static __device__ __forceinline__ te_update_numbers numbers_of(const te_update_c
     return n;
 }
 
+static __device__ __forceinline__ unsigned first_of(const te_update_entry &e)
+{
+    return e.first;
+}
+static __device__ __forceinline__ unsigned first_of(const te_update_cast_entry &e)
+{
+    return e.lists.first;
+}
+
 /* The entry that a block belongs to: the last one that begins at or before it. */
-static __device__ __forceinline__ int find(const te_update_params &p)
+template <typename P> static __device__ __forceinline__ int find(const P &p)
 {
     int low = 0, high = p.count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (p.entries[middle].first <= blockIdx.x)
+        if (first_of(p.entries[middle]) <= blockIdx.x)
             low = middle;
         else
             high = middle - 1;
@@ -247,66 +256,61 @@ static __device__ __forceinline__ void write_turned(const unsigned *tile, const 
                     to.column_aligned != 0, to.column.columns - top - quad * 16);
 }
 
-/* Updates tiles of 64 x 64 and casts their new values. A thread has 4 x 4 elements: 16 neighbours
+/* Updates a tile of 64 x 64 and casts its new values. A thread has 4 x 4 elements: 16 neighbours
  * read 256 bytes of a row of fp32, and its bytes are turned in registers. */
 template <int KIND> static __device__ __forceinline__ void run_cast(const te_update_cast_params &p)
 {
     constexpr int N = 4;
-    const te_tile_params &t = p.tile;
+    const te_update_cast_entry &entry = p.entries[find(p)];
+    const te_cast_target &to = entry.to;
     const te_update_common &c = p.common;
     __shared__ __align__(16) unsigned tile[TE_TILE_WORDS];
     __shared__ unsigned scratch[TE_UPDATE_THREADS / 32];
     if (c.flag != nullptr && *c.flag != 0) return;
-    te_update_entry e = p.entry;
+    te_update_entry e = entry.lists;
     e.rounded = e.remainder = nullptr; /* there are none beside a cast */
     const te_update_numbers n = numbers_of<KIND>(c);
+    const unsigned at = blockIdx.x - e.first, down = at / entry.across;
     const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
-    const te_index column = (te_index)blockIdx.x * TE_TILE + lane * N;
-    const te_index rows = max(t.rows, t.to.column.data != nullptr ? t.to.column.columns : 0);
-    float amax = 0.0F, scale = 0.0F;
-    for (te_index top = (te_index)blockIdx.y * TE_TILE; top < rows;
-         top += (te_index)gridDim.y * TE_TILE) {
-        const te_index row = top + group * N;
-        const bool whole = e.aligned && row + N <= t.rows && column + N <= t.columns;
-        const bool again = top != (te_index)blockIdx.y * TE_TILE;
-        te_group<N> in[N];
-        unsigned words[N];
+    const te_index left = (te_index)(at - down * entry.across) * TE_TILE;
+    const te_index top = (te_index)down * TE_TILE;
+    const te_index column = left + lane * N, row = top + group * N;
+    const bool whole = e.aligned && row + N <= entry.rows && column + N <= entry.columns;
+    float amax = 0.0F;
+    te_group<N> in[N];
+    unsigned words[N];
 #pragma unroll
-        for (int i = 0; i < N; i++)
-            read<KIND, N>(in[i], c, e, (row + i) * t.columns + column,
-                          row + i < t.rows ? t.columns - column : 0, whole);
-        if (!again) { /* the first loads come before anything waits for the scale */
-            scale = te_read_scale<TE_UPDATE_THREADS>(t.to, scratch);
-            if (t.to.scales[0] != nullptr && (blockIdx.x | blockIdx.y | threadIdx.x) == 0)
-                te_write_scales(t.to, scale);
-        }
+    for (int i = 0; i < N; i++)
+        read<KIND, N>(in[i], c, e, (row + i) * entry.columns + column,
+                      row + i < entry.rows ? entry.columns - column : 0, whole);
+    /* The loads come before anything waits for the scale. */
+    const float scale = te_read_scale<TE_UPDATE_THREADS>(to, scratch);
+    if (to.scales[0] != nullptr && (at | threadIdx.x) == 0) te_write_scales(to, scale);
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const te_index count = row + i < t.rows ? t.columns - column : 0;
-            float value[N] = {};
-            (void)step<KIND, N>(in[i], n, c, e, (row + i) * t.columns + column, count, whole,
-                                value);
-            words[i] = bytes_of(value, scale, t.to.e5m2, count, amax);
-            if (t.to.row.data != nullptr && row + i < t.to.row.rows) {
-                te_vector<te_e4m3, N> bytes;
-                bytes.word[0] = words[i];
-                bytes.store(te_at<te_e4m3>(t.to.row, row + i, column), t.to.row_aligned != 0,
-                            t.to.row.columns - column);
-            }
-        }
-        if (t.to.column.data != nullptr) {
-            unsigned turned[N];
-            te_transpose_4x4(words, turned);
-            if (again) __syncthreads();
-#pragma unroll
-            for (int j = 0; j < N; j++) tile[te_tile_word(lane * N + j, group)] = turned[j];
-            __syncthreads();
-            write_turned(tile, t.to, (te_index)blockIdx.x * TE_TILE, top);
+    for (int i = 0; i < N; i++) {
+        const te_index count = row + i < entry.rows ? entry.columns - column : 0;
+        float value[N] = {};
+        (void)step<KIND, N>(in[i], n, c, e, (row + i) * entry.columns + column, count, whole,
+                            value);
+        words[i] = bytes_of(value, scale, to.e5m2, count, amax);
+        if (to.row.data != nullptr && row + i < to.row.rows) {
+            te_vector<te_e4m3, N> bytes;
+            bytes.word[0] = words[i];
+            bytes.store(te_at<te_e4m3>(to.row, row + i, column), to.row_aligned != 0,
+                        to.row.columns - column);
         }
     }
-    if (t.to.amax != nullptr) {
+    if (to.column.data != nullptr) {
+        unsigned turned[N];
+        te_transpose_4x4(words, turned);
+#pragma unroll
+        for (int j = 0; j < N; j++) tile[te_tile_word(lane * N + j, group)] = turned[j];
+        __syncthreads();
+        write_turned(tile, to, left, top);
+    }
+    if (to.amax != nullptr) {
         amax = te_block_max<TE_UPDATE_THREADS>(amax, scratch);
-        if (threadIdx.x == 0) te_raise(t.to.amax, amax);
+        if (threadIdx.x == 0) te_raise(to.amax, amax);
     }
 }
 

@@ -14,7 +14,8 @@ enum {
     TE_UPDATE_GROUP = 4, /* neighbouring elements of a thread: 16 bytes of fp32 */
     TE_UPDATE_UNROLL = 2,
     TE_UPDATE_CHUNK = 16384, /* elements of a block */
-    TE_UPDATE_ENTRIES = 60   /* tensors of a launch: parameters have 4 KiB */
+    TE_UPDATE_ENTRIES = 60,  /* tensors of a launch: parameters have 4 KiB */
+    TE_UPDATE_CAST_ENTRIES = 14
 };
 
 /* One tensor of each list; NULL where there is no list. */
@@ -41,12 +42,19 @@ typedef struct te_update_params {
     int count; /* entries */
 } te_update_params;
 
-/* An update of one matrix whose values are cast with one scale: of `tile` the size and the target.
- * Grid: (column tiles, row tiles or fewer) of 64 x 64; TE_UPDATE_THREADS threads. */
+/* A matrix whose new values are cast with one scale. */
+typedef struct te_update_cast_entry {
+    te_update_entry lists; /* aligned: groups of every row of every list */
+    te_cast_target to;
+    te_index rows, columns;
+    int across; /* tiles beside each other */
+} te_update_cast_entry;
+
+/* Grid: the tiles of 64 x 64 of all entries; TE_UPDATE_THREADS threads. */
 typedef struct te_update_cast_params {
-    te_tile_params tile;
-    te_update_entry entry; /* aligned: groups of every row of every list */
+    te_update_cast_entry entries[TE_UPDATE_CAST_ENTRIES];
     te_update_common common;
+    int count; /* entries */
 } te_update_cast_params;
 
 #endif

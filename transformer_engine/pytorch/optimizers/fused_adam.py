@@ -23,7 +23,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam_cast,
     multi_tensor_adam_param_remainder,
 )
-from transformer_engine.pytorch.optimizers.updates import Updated, local_part, wide_copy
+from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -459,8 +459,7 @@ class FusedAdam(torch.optim.Optimizer):
             flag = self._dummy_overflow_buf
             flag = flag if flag.device == device else flag.to(device)
             if casts:
-                for row, grad in zip(chosen, given, strict=True):
-                    _update_and_cast(row, grad, flag, numbers)
+                _update_and_cast(chosen, given, flag, numbers)
             else:
                 self._update_lists(has_remainders, chosen, given, flag, numbers)
             for row in chosen:
@@ -504,15 +503,17 @@ class FusedAdam(torch.optim.Optimizer):
                 self.set_scaled_state(row.param, name, value)
 
 
-def _update_and_cast(row: _Row, grad: Tensor, flag: Tensor, numbers: tuple) -> None:
-    """Update the part of a quantized parameter that this rank has, and quantize it."""
-    parts = [local_part(t) for t in (grad, row.value, row.mean, row.square)]
+def _update_and_cast(rows: list[_Row], grads: list, flag: Tensor, numbers: tuple) -> None:
+    """Update quantized parameters."""
 
-    def run(casts: list[dict] | None) -> None:
+    def run(lists: list, casts: list[dict] | None) -> None:
         op = functools.partial(multi_tensor_adam_cast, casts)
-        multi_tensor_applier(op, flag, [[part] for part in parts], *numbers)
+        multi_tensor_applier(op, flag, lists, *numbers)
 
-    Updated(run, parts[1]).write_to(local_part(row.param))
+    updates = Updates(run)
+    for row, grad in zip(rows, grads, strict=True):
+        updates.add(row.param, (grad, row.value, row.mean, row.square))
+    updates.flush()
 
 
 def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: bool) -> None:

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd,
     multi_tensor_sgd_cast,
 )
-from transformer_engine.pytorch.optimizers.updates import Updated, local_part, wide_copy
+from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
 from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["FusedSGD"]
@@ -130,31 +130,28 @@ class FusedSGD(torch.optim.Optimizer):
         )  # fmt: skip
         flags: dict[torch.device, Tensor] = {}
         plain: dict[torch.device, list[list[Tensor]]] = {}
+        casts: dict[torch.device, Updates] = {}
         for i, param in enumerate(params):
             device = param.device
             if device not in flags:
                 flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+                casts[device] = Updates(functools.partial(_update, flags[device], numbers))
             quantized = is_quantized(local_part(param))
             value = wide_copy(param) if quantized else param
             row = [param.grad, value, kept[i] if momentum != 0.0 else value]
             if quantized:
-                _update_and_cast(param, row, flags[device], numbers)
+                casts[device].add(param, row)
                 continue
             for each, tensor in zip(plain.setdefault(device, [[], [], []]), row, strict=True):
                 each.append(tensor)
         for device, lists in plain.items():
             multi_tensor_applier(multi_tensor_sgd, flags[device], lists, *numbers)
+        for updates in casts.values():
+            updates.flush()
 
 
-def _update_and_cast(param: Tensor, row: list[Tensor], flag: Tensor, numbers: tuple) -> None:
-    """Update the part of a quantized parameter that this rank has, and quantize it."""
-    parts = [local_part(t.detach()) for t in row]
-
-    def run(casts: list[dict] | None) -> None:
-        op = functools.partial(multi_tensor_sgd_cast, casts)
-        multi_tensor_applier(op, flag, [[part] for part in parts], *numbers)
-
-    Updated(run, parts[1]).write_to(local_part(param))
+def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None) -> None:
+    multi_tensor_applier(functools.partial(multi_tensor_sgd_cast, casts), flag, lists, *numbers)
 
 
 def _check(param: Tensor) -> None:

@@ -11,7 +11,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["Lists", "Updated", "checked_lists", "local_part", "run_update", "wide_copy"]
+__all__ = ["Lists", "Updates", "checked_lists", "local_part", "run_update", "wide_copy"]
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -36,33 +36,53 @@ def wide_copy(param: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-class Updated(Computed):
-    """New values of a parameter, as the source of its cast.
-
-    A cast that needs no amax before is part of the update; before any other that is run.
+class Updates:
+    """Updates of quantized parameters: those whose casts are part of them are run together.
 
     Parameters
     ----------
     run : callable
-        ``run(casts)`` updates; `casts` as of `run_update`.
-    value : Tensor
-        What it updates.
+        ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`.
     """
 
-    def __init__(self, run: Callable[[list[dict] | None], None], value: Tensor) -> None:
-        super().__init__(lambda **fields: run([fields]), value.shape, value.device)
-        self._update, self._value = run, value
+    def __init__(self, run: Callable[[list[list[Tensor]], list[dict] | None], None]) -> None:
+        self.run = run
+        self.rows: list[list[Tensor]] = []
+        self.casts: list[dict] = []
+
+    def add(self, param: Tensor, row: Sequence[Tensor]) -> None:
+        """Update a parameter that is cast from ``row[1]``, by `flush` at the latest.
+
+        `row` has its gradient, its values and its states. Of DTensors the part of this rank.
+        """
+        param, row = local_part(param), [local_part(t) for t in row]
+        source = _Updated(self, row)
+        param._write(source if param._viewed is None else source.values())
+
+    def flush(self) -> None:
+        """Run what was put off."""
+        if self.rows:
+            self.run([list(each) for each in zip(*self.rows, strict=True)], self.casts)
+            self.rows, self.casts = [], []
+
+
+class _Updated(Computed):
+    """New values as the source of a cast: one that has to know their amax has the update run."""
+
+    def __init__(self, updates: Updates, row: list[Tensor]) -> None:
+        super().__init__(self._put_off, row[1].shape, row[1].device)
+        self._updates, self._row = updates, row
+
+    def _put_off(self, **fields: Any) -> None:
+        self._updates.rows.append(self._row)
+        self._updates.casts.append(fields)
 
     def values(self) -> Tensor:
         """The new values, in the memory of the old ones."""
         if self._values is None:
-            self._update(None)
-            self._values = self._value
+            self._updates.run([[tensor] for tensor in self._row], None)
+            self._values = self._row[1]
         return self._values
-
-    def write_to(self, param: Tensor) -> None:
-        """Update, and cast into a quantized tensor."""
-        param._write(self if param._viewed is None else self.values())
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:

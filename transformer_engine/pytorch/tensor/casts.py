@@ -6,6 +6,7 @@ All formats go through these four. Data are uint8, [..., columns] row-wise and
 is the code of an element, ``_core.DTYPE_*``.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.operators import traceable
 from transformer_engine.pytorch.tensors import ALIGNMENT
@@ -237,8 +239,17 @@ def measure(source: Tensor | Computed, hadamard: int = 0) -> Tensor:
 
 
 def no_partials(source: Tensor | Computed) -> Tensor:
-    """What `measure` would give of no values, where values are."""
-    return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=source.device)
+    """What `measure` would give of no values, where values are; it is only read."""
+    device = source.device
+    if is_traced_or_faked() or dispatch_modes() or is_capturing(device):
+        return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=device)
+    return _zeros(device)
+
+
+@functools.cache
+def _zeros(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=device)
 
 
 def partials_of(amax: Tensor) -> Tensor:
