@@ -9,6 +9,7 @@ checkpoints, by name in `recompute`. Whether a graph is traced is public
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -122,13 +123,37 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def unseen() -> AbstractContextManager:
+    """A block that no dispatch mode sees; for what a module does beside its operators."""
+    return real_tensors() if dispatch_modes() else contextlib.nullcontext()
+
+
+def _selective_modes() -> tuple[type, ...]:
+    """Modes of torch's selective checkpoints: those of a forward and of its repetition."""
+    checkpoints = sys.modules.get("torch.utils.checkpoint")
+    if checkpoints is None:
+        return ()
+    return checkpoints._CachingTorchDispatchMode, checkpoints._CachedTorchDispatchMode
+
+
+def selective() -> bool:
+    """Whether a selective checkpoint watches: its repetition runs some of the operators again.
+
+    It takes the results of the others from its forward, by their number among those of a kind.
+    """
+    kinds = _selective_modes() if dispatch_modes() else ()
+    return bool(kinds) and any(isinstance(mode, kinds) for mode in active_modes())
+
+
 def seen_here() -> Callable[[Callable], Callable]:
     """Make a decorator of functions that an operator calls: what they run is seen as if run here.
 
     That is by the dispatch modes that are active now, which are off while an operator runs, and by
-    autograd. Function transforms see nothing of it: an operator gets no tensors of theirs.
+    autograd. Function transforms see nothing of it: an operator gets no tensors of theirs. Nor do
+    selective checkpoints, which repeat the operator or nothing of it.
     """
-    modes = [] if in_transform() else active_modes()
+    whole = _selective_modes()
+    modes = [] if in_transform() else [m for m in active_modes() if not isinstance(m, whole)]
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def wrap(function: Callable) -> Callable:

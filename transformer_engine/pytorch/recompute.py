@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine import _core
-from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
+from transformer_engine.pytorch.modes import dispatch_modes, graph_task, top_saved_hooks, unseen
 from transformer_engine.pytorch.plugins import of_forward
 from transformer_engine.pytorch.state import current_state, in_region
 
@@ -61,6 +61,7 @@ class Entry(NamedTuple):
     scales: torch.Tensor | None  # copy of its forward scales as they were
     measures: int  # flags of casts that measured, where there was none
     cache: tuple | None  # the quantized weight that the call kept or read
+    kept: tuple[int, ...]  # parts of which it made that
     first: bool  # the call took the region's first-module flag
     domain: Any  # the `Domain` that its thread updates
 
@@ -138,6 +139,15 @@ class Frame:
                 "of its forward, or enter autocast in the function under the checkpoint"
             )
         return self._take(key, at)
+
+    def record_pairs(self, pairs: list[torch.Tensor]) -> None:
+        """Add random pairs of the forward."""
+        self._entries.setdefault("pairs", []).append(pairs)
+
+    def replay_pairs(self, pairs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The pairs that are drawn again; `pairs` where the forward recorded none."""
+        at = self._at("pairs")
+        return pairs if at == len(self._entries.get("pairs", [])) else self._take("pairs", at)
 
     def _at(self, key: Hashable) -> int:
         """How many of a key this repetition has taken."""
@@ -464,6 +474,32 @@ def of_first(
     for frame in record:
         frame.record_run(key, run)
     return state
+
+
+def unread_history(entry: Entry) -> torch.Tensor | None:
+    """Where a repeated call records amaxes, for nobody; None: it is to record none.
+
+    A mode that watches has to see the operators of the forward, in the same order: a selective
+    checkpoint puts the results of that one in the place of some. So the same plans run.
+    """
+    if entry.scales is None or not dispatch_modes():
+        return None
+    with unseen():
+        return torch.zeros_like(entry.scales).unsqueeze(0)
+
+
+def same_pairs(pairs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Random pairs of a call under a selective checkpoint: a repetition has those of its forward.
+
+    Both draw them, so that the generator goes on equally; but it may be in another state, where
+    the checkpoint has kept the results of operators that draw numbers, too.
+    """
+    record, replay = frames()
+    if replay is not None:
+        pairs = replay.replay_pairs(pairs)
+    for frame in record:
+        frame.record_pairs(pairs)
+    return pairs
 
 
 def scope_of_first(scope: Any) -> Any:

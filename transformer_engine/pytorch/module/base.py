@@ -21,6 +21,7 @@ from transformer_engine.pytorch.modes import (
     graph_task,
     real_tensors,
     trace_again,
+    unseen,
 )
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
@@ -169,9 +170,14 @@ class Fp8Module(ModuleNames, NativeModule):
         return region.frame.is_first(region.replay, records) if repeats else records
 
     def _record(
-        self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool
+        self,
+        region: Region,
+        slots: scaling.Slots | None,
+        first: bool,
+        cache: tuple | None = None,
+        kept: tuple[int, ...] = (),
     ) -> None:
-        """Leave what a recompute of this call needs."""
+        """Leave what a recompute of this call needs (see `recompute.Entry`)."""
         if region.replay is not None:
             entry = region.replay._replace(first=first)
         else:
@@ -179,10 +185,11 @@ class Fp8Module(ModuleNames, NativeModule):
             if slots is not None:
                 measures = slots.measures
                 last = slots.forward_slot + self.SLOTS[0]
-                scales = slots.forward_scale[slots.forward_slot : last].clone()
+                with unseen():
+                    scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
-            kept = slots, scales, measures, cache
-            entry = recompute.Entry(self, region.recipe, *kept, first, domain)
+            state = slots, scales, measures, cache, kept
+            entry = recompute.Entry(self, region.recipe, *state, first, domain)
         for frame in region.record:
             frame.record(entry)
 

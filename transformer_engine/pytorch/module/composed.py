@@ -13,7 +13,7 @@ from transformer_engine import _core
 from transformer_engine.common import config, graphs
 from transformer_engine.common.graphs import Quantization, flags_of
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch import arenas, scaling
+from transformer_engine.pytorch import arenas, recompute, scaling
 from transformer_engine.pytorch.function import (
     run_call,
     run_forward_alone,
@@ -21,6 +21,7 @@ from transformer_engine.pytorch.function import (
 )
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
+    dispatch_modes,
     exporting,
     forward_gradients,
     without_memory,
@@ -80,8 +81,9 @@ class _BoundState(NamedTuple):
     quantization: tuple[Quantization, ...]  # of each part
     flags: tuple[int, ...]
     slots: scaling.Slots | None
-    scales: Tensor | None
-    caches: Sequence  # as of `ModuleCall`
+    scales: Tensor | None  # these and the others as of `ModuleCall`
+    caches: Sequence
+    unread_history: Tensor | None = None
 
 
 class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
@@ -361,11 +363,12 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         out = run(call, *flat)
         if call.first and region.replay is None:
             region.state.first = False
-        if call.plans.writes_caches:
+        kept = tuple([part for part, _ in call.plans.writes_caches])
+        if kept and region.replay is None:
             weight_cache.keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
         if region.record:
-            has_caches = call.plans.reads_caches or call.plans.writes_caches
-            self._record(region, call.slots, call.caches if has_caches else None, call.first)
+            caches = call.caches if kept or call.plans.reads_caches else None
+            self._record(region, call.slots, call.first, caches, kept)
         if call.traced:
             return out, None
         reason = region.state.why() if region.recipe is None else None
@@ -447,7 +450,8 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         if split is not None and len(parts[0].weights) > 1:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
-            call.scales, call.caches = bound.scales, caches
+            call.scales, call.unread_history = bound.scales, bound.unread_history
+            call.caches = caches
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
@@ -533,12 +537,16 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:
-            common |= (graphs.NO_AMAX if replay.scales is not None else 0) | replay.measures
-            caches = (None,) * count if replay.cache is None else replay.cache[:count]
-            flags = tuple(
-                common | (0 if cache is None else graphs.WEIGHT_CACHED) for cache in caches
-            )
-            return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
+            caches = [None] * count if replay.cache is None else [*replay.cache[:count]]
+            ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
+            history = recompute.unread_history(replay)
+            if dispatch_modes():  # the same operators: see `recompute.unread_history`
+                for part in replay.kept:
+                    ways[part], caches[part] = graphs.WEIGHT_KEPT, None
+            no_amax = replay.scales is not None and history is None
+            common |= replay.measures | graphs.NO_AMAX * no_amax
+            flags = tuple([common | way for way in ways])
+            return _BoundState(quantization, flags, replay.slots, replay.scales, caches, history)
         slots = None
         if region.recipe.delayed():
             device = tensors.input.device
