@@ -125,7 +125,8 @@ def real_tensors() -> Iterator[None]:
 
 def unseen() -> AbstractContextManager:
     """A block that no dispatch mode sees; for what a module does beside its operators."""
-    return real_tensors() if dispatch_modes() else contextlib.nullcontext()
+    seen = not torch.compiler.is_compiling() and dispatch_modes()
+    return real_tensors() if seen else contextlib.nullcontext()
 
 
 def _selective_modes() -> tuple[type, ...]:

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.modes import (
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
+from transformer_engine.pytorch.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -50,13 +51,13 @@ class Region(NamedTuple):
 
     state: RegionState  # of the thread
     recipe: Recipe | None  # how to quantize; None: high precision
-    replay: recompute.Entry | None  # the call that this one repeats
+    replay: Entry | None  # the call that this one repeats
     record: list  # frames of the checkpoints that record this call
     traced: bool  # the call is part of a graph that is being traced
     exported: bool = False
     """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
     blank: bool = False  # the tensors have no memory: the call makes and changes no state
-    frame: recompute.Frame | None = None
+    frame: Frame | None = None
     """Of the checkpoint whose forward is being repeated; None without `replay`."""
 
     @property
@@ -177,7 +178,7 @@ class Fp8Module(ModuleNames, NativeModule):
         cache: tuple | None = None,
         kept: tuple[int, ...] = (),
     ) -> None:
-        """Leave what a recompute of this call needs (see `recompute.Entry`)."""
+        """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
         if region.replay is not None:
             entry = region.replay._replace(first=first)
         else:
@@ -189,7 +190,7 @@ class Fp8Module(ModuleNames, NativeModule):
                     scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
             state = slots, scales, measures, cache, kept
-            entry = recompute.Entry(self, region.recipe, *state, first, domain)
+            entry = Entry(self, region.recipe, *state, first, domain)
         for frame in region.record:
             frame.record(entry)
 

@@ -8,7 +8,7 @@ in the dtype of the queries. What is saved is in FP8. Which backward follows is 
 
 import operator
 from collections.abc import Callable
-from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.recompute_frames import unread_history
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import current_state
 from transformer_engine.pytorch.tensors import ALIGNMENT
@@ -367,11 +368,7 @@ def attend(
     records = call.plans.backward is not None
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
-    if dropout > 0.0:
-        how = _DRAWING
-        if selective():  # it may leave the stage out that draws
-            how = how._replace(draw=partial(_take_pair, draw_pair(like)))
-        call.draws = draws_of(call.plans, [how])
+    call.draws = _draws(call.plans, like) if dropout > 0.0 else None
     offsets = () if limits.packed is None else told_of(limits.packed)[1]
     run = run_call if records else run_without_backward
     out = run(call, *_flat(heads), *where, *offsets)
@@ -385,9 +382,12 @@ def attend(
 _attend_outside = Outside(attend)
 
 
-def _take_pair(drawn: Tensor, pair: Tensor) -> None:
-    """Draw a (seed, offset) pair that is drawn already."""
-    pair.copy_(drawn)
+def _draws(plans: CallPlans, like: Tensor) -> Staged | None:
+    """What draws the random pair; now, where a selective checkpoint may leave out the stage."""
+    how = _DRAWING
+    if selective():
+        how = how._replace(draw=methodcaller("copy_", draw_pair(like)))
+    return draws_of(plans, [how])
 
 
 def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:
@@ -410,7 +410,7 @@ def state_of(
     """
     if region.replay is not None:
         replay = region.replay
-        return replay.slots, replay.scales, recompute.unread_history(replay)
+        return replay.slots, replay.scales, unread_history(replay)
     if not region.recipe.delayed():
         return None, None, None
     if region.exported:
