@@ -166,7 +166,7 @@ class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' 
                     "recipe"
                 )
             made = QuantizedInit(recipe, bool(preserve))
-        self._outer = ((state, "quantized_init", state.quantized_init),)
+        self._outer = ((state, ("quantized_init",), (state.quantized_init,)),)
         state.quantized_init = made
 
     @_core.Leaving

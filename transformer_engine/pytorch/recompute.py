@@ -88,11 +88,8 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         return type(self)(self._enabled, self._repeats)
 
     def __enter__(self) -> None:
-        self._outer = (
-            (_phase, "enabled", _phase.enabled),
-            (_phase, "repeats", _phase.repeats),
-            (_phase, "queued", _phase.queued),
-        )
+        values = _phase.enabled, _phase.repeats, _phase.queued
+        self._outer = ((_phase, ("enabled", "repeats", "queued"), values),)
         _phase.enabled, _phase.repeats = self._enabled, self._repeats
         _phase.queued = self._enabled and self._queued
 
@@ -276,7 +273,7 @@ class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
     _outer: tuple | None = None
 
     def __enter__(self) -> None:
-        self._outer = ((_eager, "runs", _eager.runs),)
+        self._outer = ((_eager, ("runs",), (_eager.runs,)),)
         _eager.runs += 1
 
     @_core.Leaving

@@ -79,7 +79,7 @@ class in_region:  # noqa: N801 - reads as what it does, as `autocast`
 
     def __enter__(self) -> None:
         outer = current_state()
-        self._outer = ((_LOCAL, "state", outer),)
+        self._outer = ((_LOCAL, ("state",), (outer,)),)
         _LOCAL.state = self._state
 
     @_core.Leaving
