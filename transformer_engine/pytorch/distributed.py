@@ -4,13 +4,14 @@
 import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.recompute import (
     activation_recompute_forward,
@@ -116,21 +117,42 @@ class CudaRNGStatesTracker:
         self.seeds_.add(seed)
         _set_random_state(before)
 
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+    def fork(self, name: str = "model-parallel-rng") -> "_Fork":
         """Draw from a named state in a ``with`` block; KeyError where it was not added."""
-        if name not in self.states_:
+        return _Fork(self, name)
+
+
+class _Fork(Context, contextlib.ContextDecorator):
+    """See `CudaRNGStatesTracker.fork`."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker, name: str) -> None:
+        self._tracker, self._name = tracker, name
+        self._before: Tensor | None = None  # state of the generator, while it is in use
+        self._after: Tensor | None = None  # and that of the name, once the block has ended
+
+    def _recreate_cm(self) -> "_Fork":
+        """Give each call of a decorated function a context of its own."""
+        return _Fork(self._tracker, self._name)
+
+    def _enter(self) -> None:
+        states, name = self._tracker.states_, self._name
+        if name not in states:
             raise KeyError(
-                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(self.states_)}; "
+                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(states)}; "
                 "call add(name, seed) first"
             )
-        before = _random_state()
-        _set_random_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = _random_state()
-            _set_random_state(before)
+        self._after, self._before = None, _random_state()
+        self._undo_by(self._give_back)
+        _set_random_state(states[name])
+
+    def _give_back(self) -> None:
+        if self._before is None:
+            return
+        if self._after is None:
+            self._after = _random_state()
+        self._tracker.states_[self._name] = self._after
+        _set_random_state(self._before)
+        self._before = None
 
 
 _TRACKERS: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()

@@ -45,6 +45,7 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
 from transformer_engine.pytorch.plugins import of_forward
 from transformer_engine.pytorch.recompute_frames import Frame, Queue, Run
@@ -359,16 +360,16 @@ def in_reentrant_forward() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _put_back(get_tracker: Callable, states: Any) -> Iterator[None]:
+class _put_back(Context):  # noqa: N801 - reads as what it does
     """Give a tracker of random states the states it had, for the time of a recompute."""
-    tracker = get_tracker()
-    current = tracker.get_states()
-    tracker.set_states(states)
-    try:
-        yield
-    finally:
-        tracker.set_states(current)
+
+    def __init__(self, get_tracker: Callable, states: Any) -> None:
+        self._get_tracker, self._states = get_tracker, states
+
+    def _enter(self) -> None:
+        tracker = self._get_tracker()
+        self._undo_by(tracker.set_states, tracker.get_states())
+        tracker.set_states(self._states)
 
 
 def _requires_gradient(args: tuple) -> bool:
