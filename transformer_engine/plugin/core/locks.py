@@ -10,8 +10,6 @@ import os
 import weakref
 from _thread import RLock
 
-from transformer_engine.common.contexts import Context
-
 __all__ = ["ForkSafeLock"]
 
 
@@ -29,30 +27,10 @@ class ForkSafeLock(RLock):
         """Another object after a fork that has renewed it: what it guarded may be half done."""
         return self._made
 
-    def hold(self, wait: bool) -> "_Hold":
-        """Whether it is held inside ``with``: without `wait` only where no other thread has it."""
-        return _Hold(self, wait)
-
     def _renew(self) -> None:
         if not self._is_owned():  # by the thread that has forked, which goes on
             self._at_fork_reinit()
             self._made = object()
-
-
-class _Hold(Context):
-    def __init__(self, lock: ForkSafeLock, wait: bool) -> None:
-        self._lock, self._wait, self._held = lock, wait, False
-
-    def _enter(self) -> bool:
-        self._undo_by(self._give_back)
-        # A call in a call of C: no interrupt comes between the two.
-        (self._held,) = map(self._lock.acquire, (self._wait,))
-        return self._held
-
-    def _give_back(self) -> None:
-        held, self._held = self._held, False
-        if held:
-            self._lock.release()
 
 
 _LOCKS: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
