@@ -43,7 +43,8 @@ static PyObject *leaving_get(PyObject *object, PyObject *context, PyObject *owne
     return make(Py_TYPE(object), self->call, members);
 }
 
-/* ---- undoing ----------------------------------------------------------------------------------- */
+/* ---- undoing -----------------------------------------------------------------------------------
+ */
 
 /* Sets attributes of an object again: (object, names, values). */
 static int set_again(PyObject *target, PyObject *names, PyObject *values)
@@ -78,7 +79,13 @@ static int call_again(PyObject *function, PyObject *arguments)
 static int undo(PyObject *record)
 {
     PyObject *first, *second, *third = NULL;
-    if (!PyArg_ParseTuple(record, "OO|O:_outer", &first, &second, &third)) return -1;
+    if (!PyTuple_Check(record)) {
+        PyErr_SetString(PyExc_TypeError, "_outer: expected a tuple of tuples");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(record, "OO!|O!:_outer", &first, &PyTuple_Type, &second, &PyTuple_Type,
+                          &third))
+        return -1;
     return third == NULL ? call_again(first, second) : set_again(first, second, third);
 }
 
@@ -86,11 +93,13 @@ static int undo(PyObject *record)
 static int restore(PyObject *context, PyObject *name, PyObject *outer)
 {
     pending first = {NULL, NULL, NULL};
-    const Py_ssize_t count = PyTuple_Size(outer);
-    int failed = count < 0;
+    PyObject *records = PyTuple_Check(outer) ? outer : NULL;
+    const Py_ssize_t count = records == NULL ? 1 : PyTuple_Size(records);
+    int failed = 0;
     for (Py_ssize_t i = 0; i <= count; i++) {
-        const int status = i == count ? PyObject_SetAttr(context, name, Py_None)
-                                      : undo(PyTuple_GetItem(outer, i));
+        const int status = i == count        ? PyObject_SetAttr(context, name, Py_None)
+                           : records == NULL ? undo(outer)
+                                             : undo(PyTuple_GetItem(records, i));
         if (status != 0 && first.type == NULL)
             PyErr_Fetch(&first.type, &first.value, &first.traceback);
         else if (status != 0)
@@ -101,7 +110,8 @@ static int restore(PyObject *context, PyObject *name, PyObject *outer)
     return failed ? -1 : 0;
 }
 
-/* ---- calls ------------------------------------------------------------------------------------- */
+/* ---- calls -------------------------------------------------------------------------------------
+ */
 
 /* The context manager of a call, borrowed; NULL with an exception. */
 static PyObject *context_of(const leaving *self, PyObject *const *args, size_t nargsf)
@@ -171,7 +181,8 @@ static PyObject *enter(PyObject *object, PyObject *const *args, size_t nargsf, P
     return NULL;
 }
 
-/* ---- the types --------------------------------------------------------------------------------- */
+/* ---- the types ---------------------------------------------------------------------------------
+ */
 
 static PyObject *new_of(PyTypeObject *type, vectorcallfunc call, PyObject *args, PyObject *kwargs)
 {

@@ -128,7 +128,8 @@ class _Fork(Context, contextlib.ContextDecorator):
     def __init__(self, tracker: CudaRNGStatesTracker, name: str) -> None:
         self._tracker, self._name = tracker, name
         self._before: Tensor | None = None  # state of the generator, while it is in use
-        self._after: Tensor | None = None  # and that of the name, once the block has ended
+        self._draws = False  # from the state of the name
+        self._after: Tensor | None = None  # that, once the block has ended
 
     def _recreate_cm(self) -> "_Fork":
         """Give each call of a decorated function a context of its own."""
@@ -141,16 +142,18 @@ class _Fork(Context, contextlib.ContextDecorator):
                 f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(states)}; "
                 "call add(name, seed) first"
             )
-        self._after, self._before = None, _random_state()
+        self._after, self._draws, self._before = None, False, _random_state()
         self._undo_by(self._give_back)
         _set_random_state(states[name])
+        self._draws = True
 
     def _give_back(self) -> None:
         if self._before is None:
             return
-        if self._after is None:
+        if self._draws and self._after is None:
             self._after = _random_state()
-        self._tracker.states_[self._name] = self._after
+        if self._after is not None:
+            self._tracker.states_[self._name] = self._after
         _set_random_state(self._before)
         self._before = None
 

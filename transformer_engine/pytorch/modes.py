@@ -115,10 +115,12 @@ def exporting() -> bool:
 class _TorchContext(Context):
     """A block with other states of torch for the thread."""
 
-    def _within(self, guard: Any) -> None:
-        """Be in a guard of torch, which is in C."""
-        self._undo_by(guard.__exit__, None, None, None)
-        guard.__enter__()
+    def _within(self, kind: type, *arguments: Any) -> None:
+        """Be in a guard of torch, which is in C; some count as soon as they are made."""
+        made: list = []
+        self._undo_by(_leave_guard, made)
+        made[:] = starmap(kind, (arguments,))  # a call in a call of C: nothing comes between
+        made[0].__enter__()
 
     def _set_grad(self, enabled: bool) -> None:
         self._undo_by(torch._C._set_grad_enabled, torch.is_grad_enabled())
@@ -130,8 +132,8 @@ class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
 
     def _enter(self) -> None:
         if torch._C._len_torch_function_stack() > 0:  # torch.export records changes of grad mode
-            self._within(torch._C.DisableTorchFunction())
-        self._within(torch._C._InferenceMode(False))
+            self._within(torch._C.DisableTorchFunction)
+        self._within(torch._C._InferenceMode, False)
         self._set_grad(False)
         if in_transform():
             self._leave_transforms()
@@ -151,6 +153,11 @@ class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
             # A call in a call of C: nothing comes between the two.
             (level,) = starmap(_transform.pop_dynamic_layer_stack, ((),))
             levels.append(level)
+
+
+def _leave_guard(made: list) -> None:
+    for guard in made:
+        guard.__exit__(None, None, None)
 
 
 def _push_again(modes: list) -> None:
@@ -218,7 +225,7 @@ class _Seen(_TorchContext):
         for mode in self._modes:
             _push_mode(mode)
         if self._modes:
-            self._within(torch._C._ForceDispatchKeyGuard(*self._keys))
+            self._within(torch._C._ForceDispatchKeyGuard, *self._keys)
 
 
 def _pop_again(count: int) -> None:
