@@ -46,6 +46,40 @@ static PyObject *leaving_get(PyObject *object, PyObject *context, PyObject *owne
 /* ---- undoing -----------------------------------------------------------------------------------
  */
 
+/* Of an attribute that says which context is in force the value that another context found, which
+ * is the last of the first record that it has; borrowed, or NULL without an exception. */
+static PyObject *found_by(PyObject *outer)
+{
+    PyObject *record, *values;
+    if (!PyTuple_Check(outer) || PyTuple_Size(outer) < 1) return NULL;
+    record = PyTuple_GetItem(outer, 0);
+    if (!PyTuple_Check(record) || PyTuple_Size(record) != 4) return NULL;
+    values = PyTuple_GetItem(record, 2);
+    if (!PyTuple_Check(values) || PyTuple_Size(values) < 1) return NULL;
+    return PyTuple_GetItem(values, PyTuple_Size(values) - 1);
+}
+
+/* Whether another context than this one is in force, that of a region inside of it: 1, 0, or -1
+ * with an exception. Then that one, which is left later, is to restore what this one would have. */
+static int is_inside(PyObject *context, PyObject *name, PyObject *outer)
+{
+    PyObject *record = PyTuple_GetItem(outer, 0), *inner, *records, *found;
+    int result = 0;
+    if (found_by(outer) == NULL) return 0;
+    inner = PyObject_GetAttr(PyTuple_GetItem(record, 0), PyTuple_GetItem(record, 3));
+    while (inner != NULL && inner != context && inner != Py_None && result == 0) {
+        records = PyObject_GetAttr(inner, name);
+        found = records == NULL ? NULL : found_by(records);
+        Py_XINCREF(found);
+        if (found == context) result = PyObject_SetAttr(inner, name, outer) == 0 ? 1 : -1;
+        Py_XDECREF(records);
+        Py_DECREF(inner);
+        inner = found;
+    }
+    Py_XDECREF(inner);
+    return PyErr_Occurred() != NULL ? -1 : result;
+}
+
 /* Sets attributes of an object again: (object, names, values). */
 static int set_again(PyObject *target, PyObject *names, PyObject *values)
 {
@@ -78,13 +112,13 @@ static int call_again(PyObject *function, PyObject *arguments)
 
 static int undo(PyObject *record)
 {
-    PyObject *first, *second, *third = NULL;
+    PyObject *first, *second, *third = NULL, *in_force;
     if (!PyTuple_Check(record)) {
         PyErr_SetString(PyExc_TypeError, "_outer: expected a tuple of tuples");
         return -1;
     }
-    if (!PyArg_ParseTuple(record, "OO!|O!:_outer", &first, &PyTuple_Type, &second, &PyTuple_Type,
-                          &third))
+    if (!PyArg_ParseTuple(record, "OO!|O!U:_outer", &first, &PyTuple_Type, &second, &PyTuple_Type,
+                          &third, &in_force))
         return -1;
     return third == NULL ? call_again(first, second) : set_again(first, second, third);
 }
@@ -94,8 +128,11 @@ static int restore(PyObject *context, PyObject *name, PyObject *outer)
 {
     pending first = {NULL, NULL, NULL};
     PyObject *records = PyTuple_Check(outer) ? outer : NULL;
-    const Py_ssize_t count = records == NULL ? 1 : PyTuple_Size(records);
-    int failed = 0;
+    Py_ssize_t count = records == NULL ? 1 : PyTuple_Size(records);
+    const int inside = count < 1 || records == NULL ? 0 : is_inside(context, name, outer);
+    int failed = inside < 0;
+    if (inside < 0) PyErr_Fetch(&first.type, &first.value, &first.traceback);
+    if (inside > 0) count = 0; /* another context undoes it */
     for (Py_ssize_t i = 0; i <= count; i++) {
         const int status = i == count        ? PyObject_SetAttr(context, name, Py_None)
                            : records == NULL ? undo(outer)

@@ -95,8 +95,9 @@ def _refuse_generators(function: Any) -> None:
             )
 
 
-_FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth")
-"""What a region sets of its thread's state."""
+_FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth", "region")
+"""What a region sets of its thread's state. The last one is the region itself: one that is left
+before a region inside of it lets that one restore what it would have restored."""
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -186,8 +187,8 @@ class autocast:  # noqa: N801 - the name that users know
                 "autocast: this region is active already; make another autocast object"
             )
         recipe, state = self._recipe, current_state()
+        traced = torch.compiler.is_compiling()
         if self._enabled or self._calibrating:
-            traced = torch.compiler.is_compiling()
             if recipe is None and traced:
                 _ensure_traced_default()
                 recipe = _TRACED_DEFAULT[0]
@@ -198,7 +199,11 @@ class autocast:  # noqa: N801 - the name that users know
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         depth = state.depth
         values = state.enabled, state.calibrating, state.recipe, state.group, state.first, depth
-        self._outer = ((state, _FIELDS, values),)
+        if traced:
+            self._outer = ((state, _FIELDS[:-1], values),)
+        else:
+            self._outer = ((state, _FIELDS, (*values, state.region), "region"),)
+            state.region = self
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe

@@ -42,6 +42,7 @@ class RegionState:
         # backward state after its own backward.
         self.first = False
         self.depth = 0  # nested regions
+        self.region: Any = None  # the innermost region, an `autocast` of eager code
         self.entered: list = []  # those of calls of `FP8GlobalStateManager.autocast_enter`
         # Graphs repeat a forward that has cast by what it measured, where scales are known by now.
         self.measures = False
