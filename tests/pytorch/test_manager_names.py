@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from pytorch import distributed_programs as programs
 from pytorch.helpers import assert_same_bits, counted, states_of
 
 import transformer_engine.pytorch as te
@@ -131,6 +132,12 @@ def test_one_process_reduces_to_itself(device):
     expected = x.clone()
     assert Manager.reduce_tensor_across_group_op_max(x, None) is None
     assert_same_bits(x, expected)
+
+
+def test_ranks_have_the_maximum(ranks):
+    tensors = [torch.randn(7, 3) for _ in range(ranks.size)]
+    for found in ranks.run(programs.largest, tensors):
+        assert_same_bits(found, torch.stack(tensors).amax(0))
 
 
 def test_recompute_by_hand(device):
