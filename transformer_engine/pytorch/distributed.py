@@ -73,6 +73,16 @@ def _set_random_state(state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _checked_states(what: str, states: Any) -> dict[str, Tensor]:
+    """States by name; TypeError for anything else."""
+    if not isinstance(states, dict):
+        raise TypeError(
+            f"{what}: states: {type(states).__name__} object, expected states by name, as "
+            "get_states and get_all_rng_states give them"
+        )
+    return states
+
+
 class CudaRNGStatesTracker:
     """Random states by name: inside `fork` a named one is in force, and goes on where it was.
 
@@ -96,14 +106,16 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Take over states that `get_states` gave: all names from now on."""
-        self.states_ = dict(states)
+        self.states_ = dict(_checked_states("CudaRNGStatesTracker.set_states", states))
 
     def add(self, name: str, seed: int) -> None:
         """Begin a state from a seed; the generator itself stays as it is.
 
         RuntimeError where the name or the seed is there already: equal seeds would draw equal
-        numbers.
+        numbers. TypeError for a seed that is no int.
         """
+        if not hasattr(seed, "__index__"):
+            raise TypeError(f"CudaRNGStatesTracker.add: seed={seed!r}, expected an int")
         if seed in self.seeds_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
         if name in self.states_:
@@ -171,6 +183,7 @@ def get_all_rng_states() -> dict[str, Tensor]:
 
 def set_all_rng_states(states: dict[str, Tensor]) -> None:
     """Give every tracker those states, as `get_all_rng_states` gave them, whose names it has."""
+    _checked_states("set_all_rng_states", states)
     for each in list(_TRACKERS):
         each.states_.update({name: states[name] for name in each.states_ if name in states})
 

@@ -377,6 +377,32 @@ def _requires_gradient(args: tuple) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
+def _require_callables(function: Any, get_rng_state_tracker: Any, context_fn: Any) -> None:
+    """Raise a TypeError for arguments of `checkpoint` that can not be called."""
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"checkpoint: function: the class {function.__name__}, expected a module or another "
+            "callable; make a module first"
+        )
+    given = (("function", function, "the arguments follow it"),)
+    given += (("get_rng_state_tracker", get_rng_state_tracker, "give a function of no arguments"),)
+    given += (("context_fn", context_fn, "give a function that returns two context managers"),)
+    for name, value, fix in given:
+        if not callable(value) and (value is not None or name == "function"):
+            raise TypeError(f"checkpoint: {name}={value!r}, expected a callable; {fix}")
+
+
+def _states_of(get_rng_state_tracker: Callable) -> Any:
+    """The states of a tracker."""
+    tracker = get_rng_state_tracker()
+    if not (hasattr(tracker, "get_states") and hasattr(tracker, "set_states")):
+        raise TypeError(
+            f"checkpoint: get_rng_state_tracker returned a {type(tracker).__name__} object, "
+            "expected a tracker with get_states and set_states, say a CudaRNGStatesTracker"
+        )
+    return tracker.get_states()
+
+
 def checkpoint(
     function: Callable,
     *args: Any,
@@ -421,12 +447,15 @@ def checkpoint(
 
     Raises
     ------
+    TypeError
+        `function`, `get_rng_state_tracker` or ``context_fn`` can not be called.
     NotImplementedError
         For `distribute_saved_activations`; for `get_rng_state_tracker` under `torch.compile`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
+    _require_callables(function, get_rng_state_tracker, kwargs.get("context_fn"))
     if distribute_saved_activations:
         raise NotImplementedError("checkpoint: distribute_saved_activations")
     if torch.compiler.is_compiling():
@@ -442,7 +471,7 @@ def checkpoint(
 
     forward = iter((True,))  # the first call is the forward, every later one repeats it
     region, scope = copy.copy(current_state()), _core.selected()
-    states = None if get_rng_state_tracker is None else get_rng_state_tracker().get_states()
+    states = None if get_rng_state_tracker is None else _states_of(get_rng_state_tracker)
 
     def run(*inputs: Any) -> Any:
         if next(forward, False):
