@@ -295,6 +295,30 @@ def test_state_of_torch(function, around):
         run(x)
 
 
+@pytest.mark.gpu
+def test_outside_of_a_capture():
+    """What runs there is in no graph; the stream is the one before, however the block ends."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    counts = torch.zeros(2, device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = torch.cuda.current_stream()
+        with outside_capture(device):
+            assert torch.cuda.current_stream() != inside
+            assert not torch.cuda.is_current_stream_capturing()
+            counts[:1].add_(1)
+        assert torch.cuda.current_stream() == inside
+        with pytest.raises(Interrupt), outside_capture(device):
+            raise Interrupt
+        assert torch.cuda.current_stream() == inside
+        assert torch.cuda.is_current_stream_capturing()
+        counts[1:].add_(1)
+    for _ in range(3):
+        graph.replay()
+    assert counts.tolist() == [1.0, 3.0]
+
+
 def test_a_named_state_goes_on_or_stays():
     """An interrupted fork leaves the state of its name as it was, or where its draws have ended."""
     before = TRACKER.get_states()["one"].clone()
