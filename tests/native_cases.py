@@ -356,6 +356,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
             None, (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 0.0, 0.0), 1, (None, None, None),
         ]
     ),  # fmt: skip
+    "Entering": lambda core: Case([lambda self: None]),
     "Leaving": lambda core: Case([lambda self, *error: None]),
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
     "facts_of_heads": lambda core: Case([torch.randn(2, ROWS, 4, 8), torch.randn(2, K, 4, 8)]),

@@ -310,15 +310,32 @@ class Scope:
 class Leaving:
     """An ``__exit__`` that no interrupt can keep from restoring: a decorator of the method.
 
-    ``_outer`` of the context manager has (object, attribute, value) triples while it is active and
-    None else. They are put back, and ``_outer`` becomes None, before the function is called, which
-    torch.compile traces alone: there it restores them itself. RuntimeError where it is None.
+    ``_outer`` of the context manager is a tuple of records while it is active, and None else:
+    (object, names, values) of attributes, and (function, arguments) of calls that restore something
+    and can be repeated: one that an interrupt ends is made again. They are undone in order, and
+    ``_outer`` becomes None, before the function is called, which torch.compile traces alone: there
+    it restores them itself. RuntimeError where it is None.
     """
 
     __func__: Callable[..., Any]
     __self__: Any
     def __new__(cls, function: Callable[..., Any]) -> Leaving: ...
     def __get__(self, context: Any, owner: Any = None) -> Leaving: ...
+    def __call__(self, *args: Any) -> Any: ...
+
+@final
+class Entering:
+    """An ``__enter__`` that is undone where it fails: a decorator of the method.
+
+    The function sets ``_outer`` (see `Leaving`) before it changes anything. Where an error or an
+    interrupt ends it, the records are undone and ``_outer`` becomes None. Between its return and
+    the ``with`` block no interrupt comes.
+    """
+
+    __func__: Callable[..., Any]
+    __self__: Any
+    def __new__(cls, function: Callable[..., Any]) -> Entering: ...
+    def __get__(self, context: Any, owner: Any = None) -> Entering: ...
     def __call__(self, *args: Any) -> Any: ...
 
 @final

@@ -571,7 +571,7 @@ static int add_type(PyObject *module, const char *name, PyObject **slot, PyObjec
 int tepy_dispatch_add(PyObject *module)
 {
     tepy_state *s = tepy_state_of(module);
-    PyObject *choice_type = NULL, *leaving_type = NULL;
+    PyObject *choice_type = NULL, *leaving_type = NULL, *entering_type = NULL;
     int failed;
     s->frames = PyThread_tss_alloc();
     if (s->frames == NULL || PyThread_tss_create(s->frames) != 0) {
@@ -587,9 +587,11 @@ int tepy_dispatch_add(PyObject *module)
         add_type(module, "Predicate", &s->predicate_type, tepy_predicate_make_type(module)) != 0 ||
         add_type(module, "Implementation", &s->implementation_type, MADE(implementation)) != 0 ||
         add_type(module, "Choice", &choice_type, MADE(choice)) != 0 ||
-        add_type(module, "Leaving", &leaving_type, tepy_leaving_make_type(module)) != 0;
+        add_type(module, "Leaving", &leaving_type, tepy_leaving_make_type(module)) != 0 ||
+        add_type(module, "Entering", &entering_type, tepy_entering_make_type(module)) != 0;
 #undef MADE
     Py_XDECREF(choice_type);
     Py_XDECREF(leaving_type);
+    Py_XDECREF(entering_type);
     return failed ? -1 : 0;
 }

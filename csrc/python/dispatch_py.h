@@ -30,8 +30,9 @@ int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf,
 
 /* ---- leave_py.c ---- */
 
-/* Creates the type of Leaving; new reference. */
+/* Creates the types of Leaving and Entering; new references. */
 PyObject *tepy_leaving_make_type(PyObject *module);
+PyObject *tepy_entering_make_type(PyObject *module);
 
 /* ---- scope_py.c ---- */
 

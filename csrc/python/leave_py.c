@@ -1,98 +1,254 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * leave_py.c - the `__exit__` of a context manager that an interrupt can not keep from restoring.
+ * leave_py.c - context managers that an interrupt can not split: `__enter__` and `__exit__`.
  *
- * CPython runs signal handlers where a function in Python begins, so Ctrl-C may end an `__exit__`
- * before its first statement. A method in C begins without that: a Leaving restores what the
- * context changed, and calls the Python function for the rest.
+ * CPython runs signal handlers where a function in Python begins and after calls, so Ctrl-C may end
+ * an `__exit__` before its first statement, and an `__enter__` behind any call that it makes. A
+ * method in C begins and ends without that. What a context changes is undone by the records of its
+ * attribute `_outer`: a Leaving undoes them before it calls the Python function for the rest, an
+ * Entering where its Python function fails.
  */
 #include "python/dispatch_py.h"
-
-#include <stddef.h>
-#include <structmember.h>
+#include "python/vectorcall.h"
 
 typedef struct leaving {
-    PyObject_HEAD PyObject *function;
+    PyObject_HEAD vectorcallfunc call;
+    PyObject *function;
     PyObject *context; /* whose method it is; NULL: the descriptor in the class */
+    PyObject *outer;   /* the name "_outer" */
 } leaving;
 
-static PyObject *make(PyTypeObject *type, PyObject *function, PyObject *context)
+/* Objects (type, value, traceback) of an exception that waits for others to be undone. */
+typedef struct pending {
+    PyObject *type, *value, *traceback;
+} pending;
+
+static PyObject *make(PyTypeObject *type, vectorcallfunc call, PyObject *const members[3])
 {
     leaving *self = (leaving *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
-    self->function = Py_NewRef(function);
-    self->context = Py_XNewRef(context);
+    self->call = call;
+    self->function = Py_NewRef(members[0]);
+    self->context = Py_XNewRef(members[1]);
+    self->outer = Py_NewRef(members[2]);
     return (PyObject *)self;
-}
-
-static PyObject *leaving_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"function", NULL};
-    PyObject *function;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Leaving", names, &function)) return NULL;
-    return make(type, function, NULL);
 }
 
 static PyObject *leaving_get(PyObject *object, PyObject *context, PyObject *owner)
 {
+    const leaving *self = (leaving *)object;
+    PyObject *const members[3] = {self->function, context, self->outer};
     (void)owner;
     if (context == NULL || context == Py_None) return Py_NewRef(object);
-    return make(Py_TYPE(object), ((leaving *)object)->function, context);
+    return make(Py_TYPE(object), self->call, members);
 }
 
-/* Puts back the (object, name, value) triples of `_outer`, which becomes None: 0, or -1 with an
- * exception. */
-static int restore(PyObject *context)
+/* ---- undoing -----------------------------------------------------------------------------------
+ */
+
+/* Of an attribute that says which context is in force the value that another context found, which
+ * is the last of the first record that it has; borrowed, or NULL without an exception. */
+static PyObject *found_by(PyObject *outer)
 {
-    PyObject *outer = PyObject_GetAttrString(context, "_outer");
-    int failed = outer == NULL;
+    PyObject *record, *values;
+    if (!PyTuple_Check(outer) || PyTuple_Size(outer) < 1) return NULL;
+    record = PyTuple_GetItem(outer, 0);
+    if (!PyTuple_Check(record) || PyTuple_Size(record) != 4) return NULL;
+    values = PyTuple_GetItem(record, 2);
+    if (!PyTuple_Check(values) || PyTuple_Size(values) < 1) return NULL;
+    return PyTuple_GetItem(values, PyTuple_Size(values) - 1);
+}
+
+/* Whether another context than this one is in force, that of a region inside of it: 1, 0, or -1
+ * with an exception. Then that one, which is left later, is to restore what this one would have. */
+static int is_inside(PyObject *context, PyObject *name, PyObject *outer)
+{
+    PyObject *record = PyTuple_GetItem(outer, 0), *inner, *records, *found;
+    int result = 0;
+    if (found_by(outer) == NULL) return 0;
+    inner = PyObject_GetAttr(PyTuple_GetItem(record, 0), PyTuple_GetItem(record, 3));
+    while (inner != NULL && inner != context && inner != Py_None && result == 0) {
+        records = PyObject_GetAttr(inner, name);
+        found = records == NULL ? NULL : found_by(records);
+        Py_XINCREF(found);
+        if (found == context) result = PyObject_SetAttr(inner, name, outer) == 0 ? 1 : -1;
+        Py_XDECREF(records);
+        Py_DECREF(inner);
+        inner = found;
+    }
+    Py_XDECREF(inner);
+    return PyErr_Occurred() != NULL ? -1 : result;
+}
+
+/* Sets attributes of an object again: (object, names, values). */
+static int set_again(PyObject *target, PyObject *names, PyObject *values)
+{
+    const Py_ssize_t count = PyTuple_Size(names);
+    int failed = count < 0 || PyTuple_Size(values) != count;
+    if (failed && PyErr_Occurred() == NULL)
+        PyErr_SetString(PyExc_TypeError, "_outer: expected as many values as names");
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        failed = PyObject_SetAttr(target, PyTuple_GetItem(names, i), PyTuple_GetItem(values, i));
+    return failed ? -1 : 0;
+}
+
+/* Calls a function again that restores something: (function, arguments). One in Python may be
+ * interrupted: it is called once more, and the interrupt goes on. */
+static int call_again(PyObject *function, PyObject *arguments)
+{
+    pending first;
+    PyObject *result = PyObject_Call(function, arguments, NULL);
+    if (result != NULL) {
+        Py_DECREF(result);
+        return 0;
+    }
+    PyErr_Fetch(&first.type, &first.value, &first.traceback);
+    result = PyObject_Call(function, arguments, NULL);
+    Py_XDECREF(result);
+    PyErr_Clear();
+    PyErr_Restore(first.type, first.value, first.traceback);
+    return -1;
+}
+
+static int undo(PyObject *record)
+{
+    PyObject *first, *second, *third = NULL, *in_force;
+    if (!PyTuple_Check(record)) {
+        PyErr_SetString(PyExc_TypeError, "_outer: expected a tuple of tuples");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(record, "OO!|O!U:_outer", &first, &PyTuple_Type, &second, &PyTuple_Type,
+                          &third, &in_force))
+        return -1;
+    return third == NULL ? call_again(first, second) : set_again(first, second, third);
+}
+
+/* Undoes all records of `_outer`, which becomes None; 0, or -1 with the first exception. */
+static int restore(PyObject *context, PyObject *name, PyObject *outer)
+{
+    pending first = {NULL, NULL, NULL};
+    PyObject *records = PyTuple_Check(outer) ? outer : NULL;
+    Py_ssize_t count = records == NULL ? 1 : PyTuple_Size(records);
+    const int inside = count < 1 || records == NULL ? 0 : is_inside(context, name, outer);
+    int failed = inside < 0;
+    if (inside < 0) PyErr_Fetch(&first.type, &first.value, &first.traceback);
+    if (inside > 0) count = 0; /* another context undoes it */
+    for (Py_ssize_t i = 0; i <= count; i++) {
+        const int status = i == count        ? PyObject_SetAttr(context, name, Py_None)
+                           : records == NULL ? undo(outer)
+                                             : undo(PyTuple_GetItem(records, i));
+        if (status != 0 && first.type == NULL)
+            PyErr_Fetch(&first.type, &first.value, &first.traceback);
+        else if (status != 0)
+            PyErr_Clear();
+        failed |= status != 0;
+    }
+    if (first.type != NULL) PyErr_Restore(first.type, first.value, first.traceback);
+    return failed ? -1 : 0;
+}
+
+/* ---- calls -------------------------------------------------------------------------------------
+ */
+
+/* The context manager of a call, borrowed; NULL with an exception. */
+static PyObject *context_of(const leaving *self, PyObject *const *args, size_t nargsf)
+{
+    if (self->context != NULL) return self->context;
+    if (tepy_positional(nargsf) > 0) return args[0];
+    PyErr_SetString(PyExc_TypeError, "no context manager was given");
+    return NULL;
+}
+
+/* Calls the function with the context manager before the arguments, where it is bound to one. */
+static PyObject *call_function(const leaving *self, PyObject *const *args, size_t nargsf,
+                               PyObject *names)
+{
+    const Py_ssize_t count = tepy_positional(nargsf);
+    PyObject *whole[4] = {self->context, NULL, NULL, NULL};
+    if (self->context == NULL) return tepy_call_vector(self->function, args, nargsf, names);
+    if (count > 3 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a context manager takes none or three arguments");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) whole[i + 1] = args[i];
+    return tepy_call_vector(self->function, whole, (size_t)count + 1, NULL);
+}
+
+static PyObject *leave(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    const leaving *self = (leaving *)object;
+    PyObject *context = context_of(self, args, nargsf), *outer, *kind;
+    int failed;
+    if (context == NULL || (outer = PyObject_GetAttr(context, self->outer)) == NULL) return NULL;
     if (outer == Py_None) {
-        PyObject *name = PyType_GetName(Py_TYPE(context));
-        if (name != NULL)
+        kind = PyType_GetName(Py_TYPE(context));
+        if (kind != NULL)
             (void)PyErr_Format(PyExc_RuntimeError,
                                "%U: this region is not active: __exit__ without __enter__; use a "
                                "with block",
-                               name);
-        Py_XDECREF(name);
+                               kind);
+        Py_XDECREF(kind);
         failed = 1;
+    } else {
+        failed = restore(context, self->outer, outer);
     }
-    for (Py_ssize_t i = 0; !failed && i < PyTuple_Size(outer); i++) {
-        PyObject *target, *name, *value;
-        failed = !PyArg_ParseTuple(PyTuple_GetItem(outer, i), "OOO", &target, &name, &value) ||
-                 PyObject_SetAttr(target, name, value) != 0;
-    }
-    Py_XDECREF(outer);
-    return failed || PyObject_SetAttrString(context, "_outer", Py_None) != 0 ? -1 : 0;
+    Py_DECREF(outer);
+    return failed ? NULL : call_function(self, args, nargsf, names);
 }
 
-static PyObject *leaving_call(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *enter(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     const leaving *self = (leaving *)object;
-    const Py_ssize_t given = PyTuple_Size(args), bound = self->context != NULL;
-    PyObject *context = self->context, *whole, *result;
-    if (!bound && given == 0) {
-        PyErr_SetString(PyExc_TypeError, "__exit__: no context manager was given");
-        return NULL;
+    PyObject *context = context_of(self, args, nargsf), *before, *result, *outer;
+    pending error;
+    if (context == NULL || (before = PyObject_GetAttr(context, self->outer)) == NULL) return NULL;
+    if (before != Py_None) { /* another entry made them */
+        Py_DECREF(before);
+        return call_function(self, args, nargsf, names);
     }
-    if (!bound) context = PyTuple_GetItem(args, 0);
-    whole = PyTuple_New(given + bound);
-    if (whole == NULL || restore(context) != 0) {
-        Py_XDECREF(whole);
-        return NULL;
-    }
-    if (bound) (void)PyTuple_SetItem(whole, 0, Py_NewRef(context));
-    for (Py_ssize_t i = 0; i < given; i++)
-        (void)PyTuple_SetItem(whole, i + bound, Py_NewRef(PyTuple_GetItem(args, i)));
-    result = PyObject_Call(self->function, whole, kwargs);
-    Py_DECREF(whole);
-    return result;
+    Py_DECREF(before);
+    result = call_function(self, args, nargsf, names);
+    if (result != NULL) return result;
+    PyErr_Fetch(&error.type, &error.value, &error.traceback);
+    outer = PyObject_GetAttr(context, self->outer);
+    if (outer != NULL && outer != Py_None) (void)restore(context, self->outer, outer);
+    Py_XDECREF(outer);
+    PyErr_Clear();
+    PyErr_Restore(error.type, error.value, error.traceback);
+    return NULL;
+}
+
+/* ---- the types ---------------------------------------------------------------------------------
+ */
+
+static PyObject *new_of(PyTypeObject *type, vectorcallfunc call, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"function", NULL};
+    PyObject *members[3] = {NULL, NULL, NULL}, *made;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &members[0])) return NULL;
+    members[2] = PyUnicode_InternFromString("_outer");
+    made = members[2] == NULL ? NULL : make(type, call, members);
+    Py_XDECREF(members[2]);
+    return made;
+}
+
+static PyObject *leaving_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    return new_of(type, leave, args, kwargs);
+}
+
+static PyObject *entering_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    return new_of(type, enter, args, kwargs);
 }
 
 static int leaving_traverse(PyObject *object, visitproc visit, void *arg)
 {
+    const leaving *self = (const leaving *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((leaving *)object)->function);
-    Py_VISIT(((leaving *)object)->context);
+    Py_VISIT(self->function);
+    Py_VISIT(self->context);
+    Py_VISIT(self->outer);
     return 0;
 }
 
@@ -103,6 +259,7 @@ static void leaving_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->function);
     Py_XDECREF(self->context);
+    Py_XDECREF(self->outer);
     TEPY_FREE(object);
     Py_DECREF(type);
 }
@@ -110,28 +267,51 @@ static void leaving_dealloc(PyObject *object)
 static PyMemberDef leaving_members[] = {
     {"__func__", T_OBJECT, offsetof(leaving, function), READONLY, "The function in Python."},
     {"__self__", T_OBJECT, offsetof(leaving, context), READONLY, "The context manager, or None."},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(leaving, call), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot leaving_slots[] = {
-    {Py_tp_doc, "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted."},
-    {Py_tp_new, leaving_new},
-    {Py_tp_dealloc, leaving_dealloc},
-    {Py_tp_traverse, leaving_traverse},
-    {Py_tp_call, leaving_call},
-    {Py_tp_descr_get, leaving_get},
-    {Py_tp_members, leaving_members},
-    {0, NULL},
-};
+/* clang-format off */
+#define SLOTS(KIND, doc)                                                                           \
+    static PyType_Slot KIND##_slots[] = {                                                          \
+        {Py_tp_doc, doc},                                                                          \
+        {Py_tp_new, KIND##_new},                                                                   \
+        {Py_tp_dealloc, leaving_dealloc},                                                          \
+        {Py_tp_traverse, leaving_traverse},                                                        \
+        {Py_tp_call, PyVectorcall_Call},                                                           \
+        {Py_tp_descr_get, leaving_get},                                                            \
+        {Py_tp_members, leaving_members},                                                          \
+        {0, NULL},                                                                                 \
+    };
+/* clang-format on */
+SLOTS(leaving, "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted.")
+SLOTS(entering, "Entering(function)\n--\n\nAn __enter__ that is undone where it fails.")
+#undef SLOTS
+
+#define FLAGS                                                                                      \
+    (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |                          \
+     Py_TPFLAGS_HAVE_VECTORCALL)
 
 static PyType_Spec leaving_spec = {
     .name = "transformer_engine._core.Leaving",
     .basicsize = sizeof(leaving),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = FLAGS,
     .slots = leaving_slots,
+};
+
+static PyType_Spec entering_spec = {
+    .name = "transformer_engine._core.Entering",
+    .basicsize = sizeof(leaving),
+    .flags = FLAGS,
+    .slots = entering_slots,
 };
 
 PyObject *tepy_leaving_make_type(PyObject *module)
 {
     return PyType_FromModuleAndSpec(module, &leaving_spec, NULL);
+}
+
+PyObject *tepy_entering_make_type(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &entering_spec, NULL);
 }

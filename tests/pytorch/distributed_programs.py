@@ -571,6 +571,13 @@ def ranks_that_change(device, data, folder):
 # ---- collectives of tensor parallelism -----------------------------------------------------------
 
 
+def largest(device, tensors):
+    """The maximum over the ranks, in place."""
+    found = tensors[dist.get_rank()].to(device)
+    te.quantization.FP8GlobalStateManager.reduce_tensor_across_group_op_max(found, None)
+    return found.cpu()
+
+
 def collectives(device, tensors, wait):
     """Run each collective on this rank's tensor; `wait`: asynchronously, and wait for it."""
     from transformer_engine.pytorch import distributed

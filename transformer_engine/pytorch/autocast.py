@@ -10,7 +10,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch import recompute, scaling
+from transformer_engine.pytorch import recompute, reduction, scaling
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, graph_task
 from transformer_engine.pytorch.state import current_state
 
@@ -93,6 +93,11 @@ def _refuse_generators(function: Any) -> None:
                 "resumed, so a region around its call would not hold while it runs; use a with "
                 "block inside it"
             )
+
+
+_FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth", "region")
+"""What a region sets of its thread's state. The last one is the region itself: one that is left
+before a region inside of it lets that one restore what it would have restored."""
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -181,39 +186,39 @@ class autocast:  # noqa: N801 - the name that users know
             raise RuntimeError(
                 "autocast: this region is active already; make another autocast object"
             )
-        recipe = self._recipe
-        if recipe is None and (self._enabled or self._calibrating):
-            if torch.compiler.is_compiling():
+        recipe, state = self._recipe, current_state()
+        traced = torch.compiler.is_compiling()
+        if self._enabled or self._calibrating:
+            if recipe is None and traced:
                 _ensure_traced_default()
                 recipe = _TRACED_DEFAULT[0]
-            else:
+            elif recipe is None:
                 recipe = get_default_recipe()
-        state = current_state()
-        if (self._enabled or self._calibrating) and not torch.compiler.is_compiling():
-            scaling.settle(state.domain)
+            if not traced and reduction.FLYING:
+                scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
-        self._outer = (
-            (state, "enabled", state.enabled),
-            (state, "calibrating", state.calibrating),
-            (state, "recipe", state.recipe),
-            (state, "group", state.group),
-            (state, "first", state.first),
-            (state, "depth", state.depth),
-        )
+        depth = state.depth
+        values = state.enabled, state.calibrating, state.recipe, state.group, state.first, depth
+        if traced:
+            self._outer = ((state, _FIELDS[:-1], values),)
+        else:
+            self._outer = ((state, _FIELDS, (*values, state.region), "region"),)
+            state.region = self
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe
         state.group = self._group
-        if state.depth == 0:
+        if depth == 0:
             state.first = True
-        state.depth += 1
+        state.depth = depth + 1
 
     @_core.Leaving
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         """Restore the outer region; update the forward scales where this was the outermost one."""
         if self._outer is not None:  # a graph is traced
-            for state, name, value in self._outer:
-                setattr(state, name, value)
+            for state, names, values in self._outer:
+                for name, value in zip(names, values, strict=True):
+                    setattr(state, name, value)
             self._outer = None
         state = current_state()
         if (

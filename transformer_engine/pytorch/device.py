@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the devices of this machine can do."""
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
 
 import torch
 
 from transformer_engine import _core
 from transformer_engine.common import absent, config
+from transformer_engine.common.contexts import Context
 
 
 def get_device_compute_capability() -> tuple[int, int]:
@@ -49,26 +48,29 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@contextlib.contextmanager
-def outside_capture(device: torch.device) -> Iterator[None]:
+class outside_capture(Context):  # noqa: N801 - reads as what it does
     """Keep what runs on a device inside ``with`` out of the graph that is being captured, if any.
 
     It runs on a stream of its own, and the end of the block waits for it: so the graph finds what
     it made. A capture forbids its thread to wait unless the thread asks to be left alone.
     """
-    if not is_capturing(device):
-        yield
-        return
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    exchange(ctypes.byref(mode))  # which is the former one then
-    try:
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
-    finally:
-        exchange(ctypes.byref(mode))
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _enter(self) -> None:
+        if not is_capturing(self._device):
+            return
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
+        self._undo_by(exchange, mode)
+        exchange(mode)  # which is the former one then
+        stream = torch.cuda.Stream(self._device)
+        self._undo_by(stream.synchronize)
+        # To set the stream of another device makes that the current one.
+        self._undo_by(torch.cuda.set_stream, torch.cuda.current_stream())
+        self._undo_by(torch.cuda.set_stream, torch.cuda.current_stream(self._device))
+        torch.cuda.set_stream(stream)
 
 
 _CAPTURE_RELAXED = 2

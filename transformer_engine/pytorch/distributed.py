@@ -4,13 +4,14 @@
 import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.recompute import (
     activation_recompute_forward,
@@ -72,6 +73,16 @@ def _set_random_state(state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _checked_states(what: str, states: Any) -> dict[str, Tensor]:
+    """States by name; TypeError for anything else."""
+    if not isinstance(states, dict):
+        raise TypeError(
+            f"{what}: states: {type(states).__name__} object, expected states by name, as "
+            "get_states and get_all_rng_states give them"
+        )
+    return states
+
+
 class CudaRNGStatesTracker:
     """Random states by name: inside `fork` a named one is in force, and goes on where it was.
 
@@ -95,14 +106,16 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Take over states that `get_states` gave: all names from now on."""
-        self.states_ = dict(states)
+        self.states_ = dict(_checked_states("CudaRNGStatesTracker.set_states", states))
 
     def add(self, name: str, seed: int) -> None:
         """Begin a state from a seed; the generator itself stays as it is.
 
         RuntimeError where the name or the seed is there already: equal seeds would draw equal
-        numbers.
+        numbers. TypeError for a seed that is no int.
         """
+        if not hasattr(seed, "__index__"):
+            raise TypeError(f"CudaRNGStatesTracker.add: seed={seed!r}, expected an int")
         if seed in self.seeds_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
         if name in self.states_:
@@ -116,21 +129,45 @@ class CudaRNGStatesTracker:
         self.seeds_.add(seed)
         _set_random_state(before)
 
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+    def fork(self, name: str = "model-parallel-rng") -> "_Fork":
         """Draw from a named state in a ``with`` block; KeyError where it was not added."""
-        if name not in self.states_:
+        return _Fork(self, name)
+
+
+class _Fork(Context, contextlib.ContextDecorator):
+    """See `CudaRNGStatesTracker.fork`."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker, name: str) -> None:
+        self._tracker, self._name = tracker, name
+        self._before: Tensor | None = None  # state of the generator, while it is in use
+        self._draws = False  # from the state of the name
+        self._after: Tensor | None = None  # that, once the block has ended
+
+    def _recreate_cm(self) -> "_Fork":
+        """Give each call of a decorated function a context of its own."""
+        return _Fork(self._tracker, self._name)
+
+    def _enter(self) -> None:
+        states, name = self._tracker.states_, self._name
+        if name not in states:
             raise KeyError(
-                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(self.states_)}; "
+                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(states)}; "
                 "call add(name, seed) first"
             )
-        before = _random_state()
-        _set_random_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = _random_state()
-            _set_random_state(before)
+        self._after, self._draws, self._before = None, False, _random_state()
+        self._undo_by(self._give_back)
+        _set_random_state(states[name])
+        self._draws = True
+
+    def _give_back(self) -> None:
+        if self._before is None:
+            return
+        if self._draws and self._after is None:
+            self._after = _random_state()
+        if self._after is not None:
+            self._tracker.states_[self._name] = self._after
+        _set_random_state(self._before)
+        self._before = None
 
 
 _TRACKERS: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
@@ -146,6 +183,7 @@ def get_all_rng_states() -> dict[str, Tensor]:
 
 def set_all_rng_states(states: dict[str, Tensor]) -> None:
     """Give every tracker those states, as `get_all_rng_states` gave them, whose names it has."""
+    _checked_states("set_all_rng_states", states)
     for each in list(_TRACKERS):
         each.states_.update({name: states[name] for name in each.states_ if name in states})
 

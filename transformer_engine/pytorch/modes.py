@@ -9,13 +9,14 @@ checkpoints, by name in `recompute`. Whether a graph is traced is public
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import starmap
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
+
+from transformer_engine.common.contexts import Context
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Number of active `TorchDispatchMode` objects: counters, loggers and fake modes, which see torch
@@ -82,6 +85,8 @@ at_this_level: Callable[[], AbstractContextManager] = enable_single_level_autogr
 """A block in which an autograd function may be applied at one level of function transforms."""
 
 _forward_ad = torch.autograd.forward_ad
+_transform = torch._C._functorch
+_traced_modes = torch._ops._len_torch_dispatch_stack_pre_dispatch
 _mode_of_kind = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CALL = torch.nn.Module.__call__
@@ -107,43 +112,125 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-@contextlib.contextmanager
-def real_tensors() -> Iterator[None]:
+class _TorchContext(Context):
+    """A block with other states of torch for the thread."""
+
+    def _within(self, kind: type, *arguments: Any) -> None:
+        """Be in a guard of torch, which is in C; some count as soon as they are made."""
+        made: list = []
+        self._undo_by(_leave_guard, made)
+        made[:] = starmap(kind, (arguments,))  # a call in a call of C: nothing comes between
+        made[0].__enter__()
+
+    def _set_grad(self, enabled: bool) -> None:
+        self._undo_by(torch._C._set_grad_enabled, torch.is_grad_enabled())
+        torch._C._set_grad_enabled(enabled)
+
+
+class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
     """A block that makes tensors that outlive it: real ones, whatever is active around it."""
-    with contextlib.ExitStack() as stack:
+
+    def _enter(self) -> None:
         if torch._C._len_torch_function_stack() > 0:  # torch.export records changes of grad mode
-            stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+            self._within(torch._C.DisableTorchFunction)
+        self._within(torch._C._InferenceMode, False)
+        self._set_grad(False)
         if in_transform():
-            stack.enter_context(_clear_transforms())
-        if dispatch_modes():
-            stack.enter_context(_disable_current_modes())
-        yield
+            self._leave_transforms()
+        if _traced_modes():  # torch.export traces: nothing is to be put back where that fails
+            context = _disable_current_modes()
+            self._undo_by(context.__exit__, None, None, None)
+            context.__enter__()
+        elif dispatch_modes():
+            self._undo_by(_push_again, active_modes())
+            while dispatch_modes():
+                _pop_mode()
+
+    def _leave_transforms(self) -> None:
+        levels: list = []
+        self._undo_by(_enter_again, levels)
+        while _transform.peek_interpreter_stack() is not None:
+            # A call in a call of C: nothing comes between the two.
+            (level,) = starmap(_transform.pop_dynamic_layer_stack, ((),))
+            levels.append(level)
+
+
+def _leave_guard(made: list) -> None:
+    for guard in made:
+        guard.__exit__(None, None, None)
+
+
+def _push_again(modes: list) -> None:
+    for mode in modes[dispatch_modes() :]:
+        _push_mode(mode)
+
+
+def _enter_again(levels: list) -> None:
+    while levels:
+        (_,) = map(_transform.push_dynamic_layer_stack, map(levels.pop, (-1,)))
+
+
+def unseen() -> AbstractContextManager:
+    """A block that no dispatch mode sees; for what a module does beside its operators."""
+    seen = not torch.compiler.is_compiling() and dispatch_modes()
+    return real_tensors() if seen else contextlib.nullcontext()
+
+
+def _selective_modes() -> tuple[type, ...]:
+    """Modes of torch's selective checkpoints: those of a forward and of its repetition."""
+    checkpoints = sys.modules.get("torch.utils.checkpoint")
+    if checkpoints is None:
+        return ()
+    return checkpoints._CachingTorchDispatchMode, checkpoints._CachedTorchDispatchMode
+
+
+def selective() -> bool:
+    """Whether a selective checkpoint watches: its repetition runs some of the operators again.
+
+    It takes the results of the others from its forward, by their number among those of a kind.
+    """
+    kinds = _selective_modes() if dispatch_modes() else ()
+    return bool(kinds) and any(isinstance(mode, kinds) for mode in active_modes())
 
 
 def seen_here() -> Callable[[Callable], Callable]:
     """Make a decorator of functions that an operator calls: what they run is seen as if run here.
 
     That is by the dispatch modes that are active now, which are off while an operator runs, and by
-    autograd. Function transforms see nothing of it: an operator gets no tensors of theirs.
+    autograd. Function transforms see nothing of it: an operator gets no tensors of theirs. Nor do
+    selective checkpoints, which repeat the operator or nothing of it.
     """
-    modes = [] if in_transform() else active_modes()
+    whole = _selective_modes()
+    modes = [] if in_transform() else [m for m in active_modes() if not isinstance(m, whole)]
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def wrap(function: Callable) -> Callable:
         def run(*arguments: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for mode in modes:
-                    _push_mode(mode)
-                    stack.callback(_pop_mode)
-                if modes:
-                    stack.enter_context(torch._C._ForceDispatchKeyGuard(*keys))
+            with _Seen(modes, keys):
                 return function(*arguments)
 
         return run
 
     return wrap
+
+
+class _Seen(_TorchContext):
+    """A block that dispatch modes see."""
+
+    def __init__(self, modes: list, keys: tuple) -> None:
+        self._modes, self._keys = modes, keys
+
+    def _enter(self) -> None:
+        self._undo_by(_pop_again, dispatch_modes())
+        for mode in self._modes:
+            _push_mode(mode)
+        if self._modes:
+            self._within(torch._C._ForceDispatchKeyGuard, *self._keys)
+
+
+def _pop_again(count: int) -> None:
+    while dispatch_modes() > count:
+        _pop_mode()
 
 
 def in_own_dtypes(function: Callable) -> Callable:
@@ -159,13 +246,23 @@ def in_own_dtypes(function: Callable) -> Callable:
             return function(*args, **kwargs)
         devices = (getattr(leaf, "device", None) for leaf in leaves_of(*args, **kwargs))
         kinds = {device.type for device in devices if isinstance(device, torch.device)} - {"meta"}
-        with contextlib.ExitStack() as stack:
-            for kind in kinds:
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+        with _without_autocast(kinds):
             return function(*args, **kwargs)
 
     return run
+
+
+class _without_autocast(_TorchContext):  # noqa: N801 - reads as what it does
+    """A block in which regions of `torch.autocast` do not count, for kinds of devices."""
+
+    def __init__(self, kinds: set[str]) -> None:
+        self._kinds = kinds
+
+    def _enter(self) -> None:
+        for kind in self._kinds:
+            if torch.is_autocast_enabled(kind):
+                self._undo_by(torch.set_autocast_enabled, kind, True)
+                torch.set_autocast_enabled(kind, False)
 
 
 def faking() -> bool:

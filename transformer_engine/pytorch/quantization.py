@@ -25,6 +25,7 @@ from transformer_engine.pytorch.device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.manager_names import ManagerNames
 from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.state import Domain, RegionState, current_state
@@ -166,7 +167,7 @@ class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' 
                     "recipe"
                 )
             made = QuantizedInit(recipe, bool(preserve))
-        self._outer = ((state, "quantized_init", state.quantized_init),)
+        self._outer = ((state, ("quantized_init",), (state.quantized_init,)),)
         state.quantized_init = made
 
     @_core.Leaving
@@ -215,7 +216,7 @@ class _InForce(tuple):
     domain: Domain | None = None
 
 
-class FP8GlobalStateManager:
+class FP8GlobalStateManager(ManagerNames):
     """What is in force in this thread, and the scaling state of all modules.
 
     A view under the names that programs use; `autocast` and the modules do not need it.

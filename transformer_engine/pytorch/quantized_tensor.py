@@ -24,6 +24,11 @@ from transformer_engine.pytorch.modes import (
 )
 from transformer_engine.pytorch.quantized_dispatch import run as _dispatch
 from transformer_engine.pytorch.quantizer import Quantizer, plain
+from transformer_engine.pytorch.saved_tensors import (
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
 from transformer_engine.pytorch.tensors import rebuild_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
@@ -254,8 +259,16 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """Take its tensors from the front of a list; return the others."""
+        """Take its tensors from the front of a list; return the others.
+
+        ValueError where there are fewer.
+        """
         count = len(self._TENSORS)
+        if len(tensors) < count:
+            raise ValueError(
+                f"{type(self).__name__}.restore_from_saved: {len(tensors)} tensors, expected "
+                f"{count}; give all that prepare_for_saving gave, in its order"
+            )
         for name, tensor in zip(self._TENSORS, tensors[:count], strict=True):
             setattr(self, name, tensor)
         return tensors[count:]
@@ -592,48 +605,3 @@ class QuantizedTensor(Tensor):
         """Settings and values."""
         del tensor_contents
         return self._text({"requires_grad": True} if self.requires_grad else {})
-
-
-# ---- what autograd functions of programs save ----------------------------------------------------
-
-
-def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
-    """What a ``save_for_backward`` is given of tensors and storages, and what else to keep.
-
-    Storages are emptied. Undo with `restore_from_saved`.
-    """
-    saved: list[Tensor | None] = []
-    objects: list[Any] = []
-    for tensor in tensors:
-        if tensor is None or isinstance(tensor, Tensor):
-            saved.append(tensor)
-            objects.append(None)
-        else:
-            parts, kept = tensor.prepare_for_saving()
-            saved += parts
-            objects.append(kept)
-    return saved, objects
-
-
-def restore_from_saved(
-    tensors: list[Any], saved_tensors: Sequence[Tensor | None], return_saved_tensors: bool = False
-) -> Any:
-    """Tensors and storages of what `prepare_for_saving` gave, in its two parts swapped.
-
-    With `return_saved_tensors` a pair of these, and of saved tensors that were left over.
-    """
-    rest, made = list(saved_tensors), []
-    for kept in tensors:
-        if kept is None:
-            made.append(rest.pop(0))
-        else:
-            rest = kept.restore_from_saved(rest)
-            made.append(kept)
-    return (made, rest) if return_saved_tensors else made
-
-
-def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
-    """`restore_from_saved` of a context that has ``tensor_objects``; it lets these go."""
-    found = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
-    ctx.tensor_objects = None
-    return found

@@ -9,7 +9,8 @@ pointer; it is saved for the backward in place of a mask.
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch import recompute, torch_ops
+from transformer_engine.pytorch.modes import real_tensors, selective
 
 
 def _draw(like: Tensor) -> Tensor:
@@ -36,7 +37,10 @@ def draw_pairs(like: Tensor, count: int) -> list[Tensor]:
     """Draw several pairs, in order: a compiler would reorder operators that draw one each."""
     if torch_ops.behind_operators(like):
         return torch.ops.transformer_engine.draw_pairs(like, count)
-    return [_draw(like) for _ in range(count)]
+    if not selective():
+        return [_draw(like) for _ in range(count)]
+    with real_tensors():
+        return recompute.same_pairs([_draw(like) for _ in range(count)])
 
 
 def draw_pair(like: Tensor) -> Tensor:
@@ -44,4 +48,4 @@ def draw_pair(like: Tensor) -> Tensor:
     if torch_ops.behind_operators(like):
         # An operator of our own: a compiler would draw other bits for torch's than eager code does.
         return torch.ops.transformer_engine.draw_pair(like)
-    return _draw(like)
+    return draw_pairs(like, 1)[0]

@@ -37,176 +37,21 @@ import functools
 import inspect
 import sys
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
 from transformer_engine.pytorch.plugins import of_forward
+from transformer_engine.pytorch.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.state import current_state, in_region
 
-
-class Entry(NamedTuple):
-    """One module call inside a checkpointed forward."""
-
-    module: Any  # whose call it was
-    recipe: Any  # the `Recipe` in force; None: high precision
-    slots: Any  # the module's scaling state, `Slots`, under delayed scaling; else None
-    scales: torch.Tensor | None  # copy of its forward scales as they were
-    measures: int  # flags of casts that measured, where there was none
-    cache: tuple | None  # the quantized weight that the call kept or read
-    first: bool  # the call took the region's first-module flag
-    domain: Any  # the `Domain` that its thread updates
-
-
-class Run(NamedTuple):
-    """One run of a forward's plan, by a graph, inside a checkpointed forward."""
-
-    state: tuple[torch.Tensor, ...]  # copies of the scales and histories that it was given
-    measures: bool  # it casts by what it measures where it was given no scale
-
-
-_COMPILED = (
-    ". Compiled code ran in that forward: if torch has given up compiling since then, raise "
-    "torch._dynamo.config.recompile_limit"
-)
-
-
-class Frame:
-    """Module calls of one checkpointed forward, in order for each module.
-
-    High-precision calls are recorded too where it is `complete`. They are not under a reentrant
-    checkpoint of torch, where finding the checkpoint costs each of them more than the rest of the
-    call.
-    """
-
-    def __init__(self, complete: bool = True) -> None:
-        self.complete = complete
-        # By id of the module, which the entries hold; runs by what they are of.
-        self._entries: dict[Hashable, list] = {}
-        self._next: dict[Hashable, int] = {}
-        self._pass = -1
-        self._owes_first = False  # a repeated call had the first-module flag, but no backward
-        self.measures = False  # a run does
-        self._has_runs = False
-        self.scope: Any = None  # of the plug-ins that the forward obeyed (`_core.selected`)
-
-    def record(self, entry: Entry) -> None:
-        """Add a module call of the forward."""
-        self.scope = self.scope or _core.selected()
-        self._entries.setdefault(id(entry.module), []).append(entry)
-
-    def replay(self, module: Any) -> Entry | None:
-        """Entry of the module call that is being repeated; None: it was not recorded.
-
-        RuntimeError where the recompute calls a module that the forward did not call, or more
-        often.
-        """
-        entries = self._entries.get(id(module), [])
-        at = self._at(id(module))
-        if at == len(entries):
-            if not entries and not self.complete:
-                return None
-            raise RuntimeError(
-                f"the recompute calls a {type(module).__name__} more than the {at} times that the "
-                "checkpointed forward did; the function under the checkpoint must do the same at "
-                "each call" + _COMPILED * self._has_runs
-            )
-        return self._take(id(module), at)
-
-    def record_run(self, key: Hashable, run: Run) -> None:
-        """Add a run of the forward."""
-        self.scope = self.scope or _core.selected()
-        self._entries.setdefault(key, []).append(run)
-        self.measures |= run.measures
-        self._has_runs = True
-
-    def replay_run(self, key: Hashable) -> Run:
-        """The run that is being repeated; RuntimeError where the forward has no such run."""
-        at = self._at(key)
-        if at == len(self._entries.get(key, [])):
-            raise RuntimeError(
-                "the recompute of a checkpointed forward runs a compiled module in another way "
-                "than that forward, most likely in another precision: use "
-                "transformer_engine.pytorch.checkpoint, whose recompute is in the autocast region "
-                "of its forward, or enter autocast in the function under the checkpoint"
-            )
-        return self._take(key, at)
-
-    def _at(self, key: Hashable) -> int:
-        """How many of a key this repetition has taken."""
-        current = graph_task()
-        if current != self._pass:  # another backward through the same graph starts over
-            self._pass = current
-            self._next.clear()
-            self._owes_first = False
-        return self._next.get(key, 0)
-
-    def _take(self, key: Hashable, at: int) -> Any:
-        self._next[key] = at + 1
-        return self._entries[key][at]
-
-    def knows(self, module: Any) -> bool:
-        """Whether the forward has recorded a call of a module."""
-        return id(module) in self._entries
-
-    def next_of(self, module: Any) -> Entry | None:
-        """What `replay` is going to find; None: nothing."""
-        entries = self._entries.get(id(module), [])
-        at = self._next.get(id(module), 0) if graph_task() == self._pass else 0
-        return entries[at] if at < len(entries) else None
-
-    def is_first(self, entry: Entry, records: bool) -> bool:
-        """Whether a repeated call updates the backward state.
-
-        Its forward may have taken the flag where it could not tell that the function itself
-        switches gradients off for this call: then it goes to the next one that has a backward.
-        """
-        due = entry.first or self._owes_first
-        self._owes_first = due and not records
-        return due and records
-
-
-class _Queue(Frame):
-    """Calls of forwards that a program repeats by itself: the oldest of a module comes first."""
-
-    def __init__(self) -> None:
-        super().__init__(complete=False)
-        self._queues: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    def record(self, entry: Entry) -> None:
-        """Add a module call; the entry must not keep the module, which is its key."""
-        self._queues.setdefault(entry.module, deque()).append(entry._replace(module=None))
-
-    def knows(self, module: Any) -> bool:
-        """Whether there is an entry of a module."""
-        return bool(self._queues.get(module))
-
-    def next_of(self, module: Any) -> Entry | None:
-        """What `replay` is going to find; None: nothing."""
-        queue = self._queues.get(module)
-        return queue[0] if queue else None
-
-    def replay(self, module: Any) -> Entry | None:
-        """Take the oldest entry of a module; None: there is none."""
-        queue = self._queues.get(module)
-        return queue.popleft()._replace(module=module) if queue else None
-
-    def replay_run(self, key: Hashable) -> Run:
-        """Take the oldest run of a key; RuntimeError where there is none."""
-        self._next.clear()
-        run = super().replay_run(key)
-        self._entries[key].pop(0)
-        return run
-
-
-_QUEUE = _Queue()
+_QUEUE = Queue()
 """One for the process: backwards run in other threads than forwards."""
 
 
@@ -244,11 +89,8 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         return type(self)(self._enabled, self._repeats)
 
     def __enter__(self) -> None:
-        self._outer = (
-            (_phase, "enabled", _phase.enabled),
-            (_phase, "repeats", _phase.repeats),
-            (_phase, "queued", _phase.queued),
-        )
+        values = _phase.enabled, _phase.repeats, _phase.queued
+        self._outer = ((_phase, ("enabled", "repeats", "queued"), values),)
         _phase.enabled, _phase.repeats = self._enabled, self._repeats
         _phase.queued = self._enabled and self._queued
 
@@ -432,7 +274,7 @@ class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
     _outer: tuple | None = None
 
     def __enter__(self) -> None:
-        self._outer = ((_eager, "runs", _eager.runs),)
+        self._outer = ((_eager, ("runs",), (_eager.runs,)),)
         _eager.runs += 1
 
     @_core.Leaving
@@ -464,6 +306,20 @@ def of_first(
     for frame in record:
         frame.record_run(key, run)
     return state
+
+
+def same_pairs(pairs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Random pairs of a call under a selective checkpoint: a repetition has those of its forward.
+
+    Both draw them, so that the generator goes on equally; but it may be in another state, where
+    the checkpoint has kept the results of operators that draw numbers, too.
+    """
+    record, replay = frames()
+    if replay is not None:
+        pairs = replay.replay_pairs(pairs)
+    for frame in record:
+        frame.record_pairs(pairs)
+    return pairs
 
 
 def scope_of_first(scope: Any) -> Any:
@@ -504,21 +360,47 @@ def in_reentrant_forward() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _put_back(get_tracker: Callable, states: Any) -> Iterator[None]:
+class _put_back(Context):  # noqa: N801 - reads as what it does
     """Give a tracker of random states the states it had, for the time of a recompute."""
-    tracker = get_tracker()
-    current = tracker.get_states()
-    tracker.set_states(states)
-    try:
-        yield
-    finally:
-        tracker.set_states(current)
+
+    def __init__(self, get_tracker: Callable, states: Any) -> None:
+        self._get_tracker, self._states = get_tracker, states
+
+    def _enter(self) -> None:
+        tracker = self._get_tracker()
+        self._undo_by(tracker.set_states, tracker.get_states())
+        tracker.set_states(self._states)
 
 
 def _requires_gradient(args: tuple) -> bool:
     """Whether the reentrant form makes a node in the graph: it sees tensors among its arguments."""
     return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def _require_callables(function: Any, get_rng_state_tracker: Any, context_fn: Any) -> None:
+    """Raise a TypeError for arguments of `checkpoint` that can not be called."""
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"checkpoint: function: the class {function.__name__}, expected a module or another "
+            "callable; make a module first"
+        )
+    given = (("function", function, "the arguments follow it"),)
+    given += (("get_rng_state_tracker", get_rng_state_tracker, "give a function of no arguments"),)
+    given += (("context_fn", context_fn, "give a function that returns two context managers"),)
+    for name, value, fix in given:
+        if not callable(value) and (value is not None or name == "function"):
+            raise TypeError(f"checkpoint: {name}={value!r}, expected a callable; {fix}")
+
+
+def _states_of(get_rng_state_tracker: Callable) -> Any:
+    """The states of a tracker."""
+    tracker = get_rng_state_tracker()
+    if not (hasattr(tracker, "get_states") and hasattr(tracker, "set_states")):
+        raise TypeError(
+            f"checkpoint: get_rng_state_tracker returned a {type(tracker).__name__} object, "
+            "expected a tracker with get_states and set_states, say a CudaRNGStatesTracker"
+        )
+    return tracker.get_states()
 
 
 def checkpoint(
@@ -565,12 +447,15 @@ def checkpoint(
 
     Raises
     ------
+    TypeError
+        `function`, `get_rng_state_tracker` or ``context_fn`` can not be called.
     NotImplementedError
         For `distribute_saved_activations`; for `get_rng_state_tracker` under `torch.compile`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
     from torch.utils.checkpoint import set_checkpoint_early_stop
 
+    _require_callables(function, get_rng_state_tracker, kwargs.get("context_fn"))
     if distribute_saved_activations:
         raise NotImplementedError("checkpoint: distribute_saved_activations")
     if torch.compiler.is_compiling():
@@ -586,7 +471,7 @@ def checkpoint(
 
     forward = iter((True,))  # the first call is the forward, every later one repeats it
     region, scope = copy.copy(current_state()), _core.selected()
-    states = None if get_rng_state_tracker is None else get_rng_state_tracker().get_states()
+    states = None if get_rng_state_tracker is None else _states_of(get_rng_state_tracker)
 
     def run(*inputs: Any) -> Any:
         if next(forward, False):

@@ -397,6 +397,8 @@ def _update_all(direction: str, domains: list[Domain]) -> None:
         _reduce_in_graph(arenas)
         _update(arenas)
         return
+    if not any([domain.arenas[direction] for domain in domains]):
+        return  # nothing has state
     if faking():
         return  # no amax was recorded
     sweep()

@@ -42,6 +42,8 @@ class RegionState:
         # backward state after its own backward.
         self.first = False
         self.depth = 0  # nested regions
+        self.region: Any = None  # the innermost region, an `autocast` of eager code
+        self.entered: list = []  # those of calls of `FP8GlobalStateManager.autocast_enter`
         # Graphs repeat a forward that has cast by what it measured, where scales are known by now.
         self.measures = False
         self.domain = Domain()  # what the updates of the thread's regions touch
@@ -79,7 +81,7 @@ class in_region:  # noqa: N801 - reads as what it does, as `autocast`
 
     def __enter__(self) -> None:
         outer = current_state()
-        self._outer = ((_LOCAL, "state", outer),)
+        self._outer = ((_LOCAL, ("state",), (outer,)),)
         _LOCAL.state = self._state
 
     @_core.Leaving

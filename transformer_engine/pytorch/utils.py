@@ -5,13 +5,14 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import absent, decode_cudnn_version
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.device import get_device_compute_capability, is_bf16_available
 from transformer_engine.pytorch.tensors import is_quantized
 from transformer_engine.pytorch.torch_version import torch_version
@@ -458,14 +459,25 @@ def nvtx_range_pop(msg: str | None = None) -> None:
         torch.cuda.nvtx.range_pop()
 
 
-@contextlib.contextmanager
-def get_nvtx_range_context(msg: str) -> Iterator[None]:
-    """A range of the profiler around a ``with`` block."""
-    nvtx_range_push(msg)
-    try:
-        yield
-    finally:
-        nvtx_range_pop(msg)
+class get_nvtx_range_context(Context, contextlib.ContextDecorator):  # noqa: N801 - users' name
+    """A range of the profiler around a ``with`` block, or the calls of a function."""
+
+    def __init__(self, msg: str) -> None:
+        self._message = msg
+
+    def _recreate_cm(self) -> "get_nvtx_range_context":
+        """Give each call of a decorated function a range of its own."""
+        return get_nvtx_range_context(self._message)
+
+    def _enter(self) -> None:
+        self._undo_by(_pop_to, len(_RANGES))
+        nvtx_range_push(self._message)
+
+
+def _pop_to(count: int) -> None:
+    """End the ranges that have begun inside of a number of others."""
+    while len(_RANGES) > count:
+        nvtx_range_pop()
 
 
 # ---- graphs of torch.compile -------------------------------------------------------------------

@@ -6,42 +6,31 @@ The one exception is the lock of discovery, which is held while plug-ins registe
 holds another one (see `OpManager.ensure_initialized`).
 """
 
-import contextlib
 import os
-import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from _thread import RLock
 
 __all__ = ["ForkSafeLock"]
 
 
-class ForkSafeLock:
-    """A reentrant lock, as a context manager."""
+class ForkSafeLock(RLock):
+    """A reentrant lock, as a context manager.
+
+    Its ``__enter__`` and ``__exit__`` are those of the lock, in C, which no interrupt can split.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._made = object()
         _LOCKS.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: Any) -> None:
-        self._lock.release()
 
     def made(self) -> object:
         """Another object after a fork that has renewed it: what it guarded may be half done."""
-        return self._lock
+        return self._made
 
-    @contextlib.contextmanager
-    def hold(self, wait: bool) -> Iterator[bool]:
-        """Whether it is held inside ``with``: without `wait` only where no other thread has it."""
-        held = self._lock.acquire(blocking=wait)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
+    def _renew(self) -> None:
+        if not self._is_owned():  # by the thread that has forked, which goes on
+            self._at_fork_reinit()
+            self._made = object()
 
 
 _LOCKS: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
@@ -49,8 +38,7 @@ _LOCKS: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
 
 def _renew() -> None:
     for lock in tuple(_LOCKS):
-        if not lock._lock._is_owned():  # by the thread that has forked, which goes on
-            lock._lock = threading.RLock()
+        lock._renew()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
+from transformer_engine.common.contexts import Context
 from transformer_engine.plugin.core.discovery import discover_others
 from transformer_engine.plugin.core.failures import NobodyError
 from transformer_engine.plugin.core.locks import ForkSafeLock
@@ -127,7 +128,7 @@ class OpManager:
         """
         if self._initialized:
             return
-        with self._discovering.hold(wait=not _importing()) as held:
+        with _Held(self._discovering, not _importing()) as held:
             if not held or self._begun is self._discovering.made():
                 return  # plug-ins may ask for an operator, too
             if self._begun is not None:
@@ -516,3 +517,21 @@ def reset_default_manager() -> None:
 
 
 reset_registry = reset_default_manager
+
+
+class _Held(Context):
+    """Whether a lock is held inside ``with``: without `wait` only where no other thread has it."""
+
+    def __init__(self, lock: ForkSafeLock, wait: bool) -> None:
+        self._lock, self._wait, self._held = lock, wait, False
+
+    def _enter(self) -> bool:
+        self._undo_by(self._give_back)
+        # A call in a call of C: no interrupt comes between the two.
+        (self._held,) = map(self._lock.acquire, (self._wait,))
+        return self._held
+
+    def _give_back(self) -> None:
+        held, self._held = self._held, False
+        if held:
+            self._lock.release()

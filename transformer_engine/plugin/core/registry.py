@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementations there are."""
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from transformer_engine.common.contexts import Context
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.types import OpImpl
 
@@ -34,7 +34,8 @@ class OpRegistry:
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._snapshot = OpRegistrySnapshot({}, 0)
-        self._recorders: dict[int, list[tuple[OpImpl, bool]]] = {}  # by thread; true: it came
+        # By thread those of the blocks that it is in: (implementation, whether it came).
+        self._recorders: dict[int, tuple[list[tuple[OpImpl, bool]], ...]] = {}
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -83,29 +84,9 @@ class OpRegistry:
         _tell(listeners)
         return found
 
-    @contextlib.contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
+    def undone_if_it_fails(self) -> "_Undone":
         """What this thread (un)registers inside ``with``, undone if an error ends it."""
-        thread = threading.get_ident()
-        outer, made = self._recorders.get(thread), []
-        self._recorders[thread] = made
-        try:
-            yield
-        except BaseException:
-            done, made = made, []
-            self._recorders.pop(thread)
-            for impl, came in reversed(done):
-                there = self.get_implementation(impl.op_name, impl.impl_id)
-                if came and there is impl:
-                    self.unregister(impl.op_name, impl.impl_id)
-                elif not came and there is None:
-                    self.register(impl)
-            raise
-        finally:
-            self._recorders.pop(thread, None)
-            if outer is not None:
-                self._recorders[thread] = outer
-                outer += made
+        return _Undone(self)
 
     def clear(self) -> None:
         """Take all out."""
@@ -143,8 +124,7 @@ class OpRegistry:
             self._listeners.add(listener)
 
     def _record(self, impls: Iterable[OpImpl], came: bool) -> None:
-        recorder = self._recorders.get(threading.get_ident())
-        if recorder is not None:
+        for recorder in self._recorders.get(threading.get_ident(), ()):
             recorder += [(impl, came) for impl in impls]
 
     def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple:
@@ -156,3 +136,38 @@ class OpRegistry:
 def _tell(listeners: tuple) -> None:
     for listener in listeners:
         listener.registry_changed()
+
+
+class _Undone(Context):
+    """See `OpRegistry.undone_if_it_fails`."""
+
+    def __init__(self, registry: OpRegistry) -> None:
+        self._registry = registry
+        self._done: list[tuple[OpImpl, bool]] = []
+
+    def _enter(self) -> None:
+        recorders, thread = self._registry._recorders, threading.get_ident()
+        outer = recorders.get(thread)
+        if outer is None:
+            self._undo_by(recorders.pop, thread, None)
+        else:
+            self._undo_by(recorders.__setitem__, thread, outer)
+        recorders[thread] = (*(outer or ()), self._done)
+
+    def _left(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            return
+        registry, thread = self._registry, threading.get_ident()
+        around = registry._recorders.pop(thread, ())  # blocks for which nothing has happened
+        for recorder in around:
+            del recorder[len(recorder) - len(self._done) :]
+        try:
+            for impl, came in reversed(self._done):
+                there = registry.get_implementation(impl.op_name, impl.impl_id)
+                if came and there is impl:
+                    registry.unregister(impl.op_name, impl.impl_id)
+                elif not came and there is None:
+                    registry.register(impl)
+        finally:
+            if around:
+                registry._recorders[thread] = around

@@ -21,10 +21,12 @@ from transformer_engine.pytorch.modes import (
     graph_task,
     real_tensors,
     trace_again,
+    unseen,
 )
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
+from transformer_engine.pytorch.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
 
@@ -49,13 +51,13 @@ class Region(NamedTuple):
 
     state: RegionState  # of the thread
     recipe: Recipe | None  # how to quantize; None: high precision
-    replay: recompute.Entry | None  # the call that this one repeats
+    replay: Entry | None  # the call that this one repeats
     record: list  # frames of the checkpoints that record this call
     traced: bool  # the call is part of a graph that is being traced
     exported: bool = False
     """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
     blank: bool = False  # the tensors have no memory: the call makes and changes no state
-    frame: recompute.Frame | None = None
+    frame: Frame | None = None
     """Of the checkpoint whose forward is being repeated; None without `replay`."""
 
     @property
@@ -173,9 +175,14 @@ class Fp8Module(ModuleNames, NativeModule):
         return region.frame.is_first(region.replay, records) if repeats else records
 
     def _record(
-        self, region: Region, slots: scaling.Slots | None, cache: tuple | None, first: bool
+        self,
+        region: Region,
+        slots: scaling.Slots | None,
+        first: bool,
+        cache: tuple | None = None,
+        kept: tuple[int, ...] = (),
     ) -> None:
-        """Leave what a recompute of this call needs."""
+        """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
         if region.replay is not None:
             entry = region.replay._replace(first=first)
         else:
@@ -183,10 +190,11 @@ class Fp8Module(ModuleNames, NativeModule):
             if slots is not None:
                 measures = slots.measures
                 last = slots.forward_slot + self.SLOTS[0]
-                scales = slots.forward_scale[slots.forward_slot : last].clone()
+                with unseen():
+                    scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
-            kept = slots, scales, measures, cache
-            entry = recompute.Entry(self, region.recipe, *kept, first, domain)
+            state = slots, scales, measures, cache, kept
+            entry = Entry(self, region.recipe, *state, first, domain)
         for frame in region.record:
             frame.record(entry)
 

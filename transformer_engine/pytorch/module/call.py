@@ -64,6 +64,7 @@ class ModuleCall:
     """Weights and biases that come as several tensors, and so do their gradients; by place."""
     scales: Tensor | None = None
     """Forward scales of the call that this one repeats, or of an exported program."""
+    unread_history: Tensor | None = None  # where one that repeats records amaxes, if it does
     first = False  # update the backward state after this call's backward
     domain: Domain | None = None  # what that touches
     caches: Sequence = ()
@@ -171,7 +172,9 @@ class ModuleCall:
         if not self.plans.forward_state:  # nothing is cast, or by scales of its own
             return self._run(plan, (0,), given, 0)
         if self.scales is not None:
-            return self._run(plan, (0,), (*given, self.scales), 0)
+            if self.unread_history is None:
+                return self._run(plan, (0,), (*given, self.scales), 0)
+            return self._run(plan, (0,), (*given, self.scales, self.unread_history), 1)
         given = (*given, slots.forward_scale, slots.forward_history)
         return self._run(plan, (slots.forward_slot,), given, 1)
 

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.function import (
 )
 from transformer_engine.pytorch.modes import (
     constant_in_graphs,
+    dispatch_modes,
     exporting,
     forward_gradients,
     without_memory,
@@ -46,6 +47,7 @@ from transformer_engine.pytorch.module.situation import (
 )
 from transformer_engine.pytorch.module.weight_gradients import WeightGradients
 from transformer_engine.pytorch.outside import Outside
+from transformer_engine.pytorch.recompute_frames import unread_history
 from transformer_engine.pytorch.staged import Observer, Staged
 from transformer_engine.pytorch.state import RegionState, current_state
 from transformer_engine.pytorch.tensors import is_quantized
@@ -74,13 +76,17 @@ _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
 
 
+_OF_SLOTS = (None, None)
+"""Scales and histories are those of the slots."""
+
+
 class _BoundState(NamedTuple):
     """What a call quantizes with, and the flags that follow for each part."""
 
     quantization: tuple[Quantization, ...]  # of each part
     flags: tuple[int, ...]
     slots: scaling.Slots | None
-    scales: Tensor | None
+    repeated: tuple[Tensor | None, Tensor | None]  # ``scales``, ``unread_history`` of `ModuleCall`
     caches: Sequence  # as of `ModuleCall`
 
 
@@ -361,11 +367,12 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         out = run(call, *flat)
         if call.first and region.replay is None:
             region.state.first = False
-        if call.plans.writes_caches:
+        kept = tuple([part for part, _ in call.plans.writes_caches])
+        if kept and region.replay is None:
             weight_cache.keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
         if region.record:
-            has_caches = call.plans.reads_caches or call.plans.writes_caches
-            self._record(region, call.slots, call.caches if has_caches else None, call.first)
+            caches = call.caches if kept or call.plans.reads_caches else None
+            self._record(region, call.slots, call.first, caches, kept)
         if call.traced:
             return out, None
         reason = region.state.why() if region.recipe is None else None
@@ -454,7 +461,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         if split is not None and len(parts[0].weights) > 1:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
         if bound is not None:
-            call.scales, call.caches = bound.scales, caches
+            call.scales, call.unread_history, call.caches = *bound.repeated, caches
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
@@ -540,19 +547,23 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:
-            common |= (graphs.NO_AMAX if replay.scales is not None else 0) | replay.measures
-            caches = (None,) * count if replay.cache is None else replay.cache[:count]
-            flags = tuple(
-                common | (0 if cache is None else graphs.WEIGHT_CACHED) for cache in caches
-            )
-            return _BoundState(quantization, flags, replay.slots, replay.scales, caches)
+            caches = [None] * count if replay.cache is None else [*replay.cache[:count]]
+            ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
+            history = unread_history(replay)
+            if dispatch_modes():  # so that the same operators run
+                for part in replay.kept:
+                    ways[part], caches[part] = graphs.WEIGHT_KEPT, None
+            no_amax = replay.scales is not None and history is None
+            common |= replay.measures | graphs.NO_AMAX * no_amax
+            flags = tuple([common | way for way in ways])
+            return _BoundState(quantization, flags, replay.slots, (replay.scales, history), caches)
         slots = None
         if region.recipe.delayed():
             device = tensors.input.device
             if region.exported:
                 scales = self._scales_to_export(device)
                 flags = (common | graphs.NO_AMAX,) * count
-                return _BoundState(quantization, flags, None, scales, (None,) * count)
+                return _BoundState(quantization, flags, None, (scales, None), (None,) * count)
             if region.blank:
                 slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
             else:
@@ -560,12 +571,12 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
                 self._bind_outside() if region.traced else quantized.bind_quantizers(self)
             common |= slots.measures | graphs.MEASURE_OPERANDS * region.state.measures
         if is_first_microbatch is None or region.exported or region.blank:
-            return _BoundState(quantization, (common,) * count, slots, None, (None,) * count)
+            return _BoundState(quantization, (common,) * count, slots, _OF_SLOTS, (None,) * count)
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
         casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
         flags = tuple(common | way * kept for way, kept in zip(ways, casts, strict=True))
-        return _BoundState(quantization, flags, slots, None, caches)
+        return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
 
     @constant_in_graphs
     def _bind_outside(self) -> None:

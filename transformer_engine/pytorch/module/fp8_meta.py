@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import Fp8Module
 
 _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+BUFFER_INFO = "buffer_info"
+
+
+def unique_key(identity: str, group: Any) -> str:
+    """Text of what slots have in common that are updated together: a recipe's, and the group."""
+    return f"{identity}:{0 if group is None else id(group)}"
 
 
 class ScalingView:
@@ -81,6 +87,9 @@ class Fp8Meta(Mapping):
         there is one.
     ``scaling_fwd``, ``scaling_bwd``
         `ScalingView`, under delayed scaling and once there is state.
+    ``buffer_info``
+        Of each direction the key of the memory that it lies in
+        (`FP8GlobalStateManager.get_key_in_buffer`), and the first slot there.
     """
 
     def __init__(self, module: "Fp8Module") -> None:
@@ -109,6 +118,12 @@ class Fp8Meta(Mapping):
         if live_values(module) is not None:
             for key, direction in _DIRECTIONS.items():
                 items[key] = ScalingView(module, direction)
+        if slots is not None and slots.live:
+            unique = unique_key(slots.identity, slots.group)
+            items[BUFFER_INFO] = {
+                "forward": (f"forward_{unique}", slots.forward_slot),
+                "backward": (f"backward_{unique}", slots.backward_slot),
+            }
         return items
 
     def __getitem__(self, key: str) -> Any:

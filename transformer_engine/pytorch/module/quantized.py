@@ -17,7 +17,7 @@ from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.graphs import Quantization
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.modes import in_transform
+from transformer_engine.pytorch.modes import in_transform, unseen
 from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.scaling import Slots
@@ -135,7 +135,8 @@ def given_forms(
     for i, weight in enumerate(weights):
         if is_quantized(weight):
             columns = narrow and bool(flags[i] & _READS_COLUMNS)
-            caches[i], bits = forms_of(weight, "weight", columns)
+            with unseen():  # it writes to what it makes, which a selective checkpoint refuses
+                caches[i], bits = forms_of(weight, "weight", columns)
             if columns and caches[i][1] is None and not bits & graphs.WEIGHT_ROWS:
                 raise RuntimeError(
                     f"{type(weight).__name__}: it has no column-wise data, which the gradient of "
@@ -144,7 +145,8 @@ def given_forms(
                 )
             flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
     if arrives:
-        forms, bits = forms_of(tensors.input, "input", narrow and torch.is_grad_enabled())
+        with unseen():
+            forms, bits = forms_of(tensors.input, "input", narrow and torch.is_grad_enabled())
         flags[0] |= bits
         caches = [*caches[: len(weights)], forms]
     return flags, caches
@@ -283,8 +285,9 @@ def _bind(quantizer: Any, slots: Slots, part: int) -> None:
     if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
         return
     slot = slots.forward_slot + _SLOTS_OF_PART * part + 1
-    quantizer.scale = slots.forward_scale[slot : slot + 1]
-    quantizer.amax = slots.forward_history[0, slot : slot + 1]
+    with unseen():
+        quantizer.scale = slots.forward_scale[slot : slot + 1]
+        quantizer.amax = slots.forward_history[0, slot : slot + 1]
     quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
     quantizer._bound = slots  # so that no other module gets them
 

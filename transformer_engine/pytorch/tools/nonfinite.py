@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.modes import in_transform
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.skip import Skip, check_model
@@ -167,7 +168,7 @@ class _Role(NamedTuple):
     reads: bool
 
 
-class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
+class watch_finite(Context):  # noqa: N801 - reads as what it does, as `autocast`
     """Find the first tensor of a step that is not finite.
 
     Inside the ``with`` block every module of the model has its parameters, buffers and inputs
@@ -212,19 +213,18 @@ class watch_finite:  # noqa: N801 - reads as what it does, as `autocast`
         self._handles: list = []
         self.finding: Finding | None = None
 
-    def __enter__(self) -> "watch_finite":
-        if self._active:
-            raise RuntimeError("watch_finite: this block is active already; make another one")
+    def _enter(self) -> "watch_finite":
         from torch.utils.weak import WeakTensorKeyDictionary  # here: it takes a while to import
 
         self.finding = None
         self._roles: Any = WeakTensorKeyDictionary()
+        self._undo_by(self._stop)
         self._active = True
         self._watch("", self._model, {})
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._active = False
+    def _stop(self) -> None:
+        self._active = False  # a hook that an interrupt keeps from being known looks at nothing
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

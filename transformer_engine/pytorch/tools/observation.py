@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import Context
 from transformer_engine.common.graphs import OperandCast, forms_of
 from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.modes import graph_task
@@ -172,7 +173,7 @@ def _values(stage: Stage, role: int, buffers: StageBuffers) -> Tensor:
     return out
 
 
-class observe:  # noqa: N801 - reads as what it does, as `autocast`
+class observe(Context):  # noqa: N801 - reads as what it does, as `autocast`
     """Record what the casts and GEMMs of a model do inside a ``with`` block, for `report`.
 
     Forward and backward belong inside the block. Every FP8 cast is looked at exactly: how much of
@@ -204,15 +205,16 @@ class observe:  # noqa: N801 - reads as what it does, as `autocast`
         self._model = model
         self.records: dict[Module, ModuleRecord] = {}
 
-    def __enter__(self) -> "observe":
+    def _enter(self) -> "observe":
         modules = [m for m in self._model.modules() if isinstance(m, ComposedModule)]
         if any(module._observer is not None for module in modules):
             raise RuntimeError("observe: a module of the model is being observed already")
         self.records = {module: ModuleRecord() for module in modules}
+        self._undo_by(self._stop)
         for module, record in self.records.items():
             module.observe_stages(record)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def _stop(self) -> None:
         for module in self.records:
             module.observe_stages(None)

@@ -8,6 +8,7 @@ in the dtype of the queries. What is saved is in FP8. Which backward follows is 
 
 import operator
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from transformer_engine.pytorch.modes import (
     exporting,
     graph_task,
     in_transform,
+    selective,
     without_memory,
 )
 from transformer_engine.pytorch.module.base import Region
@@ -48,6 +50,8 @@ from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.outside import Outside
+from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.recompute_frames import unread_history
 from transformer_engine.pytorch.staged import Staged
 from transformer_engine.pytorch.state import current_state
 from transformer_engine.pytorch.tensors import ALIGNMENT
@@ -346,7 +350,8 @@ def attend(
         region.recipe, limits, device=device.type, queries=queries, channels=channels,
         dropout=dropout, wide=more.wide_backward,
     )  # fmt: skip
-    slots, scales, no_amax = state_of(module, region, like)
+    slots, scales, history = state_of(module, region, like)
+    no_amax = scales is not None and history is None
     key = (
         torch.device("meta") if region.blank else device, like.dtype,
         gradient, heads.joined if heads.dim else 0, slices,
@@ -359,23 +364,30 @@ def attend(
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
     call.traced = traced or region.blank
-    call.scales, call.recipe = scales, region.recipe
+    call.scales, call.unread_history, call.recipe = scales, history, region.recipe
     records = call.plans.backward is not None
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
-    if dropout > 0.0:
-        call.draws = draws_of(call.plans, [_DRAWING])
+    call.draws = _draws(call.plans, like) if dropout > 0.0 else None
     offsets = () if limits.packed is None else told_of(limits.packed)[1]
     run = run_call if records else run_without_backward
     out = run(call, *_flat(heads), *where, *offsets)
     if call.first and region.replay is None:
         region.state.first = False
     if region.record:
-        module._record(region, slots if region.replay is None else None, None, call.first)
+        module._record(region, slots if region.replay is None else None, call.first)
     return out if more.fp8_output else out.unflatten(-1, (slices[0][0], channels[1]))
 
 
 _attend_outside = Outside(attend)
+
+
+def _draws(plans: CallPlans, like: Tensor) -> Staged | None:
+    """What draws the random pair; now, where a selective checkpoint may leave out the stage."""
+    how = _DRAWING
+    if selective():
+        how = how._replace(draw=methodcaller("copy_", draw_pair(like)))
+    return draws_of(plans, [how])
 
 
 def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:
@@ -391,18 +403,22 @@ def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | N
 
 def state_of(
     module: Any, region: Region, like: Tensor
-) -> tuple[scaling.Slots | None, Tensor | None, bool]:
-    """(slots, scales to use in their place, whether no amax is recorded): of the state in force."""
+) -> tuple[scaling.Slots | None, Tensor | None, Tensor | None]:
+    """(slots, scales to use in their place, where amaxes go then or None): of the state in force.
+
+    With scales and no place for amaxes none is recorded.
+    """
     if region.replay is not None:
-        return region.replay.slots, region.replay.scales, region.replay.scales is not None
+        replay = region.replay
+        return replay.slots, replay.scales, unread_history(replay)
     if not region.recipe.delayed():
-        return None, None, False
+        return None, None, None
     if region.exported:
-        return None, module._scales_to_export(like.device), True
+        return None, module._scales_to_export(like.device), None
     if region.blank:
-        return scaling.BlankSlots(arenas.rule_of(region.recipe), like), None, False
+        return scaling.BlankSlots(arenas.rule_of(region.recipe), like), None, None
     slots = module._slots_for(region.recipe, region.state.group, like.device, region.traced)
-    return slots, None, False
+    return slots, None, None
 
 
 def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:

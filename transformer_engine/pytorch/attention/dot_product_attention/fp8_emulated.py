@@ -17,7 +17,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.by_heads import 
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import recipe_of
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.modes import exporting, without_memory
+from transformer_engine.pytorch.modes import exporting, unseen, without_memory
 from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
@@ -50,24 +50,28 @@ class _Casts:
 
     def __init__(self, recipe: Any, state: tuple, device: torch.device, dropout: float) -> None:
         self._recipe, self._device, self._room = recipe, device, 1.0 - dropout
-        self._slots, self._scales, self._no_amax = state
+        self._slots, self._scales, _ = state
         self._of_values: Tensor | None = None  # their 1 / scale
 
     def _scale(self, value: Tensor | float, slot: int) -> Float8Quantizer:
         """A cast with a scale; a slot of the state, where there is one, records its amax."""
         like = {"dtype": torch.float32, "device": self._device}
         scale = torch.as_tensor(value, **like).reshape(1)
-        amax = torch.zeros_like(scale)
-        if self._slots is not None and not self._no_amax:
-            at = self._slots.forward_slot + slot
-            amax = self._slots.forward_history[0, at : at + 1]
+        with unseen():  # a repetition records no amax
+            amax = torch.zeros_like(scale)
+            if self._slots is not None and self._scales is None:
+                at = self._slots.forward_slot + slot
+                amax = self._slots.forward_history[0, at : at + 1]
         return Float8Quantizer(scale, amax, _E4M3, columnwise=False)
 
     def _delayed(self, slot: int) -> Float8Quantizer:
         """A cast with a scale of the state, or that of a call that is repeated."""
-        if self._scales is not None:
-            return self._scale(self._scales[slot].clone(), slot)
-        return self._scale(self._slots.forward_scale[self._slots.forward_slot + slot].clone(), slot)
+        with unseen():
+            if self._scales is not None:
+                scale = self._scales[slot].clone()
+            else:
+                scale = self._slots.forward_scale[self._slots.forward_slot + slot].clone()
+        return self._scale(scale, slot)
 
     def heads(self, tensor: Tensor) -> Tensor:
         """Queries, keys, values, or several of them; what comes last has the values."""
@@ -131,7 +135,7 @@ def attend(
     out, *top = out if limits.wants_top else (out,)
     out = casts.output(out)
     if region.record:
-        module._record(region, state[0] if region.replay is None else None, None, False)
+        module._record(region, state[0] if region.replay is None else None, False)
     return (out, *top) if top else out
 
 
