@@ -95,8 +95,8 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.module.fp8_padding: Fp8Padding
         pytorch.module.fp8_unpadding: Fp8Unpadding
         pytorch.module pytorch: GroupedLinear Fp8Padding Fp8Unpadding
-        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm
-            general_grouped_gemm_for_grouped_tensor get_grouped_gemm_setup_workspace_size
+        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm_for_grouped_tensor
+            get_grouped_gemm_setup_workspace_size
         """,
         base="torch.nn.Module",
     ),
