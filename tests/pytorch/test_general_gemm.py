@@ -23,7 +23,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.plugin.core import BackendImplKind, OpImpl, get_registry, with_preference
-from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
+from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.custom_recipes.gemm import custom_gemm
 from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
     CurrentScalingQuantizerRef,
@@ -410,6 +410,102 @@ def test_plug_ins_are_asked(device, rng):
         assert not (general_gemm(A, B)[0] == 7).all()
     finally:
         registry.unregister("generic_gemm", "vendor.seven")
+
+
+# ---- one for each pair ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bf16", "current", "lines", "mxfp8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("single", [False, True])
+def test_grouped(device, kind, layout, single, rng):
+    """The bits of single products, of groups of any size, into single tensors or one."""
+    transA, transB = LAYOUTS[layout]
+    splits, n, k = [32, 0, 16, 48], 64, 96
+    make = MAKERS[kind](device)
+    make = (lambda t: t) if isinstance(make, torch.dtype) else make
+    pairs = []
+    for m in splits:
+        rows, deep = (k, m) if layout == "NT" else (m, k)  # a weight's gradient sums over tokens
+        A = normal(rng, (n, deep) if transA else (deep, n), BF16, device)
+        B = normal(rng, (deep, rows) if transB else (rows, deep), BF16, device)
+        pairs.append((make(A), make(B)))
+    A, B = zip(*pairs, strict=True)
+    grad = layout != "TN"
+    lengths = [k if layout == "NT" else n for _ in splits]
+    bias = [normal(rng, length, BF16, device) for length in lengths]
+    options = {"layout": layout, "grad": grad, "use_split_accumulator": True}
+    with_bias = layout != "NN"
+    alone = [
+        general_gemm(a, b, BF16, bias=one if with_bias else None, **options)
+        for a, b, one in zip(A, B, bias, strict=True)
+    ]
+    sizes = [found[0].shape[0] for found in alone]
+    if single:
+        out = [torch.full((sum(sizes) + 5, n), 3.0, dtype=BF16, device=device)]
+        options |= {"single_output": True, "m_splits": sizes}
+    else:
+        out = [None if i % 2 else torch.empty_like(found[0]) for i, found in enumerate(alone)]
+    made, sums, inputs = general_grouped_gemm(
+        A, B, out, [None] * 4, BF16, bias=bias, use_bias=with_bias, **options
+    )
+    assert inputs == [None] * 4
+    if single:
+        assert made is out and (out[0][sum(sizes) :] == 3).all()
+        made = out[0][: sum(sizes)].split(sizes)
+    for i, (found, expected) in enumerate(zip(made, alone, strict=True)):
+        assert_same_gemm(found, expected[0], device, None, k)
+        assert single or out[i] is None or found is out[i]
+        if grad and with_bias:
+            assert_bits(sums[i], expected[1])
+        else:
+            assert sums[i] is (bias[i] if with_bias else None)
+
+
+def test_grouped_gradients_are_added(device, rng):
+    """Weights' gradients in fp32 of bf16; an empty group changes nothing."""
+    A, B = ([normal(rng, (m, n), BF16, device) for m in (16, 0, 48)] for n in (32, 64))
+    out = [normal(rng, (64, 32), F32, device) for _ in A]
+    before = [t.clone() for t in out]
+    made, *_ = general_grouped_gemm(A, B, out, None, BF16, layout="NT", grad=True, accumulate=True)
+    for a, b, old, found, place in zip(A, B, before, made, out, strict=True):
+        assert found is place
+        bound = tol("round", F32) + tol("sum", F32, max(len(a), 1))
+        assert_nmse(found, old.double() + b.double().t() @ a.double(), bound)
+    assert_bits(out[1], before[1])
+
+
+def test_grouped_with_gelu_and_quantizers(device, rng):
+    A, B = ([normal(rng, (m, 32), BF16, device) for m in (16, 48)] for _ in range(2))
+    quantizers = [tensors.MXFP8Quantizer(E4M3), None]
+    made, _, inputs = general_grouped_gemm(A, B, [None, None], quantizers, BF16, gelu=True)
+    for a, b, how, found, pre in zip(A, B, quantizers, made, inputs, strict=True):
+        expected, _, kept, _ = general_gemm(a, b, BF16, how, gelu=True)
+        assert_bits(pre, kept)
+        if how is None:
+            assert_bits(found, expected)
+        else:
+            assert_same_data(found, expected)
+
+
+def test_refused_groups(device):
+    A = [torch.ones(16, 16, device=device)] * 2
+    out = [None, None]
+    with pytest.raises(ValueError, match="1 in B, expected 2"):
+        general_grouped_gemm(A, A[:1], out, None, F32)
+    with pytest.raises(ValueError, match="3 in out, expected 2"):
+        general_grouped_gemm(A, A, [None] * 3, None, F32)
+    with pytest.raises(ValueError, match="1 in bias, expected 2"):
+        general_grouped_gemm(A, A, out, None, F32, bias=A[:1], use_bias=True)
+    with pytest.raises(ValueError, match=r"m_splits=\[16, 8\], expected .* \[16, 16\]"):
+        general_grouped_gemm(A, A, A[:1], None, F32, m_splits=[16, 8], single_output=True)
+    with pytest.raises(ValueError, match=r"out of \[\(16, 16\)\], expected one of \[>= 32"):
+        general_grouped_gemm(A, A, A[:1], None, F32, single_output=True)
+    with pytest.raises(NotImplementedError, match="gelu: not built yet"):
+        general_grouped_gemm(A, A, out, None, F32, gelu=True, grad=True)
+    with pytest.raises(NotImplementedError, match="quantization_params: not built yet"):
+        quantizers = [tensors.MXFP8Quantizer(E4M3)] * 2
+        general_grouped_gemm(A, A, A[:1], quantizers, F32, single_output=True)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

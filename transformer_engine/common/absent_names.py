@@ -95,8 +95,8 @@ FEATURES: tuple[Feature, ...] = (
         pytorch.module.fp8_padding: Fp8Padding
         pytorch.module.fp8_unpadding: Fp8Unpadding
         pytorch.module pytorch: GroupedLinear Fp8Padding Fp8Unpadding
-        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm
-            general_grouped_gemm_for_grouped_tensor get_grouped_gemm_setup_workspace_size
+        pytorch.cpp_extensions.gemm pytorch.cpp_extensions: general_grouped_gemm_for_grouped_tensor
+            get_grouped_gemm_setup_workspace_size
         """,
         base="torch.nn.Module",
     ),
@@ -565,9 +565,9 @@ FEATURES: tuple[Feature, ...] = (
         "(docs/plugins.md)",
         """
         transformer_engine_torch: bgrad_group_quantize bulk_allocate copy_data_ptrs_to_device
-            create_empty_quantized_tensor cusolvermp_ctx_create cusolvermp_ctx_destroy dglu
-            dsituglu fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
-            get_grouped_gemm_setup_workspace_size glu group_dequantize group_quantize
+            create_empty_quantized_tensor cusolvermp_ctx_create cusolvermp_ctx_destroy dsituglu
+            fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
+            get_grouped_gemm_setup_workspace_size group_dequantize group_quantize
             group_requantize_inplace group_scaled_clamped_swiglu group_scaled_swiglu
             grouped_swizzle_for_gemm multi_tensor_compute_scale_inv_e8m0 multi_tensor_pad_last_dim
             multi_tensor_scale_tensor multi_tensor_swizzle_scales_for_gemm_

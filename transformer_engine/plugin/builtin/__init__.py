@@ -23,7 +23,7 @@ from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 __all__ = ["ABSENT", "NATIVE", "OPERATORS", "REFERENCE", "SHARED", "register_builtins"]
 
 _UNGATED = "gelu qgelu relu srelu silu"
-_ACTIVATIONS = f"{_UNGATED} geglu qgeglu reglu sreglu swiglu"
+_ACTIVATIONS = f"{_UNGATED} glu geglu qgeglu reglu sreglu swiglu"
 _OF_ACTIVATIONS = (
     f"{_ACTIVATIONS} clamped_swiglu {' '.join('d' + name for name in _ACTIVATIONS.split())} "
     f"clamped_dswiglu {' '.join('dbias_d' + name for name in _UNGATED.split())}"

@@ -98,6 +98,7 @@ qgelu, dqgelu, dbias_dqgelu = _forward("qgelu"), _gradient("qgelu"), _gradient_a
 relu, drelu, dbias_drelu = _forward("relu"), _gradient("relu"), _gradient_and_bias("relu")
 srelu, dsrelu, dbias_dsrelu = _forward("srelu"), _gradient("srelu"), _gradient_and_bias("srelu")
 silu, dsilu, dbias_dsilu = _forward("silu"), _gradient("silu"), _gradient_and_bias("silu")
+glu, dglu = _forward("glu"), _gradient("glu")
 geglu, dgeglu = _forward("geglu"), _gradient("geglu")
 qgeglu, dqgeglu = _forward("qgeglu"), _gradient("qgeglu")
 reglu, dreglu = _forward("reglu"), _gradient("reglu")

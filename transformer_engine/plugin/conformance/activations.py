@@ -26,7 +26,14 @@ _UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "srelu": lambda x: x * x * (x > 0),
     "silu": lambda x: x * torch.sigmoid(x),
 }
-_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+_GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "glu": torch.sigmoid,
+    "geglu": _UNGATED["gelu"],
+    "qgeglu": _UNGATED["qgelu"],
+    "reglu": _UNGATED["relu"],
+    "sreglu": _UNGATED["srelu"],
+    "swiglu": _UNGATED["silu"],
+}
 
 
 def _clamped(limit: float, alpha: float) -> Callable[[Tensor], Tensor]:
@@ -41,7 +48,7 @@ def _clamped(limit: float, alpha: float) -> Callable[[Tensor], Tensor]:
 def _gated(name: str) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        return _UNGATED[_GATED[name]](first) * second
+        return _GATED[name](first) * second
 
     return run
 

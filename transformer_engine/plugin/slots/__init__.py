@@ -50,7 +50,7 @@ class Mapped(NamedTuple):
 _UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
 _ACTIVATIONS = (
     *_UNGATED,
-    *("geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"),
+    *("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"),
 )
 _GRADIENTS = (
     *(f"d{name}" for name in _ACTIVATIONS[:-1]),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`general_gemm`: one matrix product of operands in any format, as modules compute theirs."""
+"""Products of operands in any format, as modules compute theirs: one, or one for each pair."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformer_engine.plugin.builtin.gemm import product
 from transformer_engine.plugin.builtin.values import refuse
 from transformer_engine.pytorch.custom_recipes.gemm import custom_gemm
 
-__all__ = ["general_gemm", *absent.names_of(__name__)]
+__all__ = ["general_gemm", "general_grouped_gemm", *absent.names_of(__name__)]
 __getattr__, __dir__ = absent.attach(globals())
 
 _LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
@@ -109,3 +110,107 @@ def general_gemm(
         (accumulate, alpha, beta),
         use_split_accumulator,
     )
+
+
+def general_grouped_gemm(
+    A: Sequence[Any],
+    B: Sequence[Any],
+    out: Sequence[Any],
+    quantization_params: Sequence[Any] | None,
+    out_dtype: torch.dtype | None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | Tensor | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: torch.dtype | None = None,
+    single_output: bool = False,
+) -> tuple[Sequence[Any], Sequence[Tensor | None], list[Tensor | None]]:
+    """`general_gemm` of each pair of two lists: one product after the other, each with its bits.
+
+    Parameters
+    ----------
+    A, B : list of Tensor
+        Operands as of `general_gemm`, as many of each; any may have no rows.
+    out : list of Tensor
+        To be written: one for each pair, None for a new one; with `single_output` one tensor
+        [>= rows of all, columns] for the rows of all results in their order.
+    quantization_params : list of Quantizer, optional
+        What casts the results; None for those that stay plain.
+    out_dtype, D_dtype : torch.dtype, optional
+        Of new results, the latter where it is given; that of `A` where both are None. What is
+        written has a dtype of its own.
+    m_splits : list of int or Tensor, optional
+        With `single_output` how many rows each result has: ValueError for others than they have.
+    gelu, layout, accumulate, use_split_accumulator, grad
+        As of `general_gemm`; NotImplementedError for `gelu` with `grad`, whose argument there is no
+        place for.
+    bias : list of Tensor, optional
+        Read with `use_bias` alone: added, or with `grad` their gradients are asked for.
+
+    Returns
+    -------
+    tuple
+        (results: `out`, with what is new; gradients of biases with `grad` and `use_bias`, else the
+        biases that were added or None; what gelu was applied to or None), lists.
+
+    Raises
+    ------
+    ValueError
+        Lists of other lengths, and what `general_gemm` raises for.
+    """
+    op, count = "general_grouped_gemm", len(A)
+    refuse(op, gelu=gelu and grad, quantization_params=single_output and _any(quantization_params))
+    biases = bias if use_bias and bias is not None else [None] * count
+    quantizers = [None] * count if quantization_params is None else quantization_params
+    places = _rows_of(op, B, out, layout, m_splits) if single_output else out
+    for name, found in (("B", B), ("out", places), ("quantization_params", quantizers)):
+        _check_length(op, name, found, count)
+    _check_length(op, "bias", biases, count)
+    made, sums, inputs = [], [], []
+    for i in range(count):
+        result, of_bias, before, _ = general_gemm(
+            A[i],
+            B[i],
+            (D_dtype or out_dtype) if places[i] is None else places[i].dtype,
+            quantizers[i],
+            gelu=gelu,
+            accumulate=accumulate,
+            layout=layout,
+            out=places[i],
+            bias=biases[i],
+            use_split_accumulator=use_split_accumulator,
+            grad=grad,
+        )
+        made.append(result)
+        sums.append(of_bias if grad else biases[i])
+        inputs.append(before)
+    return (out if single_output else made), sums, inputs
+
+
+def _any(values: Sequence[Any] | None) -> bool:
+    return values is not None and any(value is not None for value in values)
+
+
+def _check_length(op: str, name: str, found: Sequence[Any], count: int) -> None:
+    if len(found) != count:
+        raise ValueError(f"{op}: {len(found)} in {name}, expected {count}, as in A")
+
+
+def _rows_of(
+    op: str, B: Sequence[Any], out: Sequence[Tensor], layout: str, m_splits: Any
+) -> list[Tensor]:
+    """The rows of each result in the one tensor of all."""
+    rows = [b.shape[-1] if layout == "NT" else b.shape[:-1].numel() for b in B]
+    given = rows if m_splits is None else [int(m) for m in m_splits]
+    if given != rows:
+        raise ValueError(f"{op}: m_splits={given}, expected the rows of the results, {rows}")
+    if len(out) != 1 or out[0] is None or out[0].shape[0] < sum(rows):
+        shapes = [None if t is None else tuple(t.shape) for t in out]
+        raise ValueError(
+            f"{op}: single_output=True with out of {shapes}, expected one of [>= {sum(rows)}, ...]"
+        )
+    return list(out[0][: sum(rows)].split(rows))

@@ -18,7 +18,14 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
 }
 """Activations of one argument, by name."""
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "glu": torch.sigmoid,
+    "geglu": FORMULAS["gelu"],
+    "qgeglu": FORMULAS["qgelu"],
+    "reglu": FORMULAS["relu"],
+    "sreglu": FORMULAS["srelu"],
+    "swiglu": FORMULAS["silu"],
+}
 """What the first half of the columns of a gated one goes through."""
 
 
@@ -27,7 +34,7 @@ def activate(name: str, x: Tensor) -> Tensor:
     if name in FORMULAS:
         return FORMULAS[name](x)
     first, second = x.chunk(2, -1)
-    return FORMULAS[GATED[name]](first) * second
+    return GATED[name](first) * second
 
 
 def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
