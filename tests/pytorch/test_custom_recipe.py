@@ -51,6 +51,12 @@ def rht():
     return te.NVFP4Quantizer(with_rht=True)
 
 
+def pair(row, column=None, **options):
+    """A function that gives a pair of quantizers, of two functions or twice of one."""
+    parts = {"rowwise_quantizer": row, "columnwise_quantizer": column or row}
+    return lambda: te.HybridQuantizer(**{n: part() for n, part in parts.items()}, **options)
+
+
 UNIFORM = {
     "current": (Float8CurrentScaling, (current, current, lambda: current("e5m2"))),
     "block": (
@@ -104,6 +110,66 @@ def test_has_the_bits_of_the_recipe_that_casts_so(device, kind, name, start):
     assert_same_bits(found, wanted)
     if state is not None:
         assert_same_bits(ours_state, state)
+
+
+def fp4(**options):
+    """A function that gives a quantizer of NVFP4."""
+    return lambda: te.NVFP4Quantizer(**options)
+
+
+PAIRS = {
+    **{name: (recipe, map(pair, own)) for name, (recipe, own) in UNIFORM.items() if own},
+    "nested": (Float8CurrentScaling, map(pair, map(pair, UNIFORM["current"][1]))),
+    "mx squares": (
+        lambda: MXFP8BlockScaling(enable_2d_quantization=True),
+        (
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"])),
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"], with_2d_quantization=True)),
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"])),
+        ),
+    ),
+    # Rounded by chance, each form transformed as it is alone, or not: one of the two has no effect.
+    "stochastic": (
+        NVFP4BlockScaling,
+        (
+            pair(fp4(), rht),
+            pair(fp4(with_2d_quantization=True)),
+            pair(
+                fp4(stochastic_rounding=True),
+                fp4(with_rht=True, stochastic_rounding=True),
+            ),
+        ),
+    ),
+    "scaled rows": (
+        lambda: NVFP4BlockScaling(
+            disable_stochastic_rounding=True, row_scaled_activation=True, nvfp4_4over6="weights"
+        ),
+        (
+            pair(fp4(row_scaled_nvfp4=True), rht),
+            pair(fp4(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)),
+            pair(rht, fp4(with_rht=True, row_scaled_nvfp4=True)),
+        ),
+    ),
+}
+"""Recipes, and quantizers of two parts that cast so."""
+PAIRS = {name: (recipe, tuple(own)) for name, (recipe, own) in PAIRS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_equal_parts_have_the_bits_of_the_recipe_that_casts_so(device, kind, name, start):
+    """With its GEMMs: no operand is multiplied out that is not multiplied out there."""
+    recipe, quantizers = PAIRS[name]
+    results = []
+    for given in (recipe(), by_role(*quantizers)):
+        start()
+        module, x = make(kind, device), batch(device)
+        _core.reset_counters()
+        found = [step(module, x * (1 + i), given) for i in range(2)]
+        results.append((found, _core.counters()))
+    (wanted, counters), (found, ours) = results
+    assert_same_bits(found, wanted)
+    assert ours == counters
 
 
 MIXES = {

@@ -91,6 +91,18 @@ def test_a_form_that_was_dropped_stays_away(device, dropped):
         assert_same_tensor(found, tensor)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_column_wise_form_alone_is_cast_from_the_same(device, name):
+    """Of what the row-wise form stands for, though nobody keeps that."""
+    x = source_of(device, (32, 48))
+    both = hybrid(device, name, "rowwise_dequantized")(x)
+    quantizer = hybrid(device, name, "rowwise_dequantized")
+    quantizer.set_usage(rowwise=False)
+    alone = quantizer(x)
+    both.update_usage(rowwise_usage=False)
+    assert_same_tensor(alone, both)
+
+
 def test_a_parameter_stays_one(device):
     weight = torch.nn.Parameter(cast(device, "tiles")[1])
     weight.grad = torch.ones_like(weight)
