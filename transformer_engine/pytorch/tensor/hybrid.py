@@ -44,6 +44,16 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         both = (self._rowwise_storage, self._columnwise_storage)
         return tuple(storage for storage in both if storage is not None)
 
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The storage that is read row-wise; None where it was dropped."""
+        return self._rowwise_storage
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The storage that is read column-wise; None where it was dropped."""
+        return self._columnwise_storage
+
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors of both."""
         return tuple(tensor for part in self._storages for tensor in part.get_data_tensors())
@@ -251,6 +261,13 @@ class HybridQuantizer(Quantizer):
         For each form.
     columnwise_source : {"original", "rowwise_dequantized"}
         What the column-wise form is cast from: the values, or what the row-wise form makes of them.
+
+    Raises
+    ------
+    TypeError
+        A part is no quantizer.
+    ValueError
+        `columnwise_source` is none of the two.
     """
 
     TENSOR, STORAGE = HybridQuantizedTensor, HybridQuantizedTensorStorage
@@ -268,9 +285,47 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 f"HybridQuantizer: columnwise_source={columnwise_source!r}, expected {names}"
             )
+        for name, given in zip(_ARGUMENTS, (rowwise_quantizer, columnwise_quantizer), strict=False):
+            if not isinstance(given, Quantizer):
+                raise TypeError(
+                    f"HybridQuantizer: {name}: {type(given).__name__}, expected a quantizer such "
+                    "as te.MXFP8Quantizer(...)"
+                )
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
         self.columnwise_source = columnwise_source
+
+    @property
+    def _reducing(self) -> list[Any]:
+        """The parts that can reduce their amaxes over ranks."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return [part for part in parts if hasattr(part, "with_amax_reduction")]
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether a part takes the largest amax of ranks; set, it is so of all that can."""
+        return any(part.with_amax_reduction for part in self._reducing)
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, value: bool) -> None:
+        for part in self._reducing:
+            part.with_amax_reduction = value
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The ranks of that: of the first part that names some; set, of all that can."""
+        groups = (part.amax_reduction_group for part in self._reducing)
+        return next((group for group in groups if group is not None), None)
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        for part in self._reducing:
+            part.amax_reduction_group = group
+
+    def is_requantization_safe(self) -> bool:
+        """Whether a tensor may be cast again where it is read again: by both parts."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(part.is_requantization_safe() for part in parts)
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
