@@ -249,6 +249,36 @@ def test_a_quantizer_of_the_program_makes_what_is_multiplied(device, kind, name,
         assert_nmse(one, other.cpu().double(), bound)
 
 
+DIFFERING = {
+    "elements": (current, lambda: current("e5m2")),
+    "scales": (current, lambda: te.Float8BlockQuantizer(FP8["e4m3"], block_scaling_dim=1)),
+    "groups": (lambda: te.MXFP8Quantizer(FP8["e4m3"]), te.NVFP4Quantizer),
+    "wide forward": (te.IdentityQuantizer, current),
+    "wide backward": (current, te.IdentityQuantizer),
+}
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("name", DIFFERING)
+def test_each_product_is_of_the_forms_that_it_names(device, name, source):
+    """Against a float64 model: the output of row-wise forms, that of the weight of column-wise."""
+    quantizer = pair(*DIFFERING[name], columnwise_source=source)
+    module, x = make("linear", device, bias=False), batch(device)
+    grad = torch.randn(x.shape[0], module.weight.shape[0], device=device)
+    found = step(module, x, by_role(*(quantizer,) * 3), grad)
+
+    def forms(tensor):
+        made = quantizer()(tensor.detach())
+        parts = made.rowwise_sub_storage, made.columnwise_sub_storage
+        return [part.dequantize(dtype=torch.float32).double() for part in parts]
+
+    (x_row, x_column), (w_row, w_column), (g_row, g_column) = map(forms, (x, module.weight, grad))
+    expected = x_row @ w_row.t(), g_row @ w_column, g_column.t() @ x_column
+    bound = 4 * sum_bound(device, BF16, 64, fast=True)
+    for one, other in zip(flat(found), expected, strict=True):
+        assert_nmse(one, other.cpu(), bound)
+
+
 @pytest.mark.parametrize("name", ["own", "input", "state"])
 def test_recompute_has_the_same_bits(device, name, start):
     results = []
