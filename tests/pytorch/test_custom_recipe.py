@@ -425,6 +425,28 @@ def test_a_layer_follows_the_recipe(device):
     assert _core.counters()["emulated.mixed"] >= 4
 
 
+@pytest.mark.parametrize("attention", ["self", "cross"])
+def test_a_layer_of_equal_parts_has_the_bits_of_the_recipe(device, attention, start):
+    """Projections of attention included, and no GEMM of theirs in another dtype."""
+    options = {"layer_type": "decoder"} if attention == "cross" else {}
+    results = []
+    for recipe in (Float8CurrentScaling(), by_role(*PAIRS["current"][1])):
+        start()
+        layer = te.TransformerLayer(
+            64, 128, 4, hidden_dropout=0, attention_dropout=0, device=device, **options
+        )
+        x = torch.randn(16, 2, 64, device=device, requires_grad=True)
+        with counted() as gemms:
+            with te.autocast(recipe=recipe):
+                y = layer(x, encoder_output=torch.ones_like(x) if options else None)
+            y.square().sum().backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append(((y.detach(), x.grad, grads), (gemms.fp8, gemms.other)))
+    (wanted, usual), (found, ours) = results
+    assert_same_bits(found, wanted)
+    assert ours == usual and usual[0] > 0
+
+
 def test_copies_and_pickles(device):
     module, x = make("linear", device), batch(device)
     recipe = by_role(*MIXES["own"])
