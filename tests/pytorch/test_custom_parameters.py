@@ -21,6 +21,7 @@ from pytorch.quantized_cases import (
 )
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor
 
@@ -61,6 +62,16 @@ NATIVE = {
         lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE"),
         te.NVFP4Tensor,
     ),
+}
+
+
+def pair(make):
+    """A function that gives two equal quantizers as one."""
+    return lambda: te.HybridQuantizer(rowwise_quantizer=make(), columnwise_quantizer=make())
+
+
+NATIVE |= {
+    f"pair of {name}": (pair(make), HybridQuantizedTensor) for name, (make, _) in NATIVE.items()
 }
 CALLED = {
     "own": (lambda: Own(E4M3, None), te.Float8Tensor),
@@ -117,6 +128,38 @@ def test_the_bits_are_those_of_a_weight_cast_at_each_call(device, kind, name):
         assert_same_tensor(weight.detach(), weight._quantizer(values[name]))
         assert weight.get_data_tensors()[0].data_ptr() == place[name]
     step(module, x, recipe)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in NATIVE if f"pair of {name}" in NATIVE])
+def test_pairs_have_the_bits_of_one(device, kind, name):
+    """Of a parameter of each, over steps of an optimizer, and with GEMMs of the same dtypes."""
+    recipes = [recipe_of(WEIGHTS[f"{first}{name}"][0]) for first in ("", "pair of ")]
+    results = []
+    x = torch.randn(160, 144, device=device)
+    for module, recipe in zip(
+        twins(lambda: make(kind, device, sizes=(144, 272)), *recipes), recipes, strict=True
+    ):
+        optimizer, found = torch.optim.SGD(module.parameters(), lr=0.5), []
+        for _ in range(3):
+            _core.reset_counters()
+            found.append(step(module, x, recipe))
+            gemms = {n: count for n, count in _core.counters().items() if "gemm" in n}
+            optimizer.step()
+        results.append((found, gemms))
+    assert_same_bits(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+def test_a_pair_with_one_scale_is_read_where_its_quantizers_are_equal(device):
+    """Each form has a scale of its own, and a GEMM that of the row-wise one."""
+    for options, is_one in (({}, True), ({"amax_epsilon": 9.0}, False)):
+        quantizer = hybrid(E4M3)
+        quantizer.columnwise_quantizer = current(E4M3, **options)
+        tensor = quantizer(torch.randn(32, 48, device=device))
+        assert (tensor._as_one() is not None) == is_one
+    dequantized = hybrid(E4M3, columnwise_source="rowwise_dequantized")
+    assert dequantized(torch.randn(32, 48, device=device))._as_one() is None
 
 
 @pytest.mark.parametrize("measure", [False, True])
@@ -269,6 +312,9 @@ OTHERS = [
     ("current", "own"),
     ("hybrid", "current"),
     ("hybrid", "hybrid of rows"),
+    ("hybrid", "pair of current"),
+    ("pair of tiles", "pair of lines"),
+    ("pair of current", "pair of power 2"),
     ("mx", "nv"),
 ]
 
@@ -316,6 +362,25 @@ def test_a_form_that_was_dropped_is_an_error_where_it_is_read(device, name, drop
             assert_same_bits(module(x), expected)
     with pytest.raises(RuntimeError, match=f"{dropped} form was dropped, which a GEMM reads"):
         step(module, x, recipe)
+
+
+@pytest.mark.parametrize("name", ["lines", "rows", "mx", "nv 4over6"])
+def test_pairs_that_arrive_are_read(device, name):
+    """As what one quantizer makes is; nothing of an input is cast then."""
+    one, two = WEIGHTS[name][0], WEIGHTS[f"pair of {name}"][0]
+    recipe = recipe_of(one, one, one)
+    module, x = make("linear", device), batch(device)
+    results = []
+    for quantizer in (one(), two()):
+        inp = quantizer(x).requires_grad_()
+        with counted(), te.autocast(recipe=recipe):
+            out = module(inp)
+        casts = quantized()
+        out.sum().backward()
+        results.append(([out.detach(), module.weight.grad.clone()], casts))
+        module.zero_grad()
+    assert_same_bits(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
 
 
 def test_inputs_that_arrive_quantized_are_read(device):

@@ -51,6 +51,12 @@ def rht():
     return te.NVFP4Quantizer(with_rht=True)
 
 
+def pair(row, column=None, **options):
+    """A function that gives a pair of quantizers, of two functions or twice of one."""
+    parts = {"rowwise_quantizer": row, "columnwise_quantizer": column or row}
+    return lambda: te.HybridQuantizer(**{n: part() for n, part in parts.items()}, **options)
+
+
 UNIFORM = {
     "current": (Float8CurrentScaling, (current, current, lambda: current("e5m2"))),
     "block": (
@@ -104,6 +110,66 @@ def test_has_the_bits_of_the_recipe_that_casts_so(device, kind, name, start):
     assert_same_bits(found, wanted)
     if state is not None:
         assert_same_bits(ours_state, state)
+
+
+def fp4(**options):
+    """A function that gives a quantizer of NVFP4."""
+    return lambda: te.NVFP4Quantizer(**options)
+
+
+PAIRS = {
+    **{name: (recipe, map(pair, own)) for name, (recipe, own) in UNIFORM.items() if own},
+    "nested": (Float8CurrentScaling, map(pair, map(pair, UNIFORM["current"][1]))),
+    "mx squares": (
+        lambda: MXFP8BlockScaling(enable_2d_quantization=True),
+        (
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"])),
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"], with_2d_quantization=True)),
+            pair(lambda: te.MXFP8Quantizer(FP8["e4m3"])),
+        ),
+    ),
+    # Rounded by chance, each form transformed as it is alone, or not: one of the two has no effect.
+    "stochastic": (
+        NVFP4BlockScaling,
+        (
+            pair(fp4(), rht),
+            pair(fp4(with_2d_quantization=True)),
+            pair(
+                fp4(stochastic_rounding=True),
+                fp4(with_rht=True, stochastic_rounding=True),
+            ),
+        ),
+    ),
+    "scaled rows": (
+        lambda: NVFP4BlockScaling(
+            disable_stochastic_rounding=True, row_scaled_activation=True, nvfp4_4over6="weights"
+        ),
+        (
+            pair(fp4(row_scaled_nvfp4=True), rht),
+            pair(fp4(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)),
+            pair(rht, fp4(with_rht=True, row_scaled_nvfp4=True)),
+        ),
+    ),
+}
+"""Recipes, and quantizers of two parts that cast so."""
+PAIRS = {name: (recipe, tuple(own)) for name, (recipe, own) in PAIRS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_equal_parts_have_the_bits_of_the_recipe_that_casts_so(device, kind, name, start):
+    """With its GEMMs: no operand is multiplied out that is not multiplied out there."""
+    recipe, quantizers = PAIRS[name]
+    results = []
+    for given in (recipe(), by_role(*quantizers)):
+        start()
+        module, x = make(kind, device), batch(device)
+        _core.reset_counters()
+        found = [step(module, x * (1 + i), given) for i in range(2)]
+        results.append((found, _core.counters()))
+    (wanted, counters), (found, ours) = results
+    assert_same_bits(found, wanted)
+    assert ours == counters
 
 
 MIXES = {
@@ -181,6 +247,36 @@ def test_a_quantizer_of_the_program_makes_what_is_multiplied(device, kind, name,
     bound = 4 * sum_bound(device, BF16, 64, fast=True)
     for one, other in zip(flat(results[1]), flat(results[0]), strict=True):
         assert_nmse(one, other.cpu().double(), bound)
+
+
+DIFFERING = {
+    "elements": (current, lambda: current("e5m2")),
+    "scales": (current, lambda: te.Float8BlockQuantizer(FP8["e4m3"], block_scaling_dim=1)),
+    "groups": (lambda: te.MXFP8Quantizer(FP8["e4m3"]), te.NVFP4Quantizer),
+    "wide forward": (te.IdentityQuantizer, current),
+    "wide backward": (current, te.IdentityQuantizer),
+}
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("name", DIFFERING)
+def test_each_product_is_of_the_forms_that_it_names(device, name, source):
+    """Against a float64 model: the output of row-wise forms, that of the weight of column-wise."""
+    quantizer = pair(*DIFFERING[name], columnwise_source=source)
+    module, x = make("linear", device, bias=False), batch(device)
+    grad = torch.randn(x.shape[0], module.weight.shape[0], device=device)
+    found = step(module, x, by_role(*(quantizer,) * 3), grad)
+
+    def forms(tensor):
+        made = quantizer()(tensor.detach())
+        parts = made.rowwise_sub_storage, made.columnwise_sub_storage
+        return [part.dequantize(dtype=torch.float32).double() for part in parts]
+
+    (x_row, x_column), (w_row, w_column), (g_row, g_column) = map(forms, (x, module.weight, grad))
+    expected = x_row @ w_row.t(), g_row @ w_column, g_column.t() @ x_column
+    bound = 4 * sum_bound(device, BF16, 64, fast=True)
+    for one, other in zip(flat(found), expected, strict=True):
+        assert_nmse(one, other.cpu(), bound)
 
 
 @pytest.mark.parametrize("name", ["own", "input", "state"])
@@ -327,6 +423,28 @@ def test_a_layer_follows_the_recipe(device):
         y.sum().backward()
     assert gemms.fp8 + gemms.other == 4
     assert _core.counters()["emulated.mixed"] >= 4
+
+
+@pytest.mark.parametrize("attention", ["self", "cross"])
+def test_a_layer_of_equal_parts_has_the_bits_of_the_recipe(device, attention, start):
+    """Projections of attention included, and no GEMM of theirs in another dtype."""
+    options = {"layer_type": "decoder"} if attention == "cross" else {}
+    results = []
+    for recipe in (Float8CurrentScaling(), by_role(*PAIRS["current"][1])):
+        start()
+        layer = te.TransformerLayer(
+            64, 128, 4, hidden_dropout=0, attention_dropout=0, device=device, **options
+        )
+        x = torch.randn(16, 2, 64, device=device, requires_grad=True)
+        with counted() as gemms:
+            with te.autocast(recipe=recipe):
+                y = layer(x, encoder_output=torch.randn_like(x) if options else None)
+            y.square().sum().backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append(((y.detach(), x.grad, grads), (gemms.fp8, gemms.other)))
+    (wanted, usual), (found, ours) = results
+    assert_same_bits(found, wanted)
+    assert ours == usual and usual[0] > 0
 
 
 def test_copies_and_pickles(device):

@@ -91,6 +91,18 @@ def test_a_form_that_was_dropped_stays_away(device, dropped):
         assert_same_tensor(found, tensor)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_column_wise_form_alone_is_cast_from_the_same(device, name):
+    """Of what the row-wise form stands for, though nobody keeps that."""
+    x = source_of(device, (32, 48))
+    both = hybrid(device, name, "rowwise_dequantized")(x)
+    quantizer = hybrid(device, name, "rowwise_dequantized")
+    quantizer.set_usage(rowwise=False)
+    alone = quantizer(x)
+    both.update_usage(rowwise_usage=False)
+    assert_same_tensor(alone, both)
+
+
 def test_a_parameter_stays_one(device):
     weight = torch.nn.Parameter(cast(device, "tiles")[1])
     weight.grad = torch.ones_like(weight)
@@ -157,6 +169,48 @@ def test_a_quantizer_copies_those_of_its_parts(device):
     assert copied.rowwise_quantizer.scale is quantizer.rowwise_quantizer.scale
     copied.columnwise_quantizer.set_usage(rowwise=False)
     assert quantizer.columnwise_quantizer.rowwise_usage
+
+
+def test_what_is_no_part():
+    with pytest.raises(TypeError, match="columnwise_quantizer: int, expected a quantizer"):
+        te.HybridQuantizer(rowwise_quantizer=current(), columnwise_quantizer=3)
+
+
+def test_parts_by_their_public_names(device):
+    _, tensor = cast(device, "groups")
+    assert tensor.rowwise_sub_storage is tensor._rowwise_storage
+    tensor.update_usage(columnwise_usage=False)
+    assert tensor.columnwise_sub_storage is None
+
+
+def test_reductions_are_those_of_the_parts():
+    """A format whose scales are of groups of powers of two has none."""
+    row, column = current(), te.MXFP8Quantizer(E4M3)
+    quantizer = te.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+    assert not quantizer.with_amax_reduction and quantizer.amax_reduction_group is None
+    quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, "ranks"
+    assert row.with_amax_reduction and row.amax_reduction_group == "ranks"
+    assert quantizer.with_amax_reduction and quantizer.amax_reduction_group == "ranks"
+    assert not hasattr(column, "with_amax_reduction")
+
+
+class Safe(te.Float8CurrentScalingQuantizer):
+    """A quantizer of a program that says whether its casts repeat."""
+
+    safe = True
+
+    def is_requantization_safe(self):
+        return self.safe
+
+
+def test_requantization_is_safe_where_it_is_for_both_parts():
+    parts = Safe(E4M3), Safe(E5M2)
+    quantizer = te.HybridQuantizer(rowwise_quantizer=parts[0], columnwise_quantizer=parts[1])
+    assert quantizer.is_requantization_safe()
+    for part in parts:
+        part.safe = False
+        assert not quantizer.is_requantization_safe()
+        part.safe = True
 
 
 def test_attributes_that_it_has_not(device):

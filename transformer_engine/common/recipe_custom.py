@@ -67,8 +67,9 @@ class CustomRecipe(Recipe):
     `DelayedScalingRequest`. Quantizers of this library cast inside of the module's plans: each role
     may have another format, and a GEMM of formats that no kernel reads together multiplies them
     out to fp32 and counts ``emulated.mixed``. `IdentityQuantizer` leaves a role in high precision.
-    Others, subclasses of `Quantizer` and `HybridQuantizer`, are called at their stage of the plan,
-    and what they make is dequantized for the GEMMs.
+    So does a `HybridQuantizer` of two equal ones. Others, subclasses of `Quantizer` and other
+    `HybridQuantizer`, are called at their stage of the plan, and what they make is dequantized for
+    the GEMMs.
 
     Parameters
     ----------

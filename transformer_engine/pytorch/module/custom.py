@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CustomRecipe` in a module: the quantizers of its operands, as casts of its plans or stages.
 
-A quantizer of this library is a row of the recipe table, and casts inside of the plan. Any other
-one is called at the stage that would have cast (`Outside`), and what it makes goes on dequantized.
+A quantizer of this library is a row of the recipe table, and casts inside of the plan; so is a
+`HybridQuantizer` whose parts are together one of these. Any other one is called at the stage that
+would have cast (`_Outside`), and what it makes goes on dequantized.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,9 @@ _ROLES = ("input", "weight", "grad_output")
 _WEIGHT = _ROLES.index("weight")
 _STAGES = ("quantize_input", "quantize_weight", "quantize_grad_output")
 _CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
+_OF_ROWS = _core.CAST_ROW_SCALED
+_OF_COLUMNS = _core.CAST_HADAMARD | _core.CAST_UNSIGNED
+"""Options of a cast that change one of its forms alone."""
 
 
 class _Resolved:
@@ -61,6 +65,8 @@ class _Resolved:
     quantizations: tuple[Quantization, ...] = ()  # of each linear layer
     functions: Mapping[str, "_Outside"] = {}
     """The stages of quantizers that are called, by name."""
+    weights: Mapping[int, Any] = {}
+    """By part, quantizers of weights whose tensors are others than those of a cast of ours."""
 
     def _numerics(self) -> list[tuple[str, Any]]:
         # What it casts, not which function has said so: another may have its name or its address.
@@ -102,14 +108,12 @@ def name_of(recipe: Recipe) -> str:
 
 
 def weight_quantizer(recipe: Recipe, part: int) -> Any:
-    """The quantizer that is called for the weight of a part; None: its plan casts, or nobody."""
-    stages = getattr(recipe, "functions", {}).values()
-    found = (stage.quantizer for stage in stages if (stage.part, stage.role) == (part, _WEIGHT))
-    return next(found, None)
+    """The quantizer of the function that makes a part's weight; None: that of its cast, or none."""
+    return getattr(recipe, "weights", {}).get(part)
 
 
 def keeping(quantizer: Any) -> Any:
-    """What casts a parameter, of what is called for a weight; None where it keeps no tensor."""
+    """What casts a parameter, of a `weight_quantizer`; None where it keeps no tensor."""
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
     if isinstance(quantizer, IdentityQuantizer):
@@ -183,6 +187,7 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     """
     requests: list[DelayedScalingRequest] = []
     functions: dict[str, _Outside] = {}
+    weights: dict[int, Any] = {}
     quantizations = []
     for part, prefix in enumerate(parts):
         casts = []
@@ -197,6 +202,8 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
             if cast is None:
                 cast = OperandCast(_core.RECIPE_EXTERNAL)
                 functions[prefix + _STAGES[number]] = _Outside(given, number, part, prefix)
+            if number == _WEIGHT and _makes_weights(given, cast):
+                weights[part] = given
             casts.append(cast)
         check_nvfp4(f"{kind}: CustomRecipe", casts)
         found = Quantization(*casts, _core.LINEAR_FAST_OUTPUT)
@@ -204,7 +211,7 @@ def resolve(recipe: Recipe, kind: str, name: str | None, parts: Sequence[str]) -
     if not any(found.is_quantized for found in quantizations):
         return None
     made = _resolved(recipe, kind, requests)
-    made.quantizations, made.functions = tuple(quantizations), functions
+    made.quantizations, made.functions, made.weights = tuple(quantizations), functions, weights
     return made
 
 
@@ -251,12 +258,40 @@ def _delayed(request: DelayedScalingRequest, tensor: str) -> OperandCast:
     return OperandCast(_core.RECIPE_DELAYED, _CODES[request.fp8_format.dtype_name(direction)])
 
 
+def _makes_weights(given: Any, cast: OperandCast) -> bool:
+    """Whether a quantizer makes weights of its own: one that is called, or of two forms."""
+    from transformer_engine.pytorch.tensor import HybridQuantizer
+
+    if type(given) is HybridQuantizer:
+        return cast.recipe != _core.RECIPE_NONE
+    return cast.recipe == _core.RECIPE_EXTERNAL
+
+
+def _of_both(quantizer: Any, tensor: str) -> OperandCast | None:
+    """The cast that makes both forms as the parts of a `HybridQuantizer` do; None: there is none.
+
+    The parts differ at most in options that their own form has not.
+    """
+    row = _native(quantizer.rowwise_quantizer, tensor)
+    column = _native(quantizer.columnwise_quantizer, tensor)
+    if row is None or column is None or quantizer.columnwise_source != "original":
+        return None
+    of_rows, of_columns = row.options & ~_OF_COLUMNS, column.options & ~_OF_ROWS
+    if row._replace(options=of_rows & ~_OF_ROWS) != column._replace(
+        options=of_columns & ~_OF_COLUMNS
+    ):
+        return None
+    return row._replace(options=of_rows | of_columns)
+
+
 def _native(quantizer: Any, tensor: str) -> OperandCast | None:
     """How plans cast as a quantizer does; None where it has to be called."""
     from transformer_engine.pytorch import tensor as formats
     from transformer_engine.pytorch.tensor.float8_tensor import code_of
 
     kind = type(quantizer)
+    if kind is formats.HybridQuantizer:
+        return _of_both(quantizer, tensor)
     if kind is formats.IdentityQuantizer:
         return OperandCast() if quantizer.dtype is None else None
     if getattr(quantizer, "with_amax_reduction", False):

@@ -81,19 +81,19 @@ def _usable_weights(
         from transformer_engine.pytorch.tensor.two_forms import joins
 
         recipe, quantization, part = how
-        outside = custom.weight_quantizer(recipe, part)
+        called = quantization.weight.recipe == _core.RECIPE_EXTERNAL
         for weight in filter(is_quantized, weights):
             if not (
-                fits(weight, quantization)
-                if outside is None
-                else custom.is_made_by(weight, outside)
+                custom.is_made_by(weight, custom.weight_quantizer(recipe, part))
+                if called
+                else fits(weight, quantization)
             ):
                 raise RuntimeError(
                     f"{kind}: its weight is a {type(weight).__name__} of "
                     f"{weight._quantizer!r}, which {custom.name_of(recipe)} does not read: run it "
                     "under the recipe of its quantized_model_init"
                 )
-        if outside is None and is_quantized(weights[0]):
+        if not called and is_quantized(weights[0]):
             if len(weights) == 1:
                 return weights
             if joins(weights):
@@ -435,9 +435,9 @@ def _weight_quantizer(
     """
     from transformer_engine.pytorch.tensor.recipes import format_of
 
-    outside = custom.weight_quantizer(recipe, part)
-    if outside is not None:
-        made, row_wise = custom.keeping(outside), not gradients
+    own = custom.weight_quantizer(recipe, part)
+    if own is not None:
+        made, row_wise = custom.keeping(own), not gradients
     else:
         row, cast = format_of(quantization.weight), quantization.weight
         made = None if row is None else row.make(cast, device, measures_first(recipe))

@@ -13,6 +13,10 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8TensorStorage,
+)
 from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 from transformer_engine.pytorch.tensors import rebuild_quantizer, rebuild_storage
 
@@ -20,6 +24,10 @@ __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuant
 
 _SOURCES = ("original", "rowwise_dequantized")
 _ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+_OF_COLUMNS = ("_with_rht", "_with_random_sign_mask")
+"""Settings of storages that say something of the column-wise form alone."""
+_OF_ONE = {*_OF_COLUMNS, "_row_scaled_nvfp4", "_transpose_version"}
+"""Those that say something of one form."""
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
@@ -36,6 +44,16 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         both = (self._rowwise_storage, self._columnwise_storage)
         return tuple(storage for storage in both if storage is not None)
 
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The storage that is read row-wise; None where it was dropped."""
+        return self._rowwise_storage
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The storage that is read column-wise; None where it was dropped."""
+        return self._columnwise_storage
+
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors of both."""
         return tuple(tensor for part in self._storages for tensor in part.get_data_tensors())
@@ -50,7 +68,36 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _kind(self) -> tuple:
         parts = (getattr(self, name) for name in self._SETTINGS)
-        return tuple([None if part is None else (type(part), *part._kind()) for part in parts])
+        kinds = [None if part is None else (type(part), *part._kind()) for part in parts]
+        return *kinds, getattr(self._quantizer, "columnwise_source", None)
+
+    def _as_one(self) -> QuantizedTensorStorage | None:
+        """A storage that has both forms, as one cast makes them; None where no format has.
+
+        With one scale for the tensor it is that of the row-wise form: equal quantizers have cast
+        the same values.
+        """
+        if getattr(self._quantizer, "columnwise_source", None) != _SOURCES[0]:
+            return None
+        parts = [
+            part._as_one() if isinstance(part, HybridQuantizedTensorStorage) else part
+            for part in self._storages
+        ]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        row, column = parts
+        if row is None or type(row) is not type(column) or not _are_alike(row, column):
+            return None
+        fields, other = row._fields(), column._fields()
+        for name in row._TENSORS:
+            if fields[name] is None:
+                fields[name] = other[name]
+        for name in _OF_COLUMNS:
+            if name in fields:
+                fields[name] = other[name]
+        made = type(row)._made(fields, self._dtype)
+        made._written()
+        return made
 
     def _takes(self, source: Any) -> bool:
         """Whether data can be copied: form by form, as each was cast by itself."""
@@ -192,6 +239,19 @@ def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
     return [tensor is not None for tensor in storage.get_data_tensors()]
 
 
+def _are_alike(row: Any, column: Any) -> bool:
+    """Whether two storages of a class are of one format, with one scale where that has one."""
+    if any(getattr(row, n) != getattr(column, n) for n in row._SETTINGS if n not in _OF_ONE):
+        return False
+    if not isinstance(row, Float8TensorStorage):
+        return True
+    one, other = row._quantizer, column._quantizer
+    return (
+        type(one) is type(other) is Float8CurrentScalingQuantizer
+        and one._own_settings() == other._own_settings()
+    )
+
+
 class HybridQuantizer(Quantizer):
     """Casts each form by a quantizer of its own.
 
@@ -201,6 +261,13 @@ class HybridQuantizer(Quantizer):
         For each form.
     columnwise_source : {"original", "rowwise_dequantized"}
         What the column-wise form is cast from: the values, or what the row-wise form makes of them.
+
+    Raises
+    ------
+    TypeError
+        A part is no quantizer.
+    ValueError
+        `columnwise_source` is none of the two.
     """
 
     TENSOR, STORAGE = HybridQuantizedTensor, HybridQuantizedTensorStorage
@@ -218,25 +285,63 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 f"HybridQuantizer: columnwise_source={columnwise_source!r}, expected {names}"
             )
+        for name, given in zip(_ARGUMENTS, (rowwise_quantizer, columnwise_quantizer), strict=False):
+            if not isinstance(given, Quantizer):
+                raise TypeError(
+                    f"HybridQuantizer: {name}: {type(given).__name__}, expected a quantizer such "
+                    "as te.MXFP8Quantizer(...)"
+                )
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
         self.columnwise_source = columnwise_source
 
+    @property
+    def _reducing(self) -> list[Any]:
+        """The parts that can reduce their amaxes over ranks."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return [part for part in parts if hasattr(part, "with_amax_reduction")]
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether a part takes the largest amax of ranks; set, it is so of all that can."""
+        return any(part.with_amax_reduction for part in self._reducing)
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, value: bool) -> None:
+        for part in self._reducing:
+            part.with_amax_reduction = value
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The ranks of that: of the first part that names some; set, of all that can."""
+        groups = (part.amax_reduction_group for part in self._reducing)
+        return next((group for group in groups if group is not None), None)
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        for part in self._reducing:
+            part.amax_reduction_group = group
+
+    def is_requantization_safe(self) -> bool:
+        """Whether a tensor may be cast again where it is read again: by both parts."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(part.is_requantization_safe() for part in parts)
+
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for name, quantizer, wanted in (
-            ("rowwise", self.rowwise_quantizer, self.rowwise_usage),
-            ("columnwise", self.columnwise_quantizer, self.columnwise_usage),
-        ):
+        for name, wanted in self.get_usages().items():
             if wanted:
-                part = quantizer.copy()
-                part.internal = True
-                part.set_usage(rowwise=name == "rowwise", columnwise=name == "columnwise")
-                options = {"device": device, "pin_memory": pin_memory}
-                fields[f"_{name}_storage"] = part.make_empty(shape, **options)
+                fields[f"_{name}_storage"] = self._part(name, shape, device, pin_memory)
         if not fields:
             raise ValueError("HybridQuantizer: neither usage is set: set_usage(rowwise=True)")
         return fields
+
+    def _part(self, form: str, shape: tuple, device: torch.device, pin_memory: bool = False) -> Any:
+        """The storage of a form, without values."""
+        part = getattr(self, f"{form}_quantizer").copy()
+        part.internal = True
+        part.set_usage(rowwise=form == "rowwise", columnwise=form == "columnwise")
+        return part.make_empty(shape, device=device, pin_memory=pin_memory)
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         row, column = into._rowwise_storage, into._columnwise_storage
@@ -244,7 +349,10 @@ class HybridQuantizer(Quantizer):
             row._write(source, self.rowwise_quantizer, noop)
         if column is None:
             return
-        if self.columnwise_source != "original" and row is not None:
+        if self.columnwise_source != "original":
+            if row is None:  # nobody keeps it
+                row = self._part("rowwise", tuple(source.shape), source.device)
+                row._write(source, self.rowwise_quantizer)
             source = row._dequantized(source.dtype, tuple(source.shape))
         column._write(source, self.columnwise_quantizer, noop)
 
@@ -269,3 +377,11 @@ class HybridQuantizer(Quantizer):
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _ARGUMENTS}
+
+
+def casters_of(quantizer: Quantizer | None) -> tuple[Quantizer, ...]:
+    """What casts the forms of its tensors: itself, or the quantizers of both; none of None."""
+    if isinstance(quantizer, HybridQuantizer):
+        row, column = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
+        return casters_of(row)[:1] + casters_of(column)[-1:]
+    return () if quantizer is None else (quantizer,)

@@ -185,10 +185,19 @@ class IdentityQuantizer(Quantizer):
             raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
         self.dtype = dtype
 
-    def make_empty(self, shape: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
         """Allocate a tensor of a shape and nominal dtype, without values; see `Quantizer`."""
         kept = self.copy()
         kept.dtype = dtype if self.dtype is None else self.dtype
+        options = {"device": device, "requires_grad": requires_grad, "pin_memory": pin_memory}
         return super(IdentityQuantizer, kept).make_empty(shape, dtype=dtype, **options)
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:

@@ -35,7 +35,9 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
+    Float8TensorStorage,
 )
+from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage, casters_of
 from transformer_engine.pytorch.tensor.mxfp8_tensor import (
     MXFP8Quantizer,
     MXFP8Tensor,
@@ -300,24 +302,39 @@ def format_of(cast: OperandCast) -> Format | None:
     return next((row for row in _FORMATS if row.recipe == cast.recipe), None)
 
 
+def _as_one(tensor: Any, role: str) -> Any:
+    """A tensor or storage of one format; None of a hybrid tensor that is none.
+
+    With one scale for the tensor it is known of weights alone that both forms have the same one:
+    they are cast by their quantizers, without amaxes of other ranks.
+    """
+    if not isinstance(tensor, HybridQuantizedTensorStorage):
+        return tensor
+    one = tensor._as_one()
+    return None if role != "weight" and isinstance(one, Float8TensorStorage) else one
+
+
 def forms_of(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     """``Format.forms`` of a tensor that is read as it is."""
-    return next(row for row in _FORMATS if isinstance(tensor, row.tensor)).forms(
+    tensor = _as_one(tensor, role)
+    return next(row for row in _FORMATS if isinstance(tensor, row.tensor._STORAGE)).forms(
         tensor, role, backward
     )
 
 
 def reads(tensor: Any, quantization: Quantization, role: str) -> bool:
     """Whether GEMMs of a linear layer read a quantized tensor as it is, in a role of `cast_of`."""
-    row = format_of(cast_of(quantization, role))
+    row, tensor = format_of(cast_of(quantization, role)), _as_one(tensor, role)
     return (
-        row is not None and isinstance(tensor, row.tensor) and row.reads(tensor, quantization, role)
+        row is not None
+        and isinstance(tensor, row.tensor._STORAGE)
+        and row.reads(tensor, quantization, role)
     )
 
 
 def fits(weight: Any, quantization: Quantization) -> bool:
     """Whether they do, and the weight is cast as they would cast it, where it is cast again."""
-    quantizer = weight._quantizer
-    return reads(weight, quantization, "weight") and (
-        quantizer is None or isinstance(quantizer, format_of(quantization.weight).quantizer)
+    return reads(weight, quantization, "weight") and all(
+        isinstance(quantizer, format_of(quantization.weight).quantizer)
+        for quantizer in casters_of(weight._quantizer)
     )
