@@ -83,7 +83,8 @@ def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
     """What a dict says, checked."""
     if not isinstance(policy, dict):
         raise TypeError(f"{_NAME}: {label}: {type(policy).__name__}, expected a dict")
-    missing, unknown = _NEEDED - policy.keys(), policy.keys() - _MAY_HAVE
+    names = set(policy)
+    missing, unknown = _NEEDED - names, names - _MAY_HAVE
     if missing or unknown:
         raise ValueError(
             f"{_NAME}: {label}: missing {sorted(missing)}, unknown {sorted(map(str, unknown))}: it "
