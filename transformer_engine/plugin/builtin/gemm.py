@@ -289,7 +289,9 @@ def product(
     sums = None
     if grad and bias is not None and not gelu:
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
-    summed = simple and sums is not None and _sums(pair.fields, bias.dtype)
+    # What a product reads of a hybrid may be other values than those that it stands for.
+    summed = simple and sums is not None and type(operands[2]) is Tensor
+    summed = summed and _sums(pair.fields, bias.dtype)
     if simple:
         _multiply(made, pair.fields, (added, sums if summed else None), pre, beta != 0.0)
     else:
