@@ -42,13 +42,13 @@ class Dequantize(torch.autograd.Function):
     """A reading in high precision whose gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> Tensor:  # noqa: D102 - torch's
         ctx.dtype = tensor.dtype
         ctx.set_materialize_grads(False)  # a gradient that went to main_grad is none
         return tensor._dequantized(dtype, tuple(tensor.shape))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple:  # noqa: D102 - torch's
         return None if grad is None else grad.to(ctx.dtype), None
 
 
@@ -286,8 +286,8 @@ class QuantizedTensorStorage:
         fields = self._viewed_fields(lambda data: data.view(shape))
         if fields is None:
             raise ValueError(
-                f"{type(self).__name__}: view: shape {shape} of {tuple(self.shape)}: it has no such "
-                "view of its data and scales: dequantize().view(shape), and quantize that"
+                f"{type(self).__name__}: view: shape {shape} of {tuple(self.shape)}: it has no "
+                "such view of its data and scales: dequantize().view(shape), and quantize that"
             )
         return type(self)._made(fields, self.dtype)
 
@@ -330,7 +330,7 @@ class QuantizedTensorStorage:
 
         TypeError for one of another class or with other settings, ValueError where it lacks a form.
         """
-        mine, others = self._fields(), made._current_fields()
+        mine, others = self._current_fields(), made._current_fields()
         alike = made._kind() == self._kind() and made.shape == self.shape
         if not (alike and mine.keys() == others.keys()):
             raise TypeError(
@@ -340,6 +340,7 @@ class QuantizedTensorStorage:
         with torch.no_grad():
             for name in self._TENSORS:
                 if mine[name] is None:
+                    setattr(self, name, None)  # it may be of older values
                     continue
                 if others[name] is None:
                     raise ValueError(

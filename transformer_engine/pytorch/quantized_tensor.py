@@ -23,7 +23,11 @@ from transformer_engine.pytorch.modes import (
     no_torch_function,
 )
 from transformer_engine.pytorch.quantized_dispatch import run as _dispatch
-from transformer_engine.pytorch.quantized_storage import Dequantize, NOT_FIELDS, QuantizedTensorStorage
+from transformer_engine.pytorch.quantized_storage import (
+    NOT_FIELDS,
+    Dequantize,
+    QuantizedTensorStorage,
+)
 from transformer_engine.pytorch.quantizer import Quantizer, plain
 from transformer_engine.pytorch.quantizer_arguments import (
     checked_dtype,

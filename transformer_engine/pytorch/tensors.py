@@ -66,11 +66,11 @@ def rebuild_quantized(
 ) -> Any:
     """Make a quantized tensor of what its pickle holds: names, numbers and plain tensors.
 
-    `kind` is the name of its class, or a class of a program, `fields` are those of its storage, `recast` is the name of a
-    quantizer's class and its arguments or None, `about` says whether a gradient is wanted, whether
-    it is a parameter, and has attributes. ValueError for another class than a quantized tensor's,
-    for fields that it does not have, and for attributes that are names of the class: a file may
-    not put something in place of a method.
+    `kind` is the name of its class, or a class of a program, `fields` are those of its storage,
+    `recast` is the name of a quantizer's class and its arguments or None, `about` says whether a
+    gradient is wanted, whether it is a parameter, and has attributes. ValueError for another class
+    than a quantized tensor's, for fields that it does not have, and for attributes that are names
+    of the class: a file may not put something in place of a method.
     """
     made = _named_class(kind, "QuantizedTensor", "quantized tensors")
     fields = _fields_of(made, fields)
@@ -79,7 +79,8 @@ def rebuild_quantized(
     requires_grad, is_parameter, attributes = about
     taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
     if taken:
-        raise ValueError(f"a pickled {made.__name__}: attributes {taken}: the class has these names")
+        label = f"a pickled {made.__name__}"
+        raise ValueError(f"{label}: attributes {taken}: the class has these names")
     tensor = made._made(fields, dtype, shape, requires_grad)
     tensor._written()
     tensor.__dict__.update(attributes)
