@@ -121,7 +121,10 @@ def test_files_move_between_devices(device):
     assert_same_tensor(torch.load(file, weights_only=True, map_location="cpu"), tensor.cpu())
 
 
-@pytest.mark.parametrize("kind", ["Storage", "os", "Float8Tensor", "TwoFormStorage"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Storage", "os", "Float8Tensor", "TwoFormStorage", "QuantizedTensorStorage", torch.Tensor],
+)
 def test_a_pickled_part_of_another_class_is_refused(kind):
     with pytest.raises(ValueError, match="is no class of storages"):
         rebuild_storage(kind, torch.float32, {}, None)

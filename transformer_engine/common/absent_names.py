@@ -554,7 +554,6 @@ FEATURES: tuple[Feature, ...] = (
             get_random_sign_mask_for_rht get_rht_matrix get_sign_from_vector get_wgrad_sign_vector
         pytorch.tensor.utils: clear_columnwise_cache is_custom
         pytorch.tensor: get_all_tensor_types
-        pytorch.quantized_tensor: InnerTensor
         pytorch.optimizers.fused_adam: get_fp8_meta
         """,
     ),

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Quantizer`: what makes quantized tensors of a format, and casts into them."""
+"""`Quantizer`: what makes quantized tensors of a format, and casts into them.
+
+A format of this library says how its tensors are made empty and cast (`_empty`, `_cast`); all else
+is composed of that. A class of a program defines the public methods instead (`quantize_impl`,
+`update_quantized`, `make_empty`), and whatever casts goes by these where a class defines them.
+"""
 
 import abc
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +18,16 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.modes import constant_in_graphs
+from transformer_engine.pytorch.quantizer_arguments import (
+    check_flag,
+    checked_dtype,
+    checked_shape,
+    checked_tensor,
+)
+from transformer_engine.pytorch.quantizer_parts import QuantizerParts
+from transformer_engine.pytorch.tensors import pickled_class
 
-__all__ = ["Quantizer", "plain"]
+__all__ = ["Quantizer", "check_caster", "plain"]
 
 
 def plain(tensor: Any) -> Tensor:
@@ -23,8 +37,12 @@ def plain(tensor: Any) -> Tensor:
     return tensor
 
 
-class Quantizer(abc.ABC):
+class Quantizer(QuantizerParts, abc.ABC):
     """Makes quantized tensors of a format, and casts into them.
+
+    A subclass of a program defines `quantize_impl`, and, so that its tensors can be written to and
+    be parameters, `update_quantized` and `make_empty`. Where a class defines `quantize_impl` alone,
+    `update_quantized` copies what that makes.
 
     Parameters
     ----------
@@ -44,8 +62,6 @@ class Quantizer(abc.ABC):
     TENSOR: ClassVar[type]
     """Class of the tensors that it makes; its storage class is `STORAGE`."""
     STORAGE: ClassVar[type]
-    _KEEPS_ALL: ClassVar[bool] = False
-    """Whether it holds tensors without dims."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -55,13 +71,31 @@ class Quantizer(abc.ABC):
 
     # ---- what a format says ----------------------------------------------------------------------
 
-    @abc.abstractmethod
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
-        """Fields of a storage, without values, for the usages that are set."""
+        """Fields of a storage, without values, for the usages that are set.
 
-    @abc.abstractmethod
+        ValueError for a shape that the format has no blocks for.
+        """
+        raise self._undefined("make_empty(shape, *, dtype, device, requires_grad, pin_memory)")
+
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         """Write the forms that a storage has; `source` is plain, in any floating dtype."""
+        raise self._undefined("quantize_impl(tensor)")
+
+    def _undefined(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__}: it defines no {method}: define it")
+
+    # ---- what a class of a program says ----------------------------------------------------------
+
+    @property
+    def _casts_natively(self) -> bool:
+        """Whether what it makes is what `_cast` makes: its class has no cast of a program."""
+        return type(self).quantize_impl is Quantizer.quantize_impl
+
+    @property
+    def _writes_natively(self) -> bool:
+        """Whether it writes into tensors as this class does."""
+        return type(self).update_quantized is Quantizer.update_quantized
 
     # ---- making tensors --------------------------------------------------------------------------
 
@@ -77,20 +111,18 @@ class Quantizer(abc.ABC):
         """Allocate a quantized tensor of a shape and nominal dtype, without values.
 
         On the current CUDA device where there is one, unless `device` says otherwise. ValueError
-        for a shape without dims, unless the format keeps high precision, TypeError for a dtype that
-        is no floating one.
+        for a shape without dims, where the blocks of the format need one, TypeError for a dtype
+        that is no floating one.
         """
-        if not (tuple(shape) or self._KEEPS_ALL):
-            raise ValueError(f"{type(self).__name__}: shape (): expected at least one dim")
-        if not dtype.is_floating_point:
-            raise TypeError(f"{type(self).__name__}: dtype: {dtype}, expected a floating dtype")
+        label = type(self).__name__
+        shape, dtype = checked_shape(label, shape), checked_dtype(f"{label}: dtype", dtype)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        fields = self._empty(tuple(shape), torch.device(device), pin_memory)
+        fields = self._empty(shape, torch.device(device), pin_memory)
         fields["_quantizer"] = self.copy()
         if self.internal:
             return self.STORAGE._made(fields, dtype)
-        return self.TENSOR._made(fields, dtype, tuple(shape), requires_grad)
+        return self.TENSOR._made(fields, dtype, shape, requires_grad)
 
     def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Quantize a tensor: into `out` where that is given, else into a new one of nominal dtype.
@@ -98,6 +130,7 @@ class Quantizer(abc.ABC):
         `dtype` is that of `tensor` where None. A gradient passes unchanged. TypeError where the
         nominal dtype is no floating one.
         """
+        checked_tensor(f"{type(self).__name__}: tensor", tensor)
         if out is not None:
             return self.update_quantized(tensor, out)
         if torch.compiler.is_compiling() and not self.internal:
@@ -111,14 +144,51 @@ class Quantizer(abc.ABC):
         """`quantize`."""
         return self.quantize(tensor, out=out, dtype=dtype)
 
-    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
-        source = plain(tensor)
-        kind = tensor.dtype if dtype is None else dtype
-        if not kind.is_floating_point:
-            raise TypeError(f"{type(self).__name__}: tensor: {kind}, expected a floating dtype")
-        made = self.make_empty(source.shape, dtype=kind, device=source.device)
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """Cast a plain tensor into a new one of its dtype: what `quantize` calls, below autograd.
+
+        A class of a program that defines it casts by it wherever this library would cast.
+        """
+        source = plain(checked_tensor(f"{type(self).__name__}: tensor", tensor))
+        made = self.make_empty(source.shape, dtype=source.dtype, device=source.device)
         self._cast(source, made, None)
         made._written()
+        return made
+
+    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        label = f"{type(self).__name__}: tensor"
+        nominal = tensor.dtype if dtype is None else dtype
+        checked_dtype(label, tensor.dtype), checked_dtype(label, nominal)
+        source = plain(tensor)
+        made = self.quantize_impl(source) if self._casts_natively else self._made(source)
+        if made.dtype == nominal:
+            return made
+        if isinstance(made, Tensor):
+            return made._like(dtype=nominal)
+        made._dtype = nominal
+        return made
+
+    def _made(self, source: Tensor) -> Any:
+        """What `quantize_impl` of a program makes; it knows its quantizer, and a nominal dtype.
+
+        TypeError where that is no quantized tensor.
+        """
+        outer = id(self) not in _THREAD.casting
+        _THREAD.casting.add(id(self))
+        try:
+            made = self.quantize_impl(source)
+        finally:
+            if outer:
+                _THREAD.casting.discard(id(self))
+        if not hasattr(type(made), "_dequantized"):
+            raise TypeError(
+                f"{type(self).__name__}.quantize_impl: it returned a {type(made).__name__}, "
+                "expected a QuantizedTensor or a QuantizedTensorStorage"
+            )
+        if made._quantizer is None:
+            made._quantizer = self.copy()
+        if not isinstance(made, Tensor) and made._dtype is None:
+            made._dtype = source.dtype
         return made
 
     @constant_in_graphs
@@ -131,36 +201,58 @@ class Quantizer(abc.ABC):
         _IN_GRAPHS[number] = self
         return number
 
-    def multi_quantize(self, tensors: Iterable[Tensor]) -> list:
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list:
         """Quantize each of some tensors."""
-        return [self.quantize(tensor) for tensor in tensors]
+        if isinstance(list_of_tensors, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: list_of_tensors: a tensor, expected a list of tensors"
+            )
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    # ---- writing into tensors --------------------------------------------------------------------
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Cast into an existing quantized tensor, in all forms that it has; return it.
 
         How these lie (element type, tiles, transforms) is up to the tensor, not to this quantizer.
-        Where the fp32 element of `noop_flag` is not 0 nothing is written. ValueError where the
-        shapes differ, or `noop_flag` is not one fp32 element on the device of `dst`.
+        Where the fp32 element of `noop_flag` is not 0 nothing is written. TypeError where `src` is
+        no tensor, or `dst` none of this quantizer's format; ValueError where the shapes differ, or
+        `noop_flag` is not one fp32 element on the device of `dst`.
         """
-        source = plain(src)
+        label = type(self).__name__
+        source = plain(checked_tensor(f"{label}: src", src))
+        if not hasattr(type(dst), "_write_by"):
+            raise TypeError(f"{label}: dst: {type(dst).__name__}, expected a quantized tensor")
         if tuple(source.shape) != tuple(dst.shape):
             raise ValueError(
-                f"{type(self).__name__}: src: shape {tuple(source.shape)}, expected that of dst, "
+                f"{label}: src: shape {tuple(source.shape)}, expected that of dst, "
                 f"{tuple(dst.shape)}"
             )
+        checked_dtype(f"{label}: src", source.dtype)
         if noop_flag is not None:
-            self._check_flag(noop_flag, dst.device)
+            check_flag(label, noop_flag, dst.device)
         if source.device != dst.device:
             source = source.to(dst.device)
-        dst._write(source, self, noop_flag)
+        dst._write_by(self, source, noop_flag)
         return dst
 
-    def _check_flag(self, flag: Tensor, device: torch.device) -> None:
-        if (flag.numel(), flag.dtype, flag.device) != (1, torch.float32, device):
-            raise ValueError(
-                f"{type(self).__name__}: noop_flag: {tuple(flag.shape)}, {flag.dtype}, "
-                f"{flag.device}, expected one element, torch.float32, {device}"
+    def _cast_into(self, source: Any, into: Any, noop: Tensor | None) -> None:
+        """Write the forms that a storage has, as the class of this quantizer casts."""
+        if not self._casts_natively and id(self) not in _THREAD.casting:
+            own = self.get_usages()
+            self.set_usage(**into.get_usages())
+            try:
+                made = self._made(source)
+            finally:
+                self.set_usage(**own)
+            into._copy_forms(made, noop)
+            return
+        if not isinstance(into, getattr(self, "STORAGE", type(into))):
+            raise TypeError(
+                f"{type(self).__name__}: dst: {type(into).__name__}, expected a "
+                f"{self.STORAGE.__name__}"
             )
+        self._cast(source, into, noop)
 
     # ---- settings --------------------------------------------------------------------------------
 
@@ -181,20 +273,7 @@ class Quantizer(abc.ABC):
 
     def calibrate(self, tensor: Tensor) -> None:
         """Record what a tensor would need, without a cast: nothing, unless the format has state."""
-        del tensor
-
-    def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the format can hold a tensor."""
-        return inp.is_floating_point()
-
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the column-wise data of a tensor."""
-        return (*shape[-1:], *shape[:-1])
-
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
-        """Shape of the inverse scales of a tensor's row-wise, or column-wise, data."""
-        del shape, columnwise
-        return (1,)
+        checked_tensor(f"{type(self).__name__}: tensor", tensor)
 
     def onnx_quantize(self, tensor: Tensor) -> Any:
         """Quantize in a graph for ONNX: NotImplementedError."""
@@ -206,9 +285,15 @@ class Quantizer(abc.ABC):
             "pytorch.export.onnx_export", f": {type(self).__name__}.onnx_dequantize"
         )
 
-    def _as_plain(self) -> tuple[str, dict[str, Any]]:
-        """Name of the class, and arguments that are numbers, names and plain tensors."""
-        return type(self).__name__, {**self.get_usages(), **self._own_settings()}
+    def _as_plain(self) -> tuple[Any, dict[str, Any]]:
+        """Name of the class, and arguments that are numbers, names and plain tensors.
+
+        Of a class of a program the class itself, and its attributes.
+        """
+        kind = pickled_class(type(self))
+        if kind is type(self):
+            return kind, dict(self.__dict__)
+        return kind, {**self.get_usages(), **self._own_settings()}
 
     def _own_settings(self) -> dict[str, Any]:
         """Further arguments, as of `_as_plain`."""
@@ -217,6 +302,10 @@ class Quantizer(abc.ABC):
     @classmethod
     def _of_plain(cls, arguments: dict[str, Any]) -> "Quantizer":
         """Undo `_as_plain`."""
+        if pickled_class(cls) is cls:
+            made = cls.__new__(cls)
+            made.__dict__.update(arguments)
+            return made
         return cls(**arguments)
 
     def _settings(self) -> dict[str, Any]:
@@ -229,6 +318,22 @@ class Quantizer(abc.ABC):
         return f"{type(self).__name__}({settings})"
 
 
+def check_caster(label: str, given: Any) -> None:
+    """Check the quantizer of a tensor: TypeError for what is none; there may be none."""
+    if given is not None and not isinstance(given, Quantizer):
+        raise TypeError(f"{label}: quantizer: {type(given).__name__}, expected a Quantizer")
+
+
+class _Thread(threading.local):
+    """What a thread casts."""
+
+    def __init__(self) -> None:
+        self.casting: set[int] = set()
+        """Quantizers of programs whose `quantize_impl` it is in, by id: where that calls
+        `update_quantized`, it means the cast of the class that it is derived from."""
+
+
+_THREAD = _Thread()
 _IN_GRAPHS: dict[int, Quantizer] = {}
 """Quantizers of compiled graphs, which live as long as the program: a graph carries a number."""
 _NUMBERS = itertools.count()

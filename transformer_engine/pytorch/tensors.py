@@ -43,28 +43,47 @@ def local_of(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def pickled_class(kind: type) -> Any:
+    """What a pickle calls a class by: its name, but a class of a program itself."""
+    name = kind.__name__
+    known = getattr(importlib.import_module(_QUANTIZED), name, None)
+    return name if known is kind else kind
+
+
+def _named_class(kind: Any, base: str, what: str) -> type:
+    """The class that `pickled_class` has named; ValueError for one that is none of a base."""
+    classes = importlib.import_module(_QUANTIZED)
+    made = kind
+    if isinstance(kind, str):
+        made = getattr(classes, kind, None) if kind in classes.__all__ else None
+    whole = getattr(classes, base)
+    legal = isinstance(made, type) and issubclass(made, whole) and made is not whole
+    # Tensors have all that storages have.
+    if not legal or (what == "storages" and issubclass(made, Tensor)):
+        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of {what}")
+    return made
+
+
 def rebuild_quantized(
-    kind: str, shape: tuple, dtype: torch.dtype, fields: dict, recast: tuple | None, about: tuple
+    kind: Any, shape: tuple, dtype: torch.dtype, fields: dict, recast: tuple | None, about: tuple
 ) -> Any:
     """Make a quantized tensor of what its pickle holds: names, numbers and plain tensors.
 
-    `kind` is the name of its class, `fields` are those of its storage, `recast` is the name of a
-    quantizer's class and its arguments or None, `about` says whether a gradient is wanted, whether
-    it is a parameter, and has attributes. ValueError for another class than a quantized tensor's,
-    for fields that it does not have, and for attributes that are names of the class: a file may
-    not put something in place of a method.
+    `kind` is the name of its class, or a class of a program, `fields` are those of its storage,
+    `recast` is the name of a quantizer's class and its arguments or None, `about` says whether a
+    gradient is wanted, whether it is a parameter, and has attributes. ValueError for another class
+    than a quantized tensor's, for fields that it does not have, and for attributes that are names
+    of the class: a file may not put something in place of a method.
     """
-    classes = importlib.import_module(_QUANTIZED)
-    made = getattr(classes, kind, None) if kind in classes.__all__ else None
-    if not getattr(made, "_TE_QUANTIZED", False):
-        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of quantized tensors")
+    made = _named_class(kind, "QuantizedTensor", "quantized tensors")
     fields = _fields_of(made, fields)
     if recast is not None:
         fields["_quantizer"] = rebuild_quantizer(*recast)
     requires_grad, is_parameter, attributes = about
     taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
     if taken:
-        raise ValueError(f"a pickled {kind}: attributes {taken}: the class has these names")
+        label = f"a pickled {made.__name__}"
+        raise ValueError(f"{label}: attributes {taken}: the class has these names")
     tensor = made._made(fields, dtype, shape, requires_grad)
     tensor._written()
     tensor.__dict__.update(attributes)
@@ -75,7 +94,7 @@ def rebuild_quantized(
 
 def _fields_of(made: type, fields: Any) -> dict[str, Any]:
     """The fields of a pickle as a class takes them; ValueError for others than it has."""
-    names = {*made._TENSORS, *made._SETTINGS}
+    names = _field_names(made, fields)
     if not isinstance(fields, dict) or not fields.keys() <= names:
         found = sorted(map(str, fields)) if isinstance(fields, dict) else type(fields).__name__
         raise ValueError(
@@ -87,15 +106,24 @@ def _fields_of(made: type, fields: Any) -> dict[str, Any]:
         raise ValueError(f"a pickled {made.__name__}: its field {error} is missing") from error
 
 
-def rebuild_storage(kind: str, dtype: torch.dtype, fields: dict, recast: tuple | None) -> Any:
+def _field_names(made: Any, fields: Any) -> set[str]:
+    """Names of the fields of a class; of one that says none those that are no methods of it."""
+    if not isinstance(made._TENSORS, property):
+        return {*made._TENSORS, *made._SETTINGS}
+    known = [name for name in fields if isinstance(name, str)] if isinstance(fields, dict) else ()
+    return {name for name in known if not _is_method(getattr(made, name, None))}
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or hasattr(type(value), "__get__")
+
+
+def rebuild_storage(kind: Any, dtype: torch.dtype, fields: dict, recast: tuple | None) -> Any:
     """Make a storage of what the pickle of a tensor holds that has some as its parts.
 
     ValueError for a class that is none; the arguments are as of `rebuild_quantized`.
     """
-    classes = importlib.import_module(_QUANTIZED)
-    if not kind.endswith("TensorStorage") or kind not in classes.__all__:
-        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of storages")
-    made = getattr(classes, kind)
+    made: Any = _named_class(kind, "QuantizedTensorStorage", "storages")
     fields = _fields_of(made, fields)
     if recast is not None:
         fields["_quantizer"] = rebuild_quantizer(*recast)
@@ -105,12 +133,10 @@ def rebuild_storage(kind: str, dtype: torch.dtype, fields: dict, recast: tuple |
     return storage
 
 
-def rebuild_quantizer(kind: str, arguments: dict) -> Any:
+def rebuild_quantizer(kind: Any, arguments: dict) -> Any:
     """Make a quantizer of what a pickle says; ValueError for a class that is none."""
-    classes = importlib.import_module(_QUANTIZED)
-    if not kind.endswith("Quantizer") or kind not in classes.__all__:
-        raise ValueError(f"a pickled quantized tensor: {kind!r} is no class of quantizers")
-    return getattr(classes, kind)._of_plain(arguments)
+    made: Any = _named_class(kind, "Quantizer", "quantizers")
+    return made._of_plain(arguments)
 
 
 torch.serialization.add_safe_globals([rebuild_quantized])

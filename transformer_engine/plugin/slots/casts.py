@@ -187,7 +187,7 @@ def _copy_forms(made: Any, place: Place, noop: Tensor | None) -> None:
     shape = tuple(made.shape)
     if shape[-1:] != place.shape[-1:] or math.prod(shape) != math.prod(place.shape):
         raise ValueError(f"quantize: the result: shape {shape}, expected {place.shape}")
-    given, wanted = made.get_metadata(), output.get_metadata()
+    given, wanted = made._fields(), output._fields()
     for name in sorted(_MEANING & given.keys() & wanted.keys()):
         if given[name] != wanted[name]:
             raise ValueError(

@@ -67,7 +67,7 @@ class ReferenceTensor(QuantizedTensorStorage):
         """What a form stands for, in fp32, as a matrix."""
         raise NotImplementedError
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         transposed = self.data is None
         if transposed and self.data_t is None:
             raise RuntimeError(f"{type(self).__name__}: both forms were dropped")
@@ -120,16 +120,11 @@ class ReferenceQuantizer(Quantizer):
         del requires_grad
         return self.quantize(torch.zeros(tuple(shape), dtype=dtype, device=device))
 
-    def quantize(self, tensor: Tensor, **kwargs: Any) -> Any:
-        """Cast a tensor, whose leading dims are flattened; options: `out`, `dtype`."""
-        unknown = set(kwargs) - {"out", "dtype"}
-        if unknown:
-            raise TypeError(f"{type(self).__name__}.quantize: unknown options {sorted(unknown)}")
-        if kwargs.get("out") is not None:
-            return self.update_quantized(tensor, kwargs["out"])
-        fields = self._cast_matrix(tensor.detach().reshape(-1, tensor.shape[-1]))
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """Cast a tensor, whose leading dims are flattened."""
+        fields = self._cast_matrix(tensor.reshape(-1, tensor.shape[-1]))
         fields |= {"original_shape": tuple(tensor.shape), "_quantizer": self}
-        return self.STORAGE._made(fields, kwargs.get("dtype") or tensor.dtype)
+        return self.STORAGE._made(fields, tensor.dtype)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Cast into an existing tensor; nothing where `noop_flag` is not 0."""
@@ -140,13 +135,6 @@ class ReferenceQuantizer(Quantizer):
     def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
         """Fields of the forms of a matrix."""
         raise NotImplementedError
-
-    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
-        del pin_memory
-        return self._cast_matrix(torch.zeros(shape, device=device).reshape(-1, shape[-1]))
-
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        self.update_quantized(source, into, noop_flag=noop)
 
     def transpose_qresult(self, qresult: Any) -> Any:
         """The tensor of the transpose: the forms change places."""

@@ -53,6 +53,8 @@ def empty_rows(shape: Sequence[int], device: torch.device, pin_memory: bool = Fa
 
 def empty_columns(shape: Sequence[int], device: torch.device, pin_memory: bool = False) -> Tensor:
     """Column-wise bytes: its last dim first."""
+    if not tuple(shape):
+        return empty_rows(shape, device, pin_memory)
     *leading, columns = shape
     made = _lines((columns, math.prod(leading)), device, pin_memory)
     return made.view(columns, *leading)
@@ -127,8 +129,14 @@ class Computed:
             _core.quantize(self._values, **fields)
 
 
+def as_line(data: Tensor) -> Tensor:
+    """A tensor without dims as a line of its one value, which is how native code reads it."""
+    return data if data.dim() else data.view(1)
+
+
 def readable(source: Tensor) -> Tensor:
-    """Convert to a dtype that casts read: fp32, unless it is fp16 or bf16."""
+    """Convert to a dtype that casts read: fp32, unless it is fp16 or bf16; with a dim at least."""
+    source = as_line(source)
     return source if source.dtype in _HIGH_PRECISION else source.to(torch.float32)
 
 
@@ -136,13 +144,14 @@ def _as_matrix(data: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor | N
     """Column-wise bytes as a matrix of elements; those of MXFP8 lie as row-wise ones."""
     if data is None:
         return None
+    data = as_line(data)
     if data.dim() != 2 and mode != _core.SCALING_MXFP8:
         data = data.view(data.shape[0], math.prod(data.shape[1:]))
     return data.view(dtype)
 
 
 def _elements(data: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if data is None else data.view(dtype)
+    return None if data is None else as_line(data).view(dtype)
 
 
 _obeying_quantize, _obeying_dequantize = map(_core.obeying, ("quantize", "dequantize"))
@@ -170,7 +179,7 @@ def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str
     element = _core.torch_dtype(dtype)
     row, column = fields.get("row"), fields.get("column")
     if row is not None:
-        fields["row"] = row.view(element)
+        fields["row"] = as_line(row).view(element)
     if column is not None:
         fields["column"] = _as_matrix(column, scaling, element)
     fields["mode"] = scaling
@@ -277,7 +286,7 @@ def _dequantize(
     made = torch.empty(tuple(shape), dtype=output, device=data.device)
     by_rows = row is not None
     _obeying_dequantize(
-        made,
+        as_line(made),
         mode=scaling,
         row=_elements(row, element),
         row_scales=row_scales if by_rows else None,
@@ -352,6 +361,8 @@ _run_transpose = traceable("transpose_bytes", "Tensor data", 1, _transpose, _tra
 
 def transpose(data: Tensor) -> Tensor:
     """Column-wise bytes [columns, ...] of row-wise ones [..., columns], padded as plans want."""
+    if not data.dim():
+        return transpose(data.view(1)).view(())
     made = _run_transpose(torch_ops.behind_operators(data), data)
     *leading, columns = data.shape
     return made[:, : math.prod(leading)].view(columns, *leading)

@@ -144,9 +144,8 @@ class Float8BlockQuantizer(TwoFormQuantizer):
     def _mode(self) -> int:
         return _MODES[self.block_scaling_dim]
 
-    def _format_settings(self, shape: tuple) -> dict[str, Any]:
-        del shape
-        return {"_is_2D_scaled": self.block_scaling_dim == 2}
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
+        return {**super()._format_settings(shape), "_is_2D_scaled": self.block_scaling_dim == 2}
 
     def _own_settings(self) -> dict[str, Any]:
         return {**super()._own_settings(), "block_scaling_dim": self.block_scaling_dim}

@@ -4,7 +4,7 @@
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
-from transformer_engine.pytorch.quantizer import plain
+from transformer_engine.pytorch.quantizer import check_caster, plain
+from transformer_engine.pytorch.quantizer_arguments import (
+    checked_dtype,
+    checked_tensor,
+    positional,
+)
 from transformer_engine.pytorch.tensor import casts
 
 __all__ = [
@@ -33,7 +38,7 @@ FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
     """An element type as a `DType`, given as one, as its number or as a torch dtype."""
-    found = TE_DType.get(given) if isinstance(given, torch.dtype | None) else int(given)
+    found = TE_DType.get(given) if isinstance(given, torch.dtype | None) else given
     if found not in kinds:
         known = " or ".join(f"DType.{kind.name}" for kind in kinds)
         raise ValueError(f"{label}: {given!r}, expected {known}")
@@ -46,8 +51,8 @@ def code_of(kind: DType) -> int:
 
 
 def as_bytes(label: str, data: Tensor) -> Tensor:
-    """Codes as uint8; TypeError for elements of another size."""
-    if data.element_size() != 1:
+    """Codes as uint8; TypeError for elements of another size, and for what is no tensor."""
+    if checked_tensor(label, data).element_size() != 1:
         raise TypeError(f"{label}: {data.dtype}, expected torch.uint8")
     return data.view(torch.uint8)
 
@@ -57,7 +62,7 @@ def fitted(label: str, given: Tensor | None, expected: tuple[int, ...]) -> Tenso
 
     ValueError where it is missing, or has another shape.
     """
-    shape = None if given is None else tuple(given.shape)
+    shape = None if given is None else tuple(checked_tensor(label, given).shape)
     if shape == expected:
         return given
     if shape is not None and len(shape) == 2 < len(expected):
@@ -91,6 +96,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     _TENSORS = ("_data", "_transpose", "_scales")
     _SETTINGS = ("_fp8_dtype", "_transpose_version")
+    _ARGUMENTS: ClassVar[dict[str, str]] = {
+        "_transpose": "data_transpose",
+        "_scales": "fp8_scale_inv",
+    }
 
     _data: Tensor | None
     _transpose: Tensor | None
@@ -111,6 +120,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         transpose_invalid: bool | None = None,
     ) -> None:
         given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
+        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
         self._take(_checked_fields(type(self).__name__, *given), fake_dtype)
         if transpose_invalid:
             self._transpose_invalid = True
@@ -143,14 +153,21 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
         return {**fields, "_data": data, "_transpose": None, "_transpose_version": None}
 
+    @classmethod
+    def _as_arguments(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        made = super()._as_arguments({n: v for n, v in fields.items() if n != "_transpose_version"})
+        if made.get("fp8_scale_inv") is not None:
+            made["fp8_scale_inv"] = made["fp8_scale_inv"][:1]
+        return made
+
     def _extent(self) -> tuple[int, ...]:
         if self._data is not None:
             return tuple(self._data.shape)
-        return (*self._transpose.shape[1:], self._transpose.shape[0])
+        return _turned_back(self._transpose.shape)
 
     # ---- values ----------------------------------------------------------------------------------
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if self._data is None and self._transpose is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = (self._data, self._scales, self._transpose, self._scales)
@@ -250,6 +267,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Which forms are there, of the values as they are now."""
         return {"rowwise": self._data is not None, "columnwise": not self._transpose_invalid}
 
+    def remove_caches(self) -> None:
+        """Drop the transpose, which is made again of the row-wise bytes where there are such."""
+        if self._data is not None:
+            self.update_usage(columnwise_usage=False)
+
     def _create_transpose(self) -> None:
         """Make the transpose, unless it is there."""
         if not self._transpose_invalid:
@@ -288,9 +310,14 @@ def _transposed(storage: Float8TensorStorage) -> Tensor:
     return casts.transpose(storage._data)
 
 
+def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the tensor of a transpose."""
+    return (*shape[1:], *shape[:1])
+
+
 def _with_scale(scale_inv: Tensor) -> Tensor:
     """{1 / scale, scale} of an inverse scale, of any shape of one element."""
-    if scale_inv.numel() != 1:
+    if checked_tensor("fp8_scale_inv", scale_inv).numel() != 1:
         raise ValueError(f"fp8_scale_inv: shape {tuple(scale_inv.shape)}, expected (1,)")
     inverse = scale_inv.detach().to(torch.float32).reshape(1)
     return torch.cat((inverse, inverse.reciprocal()))
@@ -307,8 +334,12 @@ def _checked_fields(
 ) -> dict[str, Any]:
     if data is None and transpose is None:
         raise ValueError(f"{label}: data and data_transpose are None: give one")
+    for name, bytes_ in (("data", data), ("data_transpose", transpose)):
+        if bytes_ is not None:
+            as_bytes(f"{label}: {name}", bytes_)
+    check_caster(label, quantizer)
     if shape is None:
-        shape = (*transpose.shape[1:], transpose.shape[0]) if data is None else data.shape
+        shape = _turned_back(transpose.shape) if data is None else data.shape
     shape = tuple(shape)
     fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": _with_scale(scale_inv)}
     fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
@@ -354,16 +385,39 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         data_transpose: Tensor | None = None,
         quantizer: Quantizer | None = None,
     ) -> "Float8Tensor":
-        if args:
-            shape, dtype = (*args, dtype)[:2]
+        shape, dtype = positional("Float8Tensor", args, shape, dtype)
         if fp8_scale_inv is None:
             raise TypeError("Float8Tensor: fp8_scale_inv: None, expected a tensor of fp32 [1]")
         given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer, shape)
         fields = _checked_fields("Float8Tensor", *given)
         return cls._made(fields, dtype, shape, requires_grad)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass  # `__new__` has taken all
+    @classmethod
+    def make_like(
+        cls,
+        tensor: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        data: Tensor | None = None,
+        data_transpose: Tensor | None = None,
+    ) -> Any:
+        """A tensor with the same scale; see `QuantizedTensor.make_like`.
+
+        `data_transpose` are column-wise bytes to use instead, those of `data` where that is given.
+        """
+        if data_transpose is None:
+            made = super().make_like(
+                tensor, shape=shape, dtype=dtype, requires_grad=requires_grad, data=data
+            )
+            return made
+        if shape is None:
+            shape = _turned_back(data_transpose.shape) if data is None else data.shape
+        options = {**tensor.get_metadata(), "data_transpose": data_transpose}
+        options["data"] = data
+        dtype = tensor.dtype if dtype is None else dtype
+        return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
 
     @classmethod
     def _make_in_reduce_ex(
@@ -384,6 +438,7 @@ class _PerTensorQuantizer(Quantizer):
     """Casts with one scale."""
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
+    _GATHERS_ROWS = True
     dtype: DType  # of the codes
     _known: tuple[Tensor | None] | None = None
     """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
@@ -400,10 +455,34 @@ class _PerTensorQuantizer(Quantizer):
         row = column = None
         if self.rowwise_usage:
             row = casts.empty_rows(shape, device, pin_memory)
-        if self.columnwise_usage and shape:
+        if self.columnwise_usage:
             column = casts.empty_columns(shape, device, pin_memory)
         scales = torch.ones(2, dtype=torch.float32, device=device, pin_memory=pin_memory)
         return {"_data": row, "_transpose": column, "_scales": scales, "_fp8_dtype": self.dtype}
+
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
+        del shape
+        return {"_fp8_dtype": self.dtype}
+
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the column-wise data of a tensor."""
+        return super().get_columnwise_shape(rowwise_data_shape)
+
+    def _of_data(
+        self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype, requires_grad: bool, plain: bool
+    ) -> Any:
+        """A tensor, or where `plain` a storage, of bytes."""
+        label = f"{type(self).__name__}.create_tensor_from_data"
+        fields = {
+            "_data": casts.given(as_bytes(f"{label}: data", data)),
+            "_scales": _with_scale(scale_inv),
+            "_fp8_dtype": self.dtype,
+            "_quantizer": self.copy(),
+        }
+        dtype = checked_dtype(f"{label}: fake_dtype", dtype)
+        if plain or self.internal:
+            return self.STORAGE._made(fields, dtype)
+        return self.TENSOR._made(fields, dtype, None, requires_grad)
 
     def _write_forms(
         self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
@@ -458,6 +537,8 @@ class Float8Quantizer(_PerTensorQuantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._bound: Any = None  # slots of a module, which have the scale and amax
+        for name, given in (("scale", scale), ("amax", amax)):
+            checked_tensor(f"Float8Quantizer: {name}", given)
         self.scale, self.amax = scale, amax
         self.dtype = fp8_type("Float8Quantizer: fp8_dtype", fp8_dtype)
         self.measure_first = bool(measure_first)
@@ -490,7 +571,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     def calibrate(self, tensor: Tensor) -> None:
         """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
         with torch.no_grad():
-            values = plain(tensor).detach()
+            values = plain(checked_tensor("Float8Quantizer: tensor", tensor)).detach()
             largest = values.abs().max() if values.numel() > 0 else values.new_zeros(())
             self.amax.copy_(largest.reshape(1))
 
@@ -503,15 +584,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     ) -> Any:
         """Take bytes for data that were cast with this scale."""
         scale = torch.where(self.scale == 0, 1.0, self.scale)
-        fields = {
-            "_data": casts.given(as_bytes("create_tensor_from_data: data", data)),
-            "_scales": _with_scale(scale.reciprocal()),
-            "_fp8_dtype": self.dtype,
-            "_quantizer": self.copy(),
-        }
-        if internal or self.internal:
-            return self.STORAGE._made(fields, fake_dtype)
-        return self.TENSOR._made(fields, fake_dtype, None, requires_grad)
+        return self._of_data(data, scale.reciprocal(), fake_dtype, requires_grad, internal)
 
     def _settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, **super()._settings()}
@@ -543,6 +616,8 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     use_existing_amax, scale, amax
         Not read.
     """
+
+    _REPEATS = True
 
     def __init__(
         self,
@@ -581,6 +656,17 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             )
         settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """Take bytes for data of scale 1: set the ``_scale_inv`` of what is returned."""
+        one = torch.ones(1, dtype=torch.float32, device=getattr(data, "device", None))
+        return self._of_data(data, one, fake_dtype, requires_grad, internal)
 
     def copy(self) -> "Float8CurrentScalingQuantizer":
         """Copy the settings but for the reduction, which belongs to one call."""

@@ -162,7 +162,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _extent(self) -> tuple[int, ...]:
         return self._storages[0]._extent()
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if not self._storages:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         return self._storages[0]._dequantized(dtype, shape)

@@ -28,7 +28,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def _extent(self) -> tuple[int, ...]:
         return tuple(self._hp_data.shape)
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         return self._hp_data.view(shape).to(dtype, copy=True)
 
     def _default_quantizer(self) -> Quantizer:
@@ -175,7 +175,7 @@ class IdentityQuantizer(Quantizer):
     """
 
     TENSOR, STORAGE = IdentityTensor, IdentityTensorStorage
-    _KEEPS_ALL = True
+    _REPEATS = True
 
     def __init__(
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True

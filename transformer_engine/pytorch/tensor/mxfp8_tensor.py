@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8: FP8 with an exponent for each 32 values."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.float8_tensor import as_bytes
 from transformer_engine.pytorch.tensor.two_forms import (
     Joint,
     TwoFormQuantizer,
@@ -141,20 +142,36 @@ class MXFP8Quantizer(TwoFormQuantizer):
     def _mode(self) -> int:
         return _core.SCALING_MXFP8
 
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """That of the tensor."""
-        return tuple(shape)
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
+        """That of the tensor; ValueError for one without dims."""
+        self._check_shape(tuple(rowwise_data_shape))
+        return tuple(rowwise_data_shape)
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        scale_inv: Tensor,
+        fake_dtype: torch.dtype,
+        fp8_dtype: Any = DType.kFloat8E4M3,
+    ) -> MXFP8Tensor:
+        """Take bytes and their scales for row-wise data; ValueError for scales of another shape."""
+        options = {"fp8_dtype": fp8_dtype, "quantizer": self.copy()}
+        options["is_2D_scaled"] = self.with_2d_quantization
+        shape = as_bytes("MXFP8Quantizer.create_tensor_from_data: data", data).shape
+        return MXFP8Tensor(
+            shape, fake_dtype, rowwise_data=data, rowwise_scale_inv=scale_inv, **options
+        )
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        lines, length = self._lines_of(shape)
         if columnwise:
             return -(-lines // 128) * 4, -(-length // 128) * 128
         return -(-lines // 128) * 128, -(-length // 128) * 4
 
-    def _format_settings(self, shape: tuple) -> dict[str, Any]:
-        del shape
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {
+            **super()._format_settings(shape),
             "_is_2D_scaled": self.with_2d_quantization,
             "_with_gemm_swizzled_scales": False,
         }

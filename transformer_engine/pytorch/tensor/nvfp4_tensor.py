@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantizer_arguments import checked_shape
 from transformer_engine.pytorch.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.two_forms import (
@@ -118,13 +119,13 @@ class NVFP4TensorStorage(TwoFormStorage):
         rows = math.prod(shape[:-1]) if self._row_scaled_nvfp4 else 1
         return {**super()._shapes(shape), "_amax_rowwise": (rows,), "_amax_columnwise": (1,)}
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if self._rowwise_data is None and self._columnwise_data is not None and self._with_rht:
             raise RuntimeError(
                 f"{type(self).__name__}: its column-wise data are of transformed values, and the "
                 "row-wise ones were dropped"
             )
-        return super()._dequantized(dtype, shape)
+        return super()._decoded(dtype, shape)
 
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Squares are the same column-wise: their codes change places."""
@@ -152,9 +153,17 @@ class NVFP4TensorStorage(TwoFormStorage):
         elif self._amax_columnwise is None:
             self._amax_columnwise = self._amax_rowwise.clone()
 
-    def _viewed_fields(self, view: Any) -> None:
-        """None: two values share a byte."""
-        del view
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        """Views of all values that keep the last dim: two of its values share a byte."""
+        if self._rowwise_data is None:
+            return None
+        shape = torch.Size(self._logical_shape)
+        like = view(torch.empty(shape, device="meta"))
+        lines = like.dim() > 0 and like.shape[:-1].numel() == shape[:-1].numel()
+        if not lines or like.shape[-1] != shape[-1] or not like.is_contiguous():
+            return None
+        data = self._rowwise_data.view(*like.shape[:-1], self._rowwise_data.shape[-1])
+        return {**self._fields(), "_rowwise_data": data, "_logical_shape": tuple(like.shape)}
 
 
 def _shape_of_pairs(fields: dict[str, Any]) -> tuple[int, ...]:
@@ -313,27 +322,38 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return made
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
+        self._check_shape(shape)
         return (*shape[:-1], -(-shape[-1] // 16) * 8)
 
+    def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the row-wise bytes of a tensor: two values to a byte, lines of 16 values."""
+        return self._rowwise_shape(checked_shape("NVFP4Quantizer", shape))
+
+    def is_requantization_safe(self) -> bool:
+        """Whether a cast again gives the same bits: not where it rounds by chance."""
+        return super().is_requantization_safe() and not self.stochastic_rounding
+
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the column-wise bytes of a tensor."""
+        """Shape of the column-wise bytes of a tensor; ValueError for one without dims."""
+        self._check_shape(tuple(shape))
         return shape[-1], -(-math.prod(shape[:-1]) // 16) * 8
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        lines, length = self._lines_of(shape)
         if columnwise:
             lines, length = length, lines
         return -(-lines // 128) * 128, -(-length // 64) * 4
 
-    def _format_settings(self, shape: tuple) -> dict[str, Any]:
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {
+            **super()._format_settings(shape),
             "_is_2D_scaled": self.with_2d_quantization,
             "_with_rht": self.with_rht,
             "_row_scaled_nvfp4": self.row_scaled_nvfp4,
             "_nvfp4_e4m3_max": self.nvfp4_e4m3_max,
             "_with_random_sign_mask": self.with_random_sign_mask,
-            "_logical_shape": tuple(shape),
+            "_logical_shape": None if shape is None else tuple(shape),
             "_with_gemm_swizzled_scales": False,
         }
 

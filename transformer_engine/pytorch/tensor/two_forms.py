@@ -15,7 +15,8 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from transformer_engine.pytorch.quantizer import Quantizer
+from transformer_engine.pytorch.quantizer import Quantizer, check_caster
+from transformer_engine.pytorch.quantizer_arguments import checked_dtype, checked_shape, positional
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_tensor import (
     FP8,
@@ -91,7 +92,8 @@ class TwoFormStorage(QuantizedTensorStorage):
     _fp8_dtype: DType
 
     def __init__(self, *, fake_dtype: torch.dtype = torch.float32, **fields: Any) -> None:
-        self._take(_named(type(self), fields), fake_dtype)
+        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
+        self._take(_fields_named(type(self), fields), fake_dtype)
 
     # ---- what a format says ----------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         """Column-wise data of a tensor of a shape that differs in leading dims."""
         return data.view(shape[-1], *shape[:-1])
 
-    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if self._rowwise_data is None and self._columnwise_data is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = self.get_data_tensors()
@@ -277,7 +279,9 @@ def joined_fields(parts: Sequence[Any]) -> dict[str, Any]:
     return fields
 
 
-def _named(kind: type, given: dict[str, Any], shape: Sequence[int] | None = None) -> dict[str, Any]:
+def _fields_named(
+    kind: type, given: dict[str, Any], shape: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Fields of arguments, which have their names without the underscore.
 
     TypeError for unknown ones, ValueError where shapes are not those of a tensor of `shape`.
@@ -287,6 +291,7 @@ def _named(kind: type, given: dict[str, Any], shape: Sequence[int] | None = None
     unknown = [name for name in given if f"_{name}" not in names]
     if unknown:
         raise TypeError(f"{kind.__name__}: unexpected arguments {unknown}")
+    check_caster(kind.__name__, given.get("quantizer"))
     fields = {f"_{name}": value for name, value in given.items()}
     if fields.get("_rowwise_data") is None and fields.get("_columnwise_data") is None:
         raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
@@ -344,12 +349,8 @@ class TwoFormTensor(QuantizedTensor):
         requires_grad: bool = False,
         **fields: Any,
     ) -> Any:
-        if args:
-            shape, dtype = (*args, dtype)[:2]
-        return cls._made(_named(cls, fields, shape), dtype, shape, requires_grad)
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass  # `__new__` has taken all
+        shape, dtype = positional(cls.__name__, args, shape, dtype)
+        return cls._made(_fields_named(cls, fields, shape), dtype, shape, requires_grad)
 
 
 class TwoFormQuantizer(Quantizer):
@@ -390,11 +391,11 @@ class TwoFormQuantizer(Quantizer):
         """``_core.SCALING_*`` of what it makes."""
         raise NotImplementedError
 
-    def _format_settings(self, shape: tuple) -> dict[str, Any]:
-        """Further fields of what it makes."""
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         del shape
-        return {}
+        return {"_fp8_dtype": self.dtype}
 
+    _REPEATS = True
     _KINDS = FP8
     _SCALES = torch.float32
     _empty_rows = staticmethod(casts.empty_rows)
@@ -404,17 +405,29 @@ class TwoFormQuantizer(Quantizer):
         """Shape of the row-wise data of a tensor."""
         return shape
 
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the column-wise data of a tensor; ValueError for one without dims."""
+        self._check_shape(tuple(shape))
+        return super().get_columnwise_shape(shape)
+
+    def _lines_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Number of rows of a tensor, and their length."""
+        shape = checked_shape(type(self).__name__, shape)
+        self._check_shape(shape)
+        return math.prod(shape[:-1]), shape[-1]
+
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = math.prod(shape[:-1]), shape[-1] if shape else 1
+        lines, length = self._lines_of(shape)
         return scale_shape(self._mode(), *((length, lines) if columnwise else (lines, length)))
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        self._check_shape(shape)
         if not (self.rowwise_usage or self.columnwise_usage):
             raise ValueError(
                 f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
             )
-        fields = {"_fp8_dtype": self.dtype, **self._format_settings(shape)}
+        fields = self._format_settings(shape)
         options = {"dtype": self._SCALES, "device": device, "pin_memory": pin_memory}
         if self.rowwise_usage:
             fields["_rowwise_data"] = self._empty_rows(shape, device, pin_memory)
@@ -441,6 +454,13 @@ class TwoFormQuantizer(Quantizer):
         """Further arguments of `casts.cast`; what a storage says of its layout goes before."""
         del source, into, amax
         return {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
+
+    def _check_shape(self, shape: tuple) -> None:
+        if not shape:
+            raise ValueError(
+                f"{type(self).__name__}: shape (): its scales are of values along dims, expected "
+                "at least one dim: give tensor.reshape(1)"
+            )
 
     def _settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, **super()._settings()}

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers and quantized tensors of programs: what they define is what is used."""
+
+import copy
+
+import pytest
+import torch
+from pytorch.helpers import assert_same_bits
+from pytorch.quantized_cases import E4M3, FORMATS, current, delayed
+
+import transformer_engine.pytorch as te
+
+
+class Halves(te.QuantizedTensor):
+    """Values in steps of a half."""
+
+    @classmethod
+    def of(cls, values, dtype):
+        made = cls(values.shape, dtype, device=values.device)
+        made.codes = (values.float() * 2).round().to(torch.int16)
+        return made
+
+    def dequantize(self, *, dtype=None):
+        return (self.codes.float() / 2).to(dtype or self.dtype)
+
+
+class HalvesQuantizer(te.Quantizer):
+    """The three public methods, and no others."""
+
+    def quantize_impl(self, tensor):
+        return Halves.of(tensor, tensor.dtype)
+
+    def update_quantized(self, src, dst, *, noop_flag=None):
+        if noop_flag is None or noop_flag.item() == 0:
+            dst.codes.copy_((src.float() * 2).round())
+        return dst
+
+    def make_empty(
+        self, shape, *, dtype=torch.float32, device=None, requires_grad=False, pin_memory=False
+    ):
+        return Halves.of(torch.zeros(shape, device=device), dtype)
+
+
+def wanted_of(values):
+    return (values * 2).round() / 2 + 0.0  # integers have no -0
+
+
+class Doubled(te.Float8CurrentScalingQuantizer):
+    """A cast of this library, of other values."""
+
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(tensor * 2)
+
+
+def test_a_quantizer_of_three_methods(device):
+    quantizer, x = HalvesQuantizer(), torch.randn(4, 8, device=device, requires_grad=True)
+    wanted = (x.detach() * 2).round() / 2 + 0.0  # integers have no -0
+    tensor = quantizer(x)
+    assert_same_bits(tensor.dequantize().detach(), wanted)
+    tensor.dequantize().sum().backward()
+    assert_same_bits(x.grad, torch.ones_like(x))
+    for twin in (tensor.detach().clone(), copy.deepcopy(tensor.detach()), tensor.detach() + 0):
+        assert_same_bits((twin + 0).detach(), wanted)
+    y = torch.randn(4, 8, device=device)
+    into = quantizer.make_empty((4, 8), device=device)
+    quantizer.update_quantized(y, into)
+    assert_same_bits(into.dequantize(), (y * 2).round() / 2 + 0.0)
+    made = quantizer(y)
+    assert_same_bits(made.add_(1).dequantize(), wanted_of(y) + 1)
+
+
+def test_an_override_is_obeyed_wherever_it_casts(device):
+    """By the call, by writes of torch, into a tensor; of bits that twice the values have."""
+    quantizer, plain = Doubled(E4M3, device), current()
+    x = torch.randn(16, 32, device=device)
+    wanted = plain(x * 2)
+    assert_same_bits(quantizer(x)._data, wanted._data)
+    into = quantizer.make_empty(x.shape, device=device)
+    for write in (lambda: quantizer.update_quantized(x, into), lambda: into.copy_(x)):
+        into._data.zero_()
+        write()
+        assert_same_bits(into._data, wanted._data)
+        assert_same_bits(into._scale_inv, wanted._scale_inv)
+    quantizer.update_quantized(x * 3, into, noop_flag=torch.ones(1, device=device))
+    assert_same_bits(into._data, wanted._data)
+
+
+@pytest.mark.parametrize("make", [current, lambda **o: delayed("cpu", **o)])
+def test_one_scale_holds_a_tensor_without_dims(make):
+    x = torch.tensor(1.3)
+    for usages in ({}, {"rowwise": False}, {"columnwise": False}):
+        found, wanted = make(**usages)(x), make(**usages)(x.reshape(1))
+        assert found.shape == () and found.dequantize().shape == ()
+        assert_same_bits(found.dequantize().reshape(1), wanted.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_need_a_dim(name):
+    quantizer = FORMATS[name]()
+    for call in (
+        lambda: quantizer(torch.ones(())),
+        lambda: quantizer.make_empty((), device="cpu"),
+        lambda: quantizer.get_scale_shape((), False),
+        lambda: quantizer.inner_tensor_specs(()),
+    ):
+        with pytest.raises(ValueError, match=r"Quantizer: shape \(\): .*give tensor.reshape\(1\)"):
+            call()
+    assert not quantizer.is_quantizable(torch.ones(()))
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "current"])
+def test_tensors_of_their_parts(name):
+    quantizer = current() if name == "current" else FORMATS[name]()
+    parts = quantizer.alloc_tensors((32, 40), device="cpu")
+    specs = quantizer.inner_tensor_specs((32, 40))
+    assert [(s.ctor_kwarg, s.shape, s.dtype) for s in specs] == [
+        (n, tuple(t.shape), t.dtype) for n, t in parts.items()
+    ]
+    made = quantizer.TENSOR(**parts, **quantizer.create_metadata((32, 40), dtype=torch.bfloat16))
+    assert made.shape == (32, 40) and made.dtype == torch.bfloat16
+    assert quantizer.is_requantization_safe()
+    tensor = quantizer(torch.randn(32, 40))
+    again = type(tensor)(tensor.shape, tensor.dtype, **tensor.get_metadata())
+    assert_same_bits(again.dequantize(), tensor.dequantize())
+    other = tensor.to_dtype(torch.float16)
+    assert other.dtype == torch.float16
+    assert_same_bits(other.dequantize(dtype=torch.float32), tensor.dequantize())
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "current"])
+def test_what_is_no_tensor(name):
+    quantizer = current() if name == "current" else FORMATS[name]()
+    tensor, x = quantizer(torch.ones(32, 32)), torch.ones(32, 32)
+    for call in (
+        lambda: quantizer([1.0]),
+        lambda: quantizer.update_quantized([1.0], tensor),
+        lambda: quantizer.update_quantized(x, x),
+        lambda: quantizer.calibrate([1.0]),
+        lambda: quantizer.multi_quantize(x),
+        lambda: quantizer.make_empty(3),
+        lambda: tensor.quantize_([1.0]),
+        lambda: tensor.update_quantizer(3),
+        lambda: te.Float8Tensor((4,), torch.float32, x),
+        lambda: te.Float8Tensor(shape=(1,), data=[1], fp8_scale_inv=torch.ones(1)),
+    ):
+        with pytest.raises(TypeError, match="expected"):
+            call()
