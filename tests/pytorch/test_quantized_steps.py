@@ -111,6 +111,57 @@ def test_sgd_is_an_update_and_a_cast(device, name, momentum):
             assert_same_bits(data_of(p), data_of(twin))
 
 
+def pair(row, column):
+    return lambda device: te.HybridQuantizer(
+        rowwise_quantizer=row(device), columnwise_quantizer=column(device)
+    )
+
+
+SEVERAL = {
+    "delayed, delayed": pair(CASTS["delayed"], CASTS["delayed"]),
+    "delayed, current": pair(CASTS["delayed"], CASTS["current"]),
+    "mx, delayed": pair(CASTS["mx"], CASTS["delayed"]),
+    "plain, delayed": pair(lambda device: te.IdentityQuantizer(), CASTS["delayed"]),
+    "plain": lambda device: te.IdentityQuantizer(),
+}
+
+
+@pytest.mark.parametrize("kind", ["adam", "masters", "sgd"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_parameters_of_several_casts_are_updated_once(device, name, kind):
+    """Each form is a cast of its own: the update is one."""
+    quantizer = SEVERAL[name](device)
+    param = torch.nn.Parameter(quantizer(torch.randn(64, 96, device=device)))
+    plain = torch.nn.Parameter(param.detach().dequantize(dtype=torch.float32).clone())
+    param.grad = torch.randn(64, 96, device=device)
+    plain.grad = param.grad.clone()
+    if kind == "sgd":
+        given, other = (FusedSGD([p], lr=0.1, momentum=0.9) for p in (param, plain))
+    else:
+        given = FusedAdam([param], master_weights=kind == "masters", **OPTIONS)
+        other = FusedAdam([plain], **OPTIONS)
+    given.step()
+    other.step()
+    for key, value in other.state[plain].items():
+        assert_same_bits(given.state[param][key], value)
+    made = param._quantizer(plain.detach())
+    assert_same_bits(param.detach().dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["alone", "master"])
+@pytest.mark.parametrize("name", [*CASTS, *SEVERAL])
+def test_a_step_that_is_left_out_leaves_all_formats(device, name, master):
+    make = {**CASTS, **SEVERAL}[name]
+    param = torch.nn.Parameter(make(device)(torch.randn(64, 64, device=device)))
+    before = [t.clone() for t in param.get_data_tensors() if t is not None]
+    optimizer = FusedAdam([param], master_weights=master, capturable=True, **OPTIONS)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    scaler.scale(torch.ones(1, device=device))
+    param.grad = torch.full((64, 64), torch.inf, device=device)
+    optimizer.step(grad_scaler=scaler)
+    assert_same_bits([t for t in param.get_data_tensors() if t is not None], before)
+
+
 def test_a_scaler_that_found_infinities_leaves_all(device):
     params, wide = parameters_of("delayed", device, True)
     optimizer = FusedAdam(params, master_weights=True, capturable=True, **OPTIONS)
