@@ -74,6 +74,13 @@ def test_a_parameter_that_becomes_narrow_gets_a_master():
     assert_bits(param.detach(), master.bfloat16())
 
 
+def test_a_state_that_lacks_a_mean_is_refused():
+    param, optimizer = stepped()
+    del optimizer.state[param]["exp_avg_sq"]
+    with pytest.raises(RuntimeError, match=r"has \['exp_avg'\], expected exp_avg and exp_avg_sq"):
+        optimizer.step()
+
+
 def test_a_parameter_that_becomes_quantized_is_cast():
     param, optimizer = stepped(torch.float32)
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, torch.device("cpu"))

@@ -50,39 +50,38 @@ _COPIED = (
 
 
 class _Row:
-    """What a step updates of one parameter. Between steps it holds no states: programs move them."""
+    """What a step updates of one parameter. Between steps it has no states: programs move them."""
 
-    __slots__ = ("extra", "form", "kind", "master", "mean", "param", "square", "value")
+    __slots__ = (
+        "again", "dtype", "extra", "kept", "kind", "master", "mean", "param", "square", "type",
+        "value",
+    )  # fmt: skip
 
-    def __init__(self, param: Tensor, master: Tensor | None, casts: bool) -> None:
-        self.param = param
-        self.form = type(param), param.dtype, None if master is None else master.dtype
-        remainders = None if casts or master is None else master.dtype is torch.int16
-        self.kind = param.device, casts, remainders  # casts: the parameter is quantized
-
-    def take(self, mean: Tensor, square: Tensor, master: Tensor | None) -> None:
-        """Take states for a step, as they are kept."""
-        self.mean, self.square, self.master = mean, square, master
-        self.value, self.extra = self.param, None  # what is updated, and what goes with it
-        if self.kind[2]:
-            self.extra = master
-        elif master is not None:
-            self.value, self.extra = master, None if self.kind[1] else self.param
+    def __init__(self, param: Tensor, kept: Any, casts: bool) -> None:
+        self.param, self.type, self.dtype = param, type(param), param.dtype
+        self.kept = kept  # dtype of its master or remainders, None without
+        self.again = True  # whether steps find it again: it has states as they are kept
+        self.kind = param.device, casts, None if casts or kept is None else kept is torch.int16
 
     def takes(self, param: Tensor, state: dict) -> bool:
         """Take the states of a parameter; False where it, or they, are of another form now."""
-        mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
-        master = state.get("master_param")
-        form = type(param), param.dtype, None if master is None else master.dtype
-        if self.param is not param or self.form != form or param.device != self.kind[0]:
-            return False
-        if mean is None or square is None:
-            return False
-        self.take(mean, square, master)
-        return True
-
-    def release(self) -> None:
-        self.mean = self.square = self.master = self.value = self.extra = None
+        self.mean, self.square = state.get("exp_avg"), state.get("exp_avg_sq")
+        self.master = master = state.get("master_param")
+        self.value, self.extra = param, None  # what is updated, and what goes with it
+        if master is not None:
+            if self.kind[2]:
+                self.extra = master
+            else:
+                self.value, self.extra = master, None if self.kind[1] else param
+        return (
+            self.param is param
+            and self.type is type(param)
+            and self.dtype is param.dtype
+            and self.kept is (None if master is None else master.dtype)
+            and param.device == self.kind[0]
+            and self.mean is not None
+            and self.square is not None
+        )
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -450,9 +449,13 @@ class FusedAdam(torch.optim.Optimizer):
         quantized = is_quantized(local_part(param))
         if self._has_master(param) and "master_param" not in state:  # the parameter was fp32 before
             self._initialize_master(param)
-        master = state["master_param"] if self._has_master(param) else None
-        row = _Row(param, master, quantized)
-        row.take(state["exp_avg"], state["exp_avg_sq"], master)
+        master = state.get("master_param")
+        row = _Row(param, None if master is None else master.dtype, quantized)
+        if not row.takes(param, state):
+            raise RuntimeError(
+                f"{_NAME}: the state of a parameter has {sorted(state)}, expected exp_avg and "
+                "exp_avg_sq: empty it, so that the step begins it anew"
+            )
         expanded = [name for name in state if self._expands(state, name)]
         if "exp_avg" in expanded:
             row.mean = self.get_unscaled_state(param, "exp_avg")
@@ -462,10 +465,11 @@ class FusedAdam(torch.optim.Optimizer):
             row.value = self.get_unscaled_state(param, "master_param")
         elif quantized and master is None:
             row.value = wide_copy(param)
-        if expanded or (quantized and master is None):
-            self._rows.pop(id(param), None)
-        else:
+        row.again = not expanded and not (quantized and master is None)
+        if row.again:
             self._rows[id(param)] = row
+        else:
+            self._rows.pop(id(param), None)
         return row
 
     def _expands(self, state: dict, name: str) -> bool:
@@ -495,8 +499,8 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 self._update_lists(has_remainders, chosen, given, flag, numbers)
             for row in chosen:
-                if id(row.param) in self._rows:
-                    row.release()
+                if row.again:
+                    row.mean = row.square = row.master = row.value = row.extra = None
                 else:
                     self._keep(row)
 
