@@ -258,3 +258,23 @@ def test_refusals(device):
         with pytest.raises(error, match=text):
             call(*arguments)
     assert_same_bits(value, before)
+
+
+def test_fields_of_a_cast_are_held_for_the_call():
+    """A number's own code may empty the dict that it is given in."""
+    fields = {}
+
+    class Mode:
+        def __index__(self):
+            fields.clear()
+            return _core.SCALING_TENSOR
+
+    values = torch.randn(32, 32)
+    scales = torch.zeros(2)
+    fields["mode"] = Mode()
+    fields["row"] = torch.zeros(32, 32, dtype=torch.float8_e4m3fn)
+    fields["row_scales"], fields["scale"] = scales, torch.full((1,), 4.0)
+    lists = ([torch.zeros(32, 32)], [values], None, None, None, None)
+    _core.update(_core.UPDATE_SGD, 0, lists, None, (0.0,) * 8, 1, (None,) * 3, (fields,))
+    assert not fields
+    assert_same_bits(scales, torch.tensor([0.25, 4.0]))  # the inverse, and the scale
