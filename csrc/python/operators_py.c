@@ -317,16 +317,23 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
                     .op = op,
                     .info = te_op_describe(op),
                     .function = te_op_name(op)};
-    PyObject *given[TE_OP_MAX_FIELDS + 1] = {first}, *names = NULL, *name, *value;
+    PyObject *given[TE_OP_MAX_FIELDS + 1] = {first}, *own, *names, *name, *value;
     Py_ssize_t at = 0, count = 0;
     int failed = 0;
     if (!PyDict_Check(fields) || PyDict_Size(fields) > TE_OP_MAX_FIELDS) {
         return tepy_fail(PyExc_TypeError, (tepy_site){call.function, "fields"},
                          "expected a dict of the operator's fields");
     }
+    own = PyDict_Copy(fields); /* holds the values, whatever becomes of the caller's dict */
+    *held = PyList_New(0);
     names = PyTuple_New(PyDict_Size(fields));
-    if (names == NULL) return -1;
-    while (PyDict_Next(fields, &at, &name, &value)) {
+    if (own == NULL || *held == NULL || names == NULL || PyList_Append(*held, own) != 0) {
+        Py_XDECREF(own);
+        Py_XDECREF(names);
+        return -1;
+    }
+    Py_DECREF(own);
+    while (PyDict_Next(own, &at, &name, &value)) {
         given[1 + count] = value;
         (void)PyTuple_SetItem(names, count++, Py_NewRef(name));
     }
@@ -335,13 +342,12 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
     for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
     Py_DECREF(names);
     memcpy(args, &call.args, call.info->size);
-    *held = PyList_New(0);
     for (int i = 0; i < call.info->field_count; i++) {
         if (call.held[i] == NULL) continue;
-        failed |= *held == NULL || PyList_Append(*held, call.held[i]) != 0;
+        failed |= PyList_Append(*held, call.held[i]) != 0;
         Py_DECREF(call.held[i]);
     }
-    return failed || *held == NULL ? -1 : 0;
+    return failed ? -1 : 0;
 }
 
 #define X(NAME, name)                                                                              \

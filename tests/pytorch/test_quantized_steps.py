@@ -111,6 +111,57 @@ def test_sgd_is_an_update_and_a_cast(device, name, momentum):
             assert_same_bits(data_of(p), data_of(twin))
 
 
+def pair(row, column):
+    return lambda device: te.HybridQuantizer(
+        rowwise_quantizer=row(device), columnwise_quantizer=column(device)
+    )
+
+
+SEVERAL = {
+    "delayed, delayed": pair(CASTS["delayed"], CASTS["delayed"]),
+    "delayed, current": pair(CASTS["delayed"], CASTS["current"]),
+    "mx, delayed": pair(CASTS["mx"], CASTS["delayed"]),
+    "plain, delayed": pair(lambda device: te.IdentityQuantizer(), CASTS["delayed"]),
+    "plain": lambda device: te.IdentityQuantizer(),
+}
+
+
+@pytest.mark.parametrize("kind", ["adam", "masters", "sgd"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_parameters_of_several_casts_are_updated_once(device, name, kind):
+    """Each form is a cast of its own: the update is one."""
+    quantizer = SEVERAL[name](device)
+    param = torch.nn.Parameter(quantizer(torch.randn(64, 96, device=device)))
+    plain = torch.nn.Parameter(param.detach().dequantize(dtype=torch.float32).clone())
+    param.grad = torch.randn(64, 96, device=device)
+    plain.grad = param.grad.clone()
+    if kind == "sgd":
+        given, other = (FusedSGD([p], lr=0.1, momentum=0.9) for p in (param, plain))
+    else:
+        given = FusedAdam([param], master_weights=kind == "masters", **OPTIONS)
+        other = FusedAdam([plain], **OPTIONS)
+    given.step()
+    other.step()
+    for key, value in other.state[plain].items():
+        assert_same_bits(given.state[param][key], value)
+    made = param._quantizer(plain.detach())
+    assert_same_bits(param.detach().dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["alone", "master"])
+@pytest.mark.parametrize("name", [*CASTS, *SEVERAL])
+def test_a_step_that_is_left_out_leaves_all_formats(device, name, master):
+    make = {**CASTS, **SEVERAL}[name]
+    param = torch.nn.Parameter(make(device)(torch.randn(64, 64, device=device)))
+    before = [t.clone() for t in param.get_data_tensors() if t is not None]
+    optimizer = FusedAdam([param], master_weights=master, capturable=True, **OPTIONS)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    scaler.scale(torch.ones(1, device=device))
+    param.grad = torch.full((64, 64), torch.inf, device=device)
+    optimizer.step(grad_scaler=scaler)
+    assert_same_bits([t for t in param.get_data_tensors() if t is not None], before)
+
+
 def test_a_scaler_that_found_infinities_leaves_all(device):
     params, wide = parameters_of("delayed", device, True)
     optimizer = FusedAdam(params, master_weights=True, capturable=True, **OPTIONS)
@@ -207,3 +258,23 @@ def test_refusals(device):
         with pytest.raises(error, match=text):
             call(*arguments)
     assert_same_bits(value, before)
+
+
+def test_fields_of_a_cast_are_held_for_the_call():
+    """A number's own code may empty the dict that it is given in."""
+    fields = {}
+
+    class Mode:
+        def __index__(self):
+            fields.clear()
+            return _core.SCALING_TENSOR
+
+    values = torch.randn(32, 32)
+    scales = torch.zeros(2)
+    fields["mode"] = Mode()
+    fields["row"] = torch.zeros(32, 32, dtype=torch.float8_e4m3fn)
+    fields["row_scales"], fields["scale"] = scales, torch.full((1,), 4.0)
+    lists = ([torch.zeros(32, 32)], [values], None, None, None, None)
+    _core.update(_core.UPDATE_SGD, 0, lists, None, (0.0,) * 8, 1, (None,) * 3, (fields,))
+    assert not fields
+    assert_same_bits(scales, torch.tensor([0.25, 4.0]))  # the inverse, and the scale

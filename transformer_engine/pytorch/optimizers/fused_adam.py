@@ -41,34 +41,46 @@ _F16_TOP = 65504.0 / 2
 _E4M3_TOP = 448.0
 
 
+_COPIED = (
+    "_dummy_overflow_buf", "_grad_none", "_scales", "_step_supports_amp_scaling", "adam_w_mode",
+    "capturable", "master_weights", "name_to_dtype_map", "store_param_remainders",
+    "use_decoupled_grad",
+)  # fmt: skip
+"""Attributes of an optimizer, beside torch's, that its copies have."""
+
+
 class _Row:
-    """What a step updates of one parameter."""
+    """What a step updates of one parameter. Between steps it has no states: programs move them."""
 
-    __slots__ = ("casts", "extra", "kind", "master", "mean", "param", "square", "value")
+    __slots__ = (
+        "again", "dtype", "extra", "kept", "kind", "master", "mean", "param", "square", "type",
+        "value",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        param: Tensor,
-        value: Tensor,  # what is updated
-        mean: Tensor,
-        square: Tensor,
-        extra: Tensor | None,  # the parameter where `value` is its master, or its remainders
-        casts: bool,  # the parameter is quantized from `value`
-        master: Tensor | None,  # as it is kept
-    ) -> None:
-        self.param, self.value, self.mean, self.square = param, value, mean, square
-        self.extra, self.casts, self.master = extra, casts, master
-        remainders = None if extra is None else extra.dtype is torch.int16
-        self.kind = param.device, casts, remainders
+    def __init__(self, param: Tensor, kept: Any, casts: bool) -> None:
+        self.param, self.type, self.dtype = param, type(param), param.dtype
+        self.kept = kept  # dtype of its master or remainders, None without
+        self.again = True  # whether steps find it again: it has states as they are kept
+        self.kind = param.device, casts, None if casts or kept is None else kept is torch.int16
 
-    def stands(self, param: Tensor, state: dict) -> bool:
-        """Whether it is that of a parameter, which has the same states as before."""
+    def takes(self, param: Tensor, state: dict) -> bool:
+        """Take the states of a parameter; False where it, or they, are of another form now."""
+        self.mean, self.square = state.get("exp_avg"), state.get("exp_avg_sq")
+        self.master = master = state.get("master_param")
+        self.value, self.extra = param, None  # what is updated, and what goes with it
+        if master is not None:
+            if self.kind[2]:
+                self.extra = master
+            else:
+                self.value, self.extra = master, None if self.kind[1] else param
         return (
             self.param is param
-            and state.get("exp_avg") is self.mean
-            and state.get("exp_avg_sq") is self.square
-            and state.get("master_param") is self.master
+            and self.type is type(param)
+            and self.dtype is param.dtype
+            and self.kept is (None if master is None else master.dtype)
             and param.device == self.kind[0]
+            and self.mean is not None
+            and self.square is not None
         )
 
 
@@ -175,6 +187,14 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups if capturable else ():
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
 
+    def __getstate__(self) -> dict:
+        """What copies and pickles have: torch's, and what is of this class."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._rows = {}
+
     # ---- gradients and state ---------------------------------------------------------------------
 
     def _grad_of(self, parameter: Tensor) -> Tensor | None:
@@ -248,9 +268,10 @@ class FusedAdam(torch.optim.Optimizer):
         """
         for name in ("exp_avg", "exp_avg_sq"):
             self._initialize_state(param, name, zero_buffer=True)
-        if not self._has_master(param):
-            return
-        stores = store_param_remainders
+        if self._has_master(param):
+            self._initialize_master(param, store_param_remainders)
+
+    def _initialize_master(self, param: Tensor, stores: bool | None = None) -> None:
         stores = self._stores_remainders(param) if stores is None else stores
         self._initialize_state(param, "master_param", False, stores)
         if not stores:
@@ -316,7 +337,6 @@ class FusedAdam(torch.optim.Optimizer):
         bare = {**state_dict, "state": {}}  # torch would cast states to the parameters' dtypes
         super().load_state_dict(bare)
         self._scales.clear()
-        self._rows.clear()
         groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
         for saved, group in groups:
             steps = []
@@ -385,7 +405,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if grad.dtype not in _DTYPES or grad.layout is not torch.strided:
                     raise _refusal("gradient", grad)
                 row = self._rows.get(id(param))
-                if row is None or not row.stands(param, state):
+                if row is None or not row.takes(param, state):
                     if param.dtype not in _DTYPES or param.layout is not torch.strided:
                         raise _refusal("parameter", param)
                     if local_part(param).numel() == 0:
@@ -394,7 +414,14 @@ class FusedAdam(torch.optim.Optimizer):
                 rows.append(row)
                 grads.append(grad)
             self._update(group, rows, grads, inverse)
+        self._forget_rows()
         return loss
+
+    def _forget_rows(self) -> None:
+        """Let go of parameters that are in no group any more."""
+        if len(self._rows) > sum(len(group["params"]) for group in self.param_groups):
+            known = {id(param) for param in self._parameters_of_groups()}
+            self._rows = {key: row for key, row in self._rows.items() if key in known}
 
     def _count(self, group: dict) -> None:
         """Count the step of a group; on the device, those that the last flag did not stop."""
@@ -418,29 +445,38 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _row(self, param: Tensor) -> _Row:
         """What a step updates of a parameter; it is kept where steps find it again."""
-        state, passing = self.state[param], False
-        means = []
-        for name in ("exp_avg", "exp_avg_sq"):
-            direct = self.name_to_dtype_map[name] in _DIRECT
-            means.append(state[name] if direct else self.get_unscaled_state(param, name))
-            passing |= not direct
+        state = self.state[param]
         quantized = is_quantized(local_part(param))
-        master, extra = None, None
-        value = wide_copy(param) if quantized else param
-        if self._has_master(param):
-            value = master = state["master_param"]
-            if master.dtype is torch.int16:
-                value, extra = param, master
-            else:
-                if self.name_to_dtype_map["master_param"] not in _DIRECT:
-                    value, passing = self.get_unscaled_state(param, "master_param"), True
-                extra = None if quantized else param
-        row = _Row(param, value, *means, extra, quantized, master)
-        if passing or (quantized and master is None):
-            self._rows.pop(id(param), None)
-        else:
+        if self._has_master(param) and "master_param" not in state:  # the parameter was fp32 before
+            self._initialize_master(param)
+        master = state.get("master_param")
+        row = _Row(param, None if master is None else master.dtype, quantized)
+        if not row.takes(param, state):
+            raise RuntimeError(
+                f"{_NAME}: the state of a parameter has {sorted(state)}, expected exp_avg and "
+                "exp_avg_sq: empty it, so that the step begins it anew"
+            )
+        expanded = [name for name in state if self._expands(state, name)]
+        if "exp_avg" in expanded:
+            row.mean = self.get_unscaled_state(param, "exp_avg")
+        if "exp_avg_sq" in expanded:
+            row.square = self.get_unscaled_state(param, "exp_avg_sq")
+        if "master_param" in expanded:
+            row.value = self.get_unscaled_state(param, "master_param")
+        elif quantized and master is None:
+            row.value = wide_copy(param)
+        row.again = not expanded and not (quantized and master is None)
+        if row.again:
             self._rows[id(param)] = row
+        else:
+            self._rows.pop(id(param), None)
         return row
+
+    def _expands(self, state: dict, name: str) -> bool:
+        """Whether a step updates a copy of a state in fp32."""
+        if name not in self.name_to_dtype_map or state[name].dtype is torch.int16:
+            return False
+        return self.name_to_dtype_map[name] not in _DIRECT
 
     def _update(self, group: dict, rows: list[_Row], grads: list, inverse: Tensor | None) -> None:
         kinds: dict[tuple, tuple[list[_Row], list[Tensor]]] = {}
@@ -459,11 +495,13 @@ class FusedAdam(torch.optim.Optimizer):
             flag = self._dummy_overflow_buf
             flag = flag if flag.device == device else flag.to(device)
             if casts:
-                _update_and_cast(chosen, given, flag, numbers)
+                _update_and_cast(chosen, given, flag, numbers, self.capturable)
             else:
                 self._update_lists(has_remainders, chosen, given, flag, numbers)
             for row in chosen:
-                if id(row.param) not in self._rows:
+                if row.again:
+                    row.mean = row.square = row.master = row.value = row.extra = None
+                else:
                     self._keep(row)
 
     def _update_lists(
@@ -503,14 +541,16 @@ class FusedAdam(torch.optim.Optimizer):
                 self.set_scaled_state(row.param, name, value)
 
 
-def _update_and_cast(rows: list[_Row], grads: list, flag: Tensor, numbers: tuple) -> None:
+def _update_and_cast(
+    rows: list[_Row], grads: list, flag: Tensor, numbers: tuple, capturable: bool
+) -> None:
     """Update quantized parameters."""
 
     def run(lists: list, casts: list[dict] | None) -> None:
         op = functools.partial(multi_tensor_adam_cast, casts)
         multi_tensor_applier(op, flag, lists, *numbers)
 
-    updates = Updates(run)
+    updates = Updates(run, flag if capturable else None)
     for row, grad in zip(rows, grads, strict=True):
         updates.add(row.param, (grad, row.value, row.mean, row.square))
     updates.flush()

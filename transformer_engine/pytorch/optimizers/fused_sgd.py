@@ -20,6 +20,8 @@ __all__ = ["FusedSGD"]
 
 _NAME = "FusedSGD"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_COPIED = "_grad_none", "materialize_master_grads", "wd_after_momentum"
+"""Attributes of an optimizer, beside torch's, that its copies have."""
 
 
 class FusedSGD(torch.optim.Optimizer):
@@ -74,6 +76,10 @@ class FusedSGD(torch.optim.Optimizer):
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
+
+    def __getstate__(self) -> dict:
+        """What copies and pickles have: torch's, and what is of this class."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, or fill them with 0; as of `FusedAdam.zero_grad`."""

@@ -43,10 +43,17 @@ class Updates:
     ----------
     run : callable
         ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`.
+    flag : Tensor, optional
+        int32 [1]: where it is not 0 nothing is written, by casts after `run` either.
     """
 
-    def __init__(self, run: Callable[[list[list[Tensor]], list[dict] | None], None]) -> None:
+    def __init__(
+        self,
+        run: Callable[[list[list[Tensor]], list[dict] | None], None],
+        flag: Tensor | None = None,
+    ) -> None:
         self.run = run
+        self.noop = None if flag is None else flag.to(torch.float32)
         self.rows: list[list[Tensor]] = []
         self.casts: list[dict] = []
 
@@ -57,7 +64,10 @@ class Updates:
         """
         param, row = local_part(param), [local_part(t) for t in row]
         source = _Updated(self, row)
-        param._write(source if param._viewed is None else source.values())
+        if param._viewed is None and param._caster()._casts_computed:
+            param._write(source)
+        else:
+            param._write(source.values(), None, self.noop)
 
     def flush(self) -> None:
         """Run what was put off."""
@@ -76,6 +86,12 @@ class _Updated(Computed):
     def _put_off(self, **fields: Any) -> None:
         self._updates.rows.append(self._row)
         self._updates.casts.append(fields)
+
+    def cast(self, **fields: Any) -> None:
+        """Cast them as these fields say, unless the update has left them as they are."""
+        if self._values is not None:
+            fields["noop"] = self._updates.noop
+        super().cast(**fields)
 
     def values(self) -> Tensor:
         """The new values, in the memory of the old ones."""

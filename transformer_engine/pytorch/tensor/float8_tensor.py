@@ -438,6 +438,7 @@ class _PerTensorQuantizer(Quantizer):
     """Casts with one scale."""
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
+    _CASTS_COMPUTED = True
     _GATHERS_ROWS = True
     dtype: DType  # of the codes
     _known: tuple[Tensor | None] | None = None

@@ -368,6 +368,8 @@ class TwoFormQuantizer(Quantizer):
         Round scales down to powers of two.
     """
 
+    _CASTS_COMPUTED = True
+
     def __init__(
         self,
         fp8_dtype: Any,
