@@ -112,6 +112,16 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+@constant_in_graphs
+def allows_tf32() -> bool:
+    """Whether products of fp32 on CUDA may round to TF32, by any of torch's settings.
+
+    Where a program has used ``fp32_precision``, torch refuses to say what ``allow_tf32`` is.
+    Guarded in graphs, though a constant there: `torch.compile` looks at this setting itself.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 class _TorchContext(Context):
     """A block with other states of torch for the thread."""
 
