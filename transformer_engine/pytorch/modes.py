@@ -78,6 +78,9 @@ no_torch_function: Callable = torch._C._disabled_torch_function_impl
 give_own_class: Callable[[torch.nn.Module], None] = _inject_new_class
 """Give a module a class of its own, as the first parametrization of a module does."""
 
+take_back: Callable[[torch.library.Library], None] = torch.library.Library._destroy
+"""Undo what a library has defined."""
+
 below_autograd: Callable[[], AbstractContextManager] = torch._C._AutoDispatchBelowAutograd
 """A block in which operators go on below autograd, for autograd's part of an operator."""
 
