@@ -46,7 +46,6 @@ def test_is_defined_again(at, after, monkeypatch):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key), key
 
 
-
 def test_process_ends_quietly():
     program = "from transformer_engine.pytorch import torch_ops as t; t._define_with_state(7)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

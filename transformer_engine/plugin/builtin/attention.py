@@ -182,7 +182,11 @@ def get_fused_attn_backend(
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
 
 
-_SIZES = "num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"
+def _check_sizes(op: str, *sizes: Any) -> None:
+    names = "num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"
+    for name, size in zip(names, sizes, strict=True):
+        if not hasattr(size, "__index__"):
+            raise TypeError(f"{op}: {name}={size!r}, expected an int")
 
 
 def no_backend_because(
@@ -200,9 +204,7 @@ def no_backend_because(
     what is no number.
     """
     op = "get_fused_attn_backend"
-    for name, size in zip(_SIZES, (*heads, *channels), strict=True):
-        if not hasattr(size, "__index__"):
-            raise TypeError(f"{op}: {name}={size!r}, expected an int")
+    _check_sizes(op, *heads, *channels)
     names = "q_dtype", "kv_dtype"
     found = [torch_dtype(op, name, each) for name, each in zip(names, dtypes, strict=True)]
     bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
@@ -216,9 +218,9 @@ def no_backend_because(
     text = ""
     if found[0] != found[1] or found[0] not in taken:
         text = f"dtypes {found[0]} and {found[1]}: expected one of {taken} for both"
-    elif min(channels) < 0:
-        text = f"{channels} channels of a head"
-    elif min(heads) < 1 or heads[0] % heads[1] != 0:
+    elif min(*channels, heads[0] - 1) < 0:
+        text = f"{heads[0]} heads of queries with {channels} channels"
+    elif heads[1] < 1 or heads[0] % heads[1] != 0:
         text = f"{heads[0]} heads of queries and {heads[1]} of keys: these must divide those"
     elif packed[0] != packed[1]:
         text = "packed queries or keys alone: pack both"
