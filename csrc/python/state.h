@@ -205,12 +205,12 @@ typedef struct tepy_slot_call {
     int asked;             /* it is not run: the result is whether it would be */
 } tepy_slot_call;
 
-/* Runs an operator with arguments as its function of the module takes them; `by` NULL: by the
- * operator table. New reference: None, or a bool where that is asked. */
 /* Fills the args struct of an operator (`args` has room for it) from its first argument and a dict
  * of the others. *held becomes a new reference to a list of what its pointers need, or NULL. */
 int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields, void *args,
                    PyObject **held);
+/* Runs an operator with arguments as its function of the module takes them; `by` NULL: by the
+ * operator table. New reference: None, or a bool where that is asked. */
 PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
                              PyObject *const *given, Py_ssize_t nargs, PyObject *names);
 

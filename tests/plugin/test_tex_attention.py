@@ -175,6 +175,12 @@ def test_fused_attention_of_one_object():
         ask({})
     with pytest.raises(ValueError, match="bias_type=77"):
         ask(fused(bias_type=77))
+    for field in ("num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
+        for junk in (None, "8", 64.0):
+            with pytest.raises(TypeError, match=f"{field}={junk!r}, expected an int"):
+                ask(fused(**{field: junk}))
+        assert ask(fused(**{field: -8}))[0] == kinds.NVTE_No_Backend
+    assert ask(fused(num_attn_heads=0))[0] == kinds.NVTE_No_Backend
 
 
 def test_a_plug_in_is_asked_by_its_arguments(manager):

@@ -59,6 +59,11 @@ def test_padding_masks_of_the_longest_sequence(device):
         utils.get_padding_mask(3, sums, attention_type="cross")
     with pytest.raises(TypeError, match="cu_seqlens_q=None"):
         utils.get_padding_mask(3)
+    for size in ("3", -1, 2.5):
+        with pytest.raises(ValueError, match=f"batch_size={size!r}, expected a number"):
+            utils.get_padding_mask(size, sums)
+        with pytest.raises(ValueError, match=f"max_seqlen_q={size!r}, expected a number"):
+            utils.get_padding_mask(3, sums, max_seqlen_q=size)
 
 
 def test_full_lengths(device):

@@ -222,6 +222,15 @@ def test_a_sequence_that_is_taken_out_begins_anew(device):
     assert not manager.has_free_page()
 
 
+@pytest.mark.parametrize("length", [-1, None, "1", 1.5])
+def test_lengths_that_are_none(device, length):
+    manager = make_params(device, is_paged=True).cache_manager
+    free = len(manager._free)
+    with pytest.raises(ValueError, match=f"context_len = {length!r}, expected a number of tokens"):
+        manager.allocate_sequence("a", length)
+    assert len(manager._free) == free and "a" not in manager._pages
+
+
 def test_pages_that_there_are_not(device):
     params = make_params(device, is_paged=True, total_num_pages=LONGEST // PAGE + 1)
     manager = params.cache_manager

@@ -167,6 +167,23 @@ def test_recompute_by_hand(device):
         Manager.restore_fp8_meta_tensors(meta)
 
 
+def test_a_copy_of_another_history(device):
+    """It is dropped, and the state stays as it is."""
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+    meta, x = layer.fp8_meta, torch.randn(16, WIDTH, device=device)
+    for length in (3, 5):
+        with te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            layer(x * length)
+        if length == 3:
+            Manager.copy_forward_fp8_meta_tensors_for_recompute(meta)
+    state = states_of(layer)
+    with pytest.raises(RuntimeError, match="a history of 3 steps, the module one of 5"):
+        Manager.get_old_fp8_meta_tensors_for_recompute(meta)
+    assert_same_bits(states_of(layer), state)
+    with pytest.raises(RuntimeError, match="no copy is left"):
+        Manager.get_old_fp8_meta_tensors_for_recompute(meta)
+
+
 NAMES = [
     "copy_forward_fp8_meta_tensors_for_recompute",
     "get_old_fp8_meta_tensors_for_recompute",

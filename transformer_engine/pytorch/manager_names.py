@@ -168,7 +168,8 @@ class ManagerNames:
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: Any) -> None:
         """Put the oldest of these copies in force, until `restore_fp8_meta_tensors`.
 
-        RuntimeError where there is none, or another one is in force.
+        RuntimeError where there is none, or another one is in force, or its history has another
+        length by now.
         """
         what = "get_old_fp8_meta_tensors_for_recompute"
         queue, state = _forward_state(what, fp8_meta)
@@ -184,8 +185,14 @@ class ManagerNames:
                     else "a copy is in force: call restore_fp8_meta_tensors first"
                 )
             )
+        old = queue.copied.popleft()
+        if old[1].shape != state[1].shape:
+            raise RuntimeError(
+                f"FP8GlobalStateManager.{what}: the copy has a history of {len(old[1])} steps, the "
+                f"module one of {len(state[1])}: amax_history_len has changed since; it is dropped"
+            )
         queue.newest = state[0].clone(), state[1].clone()
-        _write(state, queue.copied.popleft())
+        _write(state, old)
 
     @classmethod
     def restore_fp8_meta_tensors(cls, fp8_meta: Any) -> None:

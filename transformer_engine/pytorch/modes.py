@@ -78,6 +78,9 @@ no_torch_function: Callable = torch._C._disabled_torch_function_impl
 give_own_class: Callable[[torch.nn.Module], None] = _inject_new_class
 """Give a module a class of its own, as the first parametrization of a module does."""
 
+take_back: Callable[[torch.library.Library], None] = torch.library.Library._destroy
+"""Undo what a library has defined."""
+
 below_autograd: Callable[[], AbstractContextManager] = torch._C._AutoDispatchBelowAutograd
 """A block in which operators go on below autograd, for autograd's part of an operator."""
 
@@ -110,6 +113,16 @@ def exporting() -> bool:
     meets it.
     """
     return torch.compiler.is_exporting()
+
+
+@constant_in_graphs
+def allows_tf32() -> bool:
+    """Whether products of fp32 on CUDA may round to TF32, by any of torch's settings.
+
+    Where a program has used ``fp32_precision``, torch refuses to say what ``allow_tf32`` is.
+    Guarded in graphs, though a constant there: `torch.compile` looks at this setting itself.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 class _TorchContext(Context):

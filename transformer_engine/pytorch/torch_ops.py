@@ -38,6 +38,7 @@ from transformer_engine.pytorch.modes import (
     exporting,
     leaves_of,
     seen_here,
+    take_back,
     without_memory,
 )
 from transformer_engine.pytorch.staged import Staged
@@ -47,6 +48,7 @@ _RUN = (
 )
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
+_FRAGMENTS: list[torch.library.Library] = []  # of operators that calls define, one each
 
 
 def as_constant(number: float) -> float:
@@ -75,7 +77,11 @@ def watched() -> bool:
 
 
 def define(
-    schema: str, implementation: Callable, fake: Callable, tags: tuple[torch.Tag, ...] = ()
+    schema: str,
+    implementation: Callable,
+    fake: Callable,
+    tags: tuple[torch.Tag, ...] = (),
+    library: torch.library.Library = _LIBRARY,
 ) -> None:
     """Make a native function an operator ``torch.ops.transformer_engine.<name>``.
 
@@ -84,12 +90,12 @@ def define(
     right shapes and dtypes.
     """
     name = schema[: schema.index("(")]
-    _LIBRARY.define(schema, tags=tags)
+    library.define(schema, tags=tags)
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, implementation, device)
-    torch.library.register_fake(f"transformer_engine::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, _refusing_backward(name), "Autograd", with_keyset=True)
-    _LIBRARY.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
+        library.impl(name, implementation, device)
+    torch.library.register_fake(f"transformer_engine::{name}", fake, lib=library)
+    library.impl(name, _refusing_backward(name), "Autograd", with_keyset=True)
+    library.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
     offer_formulas()
 
 
@@ -314,7 +320,13 @@ def _define_with_state(count: int) -> str:
     def returned(function: Callable) -> Callable:
         return lambda *arguments: made[0] if len(made := function(*arguments)) == 1 else tuple(made)
 
-    define(schema, returned(_run), returned(_run_fake))
+    library = torch.library.Library("transformer_engine", "FRAGMENT")
+    try:
+        define(schema, returned(_run), returned(_run_fake), library=library)
+        _FRAGMENTS.append(library)
+    except BaseException:  # an interrupt: what is half defined can not be defined again
+        take_back(library)
+        raise
     return name
 
 

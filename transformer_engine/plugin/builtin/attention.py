@@ -182,6 +182,13 @@ def get_fused_attn_backend(
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
 
 
+def _check_sizes(op: str, *sizes: Any) -> None:
+    names = "num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"
+    for name, size in zip(names, sizes, strict=True):
+        if not hasattr(size, "__index__"):
+            raise TypeError(f"{op}: {name}={size!r}, expected an int")
+
+
 def no_backend_because(
     dtypes: tuple,
     qkv_layout: Any,
@@ -193,9 +200,11 @@ def no_backend_because(
     """Why `fused_attn_fwd` does not take such a call on the current device; "": it does.
 
     `dtypes` are of queries, and of keys and values; `heads` their numbers; `channels` those of a
-    head of queries and keys, and of values. ValueError for what is no enumerator.
+    head of queries and keys, and of values. ValueError for what is no enumerator, TypeError for
+    what is no number.
     """
     op = "get_fused_attn_backend"
+    _check_sizes(op, *heads, *channels)
     names = "q_dtype", "kv_dtype"
     found = [torch_dtype(op, name, each) for name, each in zip(names, dtypes, strict=True)]
     bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
@@ -209,6 +218,8 @@ def no_backend_because(
     text = ""
     if found[0] != found[1] or found[0] not in taken:
         text = f"dtypes {found[0]} and {found[1]}: expected one of {taken} for both"
+    elif min(*channels, heads[0] - 1) < 0:
+        text = f"{heads[0]} heads of queries with {channels} channels"
     elif heads[1] < 1 or heads[0] % heads[1] != 0:
         text = f"{heads[0]} heads of queries and {heads[1]} of keys: these must divide those"
     elif packed[0] != packed[1]:

@@ -17,6 +17,7 @@ from transformer_engine.plugin.builtin.values import (
     wide,
 )
 from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.modes import allows_tf32
 from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import casts
@@ -276,7 +277,7 @@ def product(
     pair = _pair(op, *operands)
     device = operands[0].device
     pair.fields["fast_accumulation"] = pair.are_quantized and not use_split_accumulator
-    pair.fields["allow_tf32"] = not pair.are_quantized and torch.backends.cuda.matmul.allow_tf32
+    pair.fields["allow_tf32"] = not pair.are_quantized and allows_tf32()
     out = _place(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
     simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
     simple = simple and (added is None or added.dtype == _bias_dtype(pair, dtype))

@@ -372,8 +372,12 @@ class PagedKVCacheManager(OwnManager):
     def allocate_sequence(self, seq: Any, context_len: int) -> None:
         """Give a sequence without pages those of so many tokens; see `allocate_page`.
 
-        ValueError where it has some.
+        ValueError where it has some, and for what is no number of tokens.
         """
+        if not isinstance(context_len, int) or context_len < 0:
+            raise ValueError(
+                f"PagedKVCacheManager: context_len = {context_len!r}, expected a number of tokens"
+            )
         if self._pages.get(seq):
             raise ValueError(f"PagedKVCacheManager: sequence {seq!r} has pages already")
         self._give(seq, self._count(context_len))

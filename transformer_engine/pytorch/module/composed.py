@@ -20,6 +20,7 @@ from transformer_engine.pytorch.function import (
     run_without_backward,
 )
 from transformer_engine.pytorch.modes import (
+    allows_tf32,
     constant_in_graphs,
     dispatch_modes,
     exporting,
@@ -432,7 +433,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
-            tf32 = graphs.ALLOW_TF32 if torch.backends.cuda.matmul.allow_tf32 else 0
+            tf32 = graphs.ALLOW_TF32 if allows_tf32() else 0
             flags = [f | tf32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)

@@ -18,6 +18,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import is_backward_wide
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import (
+    allows_tf32,
     any_autocast,
     dispatch_modes,
     faking,
@@ -145,7 +146,7 @@ def situation_of(
     # On a GPU, whether fp32 may use TF32 can change.
     if facts[1] >= 0 and is_backward_wide(recipe):
         if facts[4] is not None:
-            facts = (*facts, torch.backends.cuda.matmul.allow_tf32)
+            facts = (*facts, allows_tf32())
         elif inp.dtype is torch.float32:
             return None, ()
     return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors

@@ -116,9 +116,15 @@ def get_padding_mask(
     For `attention_type` "cross" a pair, of queries and of keys; for "self" that of the queries. A
     length that is not given is that of the longest sequence, for which the host waits. TypeError
     for sums that are missing, ValueError for those of another shape or dtype than [batch + 1]
-    int32.
+    int32, and for sizes that are none.
     """
-    one_of("get_padding_mask", ("self", "cross"), attention_type=attention_type)
+    name = "get_padding_mask"
+    one_of(name, ("self", "cross"), attention_type=attention_type)
+    sizes = {"batch_size": batch_size, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
+    for label, size in sizes.items():
+        optional = size is None and label != "batch_size"
+        if not optional and (not hasattr(size, "__index__") or size < 0):
+            raise ValueError(f"{name}: {label}={size!r}, expected a number from 0")
     of_queries = _length_mask(cu_seqlens_q, batch_size, max_seqlen_q, "cu_seqlens_q")
     if attention_type == "self":
         return of_queries
