@@ -253,7 +253,7 @@ def test_what_can_not_be(device):
     mx = torch.nn.Parameter(te.MXFP8Quantizer(E4M3)(source_of(device, (4, 5))))
     with pytest.raises(ValueError, match="a shard of 3 bytes for a slice of 7 bytes"):
         call([mx], [masters], [0], None, [(masters.to(torch.uint8), short)])
-    with pytest.raises(ValueError, match=r"a shard is a list of 1, expected a tensor, a pair \(row"):
+    with pytest.raises(ValueError, match="a shard is a list of 1, expected a tensor"):
         call([mx], [masters], [0], None, [[short]])
     pair = [masters.to(torch.uint8)] * 2
     rows = torch.nn.Parameter(te.MXFP8Quantizer(E4M3, columnwise=False)(mx.dequantize()))

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam_fp8,
     multi_tensor_adam_param_remainder,
     multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
     multi_tensor_sgd,
 )
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists
@@ -26,8 +27,10 @@ __all__ = [
     "multi_tensor_adam_fp8",
     "multi_tensor_adam_param_remainder",
     "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
@@ -41,6 +44,13 @@ def multi_tensor_scale(
     if not lists[0]:
         return
     multi_tensor_apply.multi_tensor_scale(chunk_size, noop_flag, lists, scale)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: Tensor
+) -> None:
+    """`multi_tensor_scale` by an fp32 tensor of one element, which is not read on the host."""
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale.reshape(()))
 
 
 def multi_tensor_l2norm(
