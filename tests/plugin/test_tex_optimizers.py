@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tex_cases import Operators
+from tols import EPS, F32
 
 import transformer_engine_torch as plain_tex
 
@@ -77,3 +78,20 @@ def test_scales_in_e8m0_that_can_not_be(device, flag):
         call(2048, None, [[amax], [amax[:2].byte()]])
     with pytest.raises(ValueError, match=r"3 scales of torch.float32 for 3 amaxes"):
         call(2048, None, [[amax], [amax]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_are_of_unscaled_values(device, flag, dtype):
+    """The squares of the scaled ones are Inf, or 0."""
+    for power in (80, -80):
+        plain = [torch.randn(n, device=device).to(dtype) for n in (1, 700, 3001)]
+        scaled = [each * 2.0**power for each in plain]
+        factor = torch.full((1,), 2.0**-power, device=device)
+        total, each = native.multi_tensor_unscale_l2norm(2048, flag, [scaled], factor, True)
+        exact = torch.stack([t.double().norm() for t in plain])
+        for found, right in ((each, exact), (total, exact.norm().view(1))):
+            torch.testing.assert_close(found.double(), right, rtol=64 * EPS[F32], atol=0.0)
+        assert not flag.any()
+    scaled[1][5] = torch.nan
+    native.multi_tensor_unscale_l2norm(2048, flag, [scaled], factor)
+    assert flag.item() == 1
