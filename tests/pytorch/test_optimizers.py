@@ -21,7 +21,7 @@ def test_steps_over_lists_are_those_of_tex():
     registry = get_registry()
     register_builtins(registry)
     names = [name for name in optimizers.__all__ if name in SHARED["optimizers"].split()]
-    assert len(names) == 10
+    assert len(names) == 11
     steps = [name for name in names if "norm" not in name and name != "multi_tensor_scale"]
     for name in steps:
         function = registry.get_implementation(name, "default.native").fn

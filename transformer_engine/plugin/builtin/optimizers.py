@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.optimizers import multi_tensor_apply
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_scale_tensor
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -44,13 +45,6 @@ def multi_tensor_scale(
     if not lists[0]:
         return
     multi_tensor_apply.multi_tensor_scale(chunk_size, noop_flag, lists, scale)
-
-
-def multi_tensor_scale_tensor(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: Tensor
-) -> None:
-    """`multi_tensor_scale` by an fp32 tensor of one element, which is not read on the host."""
-    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale.reshape(()))
 
 
 def multi_tensor_l2norm(
