@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plug-in system has to pass, through `tex` and modules: a test for each demand.
 
-The other files of this folder take each apart. That all 111 signatures round-trip is tested in
+The other files of this folder take each apart. That all 113 signatures round-trip is tested in
 test_tex_operators.py; what a call costs `make report` tells, and no test decides.
 """
 

@@ -310,6 +310,7 @@ def afterwards(op, which):
 
 
 SGD, SCALES = "multi_tensor_sgd", "multi_tensor_compute_scale_and_scale_inv"
+EXPONENTS = "multi_tensor_compute_scale_inv_e8m0"
 OPTIMIZERS = {
     op: faults_of_adam(op) for op in (ADAM, *CAPTURABLE, f"{ADAM}_fp8", f"{ADAM}_param_remainder")
 }
@@ -384,6 +385,11 @@ SCALING = {
         "no reduction": called_with(UPDATE, a0=lambda *a: a[0][:0]),
         "history": and_then(UPDATE, lambda *a: [t.copy_(t.roll(1, 0)) for t in a[1]]),
         "the buffer": and_then(UPDATE, in_place(0)),
+    },
+    EXPONENTS: {
+        "exponents stay": afterwards(EXPONENTS, 1),
+        "rounded down": and_then(EXPONENTS, lambda *a: a[2][1][0].sub_(1)),
+        "NaN": and_then(EXPONENTS, lambda *a: a[2][1][1].clamp_(max=254)),
     },
     SCALES: {
         "powers": called_with(SCALES, a4=lambda *a: False),

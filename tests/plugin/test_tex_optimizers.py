@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps and reductions of `transformer_engine_torch`: no tensors, refusals."""
 
+import math
+
 import pytest
 import torch
 from tex_cases import Operators
+from tols import EPS, F32
 
 import transformer_engine_torch as plain_tex
 
@@ -42,3 +45,53 @@ def test_reductions_of_nothing(device, flag):
     assert native.multi_tensor_l2norm(2048, flag, [[factor]])[1].numel() == 0
     native.multi_tensor_scale(2048, flag, [[], []], 2.0)
     assert not flag.any()
+    native.multi_tensor_scale_tensor(2048, flag, [[], []], factor)
+    native.multi_tensor_compute_scale_inv_e8m0(2048, None, [[], []])
+    assert not flag.any()
+
+
+def exponent_of(amax):
+    """Of amax / 448, rounded up; amax is a float."""
+    mantissa, exponent = math.frexp(amax / 448)
+    return min(max(exponent - (mantissa == 0.5) + 127, 0), 254)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_of_amaxes_in_e8m0(device, dtype):
+    amaxes = [
+        torch.rand(n, device=device).mul(2.0 ** (n % 29 - 14)).to(dtype) for n in range(1, 40)
+    ]
+    amaxes += [torch.tensor(448.0 * 2.0**n, device=device, dtype=dtype) for n in range(-9, 8)]
+    amaxes += [torch.tensor([[0.0, math.inf, math.nan]], device=device, dtype=dtype)]
+    scales = [torch.full_like(amax, 77, dtype=torch.uint8) for amax in amaxes]
+    native.multi_tensor_compute_scale_inv_e8m0(2048, None, [amaxes, scales])
+    for amax, scale in zip(amaxes[:-1], scales, strict=False):
+        assert scale.view(-1).tolist() == [exponent_of(each) for each in amax.view(-1).tolist()]
+    assert scales[-1].tolist() == [[0, 254, 255]]
+
+
+def test_scales_in_e8m0_that_can_not_be(device, flag):
+    call, amax = native.multi_tensor_compute_scale_inv_e8m0, torch.ones(3, device=device)
+    with pytest.raises(ValueError, match="noop_flag is given, expected None"):
+        call(2048, flag, [[amax], [amax.byte()]])
+    with pytest.raises(ValueError, match=r"2 scales of torch.uint8 for 3 amaxes"):
+        call(2048, None, [[amax], [amax[:2].byte()]])
+    with pytest.raises(ValueError, match=r"3 scales of torch.float32 for 3 amaxes"):
+        call(2048, None, [[amax], [amax]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_are_of_unscaled_values(device, flag, dtype):
+    """The squares of the scaled ones are Inf, or 0."""
+    for power in (80, -80):
+        plain = [torch.randn(n, device=device).to(dtype) for n in (1, 700, 3001)]
+        scaled = [each * 2.0**power for each in plain]
+        factor = torch.full((1,), 2.0**-power, device=device)
+        total, each = native.multi_tensor_unscale_l2norm(2048, flag, [scaled], factor, True)
+        exact = torch.stack([t.double().norm() for t in plain])
+        for found, right in ((each, exact), (total, exact.norm().view(1))):
+            torch.testing.assert_close(found.double(), right, rtol=64 * EPS[F32], atol=0.0)
+        assert not flag.any()
+    scaled[1][5] = torch.nan
+    native.multi_tensor_unscale_l2norm(2048, flag, [scaled], factor)
+    assert flag.item() == 1

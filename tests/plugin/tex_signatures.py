@@ -128,8 +128,10 @@ multi_tensor_adam_param_remainder(chunk_size, noop_flag, tensor_lists, lr, beta1
     epsilon, step, mode, bias_correction, weight_decay)
 multi_tensor_compute_scale_and_scale_inv(chunk_size, noop_flag, tensor_lists, max_fp8,
     force_pow_2_scales, epsilon)
+multi_tensor_compute_scale_inv_e8m0(chunk_size, noop_flag, tensor_lists)
 multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False)
 multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
+multi_tensor_scale_tensor(chunk_size, noop_flag, tensor_lists, scale)
 multi_tensor_sgd(chunk_size, noop_flag, tensor_lists, wd, momentum, dampening, lr, nesterov,
     first_run, wd_after_momentum, scale)
 multi_tensor_unscale_l2norm(chunk_size, noop_flag, tensor_lists, scale, per_tensor=False)

@@ -84,6 +84,7 @@ class Case:
         self.is_fp4 = name.startswith("nv")
         self.bounds = self._bounds(rng, ranks)
         self.shards = rng.random() < 0.5  # write to shards, and not to the parameter
+        self.pairs = self.shards and name.startswith("mx") and self.quantizer.columnwise_usage
         self.buffer = rng.random() < 0.5  # row-wise data lie in a buffer of the program
         self.drop = rng.random() < 0.5
         before = torch.randn(self.shape, generator=numbers).to(self.dtype).to(device)
@@ -116,6 +117,10 @@ class Case:
         first, last = self.place(bounds[0]), self.place(bounds[1])
         data = row_data(weight)
         shard = data.new_zeros(last - first) if self.shards else None
+        if self.pairs:  # as megatron-fsdp gives them, whose parameters have no memory meanwhile
+            shard = [shard, torch.zeros_like(shard)]
+            weight._rowwise_data.untyped_storage().resize_(0)
+            weight._columnwise_data.untyped_storage().resize_(0)
         return weight, self.masters[slice(*bounds)].clone(), bounds[0], shard
 
     def place(self, element):
@@ -130,15 +135,24 @@ class Case:
         if self.bounds[rank] is None:
             return None
         first, last = (self.place(element) for element in self.bounds[rank])
+        if self.pairs:
+            return first, last, *(each.cpu() for each in shard)
         found = row_data(weight).reshape(-1)[first:last] if shard is None else shard
         return first, last, found.cpu()
 
     def gather(self, weight, slices):
-        """Write the row-wise data of all ranks, as a program's all-gather does."""
-        whole = torch.zeros_like(row_data(weight).reshape(-1))
-        for first, last, data in filter(None, slices):
-            whole[first:last] = data.to(whole.device)
-        row_data(weight).copy_(whole.view(row_data(weight).shape))
+        """Write the data of all ranks, as a program's all-gather does."""
+        forms = [row_data(weight)]
+        if self.pairs:
+            forms.append(weight._columnwise_data)
+        for at, form in enumerate(forms):
+            if form.untyped_storage().size() == 0:
+                ends = (n * by for n, by in zip(form.shape, form.stride(), strict=True))
+                form.untyped_storage().resize_((form.storage_offset() + max(ends)) * form.itemsize)
+            whole = torch.zeros(form.numel(), dtype=form.dtype, device=form.device)
+            for first, last, *data in filter(None, slices):
+                whole[first:last] = data[at].to(whole.device)
+            form.copy_(whole.view(form.shape))
 
 
 def row_data(weight):

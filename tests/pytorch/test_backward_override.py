@@ -29,7 +29,7 @@ from pytorch.recipe_cases import (
     results,
     step,
 )
-from tols import BF16, F16, F32
+from tols import BF16, E4M3, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -219,15 +219,21 @@ def test_parameters_of_fp32_under_autocast(device, recipe, override, module):
 
 
 @overrides
-def test_gradients_that_no_gemm_writes(device, override):
-    model, (x, _) = made("Linear", device, F16), data(device, F16)
+def test_gradients_in_fp16_of_operands_in_bf16(device, override):
+    """cuBLASLt writes none: they are cast from fp32."""
+    model, (x, grad) = made("Linear", device, F16), data(device, F16)
+    x.requires_grad_()
     how = Float8CurrentScaling(backward_override=override)
-    with (
-        torch.autocast(device, dtype=BF16),
-        te.autocast(recipe=how),
-        pytest.raises(NotImplementedError, match=r"gradient of \w+ in f16 of operands in bf16"),
-    ):
-        model(x)
+    with torch.autocast(device, dtype=BF16), te.autocast(recipe=how):
+        out = model(x)
+    grad = grad.to(BF16)
+    out.backward(grad)
+    assert out.dtype is BF16 and x.grad.dtype is model.weight.grad.dtype is F16
+    rows, dy = x.detach().flatten(0, 1).double(), grad.flatten(0, 1).double()
+    narrow = tol("round", E4M3) if override == "dequantized" else 0.0
+    bound = 4 * sum_bound(device, BF16, TOKENS * BATCH) + 4 * tol("round", BF16) + 2 * narrow
+    assert_nmse(x.grad.flatten(0, 1), dy @ model.weight.detach().double(), bound)
+    assert_nmse(model.weight.grad, dy.t() @ rows, bound)
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -101,9 +101,44 @@ def test_one_collective_for_all_amaxes(device, monkeypatch):
 def test_one_more_for_each_parameter_with_columns_of_their_own(device, monkeypatch):
     cases = [Case("mx", drawn(), 2, device) for _ in range(4)]
     threads, found = simulated(monkeypatch, cases, 2)
-    assert threads.collectives == 1 + sum(case.quantizer.columnwise_usage for case in cases)
+    written = [case.quantizer.columnwise_usage and not case.pairs for case in cases]
+    assert threads.collectives == 1 + sum(written)
     for weights in found:
         assert_whole(cases, weights)
+
+
+@pytest.mark.parametrize("name", ["mx", "mx squares"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_pairs_of_shards(device, name, empty, monkeypatch):
+    """Nothing but amaxes is exchanged, also where a rank has no slice and can not say so."""
+    cases = []
+    while len(cases) < 4:
+        case = Case(name, drawn(), 3, device)
+        if case.pairs and (None in case.bounds) == empty:
+            case.drop = len(cases) % 2 == 0
+            cases.append(case)
+    for case in cases:
+        threads, found = simulated(monkeypatch, [case], 3)
+        assert threads.collectives == 1
+        for weights in found:
+            assert_whole([case], weights)
+
+
+@pytest.mark.parametrize("name", ["mx", "mx squares"])
+@pytest.mark.parametrize("form", [0, 1])
+def test_one_of_a_pair(device, name, form):
+    """The other form is written to the parameter."""
+    quantizer, source = QUANTIZERS[name](), source_of(device, (40, 96), torch.float32)
+    weight = torch.nn.Parameter(quantizer(torch.zeros_like(source)))
+    shard = torch.zeros(source.numel(), dtype=torch.uint8, device=device)
+    pair = (shard, None) if form == 0 else (None, shard)
+    utils.quantize_master_weights([weight], [source.view(-1)], [0], None, [pair], True)
+    expected = quantizer(source)
+    codes = (expected._rowwise_data, expected._columnwise_data)
+    assert_same_bits(shard, codes[form].reshape(-1))
+    (weight._rowwise_data, weight._columnwise_data)[form].copy_(codes[form])
+    utils.post_all_gather_processing(weight)
+    assert_same_tensor(weight, expected)
 
 
 @pytest.mark.parametrize("name", SQUARES)
@@ -215,6 +250,17 @@ def test_what_can_not_be(device):
         short = masters[:3].to(torch.uint8)
         call([scaled, tiles], [masters, masters], [0, 0], None, [None, short])
     assert_same_bits(programs.row_data(scaled), before)
+    mx = torch.nn.Parameter(te.MXFP8Quantizer(E4M3)(source_of(device, (4, 5))))
+    with pytest.raises(ValueError, match="a shard of 3 bytes for a slice of 7 bytes"):
+        call([mx], [masters], [0], None, [(masters.to(torch.uint8), short)])
+    with pytest.raises(ValueError, match="a shard is a list of 1, expected a tensor"):
+        call([mx], [masters], [0], None, [[short]])
+    pair = [masters.to(torch.uint8)] * 2
+    rows = torch.nn.Parameter(te.MXFP8Quantizer(E4M3, columnwise=False)(mx.dequantize()))
+    hybrid = torch.nn.Parameter(QUANTIZERS["hybrid"]()(mx.dequantize()))
+    for one in (tiles, scaled, rows, hybrid):
+        with pytest.raises(ValueError, match=f"a column-wise shard for a {type(one).__name__} wi"):
+            call([one], [masters], [0], None, [pair])
     with pytest.raises(ValueError, match="a parameter comes twice"):
         call([tiles, tiles], [masters, masters], [0, 7], None)
     with pytest.raises(ValueError, match="a slice of 7 elements that begins at 14, of a weight of"):

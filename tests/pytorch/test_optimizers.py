@@ -21,7 +21,7 @@ def test_steps_over_lists_are_those_of_tex():
     registry = get_registry()
     register_builtins(registry)
     names = [name for name in optimizers.__all__ if name in SHARED["optimizers"].split()]
-    assert len(names) == 10
+    assert len(names) == 11
     steps = [name for name in names if "norm" not in name and name != "multi_tensor_scale"]
     for name in steps:
         function = registry.get_implementation(name, "default.native").fn
@@ -483,6 +483,23 @@ def test_errors():
     for options in ({"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "nesterov": True}):
         with pytest.raises(ValueError, match="FusedSGD: "):
             FusedSGD([parameter], **options)
+        with pytest.raises(ValueError, match="FusedSGD: "):
+            FusedSGD([{"params": [parameter], **options}], nesterov=options.get("nesterov", False))
+    with pytest.raises(ValueError, match="FusedSGD: no lr for a group of parameters"):
+        FusedSGD([parameter])
+    with pytest.raises(TypeError, match="FusedSGD: lr='1e-3', expected a number"):
+        FusedSGD([{"params": [parameter], "lr": "1e-3"}])
+
+
+def test_sgd_with_a_learning_rate_for_each_group(device):
+    weights = [torch.nn.Parameter(torch.zeros(70, device=device)) for _ in range(2)]
+    groups = [{"params": [w], "lr": lr} for w, lr in zip(weights, (0.5, 0.25), strict=True)]
+    optimizer = FusedSGD(groups)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight, lr in zip(weights, (0.5, 0.25), strict=True):
+        assert (weight == -lr).all()
 
 
 def test_steps_are_counted_whatever_the_default_dtype_is(device):

@@ -568,8 +568,7 @@ FEATURES: tuple[Feature, ...] = (
             fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
             get_grouped_gemm_setup_workspace_size group_dequantize group_quantize
             group_requantize_inplace group_scaled_clamped_swiglu group_scaled_swiglu
-            grouped_swizzle_for_gemm multi_tensor_compute_scale_inv_e8m0 multi_tensor_pad_last_dim
-            multi_tensor_scale_tensor multi_tensor_swizzle_scales_for_gemm_
+            grouped_swizzle_for_gemm multi_tensor_pad_last_dim multi_tensor_swizzle_scales_for_gemm_
             multi_tensor_swizzle_scales_for_gemm_unchecked_ multi_tensor_transpose_to_bhsd
             mxfp8_scaling_compute_partial_amax mxfp8_scaling_partial_cast newton_schulz
             nvfp4_2d_compute_partial_amax nvfp4_2d_multi_tensor_transpose nvfp4_2d_partial_cast

@@ -61,7 +61,8 @@ SHARED: dict[str, str] = {
     "thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
     "optimizers": "multi_tensor_adam multi_tensor_adam_capturable "
     "multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder "
-    "multi_tensor_compute_scale_and_scale_inv multi_tensor_l2norm multi_tensor_scale "
+    "multi_tensor_compute_scale_and_scale_inv multi_tensor_compute_scale_inv_e8m0 "
+    "multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor "
     "multi_tensor_sgd multi_tensor_unscale_l2norm",
 }
 """Operators whose one function, in plain torch, is both implementations."""

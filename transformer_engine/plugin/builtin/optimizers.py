@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.optimizers import multi_tensor_apply
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_scale_tensor
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -15,6 +16,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam_fp8,
     multi_tensor_adam_param_remainder,
     multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
     multi_tensor_sgd,
 )
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists
@@ -26,8 +28,10 @@ __all__ = [
     "multi_tensor_adam_fp8",
     "multi_tensor_adam_param_remainder",
     "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]

@@ -15,7 +15,6 @@ _SHAPES = ((5,), (3, 7), (40, 11), (2, 129))
 
 
 def _scale(op: str, draw: Draw) -> Iterator[Case]:
-    del op
     for dtype, wide, broken in product(draw.dtypes, (False, True), (False, True)):
         given = [draw.normal(shape, dtype) for shape in _SHAPES]
         if broken:
@@ -34,7 +33,8 @@ def _scale(op: str, draw: Draw) -> Iterator[Case]:
             return [*results, same("noop_flag", (flag != 0).int(), raised)]
 
         name = f"{name_of(dtype)}{' to float32' * wide}{' with Inf' * broken}"
-        yield Case(name, (2048, flag, [given, out], 0.3), wanted, written=(flag, *out))
+        factor = draw.number(0.3) if op == "multi_tensor_scale_tensor" else 0.3
+        yield Case(name, (2048, flag, [given, out], factor), wanted, written=(flag, *out))
 
 
 def _norm(op: str, draw: Draw) -> Iterator[Case]:
@@ -62,6 +62,7 @@ def _norm(op: str, draw: Draw) -> Iterator[Case]:
 
 CASES = {
     "multi_tensor_scale": _scale,
+    "multi_tensor_scale_tensor": _scale,
     "multi_tensor_l2norm": _norm,
     "multi_tensor_unscale_l2norm": _norm,
 }

@@ -174,7 +174,33 @@ def _partial_cast(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{name} {name_of(kind)}", args, wanted, written=(out,))
 
 
+def _exponents(op: str, draw: Draw) -> Iterator[Case]:
+    del op
+    special = (0.0, math.inf, math.nan, 448.0, 450.0, 2.0**-20, 896.0)
+    for dtype in draw.dtypes:
+        drawn = draw.normal((9,), torch.float32).abs()
+        given = [drawn.to(dtype), drawn.new_tensor(special).to(dtype)]
+        made = [draw.place(t.shape, torch.uint8) for t in given]
+        exact = [[_exponent(value) for value in amaxes.double().tolist()] for amaxes in given]
+
+        def wanted(found: Any, made: list = made, exact: list = exact) -> list:
+            del found
+            pairs = enumerate(zip(made, exact, strict=True))
+            return [same(f"out {i}", o, torch.tensor(e, dtype=o.dtype)) for i, (o, e) in pairs]
+
+        yield Case(name_of(dtype), (2048, None, [given, made]), wanted, written=tuple(made))
+
+
+def _exponent(amax: float) -> int:
+    """Of amax / 448, rounded up."""
+    if not math.isfinite(amax):
+        return 255 if math.isnan(amax) else 254
+    mantissa, exponent = math.frexp(amax / 448.0)
+    return 0 if amax == 0.0 else exponent - (mantissa == 0.5) + 127
+
+
 CASES = {
+    "multi_tensor_compute_scale_inv_e8m0": _exponents,
     "fused_amax_and_scale_update_after_reduction": _update,
     "multi_tensor_compute_scale_and_scale_inv": _scales,
     "fp8_block_scaling_compute_partial_amax": _partial_amax,

@@ -7,6 +7,7 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
@@ -32,7 +33,7 @@ class FusedSGD(torch.optim.Optimizer):
     params : iterable of Parameter or of dict
         fp32, fp16 or bf16, quantized ones too; as of `torch.optim.SGD`.
     lr : float
-        Learning rate.
+        Learning rate; may be left out where each group of parameters has its own.
     momentum, dampening, weight_decay, nesterov
         As of `torch.optim.SGD`; the momentum is kept in fp32.
     wd_after_momentum : bool, default False
@@ -45,13 +46,13 @@ class FusedSGD(torch.optim.Optimizer):
     Raises
     ------
     ValueError
-        Numbers that can not be.
+        Numbers that can not be, or a group without a learning rate.
     """
 
     def __init__(
         self,
         params: Iterable,
-        lr: float,
+        lr: float = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -62,11 +63,7 @@ class FusedSGD(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        for name, value in numbers.items():
-            if not isinstance(value, SupportsFloat):
-                raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
-            if not value >= 0.0:
-                raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
+        _check_numbers(numbers)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
                 f"{_NAME}: nesterov=True with momentum={momentum!r} and dampening={dampening!r}: "
@@ -80,6 +77,13 @@ class FusedSGD(torch.optim.Optimizer):
     def __getstate__(self) -> dict:
         """What copies and pickles have: torch's, and what is of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with numbers of their own; raises as the class does."""
+        _check_numbers(param_group)
+        if param_group.get("lr", self.defaults["lr"]) is required:
+            raise ValueError(f"{_NAME}: no lr for a group of parameters, expected a learning rate")
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, or fill them with 0; as of `FusedAdam.zero_grad`."""
@@ -158,6 +162,17 @@ class FusedSGD(torch.optim.Optimizer):
 
 def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None) -> None:
     multi_tensor_applier(functools.partial(multi_tensor_sgd_cast, casts), flag, lists, *numbers)
+
+
+def _check_numbers(numbers: dict) -> None:
+    for name in ("lr", "momentum", "weight_decay"):
+        value = numbers.get(name, required)
+        if value is required:
+            continue
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
+        if not value >= 0.0:
+            raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
 
 
 def _check(param: Tensor) -> None:

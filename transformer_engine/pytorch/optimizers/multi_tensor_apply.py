@@ -113,6 +113,11 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times `inv_scale`, an fp32 tensor of one element."""
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    return total * inv_scale.abs(), each * inv_scale.abs()
+    """`multi_tensor_l2norm` of the tensors times `inv_scale`, an fp32 tensor of one element.
+
+    The products are what is squared: scaled values whose squares have no finite sum have a norm.
+    """
+    with torch.no_grad():
+        factors = {t.device: inv_scale.to(t.device).reshape(()) for t in tensor_lists[0]}
+        products = [t.float() * factors[t.device] for t in tensor_lists[0]]
+    return multi_tensor_l2norm(chunk_size, noop_flag, [products], per_tensor)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch.constants import torch_dtype
+from transformer_engine.pytorch.constants import DType, torch_dtype
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 __all__ = [
     "multi_tensor_adam",
@@ -23,6 +24,7 @@ __all__ = [
     "multi_tensor_adam_fp8",
     "multi_tensor_adam_param_remainder",
     "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_sgd",
     "multi_tensor_sgd_cast",
 ]
@@ -343,3 +345,35 @@ def multi_tensor_compute_scale_and_scale_inv(
             made = (made.view(torch.int32) & -0x800000).view(torch.float32)
         scale.copy_(made.view(scale.shape))
         inverse.copy_(made.reciprocal().view(inverse.shape))
+
+
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
+) -> None:
+    """Scales of MXFP8 of amaxes: the exponents (uint8) of amax / 448, rounded up.
+
+    0 for an amax of 0, 254 for Inf, 255 for NaN. The lists are amaxes, of fp32, fp16 or bf16, and
+    scales: those of a cast to E4M3 of groups with these amaxes. ValueError for a flag, or lists of
+    other numbers or lengths.
+    """
+    op = "multi_tensor_compute_scale_inv_e8m0"
+    if noop_flag is not None:
+        raise ValueError(f"{op}: noop_flag is given, expected None: scales are always written")
+    groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for amax, scale in zip(*checked_lists(op, tensor_lists, 2), strict=True):
+        if scale.dtype != torch.uint8 or scale.numel() != amax.numel():
+            raise ValueError(
+                f"{op}: {scale.numel()} scales of {scale.dtype} for {amax.numel()} amaxes, "
+                "expected as many of torch.uint8"
+            )
+        if amax.numel() > 0:
+            groups.setdefault((amax.device, amax.dtype), []).append((amax, scale))
+    quantizer = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=False, columnwise=True)
+    quantizer.internal = True
+    for pairs in groups.values():  # as columns of one value, which have a scale each
+        amaxes = torch.cat([amax.detach().reshape(-1) for amax, _ in pairs])
+        found = quantizer(amaxes.view(1, -1))._columnwise_scale_inv[0, : amaxes.numel()]
+        found = found.masked_fill(amaxes.isnan(), 0xFF)  # which in a group is no amax
+        parts = found.split([amax.numel() for amax, _ in pairs])
+        for (_, scale), made in zip(pairs, parts, strict=True):
+            scale.copy_(made.view(scale.shape))

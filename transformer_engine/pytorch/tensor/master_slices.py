@@ -11,6 +11,7 @@ another rank has the value: so the operator finds the amaxes of the whole parame
 are those of a cast of the whole.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
 
-__all__ = ["Slice", "row_data_field", "row_storage", "slices_of", "turns"]
+__all__ = ["Shards", "Slice", "row_data_field", "row_storage", "slices_of", "turns"]
 
 _ROW_DATA = {
     Float8TensorStorage: "_data",
@@ -64,6 +65,13 @@ def turns(storage: Any) -> bool:
     )
 
 
+class Shards(NamedTuple):
+    """Where to write the bytes of a slice, of each form; None: to the parameter."""
+
+    row: Tensor | None = None
+    column: Tensor | None = None
+
+
 class Slice:
     """Some elements of a parameter, one after the other, in its nominal dtype; or none.
 
@@ -75,17 +83,23 @@ class Slice:
         [n]
     start : int
         Of its first element among those of the parameter.
-    shard : Tensor, optional
-        Where to write the row-wise bytes of the slice; None: to the parameter.
+    shards : Shards
+        Where to write its bytes.
     """
 
-    def __init__(self, storage: Any, part: Tensor, start: int, shard: Tensor | None) -> None:
-        self.storage, self.part, self.start, self.shard = storage, part, start, shard
+    in_order = False
+    """Whether there are column-wise bytes, in the order of elements."""
+    keeps_columns: Any = False
+    """Whether column-wise bytes go to shards, here or on another rank; read behind `measure`."""
+
+    def __init__(self, storage: Any, part: Tensor, start: int, shards: Shards) -> None:
+        self.storage, self.part, self.start, self.shards = storage, part, start, shards
         self.end = start + part.numel()
         shape = storage.shape
         self.rows, self.columns = math.prod(shape[:-1]), shape[-1]
-        if shard is not None and part.numel() > 0:
-            self._check_shard(shard)  # before anything is written, and others wait for this rank
+        for shard in shards:  # before anything is written, and others wait for this rank
+            if shard is not None:
+                self._check_shard(shard)
 
     def measure(self) -> list[Tensor]:
         """Largest magnitudes of the slice, fp32: to be overwritten with those of all ranks."""
@@ -98,7 +112,8 @@ class Slice:
     def write(self, shared: Tensor | None) -> None:
         """Write row-wise bytes of the slice, and scales and column-wise bytes of all.
 
-        `shared` is what `share` gave, of all ranks.
+        `shared` is what `share` gave, of all ranks. Column-wise bytes that go to shards are those
+        of the slice.
         """
         raise NotImplementedError
 
@@ -113,8 +128,8 @@ class Slice:
 
     def _put(self, made: Tensor) -> None:
         """Write the row-wise data of the slice, [n], to its shard or into the parameter."""
-        if self.shard is not None:
-            self.shard.view(torch.uint8).view(-1).copy_(made.reshape(-1).view(torch.uint8))
+        if self.shards.row is not None:
+            _copy_bytes(made, self.shards.row)
             return
         data, mine = self._row_data(), self._span()
         if data.is_contiguous():
@@ -125,7 +140,7 @@ class Slice:
             data.copy_(whole.view(data.shape))
 
     def _check_shard(self, shard: Tensor) -> None:
-        """ValueError for another size than that of the row-wise bytes of the slice."""
+        """ValueError for another size than that of the bytes of the slice."""
         mine, data = self._span(), self._row_data()
         size = (mine.stop - mine.start) * data.element_size()
         if shard.numel() * shard.element_size() != size:
@@ -147,6 +162,10 @@ class Slice:
             )
         line = -(-self.columns // 16) * 8
         return slice(*(row * line + column // 2 for row, column in ends))
+
+
+def _copy_bytes(made: Tensor, shard: Tensor) -> None:
+    shard.view(torch.uint8).view(-1).copy_(made.reshape(-1).view(torch.uint8))
 
 
 # ---- one scale -----------------------------------------------------------------------------------
@@ -206,8 +225,8 @@ class _Units(NamedTuple):
 class UnitSlice(Slice):
     """Of a tensor with a scale for each tile, row or group."""
 
-    def __init__(self, storage: Any, part: Tensor, start: int, shard: Tensor | None) -> None:
-        super().__init__(storage, part, start, shard)
+    def __init__(self, storage: Any, part: Tensor, start: int, shards: Shards) -> None:
+        super().__init__(storage, part, start, shards)
         self.quantizer = storage._caster().copy()
         self.quantizer.internal = True
         self.is_fp4 = isinstance(storage, NVFP4TensorStorage)
@@ -222,20 +241,33 @@ class UnitSlice(Slice):
         self.column_units = None
         if storage._columnwise_data is not None and not self.square:
             self.column_units = _Units(*size, _LINES.get(mode, self.rows), 1)
+        # Column-wise codes lie in the order of elements: a rank may have those of a slice.
+        self.in_order = mode == _core.SCALING_MXFP8 and storage._columnwise_data is not None
         self._span()  # before others wait for this rank
 
     def measure(self) -> list[Tensor]:
+        self.to_shards = None
+        if self.in_order:  # a rank without elements has no shards: the others tell it
+            given = float(self.shards.column is not None)
+            self.to_shards = self.part.new_full((1,), given, dtype=torch.float32)
         self.amax = self.column_tops = None
         self.row_tops = self._tops(self.row_units)
         if self.column_units is not None:
             self.column_tops = self._tops(self.column_units)
         if self.is_fp4:  # NaN is no largest magnitude of a tensor, but that of a group
             self.amax = self._largest()
-        return [t for t in (self.row_tops, self.column_tops, self.amax) if t is not None]
+        found = self.row_tops, self.column_tops, self.amax, self.to_shards
+        return [t for t in found if t is not None]
+
+    @functools.cached_property
+    def keeps_columns(self) -> bool:  # waits for the device where the rank has no elements
+        if self.part.numel() > 0 or self.to_shards is None:
+            return self.shards.column is not None
+        return bool(self.to_shards.item())
 
     def share(self) -> Tensor | None:
-        """Column-wise codes: those that lie together there are not those of one slice."""
-        if self.column_units is None:
+        """Column-wise codes, unless each rank has a shard for its own."""
+        if self.column_units is None or self.keeps_columns:
             return None
         turned = self.storage._mode() != _core.SCALING_MXFP8
         size = (self.columns, self.rows) if turned else (self.rows, self.columns)
@@ -256,11 +288,26 @@ class UnitSlice(Slice):
         if self.part.numel() > 0:
             made, first, _ = self._cast(self.row_units, self.row_tops, columnwise=False)
             mine, before = self._span(), first * made._rowwise_data.shape[-1]
-            self._put(made._rowwise_data.reshape(-1)[mine.start - before : mine.stop - before])
+            codes = made._rowwise_data.reshape(-1)[mine.start - before : mine.stop - before]
+            self._put(codes)
+            self._put_columns(codes)
         self._write_scales(storage._rowwise_scale_inv, self.row_units, self.row_tops)
-        if shared is not None:
+        if self.column_units is not None:
             self._write_scales(storage._columnwise_scale_inv, self.column_units, self.column_tops)
+        elif self.square and self.keeps_columns:
+            storage._columnwise_scale_inv.copy_(storage._turned_scales())
+        if shared is not None:
             storage._columnwise_data.copy_(shared.view(storage._columnwise_data.shape))
+
+    def _put_columns(self, codes: Tensor) -> None:
+        """Write column-wise codes to a shard, where there is one: those of squares are `codes`."""
+        if self.shards.column is None:
+            return
+        if self.column_units is not None:
+            made, first, _ = self._cast(self.column_units, self.column_tops, columnwise=True)
+            at = first * self.columns
+            codes = made._columnwise_data.reshape(-1)[self.start - at : self.end - at]
+        _copy_bytes(codes, self.shards.column)
 
     def _tops(self, units: _Units) -> Tensor:
         """The largest magnitude that the slice has of each unit, fp32; 0 where it has none."""
@@ -342,7 +389,7 @@ class WholeSlice(Slice):
 
     def write(self, shared: Tensor | None) -> None:
         self.storage._write(shared.view(self.part.dtype).view(self.storage.shape))
-        if self.shard is not None and self.part.numel() > 0:
+        if self.shards.row is not None and self.part.numel() > 0:
             self._put(self._row_data().reshape(-1)[self._span()])
 
 
@@ -357,10 +404,11 @@ class IdentitySlice(Slice):
 # ---- which one -----------------------------------------------------------------------------------
 
 
-def slices_of(weight: Any, part: Tensor, start: int, shard: Tensor | None) -> list[Slice]:
+def slices_of(weight: Any, part: Tensor, start: int, shards: Shards) -> list[Slice]:
     """The slices of a parameter: one, but of a hybrid one for each part that is written.
 
-    NotImplementedError for a class that is none of those, ValueError without row-wise data.
+    NotImplementedError for a class that is none of those, ValueError without row-wise data or for a
+    column-wise shard of what has no column-wise bytes in the order of elements.
     """
     storage = row_storage(weight)
     field = row_data_field(storage)
@@ -374,11 +422,17 @@ def slices_of(weight: Any, part: Tensor, start: int, shard: Tensor | None) -> li
             f"quantize_master_weights: a {type(weight).__name__} without row-wise data, of which "
             "ranks write slices: keep them, update_usage(rowwise_usage=True) before"
         )
-    made = [_kind_of(storage)(storage, part, start, shard)]
+    made = [_kind_of(storage)(storage, part, start, shards)]
+    if shards.column is not None and (storage is not weight or not made[0].in_order):
+        raise ValueError(
+            f"quantize_master_weights: a column-wise shard for a {type(weight).__name__} without "
+            "column-wise data, or whose column-wise data are not in the order of elements as those "
+            "of MXFP8 are: give the row-wise shard alone"
+        )
     if storage is weight or weight._columnwise_storage is None:
         return made
     if weight._caster().columnwise_source == "original":
-        made.append(WholeSlice(weight._columnwise_storage, part, start, None))
+        made.append(WholeSlice(weight._columnwise_storage, part, start, Shards()))
     return made
 
 

@@ -58,13 +58,18 @@ class MXFP8TensorStorage(TwoFormStorage):
         """Squares are the same column-wise, and data are not transposed."""
         if not self._is_2D_scaled:
             return None
+        data = self._rowwise_data
+        return casts.empty_rows(data.shape, data.device).copy_(data), self._turned_scales()
+
+    def _turned_scales(self) -> Tensor:
+        """Column-wise scales of squares."""
         data, scales = self._rowwise_data, self._rowwise_scale_inv
         rows, columns = data.shape[:-1].numel(), data.shape[-1]
         across = -(-columns // 32)
         found = scales[:rows:32, :across].repeat_interleave(32, 1)[:, :columns]
         turned = scales.new_zeros(-(-rows // 128) * 4, -(-columns // 128) * 128)
         turned[: found.shape[0], :columns] = found
-        return casts.empty_rows(data.shape, data.device).copy_(data), turned
+        return turned
 
     def _shape_of_columns(self, data: Tensor) -> tuple[int, ...]:
         return tuple(data.shape)

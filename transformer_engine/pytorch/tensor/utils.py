@@ -12,6 +12,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
 from transformer_engine.pytorch.tensor.master_slices import (
+    Shards,
     Slice,
     row_data_field,
     row_storage,
@@ -36,7 +37,7 @@ def quantize_master_weights(
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     group: Any,
-    fsdp_shard_model_weights: Sequence[Tensor | None] | None = None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """Cast this rank's slices of master weights into quantized parameters.
@@ -69,10 +70,13 @@ def quantize_master_weights(
     group : ProcessGroup, optional
         The ranks that share the parameters; all where None, none where torch.distributed is not in
         use.
-    fsdp_shard_model_weights : sequence of Tensor or None, optional
+    fsdp_shard_model_weights : sequence of Tensor, pair of Tensor or None, optional
         uint8 shards to write to instead of the parameters, each as long as the row-wise bytes of
         its slice: an element each, or two of NVFP4, where rows are padded to 16; of an
-        `IdentityTensor` of its dtype.
+        `IdentityTensor` of its dtype. A pair is one for row-wise and one for column-wise bytes, or
+        None for one of them: of MXFP8, whose forms have elements in one order. All ranks that have
+        a slice of a parameter give pairs, or none does: then nothing is exchanged but amaxes, the
+        program gathers both forms, and the column-wise one is kept.
     manual_post_all_gather_processing : bool, default False
         Keep column-wise forms that `post_all_gather_processing` makes new: else they are dropped,
         and made when they are read. Others always stay.
@@ -82,7 +86,8 @@ def quantize_master_weights(
     ValueError
         The sequences have other lengths, a parameter comes twice, a slice does not lie in its
         parameter or cuts a byte of NVFP4 (which two neighbours in a row share), a shard has another
-        size, or a parameter has no row-wise data. The other ranks wait for this one then.
+        size, is no tensor or is for column-wise bytes that the parameter has not in the order of
+        elements, or a parameter has no row-wise data. The other ranks wait for this one then.
     NotImplementedError
         A parameter of another class.
     """
@@ -105,11 +110,12 @@ def quantize_master_weights(
         if shared is not None:
             _reduce(shared, group)
         part.write(shared)
+    kept = {id(part.storage) for part in slices if part.keeps_columns}
     for weight in model_weights:
         _count_write(weight)
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
-        if not manual_post_all_gather_processing and turns(weight):
+        if not manual_post_all_gather_processing and turns(weight) and id(weight) not in kept:
             weight.update_usage(columnwise_usage=False)
 
 
@@ -117,9 +123,7 @@ cast_master_weights_to_fp8 = quantize_master_weights
 """`quantize_master_weights` under its older name."""
 
 
-def _slices(
-    weight: Any, master: Tensor | None, start: int | None, shard: Tensor | None
-) -> list[Slice]:
+def _slices(weight: Any, master: Tensor | None, start: int | None, shard: Any) -> list[Slice]:
     """The slices of a parameter, an empty one for None; ValueError where it is none."""
     if not is_quantized(weight):
         raise NotImplementedError(
@@ -127,14 +131,27 @@ def _slices(
             "quantized parameter"
         )
     if master is None:
-        return slices_of(weight, torch.empty(0, dtype=weight.dtype, device=weight.device), 0, None)
+        nothing = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return slices_of(weight, nothing, 0, Shards())
     if start is None or start < 0 or start + master.numel() > weight.shape.numel():
         raise ValueError(
             f"quantize_master_weights: a slice of {master.numel()} elements that begins at "
             f"{start}, of a weight of {weight.shape.numel()}"
         )
     part = master.detach().reshape(-1).to(device=weight.device, dtype=weight.dtype)
-    return slices_of(weight, part, start, shard)
+    shards = _shards(shard)
+    return slices_of(weight, part, start, shards if part.numel() > 0 else Shards())
+
+
+def _shards(given: Any) -> Shards:
+    """What a program gives: a row-wise shard, a pair, or None."""
+    pair = given if isinstance(given, (tuple, list)) else (given, None)
+    if len(pair) != 2 or not all(isinstance(each, Tensor | None) for each in pair):
+        raise ValueError(
+            f"quantize_master_weights: a shard is a {type(given).__name__} of {len(pair)}, "
+            "expected a tensor, a pair (row-wise, column-wise) of tensors or None, or None"
+        )
+    return Shards(*pair)
 
 
 def _reduce_amaxes(amaxes: list[Tensor], group: Any) -> None:
