@@ -220,7 +220,7 @@ def test_parameters_of_fp32_under_autocast(device, recipe, override, module):
 
 @overrides
 def test_gradients_in_fp16_of_operands_in_bf16(device, override):
-    """cuBLASLt writes none: they are cast from fp32."""
+    """No GEMM of cuBLASLt writes them: they are cast from fp32."""
     model, (x, grad) = made("Linear", device, F16), data(device, F16)
     x.requires_grad_()
     how = Float8CurrentScaling(backward_override=override)

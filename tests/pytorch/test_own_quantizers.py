@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from comparators import assert_within
 from pytorch.helpers import assert_same_bits
 from pytorch.quantized_cases import E4M3, FORMATS, current, delayed
 
@@ -145,3 +146,81 @@ def test_what_is_no_tensor(name):
     ):
         with pytest.raises(TypeError, match="expected"):
             call()
+
+
+class Columns(te.Float8BlockQuantizer):
+    """A format of groups with values of its own."""
+
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(tensor * 0.5)
+
+
+OWN = {
+    "three methods": (lambda device: HalvesQuantizer(), wanted_of),
+    "current": (
+        lambda device: Doubled(E4M3, device),
+        lambda x: current()(x * 2).dequantize(dtype=torch.float32),
+    ),
+    "tiles": (
+        lambda device: Columns(E4M3, rowwise=True, columnwise=True),
+        lambda x: te.Float8BlockQuantizer(E4M3)(x * 0.5).dequantize(dtype=torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("name", OWN)
+def test_modules_multiply_what_it_makes(device, name, role):
+    """Output and gradients are products of its values, beside float64."""
+    make, values = OWN[name]
+
+    def factory(asked):
+        return make(device) if asked.tensor_type == role else te.IdentityQuantizer()
+
+    layer = te.Linear(32, 64, device=device)
+    x = (torch.randn(128, 32, device=device) * 4).requires_grad_()
+    grad = torch.randn(128, 64, device=device) * 4
+    with te.autocast(recipe=te.recipe.CustomRecipe(qfactory=factory)):
+        out = layer(x)
+    out.backward(grad)
+    parts = {"input": x.detach(), "weight": layer.weight.detach(), "grad_output": grad}
+    parts[role] = values(parts[role])
+    a, w, g = (parts[name].double() for name in ("input", "weight", "grad_output"))
+    expected = a @ w.t() + layer.bias.detach().double(), g @ w, g.t() @ a
+    terms = a.abs() @ w.abs().t() + 1, g.abs() @ w.abs(), g.abs().t() @ a.abs()
+    for found, exact, size in zip((out, x.grad, layer.weight.grad), expected, terms, strict=True):
+        assert_within(found, exact, size, 128)
+
+
+@pytest.mark.parametrize("name", ["current", "tiles"])
+@pytest.mark.parametrize("step", ["sgd", "adam", "fused adam"])
+def test_optimizers_write_by_it(device, name, step):
+    make, values = OWN[name]
+    start = torch.randn(64, 128, device=device)
+    weight = torch.nn.Parameter(make(device)(start))
+    assert_same_bits(weight.detach().dequantize(dtype=torch.float32), values(start))
+    twin = torch.nn.Parameter(values(start))
+    for param in (weight, twin):
+        param.grad = torch.ones_like(twin)
+        optimizer = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+            "adam": lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.0, foreach=False),
+            "fused adam": lambda p: te.optimizers.FusedAdam(p, lr=0.5),
+        }[step]([param])
+        optimizer.step()
+    assert_same_bits(weight.detach().dequantize(dtype=torch.float32), values(twin.detach()))
+
+
+class TooFlat(HalvesQuantizer):
+    def quantize_impl(self, tensor):
+        return Halves.of(tensor[1:], tensor.dtype)
+
+
+def test_a_quantizer_that_gives_another_shape(device):
+    layer = te.Linear(32, 64, device=device)
+    recipe = te.recipe.CustomRecipe(qfactory=lambda asked: TooFlat())
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(ValueError, match="TooFlat: what it made has the shape"),
+    ):
+        layer(torch.randn(16, 32, device=device))

@@ -116,7 +116,7 @@ def computed(
     is_quantized = hasattr(type(out), "_dequantized")
     caster = out._caster() if is_quantized and quantizer is None else quantizer
     whole = is_quantized and getattr(out, "_viewed", None) is None
-    fits = isinstance(caster, _FUSED) and (whole or out is None)
+    fits = isinstance(caster, _FUSED) and caster._casts_computed and (whole or out is None)
     if not fits or dtype != torch.float32 or like.numel() == 0:
         made = torch.empty_like(like, dtype=dtype)
         run(wide=made.flatten(0, -2) if made.dim() > 1 else made[None])

@@ -351,10 +351,18 @@ class _Outside:
         with torch.no_grad():
             made = self._made(buffers, stage, row is not None, column is not None)
             if row is not None:
-                row.copy_(made.dequantize(dtype=row.dtype).view(row.shape))
+                self._put(made, row)
             if column is not None:
-                values = _column_wise(made).dequantize(dtype=column.dtype)
-                column.copy_(values.view(column.shape))
+                self._put(_column_wise(made), column)
+
+    def _put(self, made: Any, place: torch.Tensor) -> None:
+        values = made.dequantize(dtype=place.dtype)
+        if values.numel() != place.numel() or values.shape[-1:] != place.shape[-1:]:
+            raise ValueError(
+                f"{type(self.quantizer).__name__}: what it made has the shape "
+                f"{tuple(values.shape)}, expected {tuple(place.shape)}"
+            )
+        place.copy_(values.reshape(place.shape))
 
     def _made(self, buffers: StageBuffers, stage: Any, row: bool, column: bool) -> Any:
         """The quantized tensor, of these forms at least; RuntimeError where one was dropped."""
@@ -363,7 +371,7 @@ class _Outside:
             self.quantizer.set_usage(rowwise=row, columnwise=column)
             return self.quantizer.quantize(source.reshape(-1, source.shape[-1]))
         there = self.given.get_usages()
-        apart = self.given._CAST_APART
+        apart = getattr(self.given, "_CAST_APART", False)
         for form, wanted in (("rowwise", row), ("columnwise", column and apart)):
             if wanted and not there[form]:
                 raise RuntimeError(
@@ -377,7 +385,7 @@ def _column_wise(made: Any) -> Any:
 
     That of transformed values can not be multiplied out: it stands for those of the row-wise one.
     """
-    if not made._CAST_APART:
+    if not getattr(made, "_CAST_APART", False):
         return made
     if not all(made.get_usages().values()) or getattr(made, "_with_rht", False):
         return made

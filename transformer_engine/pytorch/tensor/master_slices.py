@@ -437,6 +437,9 @@ def slices_of(weight: Any, part: Tensor, start: int, shards: Shards) -> list[Sli
 
 
 def _kind_of(storage: Any) -> type[Slice]:
+    quantizer = storage._caster()
+    if not (quantizer._casts_natively and quantizer._writes_natively):
+        return WholeSlice  # a class of a program casts by itself
     if isinstance(storage, Float8TensorStorage):
         return PerTensorSlice
     if isinstance(storage, IdentityTensorStorage):
@@ -445,7 +448,6 @@ def _kind_of(storage: Any) -> type[Slice]:
         return WholeSlice
     if not isinstance(storage, NVFP4TensorStorage):
         return UnitSlice
-    quantizer = storage._caster()
     # Errors of whole groups decide between 4 and 6, random numbers belong to places in the whole,
     # and column-wise two ranks share bytes.
     chosen = quantizer.nvfp4_use_4over6 or quantizer.stochastic_rounding
