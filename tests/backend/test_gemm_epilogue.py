@@ -90,7 +90,10 @@ def test_bias_grad_beside_accumulation(device, combo, accumulate, rng):
         problem.d.put(old)
         problem.run(bias_grad=sums.tensor, accumulate=accumulate)
     exact = torch.from_numpy(as_f32(problem.values[0]).astype(np.float64)).sum(1)
-    assert_nmse(sums.tensor, exact, tol("round", combo[0]) + sum_bound(device, combo[0], 100))
+    # cuBLASLt rounds parts of the sums of fp16, too.
+    roundings = 4 if device == "cuda" and combo[0] is F16 else 1
+    bound = roundings * tol("round", combo[0]) + sum_bound(device, combo[0], 100)
+    assert_nmse(sums.tensor, exact, bound)
     problem.check(problem.exact() + (old.double() if accumulate else 0))
 
 

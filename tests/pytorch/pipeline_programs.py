@@ -222,6 +222,7 @@ def capture_behind(device, data):
                 layer(x)
 
         run(inputs[0])
+        run(inputs[0])  # the communicator of the first one is there
         if captures:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
