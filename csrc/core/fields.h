@@ -258,8 +258,7 @@
     X(op, value_scales, problem.value_scales, 0, READ, VECTOR, F32, 0, 0)
 
 #define TE_SUMMARY_attention                                                                       \
-    "dropout(softmax(scale * query key + bias)) value, without a matrix of scores; capped, where "  \
-    "there is a softcap."
+    "dropout(softmax(softcap(scale * query key) + bias)) value, without a matrix of scores."
 #define TE_FIELDS_attention(X)                                                                     \
     TE_ATTENDED(X, attention, query)                                                               \
     TE_ATTENDED(X, attention, key)                                                                 \

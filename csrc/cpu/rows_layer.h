@@ -66,8 +66,8 @@ static void forbid(float *x, const uint8_t *mask, int64_t n)
     }
 }
 
-/* Behind 0.6 by e^-2|u|, whose sum with 1 rounds off what a smaller u has; 1 - tanh^2 has few digits
- * where tanh is close to 1. */
+/* Behind 0.6 by e^-2|u|, whose sum with 1 rounds off what a smaller u has; 1 - tanh^2 has few
+ * digits where tanh is close to 1. */
 static void soft_cap(float *restrict x, float cap, float *restrict slopes, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
@@ -151,6 +151,7 @@ static void rotate_pairs(float *restrict x, const te_cpu_angles *angles, int64_t
 #define TE_CPU_LAYER_KERNELS                                                                       \
     .largest = largest, .exponentials = exponentials, .normalize = normalize, .forbid = forbid,    \
     .dot = dot, .cap = soft_cap, .follow = follow, .softmax_backward = softmax_backward,           \
-    .attention_backward = attention_backward, .decide = decide, .keep = keep_some, .rotate = {rotate_halves, rotate_pairs}
+    .attention_backward = attention_backward, .decide = decide, .keep = keep_some,                 \
+    .rotate = {rotate_halves, rotate_pairs}
 
 #endif

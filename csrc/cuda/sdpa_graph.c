@@ -268,7 +268,8 @@ static tensor *capped(writer *w, tensor *scores)
     tensor *cap;
     if (w->key->softcap == 0.0F) return scores;
     cap = te_cudnn_float(w->graph, w->key->softcap);
-    w->tanh = floats(w, CUDNN_POINTWISE_TANH_FWD, floats(w, CUDNN_POINTWISE_DIV, scores, cap), NULL);
+    w->tanh =
+        floats(w, CUDNN_POINTWISE_TANH_FWD, floats(w, CUDNN_POINTWISE_DIV, scores, cap), NULL);
     return multiplied(w, w->tanh, cap);
 }
 

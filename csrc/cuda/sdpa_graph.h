@@ -24,7 +24,7 @@ typedef struct te_sdpa_key {
     int64_t diagonal; /* the key on the diagonal of query 0; further right by (keys - queries) of
                          each sequence where bottom_right */
     float scale, dropout, softcap; /* softcap 0: the scaled scores are as they are */
-    uint8_t dtype, bias_dtype; /* FP8 operands have scales, and so has what is made of them */
+    uint8_t dtype, bias_dtype;     /* FP8 operands have scales, and so has what is made of them */
     uint8_t backward;
     uint8_t has_bias, has_slopes, has_lengths, bottom_right;
     uint8_t has_sink, keeps_statistics; /* of a forward */

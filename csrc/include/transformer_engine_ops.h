@@ -351,12 +351,12 @@ typedef struct te_softmax_backward_args {
 } te_softmax_backward_args;
 
 /* Which query attends which key, and how much: what te_attention and its gradient read. Query head
- * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias, with
- * a softcap softcap * tanh(scale * query . key / softcap) + bias; mask, window, NaN, Inf, dropout
- * and sink are as in te_softmax, over [batch, heads, queries, keys]; slopes add
- * -slope * |key - diagonal's key| to the scores. Of a sequence with a length, tokens from there on
- * are not read: such a query attends nothing, such a key is attended by none.
- * A forbidden key adds nothing, whatever its key and value hold.
+ * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias,
+ * with a softcap softcap * tanh(scale * query . key / softcap) + bias; mask, window, NaN, Inf,
+ * dropout and sink are as in te_softmax, over [batch, heads, queries, keys]; slopes add -slope *
+ * |key - diagonal's key| to the scores. Of a sequence with a length, tokens from there on are not
+ * read: such a query attends nothing, such a key is attended by none. A forbidden key adds nothing,
+ * whatever its key and value hold.
  *
  * Packed sequences lie one behind the other: query is [1, tokens, heads, d_k], key and value are
  * [1, key tokens, kv_heads, ...], and sequence b has the tokens from offsets[b] on, as many as its

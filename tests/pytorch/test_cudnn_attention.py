@@ -219,7 +219,9 @@ def test_softcap(queries, keys, groups, channels, limits, cap):
     assert_right(tensors, {"softcap": cap, **limits}, 2.0 * channels**-0.5)
 
 
-@pytest.mark.parametrize("limits", [{}, {"window_right": 0}, {"window_left": 9}, {"softcap": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"window_right": 0}, {"window_left": 9}, {"softcap": 0.5}], ids=str
+)
 @pytest.mark.parametrize(("queries", "keys", "groups"), [(128, 128, HEADS), (77, 100, 2)])
 def test_dropout(queries, keys, groups, limits):
     """The decisions are read from an output of equal weights, and are those of the gradients."""

@@ -87,9 +87,7 @@ def _dtype_of(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
 
 
-def _unusual(
-    options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, capped: bool
-) -> str:
+def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, capped: bool) -> str:
     """What of a mask, a bias or its gradient the operator does not take on CUDA; "": nothing.
 
     The same with gradients switched off: a recompute must run what the first pass ran.
