@@ -360,7 +360,8 @@ def attend(
         tuple(limits.window),
         limits.bottom_right, len(where), packed, codes,
         tuple(map(torch_ops.as_constant, epsilons)) if traced else epsilons,
-        fp8_gradient, no_amax, deterministic(), more.fp8_output, limits.softcap,
+        fp8_gradient, no_amax, deterministic(), more.fp8_output,
+        torch_ops.as_constant(limits.softcap) if traced else limits.softcap,
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
     call.traced = traced or region.blank
