@@ -54,12 +54,16 @@ def heads(tensor, count):
 class Definition:
     """One problem of quantized queries, keys and values; `factors` are those of a dropout."""
 
-    def __init__(self, operands, scale, may, factors=None, dropout=0.0):
+    def __init__(self, operands, scale, may, factors=None, dropout=0.0, softcap=0.0):
         self.scale, self.dropout = scale, dropout
         count = operands[0].data.shape[2]
         self.groups = operands[1].data.shape[2]
         self.query, self.key, self.value = (heads(x.wide, count) for x in operands)
         scores = self.query @ self.key.mT * scale
+        self.slope = 1.0  # of what the cap makes of the scores
+        if softcap:
+            share = torch.tanh(scores / softcap)
+            scores, self.slope = softcap * share, 1.0 - share.square()
         self.weights = softmax(scores, may)
         kept = scores.masked_fill(~may, -torch.inf)
         self.statistics = torch.logsumexp(kept, -1)
@@ -85,7 +89,7 @@ class Definition:
         """The same without casts of weights and of the gradient of the scores."""
         wide, kept = (heads(x.wide, self.query.shape[1]) for x in (grad, output))
         sums = (wide * kept).sum(-1, keepdim=True)
-        of_scores = self.weights * (wide @ self.value.mT - sums) * self.scale
+        of_scores = self.weights * (wide @ self.value.mT - sums) * self.slope * self.scale
         return self._products(self.weights, of_scores, grad), of_scores
 
     def _products(self, weights, of_scores, grad):

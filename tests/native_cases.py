@@ -214,7 +214,7 @@ def _attended(core, *, length=4):
             query_lengths=torch.tensor([length, 2], dtype=torch.int32),
             key_lengths=torch.tensor([3, 5], dtype=torch.int32), rng=_rng(), scale=0.5,
             dropout=0.1, window_left=-1, window_right=2, diagonal=1, bottom_right=True,
-            **_context(core),
+            softcap=2.0, **_context(core),
         ),
     )  # fmt: skip
 

@@ -113,6 +113,7 @@ typedef struct rule {
     N(op, value, DIMS, 4, 0, NULL)                                                                 \
     R(op, key, DTYPE, query)                                                                       \
     R(op, value, DTYPE, query)                                                                     \
+    N(op, softcap, RANGE, 0, FLT_MAX, "a finite number from 0 on, which is none")                  \
     R(op, output, DTYPE, query) DROP(R, N, op, dropout) WINDOW(N, op)
 #define RULES_attention(R, N) RULES_PROBLEM(R, N, attention)
 #define RULES_attention_backward(R, N)                                                             \

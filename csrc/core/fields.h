@@ -258,7 +258,7 @@
     X(op, value_scales, problem.value_scales, 0, READ, VECTOR, F32, 0, 0)
 
 #define TE_SUMMARY_attention                                                                       \
-    "dropout(softmax(scale * query key + bias)) value, without a matrix of scores."
+    "dropout(softmax(softcap(scale * query key) + bias)) value, without a matrix of scores."
 #define TE_FIELDS_attention(X)                                                                     \
     TE_ATTENDED(X, attention, query)                                                               \
     TE_ATTENDED(X, attention, key)                                                                 \
@@ -271,6 +271,7 @@
     TE_SCALE_OF(X, attention, output_scale)                                                        \
     TE_AMAX_OF(X, attention, output_amax)                                                          \
     TE_AMAX_OF(X, attention, weights_amax)                                                         \
+    TE_NUMBER(X, attention, softcap, 0)                                                            \
     TE_WORKSPACE(X, attention)
 
 #define TE_SUMMARY_attention_backward "Gradients of attention."
@@ -295,6 +296,7 @@
     TE_SCALE_OF(X, attention_backward, grads_scale)                                                \
     TE_AMAX_OF(X, attention_backward, grad_scores_amax)                                            \
     TE_AMAX_OF(X, attention_backward, grads_amax)                                                  \
+    TE_NUMBER(X, attention_backward, softcap, 0)                                                   \
     TE_WORKSPACE(X, attention_backward)
 
 #define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."

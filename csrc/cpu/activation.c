@@ -75,23 +75,23 @@ te_status te_cpu_activation(const te_activation_args *args)
     return TE_OK;
 }
 
-/* params.limit is the cap. 1 - tanh^2 has few digits where tanh is close to 1. */
+/* params.limit is the cap. */
 static const void *softcap_row(const void *self, int64_t row, int64_t column, int64_t n,
                                float *buffer)
 {
     const activation_job *job = self;
     const float cap = job->params.limit;
-    float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS];
+    float a[TE_CPU_MADE_COLUMNS], b[TE_CPU_MADE_COLUMNS], slopes[TE_CPU_MADE_COLUMNS];
     const float *x = te_cpu_numbers(job->kernels, &job->input, row, column, n, a), *grad;
     if (job->grad.data == NULL) {
-        for (int64_t i = 0; i < n; i++) buffer[i] = cap * tanhf(x[i] / cap);
+        if (x != buffer) memcpy(buffer, x, (size_t)n * sizeof *x);
+        job->kernels->cap(buffer, cap, NULL, n);
         return buffer;
     }
     grad = te_cpu_numbers(job->kernels, &job->grad, row, column, n, b);
-    for (int64_t i = 0; i < n; i++) {
-        float small = expf(-2.0F * fabsf(x[i] / cap));
-        buffer[i] = grad[i] * (4.0F * small / ((1.0F + small) * (1.0F + small)));
-    }
+    if (x != a) memcpy(a, x, (size_t)n * sizeof *x);
+    job->kernels->cap(a, cap, slopes, n);
+    for (int64_t i = 0; i < n; i++) buffer[i] = grad[i] * slopes[i];
     return buffer;
 }
 

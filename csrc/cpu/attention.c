@@ -66,6 +66,7 @@ static int64_t describe(const te_attention_args *args, forward_job *job)
     te_cpu_attention_job *c = &job->common;
     forward_block block;
     te_cpu_attention_describe(&args->problem, c);
+    c->scores.cap = args->softcap;
     job->output = te_cpu_heads_of(&c->queries, &args->output);
     job->statistics = args->statistics.data;
     job->top = args->top.data;
@@ -105,7 +106,7 @@ static void weigh(const te_cpu_attention_job *c, forward_block *block,
     int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
     float *values = scores + (begin - meeting->key);
     if (n > 0) {
-        te_cpu_finish_scores(&c->scores, row, begin, n, values);
+        te_cpu_finish_scores(&c->scores, row, begin, n, values, NULL);
         top = kernels->largest(values, n);
         block->largest = larger(block->largest, top);
         if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
@@ -145,7 +146,7 @@ static void weigh_and_cast(const te_cpu_attention_job *c, forward_block *block,
         memset(scores, 0, (size_t)meeting->keys * sizeof *scores);
         return;
     }
-    te_cpu_finish_scores(&c->scores, row, begin, n, values);
+    te_cpu_finish_scores(&c->scores, row, begin, n, values, NULL);
     (void)kernels->exponentials(values, block->top[r] + logf(block->sum[r]), n);
     if (c->scores.dropout.active) {
         te_cpu_drop(kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, values,

@@ -83,6 +83,7 @@ static int64_t describe(const te_attention_backward_args *args, backward_job *jo
     te_cpu_attention_job *c = &job->common;
     backward_block block;
     te_cpu_attention_describe(&args->problem, c);
+    c->scores.cap = args->softcap;
     c->block = BLOCK;
     job->grad_output = te_cpu_heads_of(&c->queries, &args->grad_output);
     job->output = te_cpu_heads_of(&c->queries, &args->output);
@@ -142,15 +143,21 @@ static void pack_keys(const backward_job *job, backward_block *block, int64_t ba
     block->key_values = te_cpu_pack_right(kernels, key, 0, block->key_values_buffer);
 }
 
-/* Weights and the gradients of the scores (times `scale`) of one query. */
+/* What the gradients of scores are to: the products of queries and keys, or the bias, which is
+ * added to these when they are scaled and capped. */
+typedef enum differentiated { PRODUCTS, BIASED } differentiated;
+
+/* Weights and the gradients of the scores of one query. */
 static void differentiate_row(const backward_job *job, backward_block *block, int64_t r,
-                              float scale)
+                              differentiated of)
 {
     const te_cpu_attention_job *c = &job->common;
     const te_cpu_kernels *kernels = c->scores.kernels;
     const te_cpu_row *row = &block->queries.rows[r];
     const te_cpu_meeting *meeting = &block->meeting;
+    const float scale = of == BIASED ? 1.0F : job->scale;
     int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
+    float of_cap[TE_CPU_KEYS];
     float *weights = block->weights + r * TE_CPU_KEYS, *grads = block->grads + r * TE_CPU_KEYS;
     const int64_t at = te_cpu_statistic(c, row);
     int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
@@ -158,7 +165,7 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
     if (n < 0) n = skipped = 0;
     if (c->scales.fp8) kernels->multiply(grads + skipped, job->read_grad * c->scales.value, n);
-    te_cpu_finish_scores(&c->scores, row, begin, n, weights + skipped);
+    te_cpu_finish_scores(&c->scores, row, begin, n, weights + skipped, of_cap);
     (void)kernels->exponentials(weights + skipped, job->statistics[at], n);
     if (c->scores.dropout.active && n > 0) {
         const int32_t *keep = te_cpu_decide_run(
@@ -169,6 +176,7 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     } else {
         kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
     }
+    if (c->scores.cap > 0.0F && of == PRODUCTS) kernels->follow(grads + skipped, of_cap, n);
     if (c->scales.fp8) {
         float unused = 0.0F;
         te_cpu_fp8_round(kernels, TE_DTYPE_E4M3, c->scales.weights, weights + skipped, n, &unused);
@@ -182,7 +190,7 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     memset(grads + skipped + n, 0, after * sizeof *grads);
 }
 
-static void differentiate(const backward_job *job, backward_block *block, float scale)
+static void differentiate(const backward_job *job, backward_block *block, differentiated of)
 {
     const te_cpu_kernels *kernels = job->common.scores.kernels;
     const te_cpu_meeting *m = &block->meeting;
@@ -190,7 +198,7 @@ static void differentiate(const backward_job *job, backward_block *block, float 
                    0);
     te_cpu_product(kernels, &block->grad, m->from, m->to, &block->value, block->grads, TE_CPU_KEYS,
                    0);
-    for (int64_t r = m->from; r < m->to; r++) differentiate_row(job, block, r, scale);
+    for (int64_t r = m->from; r < m->to; r++) differentiate_row(job, block, r, of);
 }
 
 /* Rows [from, to) of weights or their gradients. */
@@ -265,7 +273,6 @@ static void do_keys(backward_job *job, backward_block *block, int64_t batch, int
                     int64_t first)
 {
     te_cpu_attention_job *c = &job->common;
-    float scale = job->scale;
     int64_t queries = te_cpu_rows_of(&c->queries, batch);
     int64_t count = te_cpu_min(TE_CPU_KEYS, te_cpu_rows_of(&c->keys, batch) - first);
     int met = 0;
@@ -280,7 +287,7 @@ static void do_keys(backward_job *job, backward_block *block, int64_t batch, int
         if (!met) pack_keys(job, block, batch, kv_head, first);
         met = 1;
         pack_queries(job, block);
-        differentiate(job, block, scale);
+        differentiate(job, block, PRODUCTS);
         if (job->grad_value.data != NULL) {
             add_for_keys(job, block, block->weights, &job->grad_output, c->d_v, block->grad_value);
         }
@@ -311,7 +318,7 @@ static void do_queries(backward_job *job, backward_block *block, int64_t batch, 
     for (int64_t key = 0; key < keys && !te_cpu_stopped(&c->interruptible); key += TE_CPU_KEYS) {
         if (!te_cpu_meet(c, &block->queries, key, &block->meeting)) continue;
         pack_keys(job, block, batch, head / c->group, key);
-        differentiate(job, block, job->scale);
+        differentiate(job, block, PRODUCTS);
         add_for_queries(job, block, block->grad_query);
     }
     store(job, block, &job->grad_query, (const int64_t[]){batch, head, first},
@@ -348,7 +355,7 @@ static void add_for_bias(backward_job *job, backward_block *block, const int64_t
         if (!packed) pack_queries(job, block);
         packed = 1;
         pack_keys(job, block, at[0], at[1] / c->group, key);
-        differentiate(job, block, 1.0F); /* the bias is added after scaling */
+        differentiate(job, block, BIASED);
         for (int64_t r = block->meeting.from; r < block->meeting.to; r++) {
             int64_t target = job->bias_shape[2] == 1 ? 0 : r;
             c->scores.kernels->add(block->grad_bias + target * TE_CPU_KEYS,

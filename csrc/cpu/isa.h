@@ -72,6 +72,9 @@ typedef struct te_cpu_kernels {
     void (*normalize)(float *x, float factor, int64_t n);     /* x *= factor; 0 stays 0 */
     void (*forbid)(float *x, const uint8_t *mask, int64_t n); /* x = -Inf where mask is not 0 */
     float (*dot)(const float *x, const float *y, int64_t n);
+    /* x = cap tanh(x / cap), and the slopes of that, unless NULL. */
+    void (*cap)(float *x, float cap, float *slopes, int64_t n);
+    void (*follow)(float *x, const float *slopes, int64_t n); /* x *= slopes; 0 stays 0 */
     /* x = scale * p * (x - mean) */
     void (*softmax_backward)(float *x, const float *p, float mean, float scale, int64_t n);
     /* The same, but 0 where p is 0, whatever x. */

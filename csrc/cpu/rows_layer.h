@@ -66,6 +66,33 @@ static void forbid(float *x, const uint8_t *mask, int64_t n)
     }
 }
 
+/* Behind 0.6 by e^-2|u|, whose sum with 1 rounds off what a smaller u has; 1 - tanh^2 has few
+ * digits where tanh is close to 1. */
+static void soft_cap(float *restrict x, float cap, float *restrict slopes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float u = x[i] / cap, square = u * u;
+        float small = exponential(-2.0F * te_float_of(te_bits_of(u) & 0x7fffffff));
+        float inverse = 1.0F / (1.0F + small);
+        int32_t far = te_bits_of((1.0F - small) * inverse) | (te_bits_of(u) & INT32_MIN);
+        float p = -0x1.825856p-8F; /* (tanh(u) / u - 1) / u^2 to 3e-9 */
+        p = p * square + 0x1.54b8a0p-6F;
+        p = p * square - 0x1.b898dep-5F;
+        p = p * square + 0x1.1109aep-3F;
+        p = p * square - 0x1.55553ep-2F;
+        x[i] = cap * choose(square < 0.36F, u + u * square * p, te_float_of(far));
+        if (slopes != NULL) slopes[i] = 4.0F * small * inverse * inverse;
+    }
+}
+
+static void follow(float *restrict x, const float *restrict slopes, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        int32_t present = -(int32_t)(x[i] != 0.0F);
+        x[i] = te_float_of(te_bits_of(x[i] * slopes[i]) & present);
+    }
+}
+
 static void softmax_backward(float *restrict x, const float *restrict p, float mean, float scale,
                              int64_t n)
 {
@@ -123,7 +150,8 @@ static void rotate_pairs(float *restrict x, const te_cpu_angles *angles, int64_t
 /* Initialisers of a te_cpu_kernels from what is above. */
 #define TE_CPU_LAYER_KERNELS                                                                       \
     .largest = largest, .exponentials = exponentials, .normalize = normalize, .forbid = forbid,    \
-    .dot = dot, .softmax_backward = softmax_backward, .attention_backward = attention_backward,    \
-    .decide = decide, .keep = keep_some, .rotate = {rotate_halves, rotate_pairs}
+    .dot = dot, .cap = soft_cap, .follow = follow, .softmax_backward = softmax_backward,           \
+    .attention_backward = attention_backward, .decide = decide, .keep = keep_some,                 \
+    .rotate = {rotate_halves, rotate_pairs}
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * scores.c - scale, bias, mask and window of a row of scores.
+ * scores.c - scale, cap, bias, mask and window of a row of scores.
  */
 #include "cpu/scores.h"
 
@@ -76,11 +76,12 @@ float te_cpu_sink_of(const te_cpu_scores *scores, int64_t head)
 }
 
 void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
-                          int64_t n, float *values)
+                          int64_t n, float *values, float *of_cap)
 {
     const te_cpu_kernels *kernels = scores->kernels;
     uint32_t copies[TE_CPU_SCORES];
     if (scores->scale != 1.0F) kernels->multiply(values, scores->scale, n);
+    if (scores->cap > 0.0F) kernels->cap(values, scores->cap, of_cap, n);
     if (scores->bias.data != NULL) {
         float bias[TE_CPU_SCORES];
         kernels->to_f32[scores->bias.dtype](spread(&scores->bias, row, key, n, copies), bias, n);

@@ -32,6 +32,7 @@ typedef struct te_cpu_scores {
     te_cpu_tensor4 mask, bias;
     int64_t shape[4]; /* batch, heads, queries, keys */
     float scale;
+    float cap;                  /* of the scaled scores; 0: none */
     const float *slopes;        /* NULL: none */
     int64_t slopes_stride;      /* from one batch entry to the next */
     const float *sink;          /* [heads], or NULL */
@@ -47,9 +48,11 @@ void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64
 /* A row by its number, over the first `keys` keys and with a diagonal further right by `shift`. */
 te_cpu_row te_cpu_row_of(const te_cpu_scores *scores, int64_t number, int64_t keys, int64_t shift);
 /* values = scale * values + bias - slope * distance of n keys of a row, -Inf where the mask
- * forbids; n is at most TE_CPU_SCORES. */
+ * forbids; n is at most TE_CPU_SCORES. With a cap it bounds scale * values, and the gradients of
+ * these are those of the capped ones times `of_cap` (NULL: nobody wants it; written with a cap
+ * alone). */
 void te_cpu_finish_scores(const te_cpu_scores *scores, const te_cpu_row *row, int64_t key,
-                          int64_t n, float *values);
+                          int64_t n, float *values, float *of_cap);
 /* The score of a row that belongs to no key; -Inf without a sink. */
 float te_cpu_sink_of(const te_cpu_scores *scores, int64_t head);
 

@@ -31,7 +31,7 @@ static void make_scores(const softmax_job *job, const te_cpu_row *row, int64_t k
 {
     job->scores.kernels->to_f32[job->input.dtype](te_cpu_score_at(&job->input, row, key), scores,
                                                   n);
-    te_cpu_finish_scores(&job->scores, row, key, n, scores);
+    te_cpu_finish_scores(&job->scores, row, key, n, scores, NULL);
 }
 
 /* Writes n numbers from a key on. */

@@ -390,6 +390,7 @@ static void lay_out_forward(const te_attention_args *args, void *workspace, sdpa
     call->op = TE_OP_ATTENTION;
     call->base = workspace;
     lay_out(call, 0);
+    key->softcap = args->softcap;
     place_heads(call, TE_SDPA_OUTPUT, &args->output, &key->output);
     key->keeps_statistics = te_tensor_requested(&args->statistics);
     place_statistics(call, &args->statistics);
@@ -516,6 +517,7 @@ static void lay_out_backward(const te_attention_backward_args *args, void *works
     call->base = workspace;
     key->backward = 1;
     lay_out(call, args->deterministic != 0);
+    key->softcap = args->softcap;
     if (te_tensor_requested(&args->grad_bias)) place_bias_gradient(call, &args->grad_bias);
     key->deterministic = args->deterministic != 0;
     key->grad_dtype = te_sdpa_is_fp8(key) ? (uint8_t)args->grad_output.dtype : 0;

@@ -147,6 +147,7 @@ te_status te_cuda_attention_backward_supports(void *self, te_context *context, c
     TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
     TE_TRY(check_fp8_backward(name, args));
     if (!te_tensor_requested(grad)) return TE_OK;
+    if (args->softcap > 0.0F) return UNSUPPORTED("%s: the gradient of a bias with a softcap", name);
     if (grad->dtype != args->problem.query.dtype || args->problem.bias.dtype != grad->dtype ||
         grad->shape[2] != args->problem.query.shape[1] ||
         grad->shape[3] != args->problem.key.shape[1]) {

@@ -22,6 +22,7 @@ typedef struct writer {
     te_sdpa_lengths lengths;
     tensor *query, *key_turned; /* [.., tokens, d_k] and [.., d_k, tokens] */
     tensor *scale;
+    tensor *tanh; /* of the scores, where they are capped */
     offsets offsets[TE_SDPA_OFFSETS];
     int offset_count;
     tensor *factors[TE_SDPA_OFFSETS]; /* of FP8, by place: a factor is one tensor wherever it is */
@@ -261,7 +262,25 @@ static void begin(writer *w)
     w->scale = te_cudnn_float(w->graph, key->scale);
 }
 
-/* scale * query key^T + bias - slope * distance, without keys of no sequence. */
+/* cap tanh(scores / cap) */
+static tensor *capped(writer *w, tensor *scores)
+{
+    tensor *cap;
+    if (w->key->softcap == 0.0F) return scores;
+    cap = te_cudnn_float(w->graph, w->key->softcap);
+    w->tanh =
+        floats(w, CUDNN_POINTWISE_TANH_FWD, floats(w, CUDNN_POINTWISE_DIV, scores, cap), NULL);
+    return multiplied(w, w->tanh, cap);
+}
+
+/* The gradient of the scaled scores of that of the capped ones: 1 - tanh^2 of it. */
+static tensor *uncapped(const writer *w, tensor *grads)
+{
+    if (w->key->softcap == 0.0F) return grads;
+    return subtracted(w, grads, multiplied(w, multiplied(w, grads, w->tanh), w->tanh));
+}
+
+/* scale * query key^T, capped, + bias - slope * distance, without keys of no sequence. */
 static tensor *scores_of(writer *w)
 {
     const te_sdpa_key *key = w->key;
@@ -271,6 +290,7 @@ static tensor *scores_of(writer *w)
     if (te_sdpa_is_fp8(key)) {
         scores = scaled(w, scores, TE_SDPA_QUERY_INVERSE, TE_SDPA_KEY_INVERSE);
     }
+    scores = capped(w, scores);
     if (key->has_bias) {
         tensor *bias =
             at(w, TE_SDPA_BIAS, type_of(key->bias_dtype), key->bias_shape, key->bias_strides);
@@ -467,7 +487,7 @@ static void write_backward(writer *w)
     if (key->wants_bias_grad) {
         te_cudnn_reduce(w->graph, CUDNN_REDUCE_TENSOR_ADD, grads, bias_gradient(w));
     }
-    grads = multiplied(w, grads, w->scale);
+    grads = multiplied(w, uncapped(w, grads), w->scale);
     multiply_by_keys(w, grads, w->query, TE_SDPA_GRAD_KEY, &key->grad_key, key->d_k);
     write_query_gradient(w, grads);
 }
@@ -499,7 +519,8 @@ static void write_fp8_backward(writer *w)
     multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
              w->lengths.queries, w->lengths.keys, NULL);
     grads = scaled(w, grads, TE_SDPA_GRAD_OUTPUT_INVERSE, TE_SDPA_VALUE_INVERSE);
-    grads = multiplied(w, multiplied(w, subtracted(w, grads, sums), weights), w->scale);
+    grads = uncapped(w, multiplied(w, subtracted(w, grads, sums), weights));
+    grads = multiplied(w, grads, w->scale);
     grads = cast(w, grads, TE_SDPA_GRAD_SCORES_SCALE, TE_SDPA_GRAD_SCORES_AMAX, w->grad_dtype);
     multiply_cast(w, grads, keys_again(w),
                   queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), &of_query,

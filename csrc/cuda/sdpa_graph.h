@@ -23,8 +23,8 @@ typedef struct te_sdpa_key {
     int64_t window_left, window_right; /* -1: no limit */
     int64_t diagonal; /* the key on the diagonal of query 0; further right by (keys - queries) of
                          each sequence where bottom_right */
-    float scale, dropout;
-    uint8_t dtype, bias_dtype; /* FP8 operands have scales, and so has what is made of them */
+    float scale, dropout, softcap; /* softcap 0: the scaled scores are as they are */
+    uint8_t dtype, bias_dtype;     /* FP8 operands have scales, and so has what is made of them */
     uint8_t backward;
     uint8_t has_bias, has_slopes, has_lengths, bottom_right;
     uint8_t has_sink, keeps_statistics; /* of a forward */
@@ -35,7 +35,7 @@ typedef struct te_sdpa_key {
                                there; batch, queries and keys are bounds */
     uint8_t packs_scratch;  /* of a backward: what it sums lies as the gradients do */
     uint8_t grad_dtype;     /* of an FP8 backward: of grad_output and all gradients */
-    uint8_t unused[1];
+    uint8_t unused[5];
 } te_sdpa_key;
 
 /* Where a run finds its tensors. */

@@ -27,7 +27,7 @@ typedef enum te_field_kind {
     TE_FIELD_INT64,    /* int64_t */
     TE_FIELD_ENUM,     /* an enum, or uint32_t */
     TE_FIELD_BIT,      /* bit `count` of a uint32_t */
-    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last field of every operator */
+    TE_FIELD_WORKSPACE /* void *, and its size_t behind it; the last in every operator's list */
 } te_field_kind;
 
 /* How the elements of a tensor lie. */
@@ -72,7 +72,8 @@ typedef struct te_op_info {
 
 enum { TE_OP_MAX_FIELDS = 48 };
 
-/* Fields of an operator in the order of its args struct; NULL for a bad number. */
+/* Fields of an operator in the order of its args struct, but that the workspace comes behind those
+ * which a version has appended; NULL for a bad number. */
 TE_API const te_op_info *te_op_describe(te_op op);
 /* Sets a number, an enum or a bit of an args struct; a field of another kind stays as it is. */
 TE_API void te_field_set_number(const te_field *field, void *args, double value);

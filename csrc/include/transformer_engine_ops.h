@@ -351,11 +351,12 @@ typedef struct te_softmax_backward_args {
 } te_softmax_backward_args;
 
 /* Which query attends which key, and how much: what te_attention and its gradient read. Query head
- * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias;
- * mask, window, NaN, Inf, dropout and sink are as in te_softmax, over [batch, heads, queries,
- * keys]; slopes add -slope * |key - diagonal's key| to the scores. Of a sequence with a length,
- * tokens from there on are not read: such a query attends nothing, such a key is attended by none.
- * A forbidden key adds nothing, whatever its key and value hold.
+ * h goes with key and value head h / (heads / kv_heads). Scores are scale * query . key + bias,
+ * with a softcap softcap * tanh(scale * query . key / softcap) + bias; mask, window, NaN, Inf,
+ * dropout and sink are as in te_softmax, over [batch, heads, queries, keys]; slopes add -slope *
+ * |key - diagonal's key| to the scores. Of a sequence with a length, tokens from there on are not
+ * read: such a query attends nothing, such a key is attended by none. A forbidden key adds nothing,
+ * whatever its key and value hold.
  *
  * Packed sequences lie one behind the other: query is [1, tokens, heads, d_k], key and value are
  * [1, key tokens, kv_heads, ...], and sequence b has the tokens from offsets[b] on, as many as its
@@ -419,11 +420,12 @@ typedef struct te_attention_args {
     float *weights_amax;       /* output, of the weights; NULL: not recorded */
     void *workspace;
     size_t workspace_size;
+    float softcap; /* bounds the scaled scores before bias and mask; 0: they are as they are */
 } te_attention_args;
 
 /* Gradients of te_attention, from its output and statistics. Sums are fp32. Results may be views
  * into one packed buffer. On CUDA as te_attention, and a gradient of the bias in the dtype of the
- * queries, dense, of one that has all queries and keys. */
+ * queries, dense, of one that has all queries and keys, without a softcap. */
 typedef struct te_attention_backward_args {
     size_t size;
     te_attention_problem problem;               /* as in the forward */
@@ -445,6 +447,7 @@ typedef struct te_attention_backward_args {
     float *grad_scores_amax, *grads_amax; /* as output_amax; all three gradients share one */
     void *workspace;
     size_t workspace_size;
+    float softcap; /* as in the forward */
 } te_attention_backward_args;
 
 /* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples

@@ -245,8 +245,8 @@ typedef struct te_node_desc {
     int32_t output;
     const int32_t *inputs; /* values; -1: not there */
     /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
-     * window to the left and to the right, packed: bounds of queries and of keys; dropout + add:
-     * dropout, drop path */
+     * window to the left and to the right, packed: bounds of queries and of keys; softcap. Dropout
+     * + add: dropout, drop path */
     const double *numbers;
     const te_slice *slices; /* attention, rope, norm of heads: of the first inputs */
     int32_t input_count, number_count, slice_count;

@@ -4,6 +4,7 @@
  * matrices where they lie, queries, keys and values of one projection say, and write gradients to
  * the same places.
  */
+#include <float.h>
 #include <stdio.h>
 
 #include "core/status.h"
@@ -111,6 +112,7 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_set_number(build, stage, "bottom_right", (node->flags & TE_NODE_BOTTOM_RIGHT) != 0);
     te_set_number(build, stage, "max_queries", node->numbers[4]);
     te_set_number(build, stage, "max_keys", node->numbers[5]);
+    te_set_number(build, stage, "softcap", node->numbers[6]);
     return stage;
 }
 
@@ -253,11 +255,12 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_value_desc *x, *y = &graph->values[node->output];
     if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
         !(node->numbers[1] >= 0.0 && node->numbers[1] <= 1.0) || !is_window(node->numbers[2]) ||
-        !is_window(node->numbers[3])) {
+        !is_window(node->numbers[3]) ||
+        !(node->numbers[6] >= 0.0 && node->numbers[6] <= (double)FLT_MAX)) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: inputs %d, %d, %d, dropout %g, window %g and %g",
+                       "attention: inputs %d, %d, %d, dropout %g, window %g and %g, softcap %g",
                        node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
-                       node->numbers[1], node->numbers[2], node->numbers[3]);
+                       node->numbers[1], node->numbers[2], node->numbers[3], node->numbers[6]);
     }
     TE_TRY(check_packed(node));
     for (int i = QUERY; i <= VALUE; i++) {
@@ -313,7 +316,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_attention_rules = {.name = "attention",
                                           .inputs = INPUTS,
-                                          .numbers = 6,
+                                          .numbers = 7,
                                           .slices = 3,
                                           .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
                                                    TE_NODE_DETERMINISTIC | TE_NODE_PACKED |

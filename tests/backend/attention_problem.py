@@ -75,9 +75,14 @@ class Problem:
         shift = self.lengths_of("key", batch) - self.lengths_of("query", batch)
         return self.options.get("diagonal", 0) + (shift if self.options.get("bottom_right") else 0)
 
+    def capped(self, query, key):
+        """Scores before bias and slopes, of tensors as `heads` gives them."""
+        scores, cap = (query @ key.mT) * self.options["scale"], self.options.get("softcap", 0.0)
+        return cap * torch.tanh(scores / cap) if cap else scores
+
     def scores(self, query, key, bias=None):
         """Of tensors as `heads` gives them."""
-        scores = (query @ key.mT) * self.options["scale"]
+        scores = self.capped(query, key)
         if self.slopes is not None:
             diagonals = [self.diagonal(b) for b in range(self.scores_shape[0])]
             scores = scores + slope_bias(self.slopes, self.scores_shape, diagonals).to(scores.dtype)
@@ -114,13 +119,21 @@ class Problem:
         of_weights = (parts["grad"] @ parts["value"].mT).abs() * self.factors()
         of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
         scale, groups = abs(self.options["scale"]), self.tensors["key"].shape[2]
+        of_capped = of_scores
+        if self.options.get("softcap"):
+            cap = self.options["softcap"]
+            share = self.capped(parts["query"], parts["key"]) / cap
+            slope = 1.0 - share.square()
+            # A rounding of the terms of a score is one of its slope, -2 tanh(u) (1 - tanh(u)^2).
+            sizes = scale * (parts["query"].abs() @ parts["key"].abs().mT) / cap
+            of_scores = of_scores * slope * (1.0 + 2.0 * share.abs() * sizes)
         of_keys = (of_scores.mT @ parts["query"].abs()).unflatten(1, (groups, -1)).sum(2)
         terms = {
             "grad_query": scale * (of_scores @ parts["key"].abs()).transpose(1, 2),
             "grad_key": scale * of_keys.transpose(1, 2),
         }
         if self.bias is not None:
-            terms["grad_bias"] = of_scores.sum_to_size(self.bias.shape)
+            terms["grad_bias"] = of_capped.sum_to_size(self.bias.shape)
         if self.sink is not None:
             terms["grad_sink"] = (weights * of_weights).sum((0, 2, 3))
         return terms

@@ -190,6 +190,7 @@ def test_any_softmax(seed, rng):
         "window_right": pick(-1, 0, 0, 10),
         "diagonal": pick(0, 0, -10, 30),
         "bottom_right": pick(False, True),
+        "softcap": pick(0.0, 0.0, 0.4, 20.0),
     }
     if pick(False, True):
         options["mask"] = random_mask(rng, (pick(1, batch), pick(1, 4), queries, keys))
@@ -341,6 +342,27 @@ def test_query_without_keys_is_zero(dtype, rng):
     made = Problem(rng, dtype=dtype, mask=torch.ones(1, 1, 1, 1).bool()).run()
     for name, tensor in made.items():
         assert (tensor == (-INF if name in ("statistics", "top") else 0)).all()
+
+
+# ---- softcap -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [0.01, 0.5, 30.0, 1e30])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", HIGH, ids=name_of)
+def test_softcap(dtype, lengths, cap, rng):
+    """Scores far below the cap are as they were, far above it all alike."""
+    bias = normal(rng, (1, 2, *lengths), F32)
+    Problem(rng, (2, *lengths, 2, 1, 16, 16), dtype, softcap=cap, scale=1.0, bias=bias).check()
+
+
+def test_capped_scores_are_finite(rng):
+    """What would be Inf is the cap, and has no gradient."""
+    problem = Problem(rng, (1, 20, 40, 2, 2, 8, 8), softcap=3.0)
+    problem.tensors["query"][0, 3] = 3e38
+    made = problem.run()
+    assert all(tensor.isfinite().all() for tensor in made.values())
+    assert not made["grad_query"][0, 3].any()
 
 
 # ---- special numbers -----------------------------------------------------------------------------

@@ -67,6 +67,9 @@ WRONG = {
     "long top": (ValueError, r"top: .* vector of 4", {"top": torch.zeros(5)}),
     "no numbers": (ValueError, r"rng: .*NULL", {"dropout": 0.5}),
     "probability": (ValueError, r"dropout: 1.5", {"dropout": 1.5}),
+    "softcap": (ValueError, r"softcap: -1, expected a finite number from 0", {"softcap": -1.0}),
+    "softcap of NaN": (ValueError, r"softcap: -?nan, expected", {"softcap": float("nan")}),
+    "endless softcap": (ValueError, r"softcap: inf, expected", {"softcap": float("inf")}),
     "window too far": (ValueError, r"window_right: \d+, expected", {"window_right": 2**61}),
 }
 

@@ -27,7 +27,12 @@ SHAPES = {
     "few": (2, 5, 7, 2, 1, 16, 16),
     "128 channels": (2, 130, 257, 4, 2, 128, 128),
 }
-WINDOWS = {"full": {}, "causal": {"window_right": 0}, "window": {"window_left": 9, "diagonal": 3}}
+WINDOWS = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "window": {"window_left": 9, "diagonal": 3},
+    "softcap": {"softcap": 0.8},
+}
 
 
 def operands_of(rng, shape):
@@ -53,7 +58,9 @@ def problem(rng, name, window):
     shape = SHAPES[name]
     operands, scale = operands_of(rng, shape), shape[5] ** -0.5
     may = may_of(shape, WINDOWS[window])
-    return operands, Definition(operands, scale, may), {"scale": scale, **WINDOWS[window]}
+    options = WINDOWS[window]
+    definition = Definition(operands, scale, may, softcap=options.get("softcap", 0.0))
+    return operands, definition, {"scale": scale, **options}
 
 
 def flips(exact, dtype):
@@ -129,7 +136,8 @@ def test_gradients(device, rng, window, grads, queries, keys, lay_out):
     """In 128 channels, which cuDNN's kernel has: against the definition without its casts."""
     shape, scale = (2, queries, keys, 4, 2, 128, 128), 128**-0.5
     operands = operands_of(rng, shape)
-    definition = Definition(operands, scale, may_of(shape, WINDOWS[window]))
+    cap = WINDOWS[window].get("softcap", 0.0)
+    definition = Definition(operands, scale, may_of(shape, WINDOWS[window]), softcap=cap)
     operands = [Quantized(lay_out(x.data), x.scales) for x in operands]
     call = Call(device, operands, scale=scale, **WINDOWS[window])
     output = call.forward().to("cpu")

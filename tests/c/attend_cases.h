@@ -14,7 +14,7 @@ typedef struct attend_case {
     te_dtype dtype;
     int64_t batch, queries, keys, heads, kv_heads, d_k, d_v, gap;
     int mask, bias, lengths, bottom_right;
-    float scale, dropout;
+    float scale, dropout, softcap;
     int64_t left, right, diagonal;
 } attend_case;
 
@@ -132,8 +132,10 @@ static void add_row(attend_data *d, int result, int64_t i, double factor, double
     }
 }
 
-static double attend_score(const attend_data *d, const int64_t at[3], int64_t key)
+/* A score, and by which its gradient is that of the scaled product. */
+static double attend_score(const attend_data *d, const int64_t at[3], int64_t key, double *slope)
 {
+    double score;
     const attend_case *c = &d->c;
     const int64_t shape[4] = {c->batch, c->heads, c->queries, c->keys};
     int64_t queries = c->lengths ? d->query_lengths[at[0]] : c->queries;
@@ -146,9 +148,15 @@ static double attend_score(const attend_data *d, const int64_t at[3], int64_t ke
         (c->mask && get_broadcast(&d->mask, shape, row, key) != 0.0)) {
         return -(double)INFINITY;
     }
-    return (double)c->scale * dot_rows(&d->query, row_of(&d->query, at[0], at[2], at[1]), &d->key,
-                                       row_of(&d->key, at[0], key, head)) +
-           (c->bias ? get_broadcast(&d->bias, shape, row, key) : 0.0);
+    score = (double)c->scale * dot_rows(&d->query, row_of(&d->query, at[0], at[2], at[1]), &d->key,
+                                        row_of(&d->key, at[0], key, head));
+    *slope = 1.0;
+    if (c->softcap > 0.0F) {
+        const double share = tanh(score / (double)c->softcap);
+        score = (double)c->softcap * share;
+        *slope = 1.0 - share * share;
+    }
+    return score + (c->bias ? get_broadcast(&d->bias, shape, row, key) : 0.0);
 }
 
 /* One query: its output and statistic, and what it adds to the gradients. */
@@ -157,9 +165,9 @@ static void define_query(test_device *t, attend_data *d, const int64_t at[3], do
     const attend_case *c = &d->c;
     int64_t q = row_of(&d->query, at[0], at[2], at[1]), head = at[1] * c->kv_heads / c->heads;
     int64_t row = (at[0] * c->heads + at[1]) * c->queries + at[2];
-    double top = -(double)INFINITY, sum = 0.0, mean = 0.0, size = 0.0;
+    double top = -(double)INFINITY, sum = 0.0, mean = 0.0, size = 0.0, slope = 1.0;
     for (int64_t k = 0; k < c->keys; k++) {
-        p[k] = attend_score(d, at, k);
+        p[k] = attend_score(d, at, k, &slope);
         top = fmax(top, p[k]);
     }
     for (int64_t k = 0; k < c->keys; k++)
@@ -182,8 +190,10 @@ static void define_query(test_device *t, attend_data *d, const int64_t at[3], do
     }
     for (int64_t k = 0; k < c->keys; k++) {
         double ds = p[k] * (dp[k] - mean), term = p[k] * (fabs(dp[k]) + size);
-        double scale = (double)c->scale;
+        double scale;
         int64_t j = row_of(&d->key, at[0], k, head);
+        if (p[k] > 0.0) (void)attend_score(d, at, k, &slope);
+        scale = (double)c->scale * slope;
         add_row(d, 1, q, scale * ds, scale * term, &d->key, j);
         add_row(d, 2, j, scale * ds, scale * term, &d->query, q);
         if (!c->bias) continue;
@@ -225,7 +235,8 @@ static void run_attention(test_device *t, const attend_case *c, int gradients)
     te_attention_args args = {.size = sizeof args,
                               .problem = d->problem,
                               .output = d->output.tensor,
-                              .statistics = d->statistics.tensor};
+                              .statistics = d->statistics.tensor,
+                              .softcap = c->softcap};
     args.workspace = test_workspace(t, TE_OP_ATTENTION, &args, &args.workspace_size);
     TEST_OK(t, te_attention(t->context, &args, t->stream));
     test_fetch(t, &d->output);
@@ -240,7 +251,8 @@ static void run_attention(test_device *t, const attend_case *c, int gradients)
                                            .statistics = d->statistics.tensor,
                                            .grad_query = d->grads[0].tensor,
                                            .grad_key = d->grads[1].tensor,
-                                           .grad_value = d->grads[2].tensor};
+                                           .grad_value = d->grads[2].tensor,
+                                           .softcap = c->softcap};
         if (c->bias) back.grad_bias = d->grads[3].tensor;
         back.workspace = test_workspace(t, TE_OP_ATTENTION_BACKWARD, &back, &back.workspace_size);
         TEST_OK(t, te_attention_backward(t->context, &back, t->stream));
@@ -277,6 +289,7 @@ static void run_attentions(test_device *t, int gradients)
                                      .bottom_right = i / 5 % 2,
                                      .scale = i % 7 == 0 ? -0.4F : 0.3F,
                                      .dropout = i % 4 == 3 ? 0.2F : 0.0F,
+                                     .softcap = i % 3 == 1 ? 0.7F : 0.0F,
                                      .left = window[0],
                                      .right = window[1],
                                      .diagonal = window[2]},

@@ -97,7 +97,8 @@ static inline int64_t graph_limit(const graph_attention_state *a, int input, int
     return lengths < 0 ? length : (int64_t)a->g->value[lengths][b];
 }
 
-static inline double graph_score(const graph_attention_state *a, const int64_t at[4])
+/* A score, and by which its gradient is that of the scaled product. */
+static inline double graph_score(const graph_attention_state *a, const int64_t at[4], double *slope)
 {
     const te_node_desc *node = a->node;
     int64_t queries = graph_limit(a, GRAPH_QUERIES, at[0], a->query.length);
@@ -118,6 +119,12 @@ static inline double graph_score(const graph_attention_state *a, const int64_t a
         score += a->query.value[q + c] * a->key.value[k + c];
     }
     score *= node->numbers[0];
+    *slope = 1;
+    if (node->numbers[6] > 0) {
+        double share = tanh(score / node->numbers[6]);
+        score = node->numbers[6] * share;
+        *slope = 1 - share * share;
+    }
     return bias < 0 ? score : score + a->g->value[bias][graph_broadcast(a, bias, at)];
 }
 
@@ -127,11 +134,13 @@ static inline void graph_query_backward(const graph_attention_state *a, int64_t 
     int64_t head = at[1] * a->key.slice.heads / a->query.slice.heads;
     int64_t q = graph_head(&a->query, at[0], at[2], at[1]);
     for (at[3] = 0; at[3] < a->key.length; at[3]++) {
-        double ds = a->p[at[3]] * (a->dp[at[3]] - mean);
+        double ds = a->p[at[3]] * (a->dp[at[3]] - mean), slope = 1, of_product;
         int64_t k = graph_head(&a->key, at[0], at[3], head);
+        if (a->p[at[3]] > 0) (void)graph_score(a, at, &slope);
+        of_product = a->node->numbers[0] * slope * ds;
         for (int32_t c = 0; c < a->query.slice.channels; c++) {
-            a->query.grad[q + c] += a->node->numbers[0] * ds * a->key.value[k + c];
-            a->key.grad[k + c] += a->node->numbers[0] * ds * a->query.value[q + c];
+            a->query.grad[q + c] += of_product * a->key.value[k + c];
+            a->key.grad[k + c] += of_product * a->query.value[q + c];
         }
         if (bias >= 0) a->g->grad[bias][graph_broadcast(a, bias, at)] += ds;
     }
@@ -143,9 +152,9 @@ static inline void graph_attend_query(const graph_attention_state *a, int64_t at
     int64_t head = at[1] * a->key.slice.heads / a->query.slice.heads, keys = a->key.length;
     int64_t row = (at[0] * a->query.slice.heads + at[1]) * a->query.length + at[2];
     int64_t y = graph_head(&a->output, at[0], at[2], at[1]);
-    double top = -(double)INFINITY, sum = 0, mean = 0;
+    double top = -(double)INFINITY, sum = 0, mean = 0, slope;
     for (at[3] = 0; at[3] < keys; at[3]++) {
-        a->p[at[3]] = graph_score(a, at);
+        a->p[at[3]] = graph_score(a, at, &slope);
         top = fmax(top, a->p[at[3]]);
     }
     if (isinf(top)) return; /* it attends nothing */

@@ -242,6 +242,44 @@ static void check_softmax(void)
     check_both("packed, slopes", key);
 }
 
+static void check_softcap(void)
+{
+    te_sdpa_key key = small();
+    key.softcap = 20.0F;
+    check("softcap", key);
+    key.window_right = 0;
+    check("softcap, causal", key);
+    key.dropout = 0.1F;
+    check("softcap, causal, dropout", key);
+    key.deterministic = 1;
+    compile("softcap, deterministic", key, 1);
+    key = small();
+    key.softcap = 20.0F;
+    add_bias(&key, 1, 4, TE_DTYPE_BF16);
+    check("softcap, bias", key);
+    key = small();
+    key.softcap = 20.0F;
+    key.has_slopes = key.has_sink = 1;
+    check("softcap, slopes, sink", key);
+    key = problem(8, 2, 200, 256, 128, 128);
+    key.softcap = 50.0F;
+    key.window_left = 31;
+    key.window_right = 0;
+    key.bottom_right = key.has_lengths = 1;
+    check("softcap, groups, lengths, window, bottom right", key);
+    key = problem(8, 4, 256, 256, 256, 256);
+    key.softcap = 50.0F;
+    check("softcap, 256 channels", key);
+    key = problem(4, 4, 1, 77, 64, 64);
+    key.softcap = 50.0F;
+    key.has_lengths = 1;
+    check("softcap, one query", key);
+    key = packed(8, 2, 128, 128, 1);
+    key.softcap = 50.0F;
+    key.window_right = 0;
+    check_both("softcap, packed", key);
+}
+
 static te_sdpa_key fp8(int64_t heads, int64_t kv_heads, int64_t channels, te_dtype grads)
 {
     te_sdpa_key key = problem(heads, kv_heads, 256, 384, channels, channels);
@@ -288,6 +326,9 @@ static void check_fp8(void)
     key = fp8(4, 4, 128, TE_DTYPE_E4M3);
     key.keeps_statistics = 0;
     compile("fp8, no statistics", key, 0);
+    key = fp8(4, 4, 128, TE_DTYPE_E4M3);
+    key.softcap = 50.0F;
+    check("fp8, softcap", key);
 }
 
 int main(void)
@@ -310,6 +351,7 @@ int main(void)
     check_extras();
     check_softmax();
     check_packed();
+    check_softcap();
     check_fp8();
     (void)te_cudnn.cudnnBackendDestroyDescriptor(target.device);
     return failures != 0;

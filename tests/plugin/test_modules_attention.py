@@ -97,6 +97,7 @@ def test_each_argument(device, dtype):
 
 UNEXPRESSED = {
     "dropout": ({"attention_dropout": 0.5}, {}),
+    "softcap": ({"softcap": 0.5}, {}),
     "arbitrary": ({"attn_mask_type": "arbitrary"}, {"attention_mask": True}),
     "corner of a window": (
         {"attn_mask_type": "no_mask", "window_size": (3, 2), "bottom_right_diagonal": True},

@@ -69,6 +69,8 @@ def situations():
                 yield of._replace(max_logit=True)
                 yield of._replace(score_mod=True)
                 yield of._replace(softcap=True)
+            if bias == "pre_scale_bias":
+                yield of._replace(softcap=True)
             by_class = of._replace(plugin="a.Class", bottom_right=not square)
             yield by_class
             yield by_class._replace(packed=kind.padding, gaps=kind.padding)

@@ -8,19 +8,21 @@ import pickle
 import attention_reference as reference
 import pytest
 import torch
-from comparators import assert_grad64, assert_nmse
+from comparators import assert_grad64, assert_nmse, nmse
 from pytorch import attention_model as model
+from pytorch.fp8_attention_cases import RECIPES, attentions, module_of, run, tensors_of
 from pytorch.helpers import assert_same_bits, same_draws
-from tols import BF16, F16, F32, tol
+from tols import BF16, E4M3, F16, F32, tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, CHANNELS = 2, 7, 11, 4, 2, 16
 SIZES = (BATCH, QUERIES, KEYS, HEADS, GROUPS, CHANNELS, CHANNELS)
 SCORES = BATCH, HEADS, QUERIES, KEYS
 CAP = 0.7
 SCALE = CHANNELS**-0.5
+NO_MASK = {"attn_mask_type": "no_mask", "softcap": CAP}
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +32,7 @@ def repeatable(monkeypatch):
 
 
 def make(**options):
-    options = {"attn_mask_type": "no_mask", "softcap": CAP, **options}
-    return te.DotProductAttention(HEADS, CHANNELS, GROUPS, **options)
+    return te.DotProductAttention(HEADS, CHANNELS, GROUPS, **NO_MASK | options)
 
 
 def arbitrary(device):
@@ -84,6 +85,12 @@ CASES = {
     "behind the scale": biased("post_scale_bias"),
     "alibi": sloped,
 }  # fmt: skip
+
+
+def who_runs(device, dtype, case="plain"):
+    """The kernels of cuDNN take no fp32, and give no gradient of a bias here."""
+    apart = {"before the scale"} if device == "cpu" else {"before the scale", "behind the scale"}
+    return "unfused" if case in apart or (device == "cuda" and dtype is F32) else "native"
 
 
 def parts(q, k, v):
@@ -153,7 +160,7 @@ def test_against_float64(device, case, dtype):
     options, given, may = CASES[case](device)
     module = make(**options).to(device)
     check(module, CAP, model.make_qkv("sbhd", SIZES, dtype, device), may, given)
-    assert module._ran.backend == "unfused"
+    assert module._ran.backend == who_runs(device, dtype, case)
 
 
 @pytest.mark.parametrize("cap", [0.05, 3.0, 50.0])
@@ -322,22 +329,16 @@ def test_copies(device):
 def test_who_runs_it(device, monkeypatch):
     monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # a reason of its own
     shape, module = (QUERIES, BATCH, HEADS, CHANNELS), make(softcap=0.0)
-    for found in (
-        te.explain_attention(module, shape, device=device, dtype=BF16, softcap=CAP),
-        te.explain_attention(make(), shape, device=device, dtype=BF16),
-    ):
-        assert found.backend == "unfused"
-        assert {found.refused[name].feature for name in ("native", "sdpa")} == {"softcap"}
+    for asked in (module, {"softcap": CAP}), (make(), {}):
+        found = te.explain_attention(asked[0], shape, device=device, dtype=BF16, **asked[1])
+        assert found.backend == "native" and found.refused["sdpa"].feature == "softcap"
     uncapped = te.explain_attention(make(), shape, device=device, dtype=BF16, softcap=0.0)
     assert all(refusal.feature != "softcap" for refusal in uncapped.refused.values())
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     qkv = model.make_qkv("sbhd", SIZES, BF16, device)
-    with pytest.raises(ValueError, match="no backend is left .*native: softcap: its kernels"):
-        make()(*qkv)
-    monkeypatch.delenv("NVTE_UNFUSED_ATTN")
-    with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
-        with pytest.raises(ValueError, match="native: softcap: .*TE_UNFUSED_DPA_EMULATE_FP8"):
-            make()(*qkv)
+    _, given, _ = biased("pre_scale_bias")(device)
+    with pytest.raises(ValueError, match="no backend is left .*softcap of scores with a pre_scale"):
+        make()(*qkv, **given)
 
 
 @pytest.mark.parametrize("cap", [-1.0, float("nan"), float("inf"), "30", True, torch.tensor(30.0)])
@@ -347,6 +348,39 @@ def test_what_is_no_cap(device, cap):
     module, qkv = make(), model.make_qkv("sbhd", SIZES, F32, device)
     with pytest.raises(ValueError, match="softcap=.*expected a finite number of at least 0"):
         module(*qkv, softcap=cap)
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+def test_one_operator_each_way(device, counters):
+    module, qkv = make(), model.make_qkv("sbhd", SIZES, BF16, device)
+    for _ in range(3):
+        step(module, qkv)
+    assert attentions() == {"attention.bf16": 3, "attention_backward.bf16": 3}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("sizes", [{}, {"channels": 128, "groups": HEADS, "queries": BLOCK}])
+def test_in_fp8(device, kind, sizes, counters, monkeypatch):
+    """In the kernels of FP8, its gradients too where there are some; once scales are found."""
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    module = module_of(**{n: sizes[n] for n in sizes if n != "queries"}, **NO_MASK)
+    tensors, recipe = tensors_of(device, **sizes), RECIPES[kind](fp8_dpa=True)
+    with torch.no_grad():
+        tensors[0].mul_(4.0)
+    for _ in range(2):
+        te.reset_counters()
+        found = run(module, tensors, recipe)
+    of_backward = "e4m3" if kind == "delayed" and sizes else "bf16"
+    assert attentions() == {"attention.e4m3": 1, f"attention_backward.{of_backward}": 1}
+    out = module(*tensors)
+    exact = [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out))]
+    for i, (x, expected) in enumerate(zip(found, exact, strict=True)):
+        terms = 5 if i == 0 else 16  # gradients of queries and keys cancel
+        assert_nmse(x, expected, terms * tol("quantize", E4M3), f"result {i}")
+    module.softcap = 0.0
+    assert nmse(module(*tensors), out) > 100 * tol("quantize", E4M3)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -394,6 +428,9 @@ def test_layers(device, kind, dtype):
     capped.load_state_dict(plain.state_dict())
     cores = [m for m in capped.modules() if isinstance(m, te.DotProductAttention)]
     assert [core.softcap for core in cores] == [CAP] * (2 if kind == "decoder" else 1)
+    with torch.no_grad():  # scores that a cap changes
+        for p in (*plain.parameters(), *capped.parameters()):
+            p.mul_(4.0 if p.dim() == 2 else 1.0)
     x = torch.randn(6, 2, 64).to(device, dtype).requires_grad_()
     source = torch.randn(6, 2, 64).to(device, dtype)
     named = {"encoder_output": source} if kind == "decoder" else {}
@@ -404,7 +441,7 @@ def test_layers(device, kind, dtype):
         return [out.detach(), *grads]
 
     expected, without = outcome(capped), outcome(plain)
-    assert all(core._ran.backend == "unfused" for core in cores)
+    assert all(core._ran.backend == who_runs(device, dtype) for core in cores)
     assert not torch.equal(expected[0], without[0])
     for _ in range(3):
         assert_same_bits(outcome(plain), without)

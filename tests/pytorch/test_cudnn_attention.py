@@ -55,11 +55,17 @@ def allowed(limits, sizes):
     return may if mask is None else may & (mask.cpu() == 0)
 
 
-def definition(q, k, v, bias, may, scale, factors=1.0):
+def products(q, k, scale, cap):
+    """Scores before a bias."""
+    scores = scale * (q @ k.mT)
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def definition(q, k, v, bias, may, scale, factors=1.0, cap=0.0):
     """[batch, tokens, heads, channels], in the dtype of the arguments."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = scale * (q @ k.mT) + (0.0 if bias is None else bias)
+    scores = products(q, k, scale, cap) + (0.0 if bias is None else bias)
     return ((softmax(scores, may) * factors).to(v.dtype) @ v).transpose(1, 2)
 
 
@@ -87,12 +93,12 @@ def attended(tensors, grad, wants_bias=True, **limits):
     return [out, *grads.values(), statistics]
 
 
-def term_sizes(tensors, grad, may, scale):
+def term_sizes(tensors, grad, may, scale, cap=0.0):
     """Largest sums of the magnitudes of the terms of the output and of each gradient."""
     wide = [None if t is None else t.detach().cpu().double() for t in (*tensors, grad)]
     q, k, v, do = (wide[i].transpose(1, 2) for i in (0, 1, 2, 4))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    p = softmax(scale * (q @ k.mT) + (0.0 if wide[3] is None else wide[3]), may)
+    p = softmax(products(q, k, scale, cap) + (0.0 if wide[3] is None else wide[3]), may)
     dp = do.abs() @ v.abs().mT
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))
     made = [p @ v.abs(), scale * ds @ k.abs(), scale * ds.mT @ q.abs(), p.mT @ do.abs(), ds]
@@ -109,11 +115,13 @@ def assert_right(tensors, limits, scale):
         tensors = (*tensors[:3], bias.masked_fill(bias == -math.inf, 0.0))
     grad = torch.randn(batch, queries, count, tensors[2].shape[3]).to(query)
     dtype = query.dtype
+    cap = limits.get("softcap", 0.0)
     gradient_of_bias = bias is not None and bias.dtype is dtype and bias.shape[2:] == may.shape[2:]
+    gradient_of_bias = gradient_of_bias and not cap
     *found, statistics = attended(given, grad, gradient_of_bias, scale=scale, **limits)
-    exact = differentiated(tensors, grad, torch.float64, may, scale)
-    naive = differentiated(tensors, grad, dtype, may, scale)
-    sizes = term_sizes(tensors, grad, may, scale)
+    exact = differentiated(tensors, grad, torch.float64, may, scale, 1.0, cap)
+    naive = differentiated(tensors, grad, dtype, may, scale, 1.0, cap)
+    sizes = term_sizes(tensors, grad, may, scale, cap)
     for at, tensor in enumerate(found):  # without the bias where it has no gradient
         if tensor.numel() == 0:
             continue
@@ -146,6 +154,8 @@ def some_limits(rng, batch, queries, keys):
         if shape[2] > 6:
             mask[:, :, 3:6] = True  # rows that attend nothing
         limits["mask"] = mask.to("cuda", torch.uint8)
+    if rng.random() < 0.3:
+        limits["softcap"] = rng.choice([0.5, 20.0])
     return limits
 
 
@@ -195,7 +205,23 @@ def test_very_negative_scores(queries, keys, limits):
     assert_right(tensors, limits, 0.125)
 
 
-@pytest.mark.parametrize("limits", [{}, {"window_right": 0}, {"window_left": 9}], ids=str)
+@pytest.mark.parametrize("cap", [0.5, 20.0, 1e6])
+@pytest.mark.parametrize("limits", [{}, {"window_right": 0, "window_left": 90}], ids=str)
+@pytest.mark.parametrize("channels", [64, 128, 256])
+@pytest.mark.parametrize(("queries", "keys", "groups"), [(256, 256, HEADS), (200, 333, 2)])
+def test_softcap(queries, keys, groups, channels, limits, cap):
+    tensors = (
+        heads(2, queries, HEADS, channels, BF16),
+        heads(2, keys, groups, channels, BF16),
+        heads(2, keys, groups, channels, BF16),
+        None,
+    )
+    assert_right(tensors, {"softcap": cap, **limits}, 2.0 * channels**-0.5)
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"window_right": 0}, {"window_left": 9}, {"softcap": 0.5}], ids=str
+)
 @pytest.mark.parametrize(("queries", "keys", "groups"), [(128, 128, HEADS), (77, 100, 2)])
 def test_dropout(queries, keys, groups, limits):
     """The decisions are read from an output of equal weights, and are those of the gradients."""
@@ -224,7 +250,8 @@ def test_dropout(queries, keys, groups, limits):
     *found, _ = attended(tensors, grad, scale=0.125, **drops, **limits)
     may = allowed(limits, (2, HEADS, queries, keys))
     factors = kept.double() / (1 - probability)
-    exact = differentiated(tensors, grad, torch.float64, may, 0.125, factors)
+    cap = limits.get("softcap", 0.0)
+    exact = differentiated(tensors, grad, torch.float64, may, 0.125, factors, cap)
     for each, right in zip(found, exact, strict=True):
         assert_nmse(each, right, tol("attention", BF16, keys))
 
@@ -469,6 +496,14 @@ def test_what_the_operator_refuses(changed, text):
     tensor = heads(1, 16, 2, changed.get("channels", 64), changed.get("dtype", BF16))
     with pytest.raises(NotImplementedError, match=text):
         _core.attention(tensor, tensor, tensor, torch.empty_like(tensor))
+
+
+def test_no_gradient_of_a_bias_with_a_softcap():
+    tensors = *some_heads(2, 64), torch.randn(1, HEADS, 64, 64).to("cuda", BF16)
+    grad = torch.randn_like(tensors[0])
+    with pytest.raises(NotImplementedError, match="gradient of a bias with a softcap"):
+        attended(tensors, grad, softcap=2.0)
+    attended(tensors, grad, wants_bias=False, softcap=2.0)
 
 
 @pytest.mark.parametrize("limits", [{}, {"window_right": 0}], ids=["full", "causal"])

@@ -91,7 +91,9 @@ def definition(sides, tensors, grad, dtype, limits, factors=None):
         k, v = (t.repeat_interleave(group, 0) for t in (k, v))
         window = [limits.get(f"window_{side}", -1) for side in ("left", "right")]
         may = allowed((1, 1, n, m), None, *window, m - n if limits.get("bottom_right") else 0)[0]
-        weights = softmax(limits["scale"] * (q @ k.mT), may.expand(len(q), -1, -1))
+        scores, cap = limits["scale"] * (q @ k.mT), limits.get("softcap", 0.0)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        weights = softmax(scores, may.expand(len(q), -1, -1))
         weights = weights if factors is None else weights * factors[b]
         rows.append((weights.to(dtype) @ v).transpose(0, 1))
         at.append(torch.arange(of_queries.start, of_queries.stop))
@@ -142,6 +144,8 @@ def test_random_problems(part, rng):
             limits["window_left"] = int(rng.choice([0, 3, 40]))
         if len(limits) > 1 and rng.random() < 0.4:
             limits["bottom_right"] = 1
+        if rng.random() < 0.3:
+            limits["softcap"] = float(rng.choice([0.5, 20.0]))
         with_lengths = gaps or bool(rng.random() < 0.3)
         dtype = (BF16, F16)[rng.integers(2)]
         print(queries.lengths, keys.lengths, gaps, shape, dtype, together, with_lengths, limits)

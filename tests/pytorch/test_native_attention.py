@@ -116,13 +116,14 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
     """The choice is that of the recompute, whose first pass runs without gradients."""
     query, sizes = torch.zeros(2, 30, 4, 16, dtype=BF16), SHAPE
 
-    def odd(shape, dtype=BF16, **more):
+    def odd(shape, dtype=BF16, capped=False, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
-        return bool(unusual(_options(core_attention_bias=bias, **more), sizes, query))
+        return bool(unusual(_options(core_attention_bias=bias, **more), sizes, query, capped))
 
     with torch.set_grad_enabled(gradients):
         assert not odd((1, 4, 30, 50)) and not odd((2, 1, 30, 50))
         assert odd((1, 4, 1, 50)) and odd((1, 4, 30, 1)) and odd((1, 4, 30, 50), F32)
+        assert odd((1, 4, 30, 50), capped=True)
 
 
 def test_masks_and_biases_over_one_key_are_unusual():
@@ -134,7 +135,7 @@ def test_masks_and_biases_over_one_key_are_unusual():
         {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"},
         {"core_attention_bias_type": "alibi"},
     ):
-        assert "over one key" in unusual(AttentionOptions(**given), one, query)
-        assert not unusual(AttentionOptions(**given), two, query)
-    assert not unusual(AttentionOptions(), one, query)
-    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query)
+        assert "over one key" in unusual(AttentionOptions(**given), one, query, False)
+        assert not unusual(AttentionOptions(**given), two, query, False)
+    assert not unusual(AttentionOptions(), one, query, False)
+    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query, False)

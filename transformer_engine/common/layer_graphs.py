@@ -68,6 +68,7 @@ class AttentionSpec(NamedTuple):
     no_amax: bool = False  # with a quantization: none is recorded in the forward
     fp8_output: bool = False
     """With a quantization: the output goes on in FP8, to the projection behind or to the caller."""
+    softcap: float = 0.0  # bounds the scaled scores; 0: nothing does
 
 
 class CoreSpec(NamedTuple):
@@ -404,7 +405,8 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
         numbers=(
             attention.scale,
             attention.dropout,
-            *map(float, (*attention.window, *(attention.packed or ())[1:])),
+            *map(float, (*attention.window, *(attention.packed or (0, 0, 0))[1:])),
+            attention.softcap,
         ),
         slices=attention.slices,
         **cast,

@@ -65,6 +65,7 @@ def _problem(fields: Fields) -> _Problem | None:
     packed, slopes = fields["query_offsets"] is not None, fields["slopes"]
     if (
         fields["dropout"] > 0.0
+        or fields["softcap"] > 0.0
         or fields["diagonal"] != 0
         or fields["mask"] is not None
         or query.element_size() == 1  # in FP8, with scales of its own

@@ -72,6 +72,7 @@ def attending(
         slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
         len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, qkv_format,
         bool(source) and source[0].requires_grad, repeatable, packed, *softmax, in_fp8,
+        limits.softcap,
     )  # fmt: skip
 
     def spec() -> AttentionSpec:
@@ -81,7 +82,7 @@ def attending(
             slices, qkv_format == "sbhd", core.softmax_scale, dropout, window,
             limits.bottom_right, channels, interleaved, norms_first, *masks, len(lengths),
             _core.dtype_code(bias_dtype), bias_grad, repeatable, packed, *softmax,
-            **cast,
+            softcap=limits.softcap, **cast,
         )  # fmt: skip
 
     tensors = (limits.mask, bias, *lengths, *offsets, sink, slopes)

@@ -216,9 +216,13 @@ FEATURES: tuple[Feature, ...] = (
         lambda s: s.softcap,
         {
             "plugin": "its forward is given none",
-            "native": "its kernels do not cap scores",
             "sdpa": "it keeps its scores to itself",
         },
+    ),
+    Feature(
+        "softcap of scores with a pre_scale_bias",
+        lambda s: s.softcap and s.bias == "pre_scale_bias",
+        {"native": "it adds a bias to what is capped"},
     ),
     Feature(
         "mask type {kind.name}",

@@ -87,7 +87,7 @@ def _dtype_of(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
 
 
-def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -> str:
+def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, capped: bool) -> str:
     """What of a mask, a bias or its gradient the operator does not take on CUDA; "": nothing.
 
     The same with gradients switched off: a recompute must run what the first pass ran.
@@ -104,6 +104,8 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor) -
         return "the gradient of a bias in another dtype than the queries, or before the scale"
     if tuple(bias.shape[2:]) != tuple(sizes[2:]):
         return "the gradient of a bias that several queries or keys share"
+    if capped:
+        return "the gradient of a bias with a softcap"
     return ""
 
 
@@ -228,7 +230,7 @@ class Choosing:
     ) -> tuple:
         """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        in_fp8 = fp8.in_force(self)
+        in_fp8, capped = fp8.in_force(self), self._cap_of(options) > 0.0
         window = self.window_size if options.window_size is None else options.window_size
         return (
             self.attn_mask_type if mask is None else mask,
@@ -239,7 +241,7 @@ class Choosing:
             _dtype_of(query) if any_autocast() else query.dtype,
             query.device,
             _switches(),
-            "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query),
+            "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query, capped),
             packed,
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             _are_apart(options.alibi_slopes),
@@ -251,7 +253,7 @@ class Choosing:
             fp8.unbuilt(self) if in_fp8 else "",
             attention_class_name(),
             packed and options.has_gaps(),
-            self._cap_of(options) > 0.0,
+            capped,
         )
 
     def _situation(self, key: tuple) -> Situation:

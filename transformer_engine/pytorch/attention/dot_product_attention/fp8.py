@@ -361,6 +361,7 @@ def attend(
         limits.bottom_right, len(where), packed, codes,
         tuple(map(torch_ops.as_constant, epsilons)) if traced else epsilons,
         fp8_gradient, no_amax, deterministic(), more.fp8_output,
+        torch_ops.as_constant(limits.softcap) if traced else limits.softcap,
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
     call.traced = traced or region.blank
@@ -432,13 +433,13 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
     (
         device, dtype, gradient, joined, slices, sequence_first, scale, dropout, window,
         bottom_right, lengths, packed, codes, epsilon, fp8_gradient, no_amax, repeatable,
-        fp8_output,
+        fp8_output, softcap,
     ) = key  # fmt: skip
     prepare_device(device)
     spec = AttentionSpec(
         slices, sequence_first, scale, dropout, window, bottom_right, lengths=lengths,
         deterministic=repeatable, packed=packed, quantization=Quantization.of_flat(codes, epsilon),
-        fp8_gradient=fp8_gradient, no_amax=no_amax, fp8_output=fp8_output,
+        fp8_gradient=fp8_gradient, no_amax=no_amax, fp8_output=fp8_output, softcap=softcap,
     )  # fmt: skip
     return keep(
         module._plans, key, core_plans(CoreSpec(spec, _core.dtype_code(dtype), gradient, joined))

@@ -67,7 +67,7 @@ _PROBLEM = (
     "Tensor? mask, Tensor? bias, Tensor? sink, Tensor? slopes, Tensor? query_lengths, "
     "Tensor? key_lengths, Tensor? query_offsets, Tensor? key_offsets, Tensor? rng, float scale, "
     "float dropout, int window_left, int window_right, bool bottom_right, SymInt max_queries, "
-    "SymInt max_keys, bool sequence_first"
+    "SymInt max_keys, float softcap, bool sequence_first"
 )
 _forward = operator(
     "attention",
@@ -138,6 +138,8 @@ _COUNTS = {0: 3, 2: 2, 3: 1}
 def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float) -> Any:
     """Softmax(scale * query key^T + bias) value, with dropout of the weights.
 
+    A softcap of the limits bounds the products before the bias is added.
+
     Tensors are [sequence, batch, heads, channels] (sbhd), [batch, sequence, heads, channels] (bshd)
     or [tokens, heads, channels] (thd), in fp32 (on the CPU), fp16 or bf16; keys and values may have
     fewer heads, which divide those of the queries. Of what is in one tensor the gradient is too:
@@ -162,7 +164,7 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
     joined = heads.joined
     how = limits.wants_top, *grads, deterministic(), joined, heads.dim
     turned = qkv_format == "sbhd"
-    numbers = scale, dropout, *limits.window, limits.bottom_right, *longest, turned
+    numbers = scale, dropout, *limits.window, limits.bottom_right, *longest, limits.softcap, turned
     call = _Attention(tensors[0], *how, *numbers)
     rng = draw_pair(tensors[0]) if dropout > 0.0 else None
     out = run_call(call, *tensors, limits.mask, bias, sink, limits.slopes, *where, rng)
