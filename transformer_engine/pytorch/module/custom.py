@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
+from transformer_engine.common.flags import flags_of
+from transformer_engine.common.operand_casts import (
     OperandCast,
     Quantization,
     check_nvfp4,
-    flags_of,
     measuring_cast,
     nvfp4_options,
     overridden,
@@ -287,7 +287,7 @@ def _of_both(quantizer: Any, tensor: str) -> OperandCast | None:
 def _native(quantizer: Any, tensor: str) -> OperandCast | None:
     """How plans cast as a quantizer does; None where it has to be called."""
     from transformer_engine.pytorch import tensor as formats
-    from transformer_engine.pytorch.tensor.float8_tensor import code_of
+    from transformer_engine.pytorch.tensor.casts import code_of
 
     kind = type(quantizer)
     if kind is formats.HybridQuantizer:
