@@ -107,7 +107,7 @@ class QuantizerParts:
 
         That gives the same bits then, and changes no state. Of a cast of a program it is not known.
         """
-        return self._REPEATS and self._casts_natively
+        return self._REPEATS and self._casts_natively and self._writes_natively
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks gather row-wise data alone, of which each makes the column-wise ones."""

@@ -357,12 +357,12 @@ class _Outside:
 
     def _put(self, made: Any, place: torch.Tensor) -> None:
         values = made.dequantize(dtype=place.dtype)
-        if values.numel() != place.numel() or values.shape[-1:] != place.shape[-1:]:
+        if values.shape != place.shape:
             raise ValueError(
                 f"{type(self.quantizer).__name__}: what it made has the shape "
                 f"{tuple(values.shape)}, expected {tuple(place.shape)}"
             )
-        place.copy_(values.reshape(place.shape))
+        place.copy_(values)
 
     def _made(self, buffers: StageBuffers, stage: Any, row: bool, column: bool) -> Any:
         """The quantized tensor, of these forms at least; RuntimeError where one was dropped."""

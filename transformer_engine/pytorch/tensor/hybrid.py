@@ -18,7 +18,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8TensorStorage,
 )
 from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
-from transformer_engine.pytorch.tensors import rebuild_quantizer, rebuild_storage
+from transformer_engine.pytorch.tensors import pickled_class, rebuild_quantizer, rebuild_storage
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
@@ -63,7 +63,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         for name in self._SETTINGS:
             part = fields[name]
             if part is not None:
-                fields[name] = type(part)._made(part._mapped(function), part._dtype)
+                fields[name] = part._like(part._mapped(function))
         return fields
 
     def _kind(self) -> tuple:
@@ -129,12 +129,15 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tensors, {**about, "_parts": parts}
 
     @classmethod
-    def _of_flat(cls, tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    def _of_flat(
+        cls, tensors: dict[str, Tensor], rest: dict[str, Any], shape: Any
+    ) -> dict[str, Any]:
         fields = {"_quantizer": rest["_quantizer"]}
         for own, (kind, of_part) in rest["_parts"].items():
             at = len(own) + 1
             found = {name[at:]: t for name, t in tensors.items() if name.startswith(f"{own}_")}
-            fields[own] = kind._made(kind._of_flat(found, of_part), of_part["_dtype"])
+            made = kind._of_flat(found, of_part, shape)
+            fields[own] = kind._made(made, of_part["_dtype"], shape)
             fields[own]._take_state(of_part)
         return fields
 
@@ -142,13 +145,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         fields, recast = super()._plain_fields()
         for own in self._SETTINGS:
             part = fields[own]
-            if part is not None:
-                fields[own] = (type(part).__name__, part._dtype, *part._plain_fields())
+            if part is not None and not isinstance(part, Tensor):
+                fields[own] = (pickled_class(type(part)), part._dtype, *part._plain_fields())
         return fields, recast
 
     @classmethod
     def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: part and rebuild_storage(*part) for name, part in fields.items()}
+        return {name: _restored_part(cls, part) for name, part in fields.items()}
 
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
@@ -170,7 +173,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Drop a form (False); RuntimeError where one is to be made: each is cast by itself."""
+        """Make a form (True), drop it (False) or leave it (None).
+
+        The column-wise one is made of the row-wise one where the quantizer casts it of that.
+        RuntimeError where it is cast by itself, and where the row-wise one is to be made.
+        """
+        if columnwise_usage and self._columnwise_storage is None:
+            self._columnwise_storage = self._columns_of_rows()
         for name, wanted in zip(self._SETTINGS, (rowwise_usage, columnwise_usage), strict=True):
             if wanted and getattr(self, name) is None:
                 raise RuntimeError(
@@ -178,6 +187,17 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 )
             if wanted is False:
                 setattr(self, name, None)
+
+    def _columns_of_rows(self) -> QuantizedTensorStorage | None:
+        """The column-wise storage, cast of the row-wise one; None where it is cast by itself."""
+        quantizer, row = self._quantizer, self._rowwise_storage
+        if row is None or getattr(quantizer, "columnwise_source", _SOURCES[0]) == _SOURCES[0]:
+            return None
+        shape = tuple(self.shape)
+        with torch.no_grad():
+            made = quantizer._part("columnwise", shape, self.device)
+            made._write(row._dequantized(self._dtype, shape), quantizer.columnwise_quantizer)
+        return made
 
     def get_usages(self) -> dict[str, bool]:
         """Which forms are there."""
@@ -234,14 +254,28 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         return made
 
 
+def _restored_part(kind: type, part: Any) -> Any:
+    """A part of a pickle: of a class of a program it is a tensor, as that pickles itself."""
+    if part is None or isinstance(part, QuantizedTensor):
+        return part
+    if not isinstance(part, tuple):
+        raise ValueError(f"a pickled {kind.__name__}: a part is a {type(part).__name__}")
+    return rebuild_storage(*part)
+
+
 def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
     """Which of its tensors are there."""
     return [tensor is not None for tensor in storage.get_data_tensors()]
 
 
 def _are_alike(row: Any, column: Any) -> bool:
-    """Whether two storages of a class are of one format, with one scale where that has one."""
-    if any(getattr(row, n) != getattr(column, n) for n in row._SETTINGS if n not in _OF_ONE):
+    """Whether two storages of a class are of one format, with one scale where that has one.
+
+    What a class of a program has is not known.
+    """
+    if isinstance(type(row)._TENSORS, property) or any(
+        getattr(row, n) != getattr(column, n) for n in row._SETTINGS if n not in _OF_ONE
+    ):
         return False
     if not isinstance(row, Float8TensorStorage):
         return True
@@ -327,6 +361,15 @@ class HybridQuantizer(Quantizer):
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return all(part.is_requantization_safe() for part in parts)
 
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether ranks gather row-wise data alone, of which each makes the column-wise ones.
+
+        So it is where these are cast of the row-wise form, by a part whose casts repeat: all ranks
+        make the same then. A cast of the original needs that, whatever the formats of the parts.
+        """
+        of_rows = self.columnwise_source != _SOURCES[0]
+        return of_rows and self.columnwise_quantizer.is_requantization_safe()
+
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for name, wanted in self.get_usages().items():
@@ -341,7 +384,10 @@ class HybridQuantizer(Quantizer):
         part = getattr(self, f"{form}_quantizer").copy()
         part.internal = True
         part.set_usage(rowwise=form == "rowwise", columnwise=form == "columnwise")
-        return part.make_empty(shape, device=device, pin_memory=pin_memory)
+        made = part.make_empty(shape, device=device, pin_memory=pin_memory)
+        if made._quantizer is None:  # of a class of a program
+            made._quantizer = part
+        return made
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         row, column = into._rowwise_storage, into._columnwise_storage
