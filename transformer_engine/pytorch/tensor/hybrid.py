@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.quantized_tensor import (
+    InnerTensor,
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.quantizer import check_caster
+from transformer_engine.pytorch.quantizer_arguments import checked_dtype, positional
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8TensorStorage,
@@ -31,13 +34,36 @@ _OF_ONE = {*_OF_COLUMNS, "_row_scaled_nvfp4", "_transpose_version"}
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two storages: one is read row-wise, the other column-wise."""
+    """Two storages: one is read row-wise, the other column-wise.
+
+    Parameters
+    ----------
+    rowwise_storage, columnwise_storage : QuantizedTensorStorage, optional
+        Of the same shape; one at least.
+    quantizer : Quantizer, optional
+        What new values are cast by.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
 
     _CAST_APART = True
     _SETTINGS = ("_rowwise_storage", "_columnwise_storage")
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
+
+    def __init__(
+        self,
+        *,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        label = type(self).__name__
+        checked_dtype(f"{label}: fake_dtype", fake_dtype)
+        fields = _checked_fields(label, (rowwise_storage, columnwise_storage), quantizer)
+        self._take(fields, fake_dtype)
 
     @property
     def _storages(self) -> tuple[QuantizedTensorStorage, ...]:
@@ -217,10 +243,57 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tensors
 
 
+def _checked_fields(
+    label: str, parts: tuple, quantizer: Quantizer | None, shape: tuple | None = None
+) -> dict[str, Any]:
+    check_caster(label, quantizer)
+    fields = dict(zip(HybridQuantizedTensorStorage._SETTINGS, parts, strict=True))
+    for name, part in fields.items():
+        if part is None:
+            continue
+        if not isinstance(part, QuantizedTensorStorage):
+            kind = type(part).__name__
+            raise TypeError(f"{label}: {name[1:]}: {kind}, expected a QuantizedTensorStorage")
+        shape = tuple(part.shape) if shape is None else shape
+        if tuple(part.shape) != shape:
+            raise ValueError(f"{label}: {name[1:]}: shape {tuple(part.shape)}, expected {shape}")
+    if parts == (None, None):
+        raise ValueError(f"{label}: rowwise_storage and columnwise_storage are None: give one")
+    return {**fields, "_quantizer": quantizer}
+
+
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
-    """A tensor that has another format for each form."""
+    """A tensor that has another format for each form.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; that of the parts where None.
+    dtype : torch.dtype
+        Nominal one.
+    rowwise_storage, columnwise_storage, quantizer :
+        As of `HybridQuantizedTensorStorage`.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    """
 
     _STORAGE = HybridQuantizedTensorStorage
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> "HybridQuantizedTensor":
+        label = "HybridQuantizedTensor"
+        shape, dtype = positional(label, args, shape, dtype)
+        parts = rowwise_storage, columnwise_storage
+        fields = _checked_fields(label, parts, quantizer, shape)
+        return cls._made(fields, dtype, shape, requires_grad)
 
     @classmethod
     def _make_in_reduce_ex(
@@ -232,14 +305,12 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         shape: Sequence[int],
     ) -> "HybridQuantizedTensor":
         """A tensor of what older files hold; ValueError where its parts are no such storages."""
-        parts = (rowwise_storage, columnwise_storage)
-        for part in parts:
-            if part is not None and not isinstance(part, QuantizedTensorStorage):
-                raise ValueError(f"a pickled {cls.__name__}: a part is a {type(part).__name__}")
-            if part is not None and tuple(part.shape) != tuple(shape):
-                raise ValueError(f"a pickled {cls.__name__}: {tuple(part.shape)}, not {shape}")
-        fields = dict(zip(cls._SETTINGS, parts, strict=True))
-        fields["_quantizer"] = checked_quantizer(cls, quantizer)
+        checked_quantizer(cls, quantizer)
+        parts, shape = (rowwise_storage, columnwise_storage), tuple(shape)
+        try:
+            fields = _checked_fields(f"a pickled {cls.__name__}", parts, quantizer, shape)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
         return cls._made(fields, dtype, shape)
 
     @classmethod
@@ -355,6 +426,27 @@ class HybridQuantizer(Quantizer):
     def amax_reduction_group(self, group: Any) -> None:
         for part in self._reducing:
             part.amax_reduction_group = group
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether the formats of both parts can hold a tensor."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(part.is_quantizable(inp) for part in parts)
+
+    def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
+        """Raise NotImplementedError: it consists of two storages, of formats of their own."""
+        raise NotImplementedError(
+            "HybridQuantizer: inner_tensor_specs: what it makes consists of two storages: ask "
+            "rowwise_quantizer and columnwise_quantizer"
+        )
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the data of the column-wise part."""
+        return self.columnwise_quantizer.get_columnwise_shape(shape)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the inverse scales of one of the parts."""
+        part = self.columnwise_quantizer if columnwise else self.rowwise_quantizer
+        return part.get_scale_shape(shape, columnwise)
 
     def is_requantization_safe(self) -> bool:
         """Whether a tensor may be cast again where it is read again: by both parts."""
