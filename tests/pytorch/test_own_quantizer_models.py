@@ -2,12 +2,15 @@
 """Models whose weights, inputs and gradients are cast by quantizers of programs."""
 
 import copy
+import functools
 import io
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparators import assert_within
+from pytorch.distributed_programs import shard
 from pytorch.helpers import assert_same_bits
 from pytorch.own_quantizers import OWN, Halves, HalvesQuantizer, Writes, custom, halves_of
 from pytorch.quantized_cases import E4M3, E5M2, assert_same_tensor, current, twins
@@ -237,6 +240,54 @@ def test_a_class_that_makes_nothing(device):
             call()
 
 
+def whole(parameter):
+    """The values of all ranks of a sharded parameter."""
+    mine = parameter.detach()._local_tensor
+    mine = mine.dequantize() if isinstance(mine, Halves) else mine
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.contiguous())
+    return torch.cat(parts)
+
+
+def sharded(device):
+    """FSDP2 over weights of which ranks cast their parts, beside plain ones that are cast whole."""
+    linear = functools.partial(te.Linear, 32, 32, init_method=spread)
+    with te.quantized_model_init(recipe=HALVES):
+        model = torch.nn.Sequential(linear(device="meta"), linear(device="meta"))
+    shard(model, device)
+    for layer in model:
+        layer.reset_parameters()
+    twin = torch.nn.Sequential(linear(device=device), linear(device=device))
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            other.copy_(whole(mine))
+    models = model, twin
+    steps = [te.optimizers.FusedAdam(m.parameters(), lr=0.25, master_weights=True) for m in models]
+    outs = []
+    for number in range(3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number)).to(device)
+        made = [run(m, x) for m in models]
+        for out, step in zip(made, steps, strict=True):
+            (out / 64).square().sum().backward()
+            step.step()
+            step.zero_grad()
+        outs.append([out.detach() for out in made])
+    kinds = [type(p._local_tensor) is Halves for p in model.parameters()]
+    found = [whole(p) for p in model.parameters()]
+    masters = [p.detach() for p in twin.parameters()]
+    wanted = [halves_of(m) if own else m for own, m in zip(kinds, masters, strict=True)]
+    return kinds, outs, found, wanted
+
+
+def test_parts_of_sharded_weights(ranks):
+    for kinds, outs, found, wanted in ranks.run(sharded):
+        assert kinds == [True, False] * 2
+        for mine, other in outs:
+            assert_same_bits(mine, other)
+        assert_same_bits(found, wanted)
+        assert not torch.equal(outs[0][0], outs[-1][0])
+
+
 # ---- pairs ---------------------------------------------------------------------------------------
 
 PAIRS = {
@@ -399,73 +450,3 @@ def test_state_dicts_of_such_models(device, name):
             other.load_state_dict(torch.load(file, weights_only=True))
             assert_same_bits(run(other, x), run(model, x))
     assert len(halves_in(kept)) == len(halves_in(model)) and not halves_in(plain)
-
-
-# ---- wrong results -------------------------------------------------------------------------------
-
-
-class Kept(te.QuantizedTensorStorage):
-    """Values as they are; a storage, which has no shape but that of what it gives."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def dequantize(self, *, dtype=None):
-        return self.values.to(dtype or self.values.dtype)
-
-
-def of_a_storage(change):
-    class Quantizer(te.Quantizer):
-        def quantize_impl(self, tensor):
-            return Kept(change(tensor))
-
-    return Quantizer
-
-
-def of_a_tensor(change):
-    class Changed(Halves):
-        def dequantize(self, *, dtype=None):
-            return change(self.codes.float() / 2)
-
-    class Quantizer(te.Quantizer):
-        def quantize_impl(self, tensor):
-            return Changed.of(tensor, tensor.dtype)
-
-    return Quantizer
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "error", "text"),
-    [
-        (of_a_storage, lambda v: v.t(), ValueError, r"made has the shape .*, expected"),
-        (
-            of_a_storage,
-            lambda v: v[None],
-            ValueError,
-            r"made has the shape \(1, 16, 32\), expected",
-        ),
-        (of_a_storage, lambda v: v.view(8, 2, 32), ValueError, r"shape \(8, 2, 32\), expected"),
-        (of_a_storage, lambda v: v[:8], ValueError, r"shape \(8, 32\), expected \(16, 32\)"),
-        (of_a_storage, lambda v: v[0, 0], ValueError, r"made has the shape \(\), expected"),
-        (of_a_tensor, lambda v: v.t(), ValueError, r"Changed.dequantize: it returned the shape"),
-        (of_a_tensor, lambda v: v[None], ValueError, r"returned the shape \(1, 16, 32\), expected"),
-        (of_a_tensor, lambda v: None, TypeError, r"Changed.dequantize: it returned a NoneType"),
-        (of_a_tensor, lambda v: v.tolist(), TypeError, r"it returned a list, expected a plain"),
-        (
-            of_a_tensor,
-            lambda v: HalvesQuantizer()(v),
-            TypeError,
-            r"it returned a Halves, expected a plain tensor",
-        ),
-    ],
-)
-def test_what_it_makes_is_checked(device, make, change, error, text):
-    layer, x = te.Linear(32, 32, device=device), torch.randn(16, 32, device=device)
-    kind = make(change)
-
-    def factory(role):
-        return kind() if role.tensor_type == "input" else te.IdentityQuantizer()
-
-    with pytest.raises(error, match=text):
-        run(layer, x, te.recipe.CustomRecipe(qfactory=factory))
-    assert_same_bits(run(layer, x, custom(te.IdentityQuantizer)), layer(x))

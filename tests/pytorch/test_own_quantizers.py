@@ -164,3 +164,71 @@ def test_a_quantizer_that_gives_another_shape(device):
         pytest.raises(ValueError, match="TooFlat: what it made has the shape"),
     ):
         layer(torch.randn(16, 32, device=device))
+
+
+class Kept(te.QuantizedTensorStorage):
+    """Values as they are; a storage, which has no shape but that of what it gives."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def dequantize(self, *, dtype=None):
+        return self.values.to(dtype or self.values.dtype)
+
+
+def of_a_storage(change):
+    class Quantizer(te.Quantizer):
+        def quantize_impl(self, tensor):
+            return Kept(change(tensor))
+
+    return Quantizer
+
+
+def of_a_tensor(change):
+    class Changed(Halves):
+        def dequantize(self, *, dtype=None):
+            return change(self.codes.float() / 2)
+
+    class Quantizer(te.Quantizer):
+        def quantize_impl(self, tensor):
+            return Changed.of(tensor, tensor.dtype)
+
+    return Quantizer
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "error", "text"),
+    [
+        (of_a_storage, lambda v: v.t(), ValueError, r"made has the shape .*, expected"),
+        (
+            of_a_storage,
+            lambda v: v[None],
+            ValueError,
+            r"made has the shape \(1, 16, 32\), expected",
+        ),
+        (of_a_storage, lambda v: v.view(8, 2, 32), ValueError, r"shape \(8, 2, 32\), expected"),
+        (of_a_storage, lambda v: v[:8], ValueError, r"shape \(8, 32\), expected \(16, 32\)"),
+        (of_a_storage, lambda v: v[0, 0], ValueError, r"made has the shape \(\), expected"),
+        (of_a_tensor, lambda v: v.t(), ValueError, r"Changed.dequantize: it returned the shape"),
+        (of_a_tensor, lambda v: v[None], ValueError, r"returned the shape \(1, 16, 32\), expected"),
+        (of_a_tensor, lambda v: None, TypeError, r"Changed.dequantize: it returned a NoneType"),
+        (of_a_tensor, lambda v: v.tolist(), TypeError, r"it returned a list, expected a plain"),
+        (
+            of_a_tensor,
+            lambda v: HalvesQuantizer()(v),
+            TypeError,
+            r"it returned a Halves, expected a plain tensor",
+        ),
+    ],
+)
+def test_what_it_makes_is_checked(device, make, change, error, text):
+    layer, x = te.Linear(32, 32, device=device), torch.randn(16, 32, device=device)
+    kind = make(change)
+
+    def factory(role):
+        return kind() if role.tensor_type == "input" else te.IdentityQuantizer()
+
+    expected, recipe = layer(x), te.recipe.CustomRecipe(qfactory=factory)
+    with pytest.raises(error, match=text), te.autocast(recipe=recipe):
+        layer(x)
+    assert_same_bits(layer(x), expected)
