@@ -5,6 +5,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
+from transformer_engine.common.operand_casts import OperandCast, Quantization
 
 K, N, ROWS = 24, 40, 6  # none of them a multiple of 16, which the forms are padded to
 WIDE = 48  # columns of a weight that is transposed
@@ -15,7 +16,7 @@ def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=Fal
     """A linear layer with a bias."""
     f32 = _core.DTYPE_F32
     dtypes = _core.DTYPE_E4M3, _core.DTYPE_E4M3, _core.DTYPE_E5M2
-    quantization = graphs.Quantization(*(graphs.OperandCast(recipe, dtype) for dtype in dtypes))
+    quantization = Quantization(*(OperandCast(recipe, dtype) for dtype in dtypes))
     flags |= wanted | graphs.BIAS
     part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
     return graphs.call_graph(graphs.CallSpec((part,)))

@@ -7,6 +7,7 @@ from linear_graphs import ROWS, WIDE, K, N, buffers, fresh_memory, graph_of, run
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
+from transformer_engine.common.operand_casts import OperandCast, Quantization
 
 RECIPES = {
     "delayed": (_core.RECIPE_DELAYED, _core.SCALING_TENSOR),
@@ -153,11 +154,9 @@ def nvfp4_graph(flags, stochastic=True):
     """A linear layer in NVFP4."""
     f32 = _core.DTYPE_F32
     grad = _core.CAST_STOCHASTIC if stochastic else 0
-    casts = [
-        graphs.OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=o) for o in (0, 0, grad)
-    ]
+    casts = [OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=o) for o in (0, 0, grad)]
     flags |= graphs.DGRAD | graphs.WGRAD
-    part = graphs.LinearSpec(K, N, *(f32,) * 5, graphs.Quantization(*casts), flags)
+    part = graphs.LinearSpec(K, N, *(f32,) * 5, Quantization(*casts), flags)
     return graphs.call_graph(graphs.CallSpec((part,)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.graphs import quantization_of
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Format,

@@ -9,6 +9,7 @@ import threading
 import torch
 import torch.distributed as dist
 from pytorch.module_cases import region
+from pytorch.own_quantizers import Columns, Doubled
 from pytorch.quantized_cases import E4M3, E5M2, FORMATS, WEIGHT_RECIPES, current, made
 
 import transformer_engine.pytorch as te
@@ -49,6 +50,14 @@ QUANTIZERS = {
     ),
 }
 """Quantizers of parameters."""
+OWN = {
+    "own current": lambda **o: Doubled(E4M3, "cpu", **o),
+    "own tiles": lambda **o: Columns(E4M3, **o),
+    "own hybrid": lambda: te.HybridQuantizer(
+        rowwise_quantizer=Doubled(E4M3), columnwise_quantizer=te.MXFP8Quantizer(E4M3)
+    ),
+}
+"""Of programs, whose tensors are of this library."""
 
 
 class Case:
@@ -57,7 +66,7 @@ class Case:
     Parameters
     ----------
     name : str
-        Of `QUANTIZERS`.
+        Of `QUANTIZERS` or `OWN`.
     seed, ranks : int
         All ranks make the same case of the same seed.
     """
@@ -71,9 +80,10 @@ class Case:
         self.shape = torch.Size((*lines, columns))
         self.dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
         options = {}
-        if not name.startswith(("hybrid", "identity")) and rng.random() < 0.3:
+        whole = "hybrid" in name or name.startswith("identity")
+        if not whole and rng.random() < 0.3:
             options["columnwise"] = False
-        self.quantizer = QUANTIZERS[name](**options)
+        self.quantizer = {**QUANTIZERS, **OWN}[name](**options)
         values = torch.randn(self.shape, generator=numbers)
         values *= torch.rand(columns, generator=numbers)
         values[..., rng.randrange(columns)] *= 2.0 ** rng.randint(-30, 14)

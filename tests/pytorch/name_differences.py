@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What test_inventory.py lets differ from NVIDIA Transformer Engine, and why."""
 
-from pathlib import Path
-
 _TE = "transformer_engine.pytorch"
 
 SAME_DEFAULTS = {("device", "cuda"): None}
@@ -66,6 +64,3 @@ DIFFERENCES = {
     for reason, patterns in _REASONS.items()
     for pattern in patterns.split()
 }
-
-AWAITED = (Path(__file__).parents[1] / "data/names_awaited.txt").read_text().split()
-"""What is neither here nor absent, or takes other arguments, yet: to be emptied."""

@@ -8,7 +8,7 @@ from pytorch.helpers import same_draws
 from tols import BF16
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.graphs import quantization_of
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -20,8 +20,8 @@ from tols import BF16
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common import graphs
 from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec, core_graph, layer_graph
+from transformer_engine.common.operand_casts import HIGH_PRECISION, quantization_of
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -312,8 +312,8 @@ def test_captured(kind):
 
 VAIN = {
     "attention in 16 bits": ({"quantization": None, "fp8_gradient": False}, None),
-    "projection in 16 bits": ({}, graphs.HIGH_PRECISION),
-    "tiles": ({}, graphs.quantization_of(Float8BlockScaling())),
+    "projection in 16 bits": ({}, HIGH_PRECISION),
+    "tiles": ({}, quantization_of(Float8BlockScaling())),
     "another dtype": ({}, lambda q: q._replace(input=q.input._replace(dtype=_core.DTYPE_E5M2))),
 }
 

@@ -14,7 +14,7 @@ from tols import BF16, E4M3, E5M2, F16, F32, tol
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.tensor as tensors
 from transformer_engine import _core
-from transformer_engine.common import graphs
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -49,7 +49,7 @@ TOKENS, IN, OUT = 64, 128, 96
 
 def as_cast(recipe, device, role, values):
     """A tensor as a linear layer casts it for its GEMMs, in both forms."""
-    cast = cast_of(graphs.quantization_of(recipe), role)
+    cast = cast_of(quantization_of(recipe), role)
     quantizer = format_of(cast).make(cast, torch.device(device), False)
     quantizer.set_usage(**BOTH)
     return quantizer(values)
@@ -77,7 +77,7 @@ def test_bits_of_a_linear_layer(device, name, bias, rng):
     y.backward(dy)
     sources = {"input": x.detach(), "weight": layer.weight.detach(), "gradient": dy}
     found = {role: as_cast(recipe, device, role, t) for role, t in sources.items()}
-    fast = graphs.quantization_of(recipe).fast
+    fast = quantization_of(recipe).fast
     products = (
         ("TN", "weight", "input", y.detach(), _core.LINEAR_FAST_OUTPUT),
         ("NN", "weight", "gradient", x.grad, _core.LINEAR_FAST_GRAD_INPUT),

@@ -5,12 +5,13 @@ import pytest
 import torch
 from pytorch import master_programs as programs
 from pytorch.helpers import assert_same_bits
-from pytorch.master_programs import QUANTIZERS, SQUARES, Case, Threads
+from pytorch.master_programs import OWN, QUANTIZERS, SQUARES, Case, Threads
+from pytorch.own_quantizers import Halves, HalvesQuantizer, halves_of
 from pytorch.quantized_cases import E4M3, WEIGHT_RECIPES, assert_same_tensor, source_of
 from pytorch.ranks import Ranks
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.tensor import utils
+from transformer_engine.pytorch.tensor import IdentityTensor, utils
 
 ROUNDS = 12
 
@@ -49,7 +50,7 @@ def one_nan(tensors):
 # ---- the bits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", [*QUANTIZERS, *OWN])
 def test_slices_have_the_bits_of_the_whole(device, name, monkeypatch):
     for number in range(ROUNDS):
         size, seed = number % 4 + 1, drawn()
@@ -68,9 +69,10 @@ def test_three_processes(three):
 
 
 def _check_processes(group):
+    names = [*QUANTIZERS, *OWN]
     for _ in range(4):
-        for rank, pairs in enumerate(group.run(programs.masters, list(QUANTIZERS), drawn())):
-            for name, (found, expected) in zip(QUANTIZERS, pairs, strict=True):
+        for rank, pairs in enumerate(group.run(programs.masters, names, drawn())):
+            for name, (found, expected) in zip(names, pairs, strict=True):
                 assert_same_bits(found, expected, f"{name} rank {rank}")
 
 
@@ -159,10 +161,10 @@ def test_other_row_wise_data_are_not_written(device, name):
     assert_same_bits(programs.row_data(weight).view(-1), before)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", [*QUANTIZERS, *OWN])
 def test_one_process_has_it_all(device, name):
     """Without torch.distributed."""
-    quantizer = QUANTIZERS[name]()
+    quantizer = {**QUANTIZERS, **OWN}[name]()
     source = source_of(device, (33, 50), torch.float32)
     weight = torch.nn.Parameter(quantizer(torch.randn_like(source).to(torch.bfloat16)))
     version = weight._version
@@ -229,6 +231,87 @@ def test_row_wise_data_in_a_buffer(device, name):
     assert_same_bits(weight.dequantize(), values)
     with pytest.raises(ValueError, match=r"replace_raw_data: new_raw_data is torch.int8 \(3,\)"):
         utils.replace_raw_data(weight, torch.empty(3, dtype=torch.int8))
+
+
+# ---- tensors of programs -------------------------------------------------------------------------
+
+
+def own_weights(device):
+    """Parameters of a class of the program, by itself and in pairs."""
+    of_rows, original = "rowwise_dequantized", "original"
+    half, mx = HalvesQuantizer(), te.MXFP8Quantizer(E4M3)
+    pairs = (half, mx, original), (half, mx, of_rows), (mx, half, original), (half, half, original)
+    quantizers = [half]
+    for row, column, source in pairs:
+        parts = {"rowwise_quantizer": row, "columnwise_quantizer": column}
+        quantizers.append(te.HybridQuantizer(**parts, columnwise_source=source))
+    start = torch.zeros(24, 48, device=device)
+    return quantizers, [torch.nn.Parameter(quantizer(start)) for quantizer in quantizers]
+
+
+def parts_of(weight):
+    parts = (
+        getattr(weight, "_rowwise_storage", weight),
+        getattr(weight, "_columnwise_storage", None),
+    )
+    return [part.dequantize(dtype=torch.float32) for part in parts if part is not None]
+
+
+def test_tensors_of_programs_are_whole_on_each_rank(device, monkeypatch):
+    """Nothing of a class of the program is gathered: its bytes are its own affair."""
+    values = torch.randn(24 * 48, device=device) * 4
+    bounds = [0, 7, 7, 511, values.numel()]
+
+    def update(rank, group, gather):
+        quantizers, weights = own_weights(device)
+        first, last = bounds[rank : rank + 2]
+        mine = values[first:last].clone() if last > first else None
+        count = len(weights)
+        utils.quantize_master_weights(weights, [mine] * count, [first] * count, group)
+        for weight in weights:
+            if type(getattr(weight, "_rowwise_storage", weight)) is not Halves:
+                data = programs.row_data(weight)
+                found = [(first, last, data.view(-1)[first:last].clone())]
+                for start, end, codes in (given[0] for given in gather(found)):
+                    data.view(-1)[start:end] = codes
+        utils.post_all_gather_processing(weights)
+        return [parts_of(weight) for weight in weights]
+
+    threads = Threads(len(bounds) - 1)
+    monkeypatch.setattr(utils, "_reduce", threads.reduce)
+    quantizers, _ = own_weights(device)
+    expected = [parts_of(quantizer(values.view(24, 48))) for quantizer in quantizers]
+    assert_same_bits(expected[0], [halves_of(values.view(24, 48))])
+    for found in threads.run(update):
+        assert_same_bits(found, expected)
+
+
+def test_shards_of_tensors_of_programs(device):
+    """Refused before anything is written: nobody knows what of them a shard would be."""
+    quantizers, weights = own_weights(device)
+    masters = torch.randn(24 * 48, device=device)
+    shard = torch.zeros(24 * 48, dtype=torch.uint8, device=device)
+    for weight in (weights[0], weights[1]):
+        for given in (shard, (shard, None), (None, shard)):
+            with pytest.raises(ValueError, match="a shard for a Halves, a class of the program"):
+                utils.quantize_master_weights([weight], [masters], [0], None, [given])
+    assert_same_bits(parts_of(weights[0]), [torch.zeros(24, 48, device=device)])
+    bare = Halves.of(torch.zeros(24, 48, device=device), torch.float32)
+    with pytest.raises(RuntimeError, match="Halves: it has no quantizer: give one"):
+        utils.quantize_master_weights([bare], [masters], [0], None)
+    with pytest.raises(ValueError, match="replace_raw_data: Halves, expected a quantized tensor"):
+        utils.replace_raw_data(weights[0], shard)
+
+
+def test_values_without_a_quantizer(device):
+    """An `IdentityTensor` that a program made of values alone."""
+    values = torch.randn(24, 48, device=device)
+    tensor = IdentityTensor._make_in_reduce_ex(torch.zeros_like(values), None, torch.float32)
+    assert tensor._quantizer is None
+    utils.quantize_master_weights([tensor], [values.view(-1)[40:400]], [40], None)
+    wanted = torch.zeros_like(values)
+    wanted.view(-1)[40:400] = values.view(-1)[40:400]
+    assert_same_bits(tensor.dequantize(), wanted)
 
 
 # ---- what can not be -----------------------------------------------------------------------------

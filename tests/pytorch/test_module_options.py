@@ -29,7 +29,7 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.graphs import quantization_of
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MMParams
 
 BOTH = FEW[1:]

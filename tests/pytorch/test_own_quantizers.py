@@ -7,55 +7,15 @@ import pytest
 import torch
 from comparators import assert_within
 from pytorch.helpers import assert_same_bits
+from pytorch.own_quantizers import OWN, Doubled, Halves, HalvesQuantizer, custom, halves_of
 from pytorch.quantized_cases import E4M3, FORMATS, current, delayed
 
 import transformer_engine.pytorch as te
 
 
-class Halves(te.QuantizedTensor):
-    """Values in steps of a half."""
-
-    @classmethod
-    def of(cls, values, dtype):
-        made = cls(values.shape, dtype, device=values.device)
-        made.codes = (values.float() * 2).round().to(torch.int16)
-        return made
-
-    def dequantize(self, *, dtype=None):
-        return (self.codes.float() / 2).to(dtype or self.dtype)
-
-
-class HalvesQuantizer(te.Quantizer):
-    """The three public methods, and no others."""
-
-    def quantize_impl(self, tensor):
-        return Halves.of(tensor, tensor.dtype)
-
-    def update_quantized(self, src, dst, *, noop_flag=None):
-        if noop_flag is None or noop_flag.item() == 0:
-            dst.codes.copy_((src.float() * 2).round())
-        return dst
-
-    def make_empty(
-        self, shape, *, dtype=torch.float32, device=None, requires_grad=False, pin_memory=False
-    ):
-        return Halves.of(torch.zeros(shape, device=device), dtype)
-
-
-def wanted_of(values):
-    return (values * 2).round() / 2 + 0.0  # integers have no -0
-
-
-class Doubled(te.Float8CurrentScalingQuantizer):
-    """A cast of this library, of other values."""
-
-    def quantize_impl(self, tensor):
-        return super().quantize_impl(tensor * 2)
-
-
 def test_a_quantizer_of_three_methods(device):
     quantizer, x = HalvesQuantizer(), torch.randn(4, 8, device=device, requires_grad=True)
-    wanted = (x.detach() * 2).round() / 2 + 0.0  # integers have no -0
+    wanted = halves_of(x.detach())
     tensor = quantizer(x)
     assert_same_bits(tensor.dequantize().detach(), wanted)
     tensor.dequantize().sum().backward()
@@ -65,9 +25,9 @@ def test_a_quantizer_of_three_methods(device):
     y = torch.randn(4, 8, device=device)
     into = quantizer.make_empty((4, 8), device=device)
     quantizer.update_quantized(y, into)
-    assert_same_bits(into.dequantize(), (y * 2).round() / 2 + 0.0)
+    assert_same_bits(into.dequantize(), halves_of(y))
     made = quantizer(y)
-    assert_same_bits(made.add_(1).dequantize(), wanted_of(y) + 1)
+    assert_same_bits(made.add_(1).dequantize(), halves_of(y) + 1)
 
 
 def test_an_override_is_obeyed_wherever_it_casts(device):
@@ -148,26 +108,6 @@ def test_what_is_no_tensor(name):
             call()
 
 
-class Columns(te.Float8BlockQuantizer):
-    """A format of groups with values of its own."""
-
-    def quantize_impl(self, tensor):
-        return super().quantize_impl(tensor * 0.5)
-
-
-OWN = {
-    "three methods": (lambda device: HalvesQuantizer(), wanted_of),
-    "current": (
-        lambda device: Doubled(E4M3, device),
-        lambda x: current()(x * 2).dequantize(dtype=torch.float32),
-    ),
-    "tiles": (
-        lambda device: Columns(E4M3, rowwise=True, columnwise=True),
-        lambda x: te.Float8BlockQuantizer(E4M3)(x * 0.5).dequantize(dtype=torch.float32),
-    ),
-}
-
-
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("name", OWN)
 def test_modules_multiply_what_it_makes(device, name, role):
@@ -192,8 +132,8 @@ def test_modules_multiply_what_it_makes(device, name, role):
         assert_within(found, exact, size, 128)
 
 
-@pytest.mark.parametrize("name", ["current", "tiles"])
-@pytest.mark.parametrize("step", ["sgd", "adam", "fused adam"])
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("step", ["sgd", "adam", "fused sgd", "fused adam"])
 def test_optimizers_write_by_it(device, name, step):
     make, values = OWN[name]
     start = torch.randn(64, 128, device=device)
@@ -205,6 +145,7 @@ def test_optimizers_write_by_it(device, name, step):
         optimizer = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
             "adam": lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.0, foreach=False),
+            "fused sgd": lambda p: te.optimizers.FusedSGD(p, lr=0.5),
             "fused adam": lambda p: te.optimizers.FusedAdam(p, lr=0.5),
         }[step]([param])
         optimizer.step()
@@ -218,9 +159,76 @@ class TooFlat(HalvesQuantizer):
 
 def test_a_quantizer_that_gives_another_shape(device):
     layer = te.Linear(32, 64, device=device)
-    recipe = te.recipe.CustomRecipe(qfactory=lambda asked: TooFlat())
     with (
-        te.autocast(recipe=recipe),
+        te.autocast(recipe=custom(TooFlat)),
         pytest.raises(ValueError, match="TooFlat: what it made has the shape"),
     ):
         layer(torch.randn(16, 32, device=device))
+
+
+class Kept(te.QuantizedTensorStorage):
+    """Values as they are; a storage, which has no shape but that of what it gives."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def dequantize(self, *, dtype=None):
+        return self.values.to(dtype or self.values.dtype)
+
+
+def of_a_storage(change):
+    class Quantizer(te.Quantizer):
+        def quantize_impl(self, tensor):
+            return Kept(change(tensor))
+
+    return Quantizer
+
+
+def of_a_tensor(change):
+    class Changed(Halves):
+        def dequantize(self, *, dtype=None):
+            return change(self.codes.float() / 2)
+
+    class Quantizer(te.Quantizer):
+        def quantize_impl(self, tensor):
+            return Changed.of(tensor, tensor.dtype)
+
+    return Quantizer
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "error", "text"),
+    [
+        (of_a_storage, lambda v: v.t(), ValueError, r"made has the shape .*, expected"),
+        (
+            of_a_storage,
+            lambda v: v[None],
+            ValueError,
+            r"made has the shape \(1, 16, 32\), expected",
+        ),
+        (of_a_storage, lambda v: v.view(8, 2, 32), ValueError, r"shape \(8, 2, 32\), expected"),
+        (of_a_storage, lambda v: v[:8], ValueError, r"shape \(8, 32\), expected \(16, 32\)"),
+        (of_a_storage, lambda v: v[0, 0], ValueError, r"made has the shape \(\), expected"),
+        (of_a_tensor, lambda v: v.t(), ValueError, r"Changed.dequantize: it returned the shape"),
+        (of_a_tensor, lambda v: v[None], ValueError, r"returned the shape \(1, 16, 32\), expected"),
+        (of_a_tensor, lambda v: None, TypeError, r"Changed.dequantize: it returned a NoneType"),
+        (of_a_tensor, lambda v: v.tolist(), TypeError, r"it returned a list, expected a plain"),
+        (
+            of_a_tensor,
+            lambda v: HalvesQuantizer()(v),
+            TypeError,
+            r"it returned a Halves, expected a plain tensor",
+        ),
+    ],
+)
+def test_what_it_makes_is_checked(device, make, change, error, text):
+    layer, x = te.Linear(32, 32, device=device), torch.randn(16, 32, device=device)
+    kind = make(change)
+
+    def factory(role):
+        return kind() if role.tensor_type == "input" else te.IdentityQuantizer()
+
+    expected, recipe = layer(x), te.recipe.CustomRecipe(qfactory=factory)
+    with pytest.raises(error, match=text), te.autocast(recipe=recipe):
+        layer(x)
+    assert_same_bits(layer(x), expected)

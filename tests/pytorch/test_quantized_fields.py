@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits
-from pytorch.quantized_cases import E4M3, FORMATS, assert_same_tensor, current, source_of
+from pytorch.quantized_cases import E4M3, FORMATS, assert_same_tensor, current, delayed, source_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor, IdentityTensor
@@ -233,6 +233,20 @@ def test_modules_of_classes(name, prefix):
     storage = getattr(te.tensor, f"{prefix}Storage")
     assert getattr(of_storage, f"{prefix}Storage") is storage
     assert getattr(importlib.import_module(f"{package}.storage"), f"{prefix}Storage") is storage
+
+
+@pytest.mark.parametrize("name", ["Float8CurrentScalingQuantizer", "Float8Quantizer"])
+def test_a_file_may_name_a_quantizer_by_that_path(name):
+    """It is where programs import it from, and where files of earlier versions say that it is."""
+    quantizer = current() if "Current" in name else delayed("cpu")
+    text, kind = pickle.dumps(quantizer, 0), type(quantizer)
+    own = f"c{kind.__module__}\n{name}\n".encode()
+    assert text.count(own) == 1
+    path = "transformer_engine.pytorch.tensor.float8_tensor"
+    made = pickle.loads(text.replace(own, f"c{path}\n{name}\n".encode()))
+    assert type(made) is kind is getattr(importlib.import_module(path), name)
+    source = source_of("cpu", (32, 48))
+    assert_same_bits(made(source)._data, quantizer(source)._data)
 
 
 def test_a_transpose_of_other_data_is_not_read(device):

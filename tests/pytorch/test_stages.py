@@ -10,7 +10,8 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.graphs import CallSpec, LinearSpec, quantization_of
+from transformer_engine.common.graphs import CallSpec, LinearSpec
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.staged import Staged, external_bits

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a module's settings and a recipe to the graph that it computes: values and nodes."""
+"""From a module's settings to the graph that it computes: values and nodes."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
+from transformer_engine.common.flags import flags_of
+from transformer_engine.common.operand_casts import (
+    HIGH_PRECISION,
+    Quantization,
+    quantization_fields,
+)
 from transformer_engine.common.plan_text import Plan, make_plan
-from transformer_engine.common.recipe import Recipe
 
 Link = tuple[str, int]
 """What a buffer is: its link and the number that goes with it (see te_links in the C header)."""
@@ -55,242 +60,9 @@ WEIGHT_CACHED = WEIGHT_GIVEN | WEIGHT_WIDE
 """The quantized forms of a weight that is there besides."""
 
 
-class OperandCast(NamedTuple):
-    """How an operand of a linear layer's GEMMs is cast; te_operand_cast of the C header."""
-
-    recipe: int = _core.RECIPE_NONE  # ``_core.RECIPE_*``
-    dtype: int = _core.DTYPE_E4M3  # ``_core.DTYPE_*`` of its data
-    epsilon: float = 0.0  # smallest amax
-    options: int = 0  # ``_core.CAST_*``
-    margin: int = 0  # of MXFP8
-
-
-class Quantization(NamedTuple):
-    """What of a recipe the plans of a linear layer depend on."""
-
-    input: OperandCast = OperandCast()
-    weight: OperandCast = OperandCast()
-    grad: OperandCast = OperandCast()  # of the output
-    fast: int = 0  # ``_core.LINEAR_FAST_*``: GEMMs with fast accumulation
-    backward: int = _core.BACKWARD_QUANTIZED
-    """``_core.BACKWARD_*``: what the GEMMs of the backward multiply."""
-
-    @property
-    def casts(self) -> tuple[OperandCast, OperandCast, OperandCast]:
-        """Of all operands."""
-        return self.input, self.weight, self.grad
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any operand has a recipe."""
-        return any(cast.recipe != _core.RECIPE_NONE for cast in self.casts)
-
-    def flat(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Integers and floats of it, for graphs of torch; `of_flat` undoes it."""
-        numbers = [n for c in self.casts for n in (c.recipe, c.dtype, c.options, c.margin)]
-        return (*numbers, self.fast, self.backward), tuple(c.epsilon for c in self.casts)
-
-    @classmethod
-    def of_flat(cls, numbers: tuple[int, ...], epsilons: tuple[float, ...]) -> "Quantization":
-        """Undo `flat`."""
-        casts = [
-            OperandCast(*numbers[4 * i : 4 * i + 2], epsilon, *numbers[4 * i + 2 : 4 * i + 4])
-            for i, epsilon in enumerate(epsilons)
-        ]
-        return cls(*casts, *numbers[12:])
-
-
-HIGH_PRECISION = Quantization()
-"""No recipe: GEMMs in the dtype of the operands."""
-
-_BACKWARDS = {
-    None: _core.BACKWARD_QUANTIZED,
-    "high_precision": _core.BACKWARD_HIGH_PRECISION,
-    "dequantized": _core.BACKWARD_DEQUANTIZED,
-}
-"""By ``backward_override``."""
-
 _, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
 """Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
 multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
-_FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
-
-
-def quantization_of(recipe: Recipe) -> Quantization:
-    """Quantization that a recipe asks for: hashable, and equal for recipes that compute the same.
-
-    NotImplementedError where it asks for something that linear layers do not have.
-    """
-    return overridden(_quantization_of_casts(recipe), recipe)
-
-
-def overridden(found: Quantization, recipe: Recipe) -> Quantization:
-    """The same with a recipe's ``backward_override``."""
-    backward = _BACKWARDS[recipe.backward_override]
-    if backward == _core.BACKWARD_QUANTIZED:
-        return found
-    # Neither gradients nor column-wise forms are cast, of which these are said.
-    of_backward = _core.CAST_HADAMARD | _core.CAST_UNSIGNED | _core.CAST_STOCHASTIC
-    casts = [cast._replace(options=cast.options & ~of_backward) for cast in found.casts]
-    return Quantization(*casts, found.fast, backward)
-
-
-def is_backward_wide(recipe: Recipe | None) -> bool:
-    """Whether the GEMMs of a backward multiply in high precision, under a recipe or without one."""
-    return recipe is None or recipe.backward_override is not None
-
-
-def _quantization_of_casts(recipe: Recipe) -> Quantization:
-    """`quantization_of` a recipe without ``backward_override``."""
-    if recipe.custom():
-        raise NotImplementedError(
-            f"{type(recipe).__name__}: each module asks it for quantizers of its own, and this "
-            "caller for none"
-        )
-    for name in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):
-            raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
-    if recipe.nvfp4():
-        return _nvfp4_quantization(recipe)
-    forward = _FP8_CODES[recipe.fp8_format.dtype_name("fwd")]
-    dtypes = forward, forward, _FP8_CODES[recipe.fp8_format.dtype_name("bwd")]
-    if recipe.delayed():
-        casts = [OperandCast(_core.RECIPE_DELAYED, dtype) for dtype in dtypes]
-        return Quantization(*casts, _core.LINEAR_FAST_OUTPUT)
-    if recipe.mxfp8():
-        squares = 0, _core.CAST_TILES_2D * recipe.enable_2d_quantization, 0
-        kinds = zip(dtypes, squares, strict=True)
-        margin = recipe.margin
-        return Quantization(*(OperandCast(_core.RECIPE_MXFP8, d, 0.0, s, margin) for d, s in kinds))
-    tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-    gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    ways = (
-        _core.LINEAR_FAST_OUTPUT,
-        _core.LINEAR_FAST_GRAD_INPUT,
-        _core.LINEAR_FAST_GRAD_WEIGHT,
-    )
-    fast = flags_of(
-        (way, not gemm.use_split_accumulator) for way, gemm in zip(ways, gemms, strict=True)
-    )
-    kind = _kind_of(recipe)
-    dims = (1, 1, 1)
-    if kind == _core.RECIPE_BLOCK:
-        dims = (
-            recipe.x_block_scaling_dim,
-            recipe.w_block_scaling_dim,
-            recipe.grad_block_scaling_dim,
-        )
-    casts = [
-        measuring_cast(kind, dtype, tensor.power_2_scale, dim == 2, tensor.amax_epsilon)
-        for dtype, tensor, dim in zip(dtypes, tensors, dims, strict=True)
-    ]
-    return Quantization(*casts, fast)
-
-
-def measuring_cast(
-    kind: int, dtype: int, power_2: bool, tiles_2d: bool, epsilon: float
-) -> OperandCast:
-    """A cast whose scales are those of the tensor itself, of its tiles or of its rows."""
-    options = flags_of(((_core.CAST_POWER_2, power_2), (_core.CAST_TILES_2D, tiles_2d)))
-    return OperandCast(kind, dtype, float(epsilon), options)
-
-
-def _nvfp4_quantization(recipe: Any) -> Quantization:
-    """`quantization_of` NVFP4; ValueError for QParams that no GEMM can be made of."""
-    tensors = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
-    scopes = ("activations", "weights", None)  # no gradients
-    casts = [
-        _nvfp4_cast(recipe, tensor, scope) for tensor, scope in zip(tensors, scopes, strict=True)
-    ]
-    check_nvfp4("NVFP4BlockScaling", casts)
-    return Quantization(*casts)
-
-
-def _nvfp4_cast(recipe: Any, how: Any, scope: str | None) -> OperandCast:
-    """The cast of one kind of tensor, by its QParams and what the recipe says of a scope."""
-    chooses = scope is not None and recipe.nvfp4_4over6 in (scope, "all")
-    to_256 = chooses and recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all")
-    options = nvfp4_options(
-        tiles_2d=how.fp4_2d_quantization,
-        hadamard=how.random_hadamard_transform,
-        stochastic=how.stochastic_rounding,
-        four_over_six=recipe.nvfp4_4over6_err_mode if chooses else None,
-        to_256=to_256,
-        row_scaled=recipe.row_scaled_activation and scope == "activations",
-    )
-    return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=options)
-
-
-def nvfp4_options(
-    *,
-    tiles_2d: bool,
-    hadamard: bool,
-    stochastic: bool,
-    four_over_six: str | None,
-    to_256: bool,
-    row_scaled: bool,
-    signed: bool = True,
-) -> int:
-    """``_core.CAST_*`` of a cast to NVFP4; `four_over_six` is the error that it chooses by.
-
-    `signed`: the Hadamard transform negates values first.
-    """
-    return flags_of(
-        (
-            (_core.CAST_TILES_2D, tiles_2d),
-            (_core.CAST_HADAMARD, hadamard),
-            (_core.CAST_UNSIGNED, hadamard and not signed),
-            (_core.CAST_STOCHASTIC, stochastic),
-            (_core.CAST_FOUR_OVER_SIX, four_over_six is not None),
-            (_core.CAST_SQUARED, four_over_six == "MSE"),
-            (_core.CAST_TO_256, to_256),
-            (_core.CAST_ROW_SCALED, row_scaled),
-        )
-    )
-
-
-def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
-    """Raise where casts to NVFP4 do not go together; `name` is the recipe's."""
-    inp, weight, grad = casts
-    transforms = [bool(cast.options & _core.CAST_HADAMARD) for cast in (inp, weight, grad)]
-    tiles = (inp.options | grad.options) & _core.CAST_TILES_2D
-    if transforms[0] and (inp.options ^ grad.options) & _core.CAST_UNSIGNED:
-        raise ValueError(
-            f"{name}: with_random_sign_mask of the quantizers of input and gradient differs: one "
-            "GEMM multiplies what they make, so give both the same"
-        )
-    if transforms not in ([False] * 3, [True, False, True]) or (transforms[0] and tiles):
-        raise ValueError(
-            f"{name}: random_hadamard_transform belongs to fp4_quant_fwd_inp and "
-            "fp4_quant_bwd_grad alike, whose column-wise forms one GEMM multiplies, never to "
-            "fp4_quant_fwd_weight, and not beside fp4_2d_quantization"
-        )
-    if (inp.options | weight.options) & _core.CAST_STOCHASTIC:
-        raise NotImplementedError(f"{name}: stochastic_rounding of anything but fp4_quant_bwd_grad")
-    for cast, what in zip((inp, weight), ("activations", "weights"), strict=True):
-        if cast.options & _core.CAST_FOUR_OVER_SIX and cast.options & _core.CAST_HADAMARD:
-            raise ValueError(
-                f"{name}: nvfp4_4over6 of {what}, which random_hadamard_transform mixes: pass "
-                "disable_rht=True"
-            )
-    if inp.options & _core.CAST_ROW_SCALED and inp.options & _core.CAST_TILES_2D:
-        raise ValueError(f"{name}: row_scaled_activation with fp4_2d_quantization of inputs")
-
-
-def _kind_of(recipe: Recipe) -> int:
-    """``_core.RECIPE_*`` of a recipe that finds scales in the tensors that it casts."""
-    if recipe.float8_current_scaling():
-        return _core.RECIPE_CURRENT
-    if recipe.float8_block_scaling():
-        return _core.RECIPE_BLOCK
-    if recipe.float8_row_scaling():
-        return _core.RECIPE_ROW
-    raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
-
-
-def quantization_fields(quantization: Quantization) -> tuple:
-    """Those of a node."""
-    return (*(tuple(cast) for cast in quantization.casts), quantization.backward)
 
 
 class LinearSpec(NamedTuple):
@@ -599,12 +371,3 @@ def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -
     y = graph.value("output", dtypes[1], (ROWS, features), RESULT)
     graph.add_norm(norm, (x, *affine), y, flags & ZERO_CENTERED)
     return graph
-
-
-def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
-    """Join the flags whose condition holds."""
-    joined = 0
-    for flag, condition in bits:
-        if condition:
-            joined |= flag
-    return joined

@@ -7,6 +7,7 @@ Attention by itself, of heads that a caller gives, is the smallest of them.
 from typing import NamedTuple
 
 from transformer_engine import _core
+from transformer_engine.common.flags import flags_of
 from transformer_engine.common.graphs import (
     DGRAD,
     RESULT,
@@ -17,11 +18,9 @@ from transformer_engine.common.graphs import (
     Graph,
     LinearSpec,
     Norm,
-    Quantization,
-    flags_of,
     input_flags,
-    quantization_fields,
 )
+from transformer_engine.common.operand_casts import Quantization, quantization_fields
 
 _NORMED = ("query_", "key_")
 """Prefixes of the norms of heads."""

@@ -25,12 +25,12 @@ from transformer_engine.common.graphs import (
     Graph,
     Link,
     Norm,
-    Quantization,
     call_graph,
     forms_of,
     norm_graph,
 )
 from transformer_engine.common.layer_graphs import CoreSpec, LayerSpec, core_graph, layer_graph
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 
 _STATE = ("scale", "history")

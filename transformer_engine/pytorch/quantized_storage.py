@@ -5,6 +5,7 @@ A format names its fields (`_TENSORS`, `_SETTINGS`) and says how they are read; 
 names none: then all its attributes are (`_names`).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,25 @@ NOT_FIELDS = frozenset(
 """Attributes of tensors and storages that say nothing of their data."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 """What settings of a class that does not say which it has are compared by."""
+
+
+def _checked(function: Any) -> Any:
+    """A function `dequantize` of a program, whose result is checked.
+
+    TypeError where it is no plain tensor, ValueError where a tensor has another shape than it.
+    """
+
+    @functools.wraps(function)
+    def dequantize(self: Any, *, dtype: torch.dtype | None = None) -> Tensor:
+        made = function(self, dtype=dtype)
+        label = f"{type(self).__name__}.dequantize: it returned"
+        if not isinstance(made, Tensor) or hasattr(type(made), "_dequantized"):
+            raise TypeError(f"{label} a {type(made).__name__}, expected a plain tensor")
+        if isinstance(self, Tensor) and made.shape != self.shape:
+            raise ValueError(f"{label} the shape {tuple(made.shape)}, expected {tuple(self.shape)}")
+        return made
+
+    return dequantize
 
 
 def _read_by(kind: type, function: Any) -> None:
@@ -71,7 +91,8 @@ class QuantizedTensorStorage:
                 setattr(cls, other, ())
         own = vars(cls).get("dequantize")
         if own not in (None, QuantizedTensorStorage.dequantize):
-            _read_by(cls, own)
+            cls.dequantize = _checked(own)
+            _read_by(cls, cls.dequantize)
 
     @property
     def _TENSORS(self) -> tuple[str, ...]:  # noqa: N802 - classes of this library say it as a constant
@@ -94,19 +115,25 @@ class QuantizedTensorStorage:
         return found
 
     @classmethod
-    def _made(cls, fields: dict[str, Any], dtype: torch.dtype) -> Any:
-        """A storage of these fields; those that are not named are None."""
+    def _made(cls, fields: dict[str, Any], dtype: torch.dtype, shape: Any = None) -> Any:
+        """A storage of these fields, whose shape they say; those that are not named are None."""
+        del shape
         made = cls.__new__(cls)
         made._take(fields, dtype)
         return made
 
     def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
-        names: Any = fields
-        if not isinstance(type(self)._TENSORS, property):
-            names = (*self._TENSORS, *self._SETTINGS, "_quantizer")
+        says = not isinstance(type(self)._TENSORS, property)
+        names: Any = (*self._TENSORS, *self._SETTINGS, "_quantizer") if says else fields
         for name in names:
             setattr(self, name, fields.get(name))
         self._dtype = dtype
+        if not says:
+            self._named()  # before a program puts other attributes on it
+
+    def _like(self, fields: dict[str, Any]) -> Any:
+        """Another one of this class, over these fields."""
+        return type(self)._made(fields, self._dtype)
 
     @classmethod
     def _as_arguments(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -220,8 +247,11 @@ class QuantizedTensorStorage:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}, rest
 
     @classmethod
-    def _of_flat(cls, tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-        """Fields of what `_flat` gave; `_take_state` takes the rest besides."""
+    def _of_flat(
+        cls, tensors: dict[str, Tensor], rest: dict[str, Any], shape: Any
+    ) -> dict[str, Any]:
+        """Fields of what `_flat` gave, of a tensor of a shape; `_take_state` takes the rest."""
+        del shape
         return {**{n: v for n, v in rest.items() if n not in ("_dtype", "_kind")}, **tensors}
 
     def _plain_fields(self) -> tuple[dict[str, Any], tuple | None]:
@@ -289,7 +319,7 @@ class QuantizedTensorStorage:
                 f"{type(self).__name__}: view: shape {shape} of {tuple(self.shape)}: it has no "
                 "such view of its data and scales: dequantize().view(shape), and quantize that"
             )
-        return type(self)._made(fields, self.dtype)
+        return self._like(fields)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, in the nominal dtype where `dtype` is None.

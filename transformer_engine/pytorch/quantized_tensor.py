@@ -329,7 +329,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         cls, inner: dict[str, Tensor], rest: dict, shape: Any, stride: Any
     ) -> Any:
         """Undo `__tensor_flatten__`."""
-        made = cls._made(cls._of_flat(inner, rest), rest["_dtype"], shape, stride=stride)
+        made = cls._made(cls._of_flat(inner, rest, shape), rest["_dtype"], shape, stride=stride)
         made._take_state(rest)
         return made
 

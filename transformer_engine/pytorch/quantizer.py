@@ -192,6 +192,7 @@ class Quantizer(QuantizerParts, abc.ABC):
                 f"{type(self).__name__}.quantize_impl: it returned a {type(made).__name__}, "
                 "expected a QuantizedTensor or a QuantizedTensorStorage"
             )
+        _ = made._TENSORS  # its attributes now are its fields: what is put on it later is none
         if made._quantizer is None:
             made._quantizer = self.copy()
         if not isinstance(made, Tensor) and made._dtype is None:

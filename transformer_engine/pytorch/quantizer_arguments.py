@@ -4,13 +4,28 @@
 `label` says whose argument it is. All raise TypeError but where they say more.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_flag", "checked_dtype", "checked_shape", "checked_tensor", "positional"]
+from transformer_engine.pytorch.constants import DType, TE_DType
+
+__all__ = [
+    "FP8",
+    "as_bytes",
+    "check_flag",
+    "checked_dtype",
+    "checked_shape",
+    "checked_tensor",
+    "fitted",
+    "fp8_type",
+    "positional",
+]
+
+FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 def checked_tensor(label: str, given: Any) -> Tensor:
@@ -61,3 +76,34 @@ def positional(
         shape, dtype = (*given, dtype)[:2]
     known = None if shape is None else checked_shape(label, shape)
     return known, checked_dtype(f"{label}: dtype", dtype)
+
+
+def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
+    """An element type as a `DType`, given as one, as its number or a torch dtype; ValueError."""
+    found = TE_DType.get(given) if isinstance(given, torch.dtype | None) else given
+    if found not in kinds:
+        known = " or ".join(f"DType.{kind.name}" for kind in kinds)
+        raise ValueError(f"{label}: {given!r}, expected {known}")
+    return DType(found)
+
+
+def as_bytes(label: str, data: Tensor) -> Tensor:
+    """Codes as uint8; TypeError for elements of another size, and for what is no tensor."""
+    if checked_tensor(label, data).element_size() != 1:
+        raise TypeError(f"{label}: {data.dtype}, expected torch.uint8")
+    return data.view(torch.uint8)
+
+
+def fitted(label: str, given: Tensor | None, expected: tuple[int, ...]) -> Tensor:
+    """A tensor of an expected shape; a matrix in the shape of data that have more dims.
+
+    ValueError where it is missing, or has another shape.
+    """
+    shape = None if given is None else tuple(checked_tensor(label, given).shape)
+    if shape == expected:
+        return given
+    if shape is not None and len(shape) == 2 < len(expected):
+        same = shape[0] == expected[0] or shape[-1] == expected[-1]
+        if same and given.numel() == math.prod(expected):
+            return given.view(expected)
+    raise ValueError(f"{label}: shape {shape}, expected {expected}")

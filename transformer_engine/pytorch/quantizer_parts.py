@@ -51,6 +51,7 @@ class QuantizerParts:
 
     def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
         """What a tensor of a shape consists of, in the usages that are set."""
+        self._check_declared("inner_tensor_specs(shape)")
         return [
             InnerTensor(name, tuple(part.shape), part.dtype)
             for name, part in self.alloc_tensors(shape, device="meta").items()
@@ -61,6 +62,7 @@ class QuantizerParts:
 
         By the arguments of the constructor; `device` is as of `make_empty`.
         """
+        self._check_declared("alloc_tensors(shape, *, device=None)")
         shape = checked_shape(type(self).__name__, shape)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,6 +74,7 @@ class QuantizerParts:
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the storage's constructor besides these tensors, for a nominal dtype."""
+        self._check_declared("storage_metadata(fake_dtype)")
         return {**self._other_arguments(None), "fake_dtype": fake_dtype}
 
     def create_metadata(
@@ -81,15 +84,19 @@ class QuantizerParts:
 
         That is a tensor, or with `internal` a storage.
         """
+        self._check_declared("create_metadata(shape, *, dtype, requires_grad=False)")
         shape = checked_shape(type(self).__name__, _shape)
         made = self._other_arguments(shape)
         if self.internal:
             return {**made, "fake_dtype": dtype}
         return {**made, "shape": shape, "dtype": dtype, "requires_grad": requires_grad}
 
-    def _other_arguments(self, shape: tuple | None) -> dict[str, Any]:
+    def _check_declared(self, method: str) -> None:
+        """NotImplementedError for a class of a program, which does not say what it makes."""
         if not hasattr(self, "STORAGE"):
-            raise self._undefined("storage_metadata(fake_dtype)")
+            raise self._undefined(method)
+
+    def _other_arguments(self, shape: tuple | None) -> dict[str, Any]:
         settings = self.STORAGE._as_arguments(self._format_settings(shape))
         return {**settings, "quantizer": self.copy()}
 
@@ -107,7 +114,7 @@ class QuantizerParts:
 
         That gives the same bits then, and changes no state. Of a cast of a program it is not known.
         """
-        return self._REPEATS and self._casts_natively
+        return self._REPEATS and self._casts_natively and self._writes_natively
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether ranks gather row-wise data alone, of which each makes the column-wise ones."""

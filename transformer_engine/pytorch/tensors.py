@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.modes import wraps_tensors
 
 ALIGNMENT = 16
@@ -139,4 +140,5 @@ def rebuild_quantizer(kind: Any, arguments: dict) -> Any:
     return made._of_plain(arguments)
 
 
-torch.serialization.add_safe_globals([rebuild_quantized])
+# A quantizer of a program is pickled by its attributes, of which element types are some.
+torch.serialization.add_safe_globals([rebuild_quantized, DType])

@@ -21,7 +21,8 @@ from transformer_engine.pytorch.modes import allows_tf32
 from transformer_engine.pytorch.plugins import native
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage, code_of
+from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
 from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import OperandCast
+from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 from transformer_engine.pytorch.tensor import recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import UNSIGNED

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent, config, unread_variables
-from transformer_engine.common.graphs import quantization_of
+from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import arenas, recompute, scaling
 from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state

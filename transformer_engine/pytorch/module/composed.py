@@ -11,7 +11,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import config, graphs
-from transformer_engine.common.graphs import Quantization, flags_of
+from transformer_engine.common.flags import flags_of
+from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization, is_backward_wide
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch import arenas, scaling
 from transformer_engine.pytorch.function import (
@@ -432,7 +433,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches)
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
-        if graphs.is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
+        if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
             tf32 = graphs.ALLOW_TF32 if allows_tf32() else 0
             flags = [f | tf32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
@@ -448,7 +449,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         recompute = self.checkpoint and records
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
         key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
-        quantization = (graphs.HIGH_PRECISION,) * len(parts)
+        quantization = (HIGH_PRECISION,) * len(parts)
         if bound is not None:
             quantization = bound.quantization
         plans = self._plans_for(key, quantization, region.traced)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
+from transformer_engine.common.flags import flags_of
+from transformer_engine.common.operand_casts import (
     OperandCast,
     Quantization,
     check_nvfp4,
-    flags_of,
     measuring_cast,
     nvfp4_options,
     overridden,
@@ -287,7 +287,7 @@ def _of_both(quantizer: Any, tensor: str) -> OperandCast | None:
 def _native(quantizer: Any, tensor: str) -> OperandCast | None:
     """How plans cast as a quantizer does; None where it has to be called."""
     from transformer_engine.pytorch import tensor as formats
-    from transformer_engine.pytorch.tensor.float8_tensor import code_of
+    from transformer_engine.pytorch.tensor.casts import code_of
 
     kind = type(quantizer)
     if kind is formats.HybridQuantizer:
@@ -357,12 +357,12 @@ class _Outside:
 
     def _put(self, made: Any, place: torch.Tensor) -> None:
         values = made.dequantize(dtype=place.dtype)
-        if values.numel() != place.numel() or values.shape[-1:] != place.shape[-1:]:
+        if values.shape != place.shape:
             raise ValueError(
                 f"{type(self.quantizer).__name__}: what it made has the shape "
                 f"{tuple(values.shape)}, expected {tuple(place.shape)}"
             )
-        place.copy_(values.reshape(place.shape))
+        place.copy_(values)
 
     def _made(self, buffers: StageBuffers, stage: Any, row: bool, column: bool) -> Any:
         """The quantized tensor, of these forms at least; RuntimeError where one was dropped."""

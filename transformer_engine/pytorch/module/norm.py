@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
+from transformer_engine.common.flags import flags_of
 from transformer_engine.common.graphs import (
     DGRAD,
     GRAD_BETA,
@@ -18,7 +19,6 @@ from transformer_engine.common.graphs import (
     NO_GAMMA,
     ZERO_CENTERED,
     Norm,
-    flags_of,
 )
 from transformer_engine.common.plans import CallPlans, norm_plans
 from transformer_engine.pytorch import torch_ops

@@ -4,7 +4,8 @@
 from typing import Any
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm, Quantization
+from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.device import prepare_device

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
-from transformer_engine.common.graphs import Quantization
+from transformer_engine.common.operand_casts import Quantization, is_backward_wide, quantization_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.modes import in_transform, unseen
 from transformer_engine.pytorch.module import custom
@@ -131,7 +131,7 @@ def given_forms(
     from transformer_engine.pytorch.tensor.recipes import forms_of
 
     flags, caches = list(flags), list(caches)
-    narrow = not graphs.is_backward_wide(recipe)
+    narrow = not is_backward_wide(recipe)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
             columns = narrow and bool(flags[i] & _READS_COLUMNS)
@@ -351,7 +351,7 @@ def forms_held(
     from transformer_engine.pytorch.tensor.recipes import forms_of
 
     at = 0
-    columns = torch.is_grad_enabled() and not graphs.is_backward_wide(recipe)
+    columns = torch.is_grad_enabled() and not is_backward_wide(recipe)
     columns = columns and any(t is not None and t.requires_grad for t in tensors)
     for _, own in zip(modules, parts, strict=True):
         for part in own:
@@ -377,7 +377,7 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
     recipe = module._resolved(init.recipe, False)
     if recipe is None:  # no quantizer of the module casts
         return
-    known = None if custom.is_custom(recipe) else graphs.quantization_of(recipe)
+    known = None if custom.is_custom(recipe) else quantization_of(recipe)
     quantization = custom.of_parts(recipe, known, len(module.PARTS))
     for name in names:
         parameter = module._parameters.get(name)

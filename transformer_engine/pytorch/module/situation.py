@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import is_backward_wide
+from transformer_engine.common.operand_casts import is_backward_wide
 from transformer_engine.pytorch.function import apply_of
 from transformer_engine.pytorch.modes import (
     allows_tf32,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.operators import traceable
@@ -24,6 +25,7 @@ from transformer_engine.pytorch.tensors import ALIGNMENT
 __all__ = [
     "Computed",
     "cast",
+    "code_of",
     "dequantize",
     "empty_columns",
     "empty_rows",
@@ -34,6 +36,11 @@ __all__ = [
 ]
 
 _HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def code_of(kind: DType) -> int:
+    """``_core.DTYPE_*`` of an FP8 element type."""
+    return _core.dtype_code(TE_DType_To_Torch[kind])
 
 
 def _lines(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:

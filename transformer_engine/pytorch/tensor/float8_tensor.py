@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with one scale for the whole tensor: delayed and current scaling."""
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -10,20 +9,29 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch.constants import DType, TE_DType, TE_DType_To_Torch
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.modes import is_traced_or_faked
 from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
 )
-from transformer_engine.pytorch.quantizer import check_caster, plain
+from transformer_engine.pytorch.quantizer import check_caster
 from transformer_engine.pytorch.quantizer_arguments import (
+    as_bytes,
     checked_dtype,
-    checked_tensor,
+    fitted,
+    fp8_type,
     positional,
 )
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.float8_quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    PerTensorQuantizer,
+    scales_of,
+)
 
 __all__ = [
     "Float8CurrentScalingQuantizer",
@@ -31,45 +39,6 @@ __all__ = [
     "Float8Tensor",
     "Float8TensorStorage",
 ]
-
-_MODE = _core.SCALING_TENSOR
-FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
-
-
-def fp8_type(label: str, given: Any, kinds: tuple[DType, ...] = FP8) -> DType:
-    """An element type as a `DType`, given as one, as its number or as a torch dtype."""
-    found = TE_DType.get(given) if isinstance(given, torch.dtype | None) else given
-    if found not in kinds:
-        known = " or ".join(f"DType.{kind.name}" for kind in kinds)
-        raise ValueError(f"{label}: {given!r}, expected {known}")
-    return DType(found)
-
-
-def code_of(kind: DType) -> int:
-    """``_core.DTYPE_*`` of an FP8 element type."""
-    return _core.dtype_code(TE_DType_To_Torch[kind])
-
-
-def as_bytes(label: str, data: Tensor) -> Tensor:
-    """Codes as uint8; TypeError for elements of another size, and for what is no tensor."""
-    if checked_tensor(label, data).element_size() != 1:
-        raise TypeError(f"{label}: {data.dtype}, expected torch.uint8")
-    return data.view(torch.uint8)
-
-
-def fitted(label: str, given: Tensor | None, expected: tuple[int, ...]) -> Tensor:
-    """A tensor of an expected shape; a matrix in the shape of data that have more dims.
-
-    ValueError where it is missing, or has another shape.
-    """
-    shape = None if given is None else tuple(checked_tensor(label, given).shape)
-    if shape == expected:
-        return given
-    if shape is not None and len(shape) == 2 < len(expected):
-        same = shape[0] == expected[0] or shape[-1] == expected[-1]
-        if same and given.numel() == math.prod(expected):
-            return given.view(expected)
-    raise ValueError(f"{label}: shape {shape}, expected {expected}")
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -134,7 +103,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @_scale_inv.setter
     def _scale_inv(self, value: Tensor) -> None:
-        self._scales = _with_scale(value)
+        self._scales = scales_of(value)
 
     @property
     def _transpose_invalid(self) -> bool:
@@ -171,7 +140,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if self._data is None and self._transpose is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = (self._data, self._scales, self._transpose, self._scales)
-        return casts.dequantize(data, _MODE, code_of(self._fp8_dtype), shape, dtype)
+        return casts.dequantize(data, _core.SCALING_TENSOR, code_of(self._fp8_dtype), shape, dtype)
 
     def _default_quantizer(self) -> Quantizer:
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
@@ -315,14 +284,6 @@ def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[1:], *shape[:1])
 
 
-def _with_scale(scale_inv: Tensor) -> Tensor:
-    """{1 / scale, scale} of an inverse scale, of any shape of one element."""
-    if checked_tensor("fp8_scale_inv", scale_inv).numel() != 1:
-        raise ValueError(f"fp8_scale_inv: shape {tuple(scale_inv.shape)}, expected (1,)")
-    inverse = scale_inv.detach().to(torch.float32).reshape(1)
-    return torch.cat((inverse, inverse.reciprocal()))
-
-
 def _checked_fields(
     label: str,
     data: Tensor | None,
@@ -341,7 +302,7 @@ def _checked_fields(
     if shape is None:
         shape = _turned_back(transpose.shape) if data is None else data.shape
     shape = tuple(shape)
-    fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": _with_scale(scale_inv)}
+    fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": scales_of(scale_inv)}
     fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
     for name, field, bytes_, expected in (
         ("data", "_data", data, shape),
@@ -434,253 +395,4 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         return cls(shape=shape, data=data, data_transpose=data_transpose, **options)
 
 
-class _PerTensorQuantizer(Quantizer):
-    """Casts with one scale."""
-
-    TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
-    _CASTS_COMPUTED = True
-    _GATHERS_ROWS = True
-    dtype: DType  # of the codes
-    _known: tuple[Tensor | None] | None = None
-    """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
-    0, so nobody needs them."""
-
-    def _partials(self, source: Tensor) -> Tensor | None:
-        return casts.measure(source) if self._known is None else self._known[0]
-
-    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(
-                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
-            )
-        row = column = None
-        if self.rowwise_usage:
-            row = casts.empty_rows(shape, device, pin_memory)
-        if self.columnwise_usage:
-            column = casts.empty_columns(shape, device, pin_memory)
-        scales = torch.ones(2, dtype=torch.float32, device=device, pin_memory=pin_memory)
-        return {"_data": row, "_transpose": column, "_scales": scales, "_fp8_dtype": self.dtype}
-
-    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
-        del shape
-        return {"_fp8_dtype": self.dtype}
-
-    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the column-wise data of a tensor."""
-        return super().get_columnwise_shape(rowwise_data_shape)
-
-    def _of_data(
-        self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype, requires_grad: bool, plain: bool
-    ) -> Any:
-        """A tensor, or where `plain` a storage, of bytes."""
-        label = f"{type(self).__name__}.create_tensor_from_data"
-        fields = {
-            "_data": casts.given(as_bytes(f"{label}: data", data)),
-            "_scales": _with_scale(scale_inv),
-            "_fp8_dtype": self.dtype,
-            "_quantizer": self.copy(),
-        }
-        dtype = checked_dtype(f"{label}: fake_dtype", dtype)
-        if plain or self.internal:
-            return self.STORAGE._made(fields, dtype)
-        return self.TENSOR._made(fields, dtype, None, requires_grad)
-
-    def _write_forms(
-        self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
-    ) -> None:
-        if noop is not None and into._transpose_invalid and into._data is not None:
-            into._transpose = None  # it may be left as it is, but is of older values
-        forms = {"row": into._data, "row_scales": into._scales, "column": into._transpose}
-        casts.cast(source, _MODE, code_of(into._fp8_dtype), **forms, **how, noop=noop)
-
-
-def _of_slots(name: str) -> property:
-    """An attribute that may be a view of a module's slots: read once their scales are made."""
-
-    def read(self: Any) -> Tensor:
-        if self._bound is not None:
-            self._bound.settle("forward")
-        return self.__dict__[name]
-
-    def write(self: Any, value: Tensor) -> None:
-        self.__dict__[name] = value
-
-    return property(read, write)
-
-
-class Float8Quantizer(_PerTensorQuantizer):
-    """Casts with a scale that somebody else sets: delayed scaling.
-
-    Parameters
-    ----------
-    scale : Tensor
-        fp32 [1]: values are multiplied with it; 0 stands for 1.
-    amax : Tensor
-        fp32 [1]: each cast raises it to the largest magnitude that it met.
-    fp8_dtype : DType
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
-    measure_first : bool, default False
-        Where `scale` is 0 cast with that which fits the tensor, as
-        ``DelayedScaling(measure_first=True)`` does; each cast measures then.
-    """
-
-    def __init__(
-        self,
-        scale: Tensor,
-        amax: Tensor,
-        fp8_dtype: Any,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        measure_first: bool = False,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self._bound: Any = None  # slots of a module, which have the scale and amax
-        for name, given in (("scale", scale), ("amax", amax)):
-            checked_tensor(f"Float8Quantizer: {name}", given)
-        self.scale, self.amax = scale, amax
-        self.dtype = fp8_type("Float8Quantizer: fp8_dtype", fp8_dtype)
-        self.measure_first = bool(measure_first)
-
-    scale = _of_slots("scale")
-    amax = _of_slots("amax")
-
-    def copy(self) -> "Float8Quantizer":
-        """Copy the settings; scale and amax are shared."""
-        made = super().copy()
-        made._bound = self._bound
-        return made
-
-    def __getstate__(self) -> dict:
-        """Copy and pickle the values of scale and amax, apart from a module's slots."""
-        if self._bound is not None:
-            self._bound.settle("forward")
-        return {**self.__dict__, "_bound": None}
-
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
-        if scale is None:
-            scale = self.scale.to(source.device)
-        # Of scale 0 the scale is that of the partials: 1 of none.
-        measured = self.measure_first or self._known is not None
-        partials = self._partials(source) if measured else casts.no_partials(source)
-        how = {"scale": scale, "amax": amax, "partials": partials}
-        self._write_forms(source, into, noop, how)
-
-    def calibrate(self, tensor: Tensor) -> None:
-        """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
-        with torch.no_grad():
-            values = plain(checked_tensor("Float8Quantizer: tensor", tensor)).detach()
-            largest = values.abs().max() if values.numel() > 0 else values.new_zeros(())
-            self.amax.copy_(largest.reshape(1))
-
-    def create_tensor_from_data(
-        self,
-        data: Tensor,
-        fake_dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        internal: bool = False,
-    ) -> Any:
-        """Take bytes for data that were cast with this scale."""
-        scale = torch.where(self.scale == 0, 1.0, self.scale)
-        return self._of_data(data, scale.reciprocal(), fake_dtype, requires_grad, internal)
-
-    def _settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, **super()._settings()}
-
-    def _own_settings(self) -> dict[str, Any]:
-        scaling = {"scale": self.scale.detach().clone(), "amax": self.amax.detach().clone()}
-        return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
-
-
-class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
-    """Casts with the scale that fits the tensor: measured in a pass of its own.
-
-    Parameters
-    ----------
-    fp8_dtype : DType
-        Of the codes.
-    device : torch.device
-        Not read: tensors are made where their values are.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
-    with_amax_reduction : bool, default False
-        Take the largest amax of the ranks of `amax_reduction_group`.
-    amax_reduction_group : ProcessGroup, optional
-        All ranks where None.
-    force_pow_2_scales : bool, default False
-        Round the scale down to a power of two.
-    amax_epsilon : float, default 0.0
-        Smallest amax.
-    use_existing_amax, scale, amax
-        Not read.
-    """
-
-    _REPEATS = True
-
-    def __init__(
-        self,
-        fp8_dtype: Any,
-        device: Any = None,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        with_amax_reduction: bool = False,
-        amax_reduction_group: Any = None,
-        force_pow_2_scales: bool = False,
-        amax_epsilon: float = 0.0,
-        use_existing_amax: bool = False,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-    ) -> None:
-        del use_existing_amax, scale, amax
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self.dtype = fp8_type("Float8CurrentScalingQuantizer: fp8_dtype", fp8_dtype)
-        self.device = device
-        self.with_amax_reduction = with_amax_reduction
-        self.amax_reduction_group = amax_reduction_group
-        self.force_pow_2_scales = bool(force_pow_2_scales)
-        self.amax_epsilon = float(amax_epsilon)
-        if not 0.0 <= amax_epsilon < math.inf:
-            raise ValueError(
-                f"Float8CurrentScalingQuantizer: amax_epsilon={amax_epsilon}, expected a finite "
-                "number from 0 on"
-            )
-
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = self._partials(source)
-        if self.with_amax_reduction and self._known is None:
-            torch.distributed.all_reduce(
-                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
-        settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
-        self._write_forms(source, into, noop, {"partials": partials, **settings})
-
-    def create_tensor_from_data(
-        self,
-        data: Tensor,
-        fake_dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        internal: bool = False,
-    ) -> Any:
-        """Take bytes for data of scale 1: set the ``_scale_inv`` of what is returned."""
-        one = torch.ones(1, dtype=torch.float32, device=getattr(data, "device", None))
-        return self._of_data(data, one, fake_dtype, requires_grad, internal)
-
-    def copy(self) -> "Float8CurrentScalingQuantizer":
-        """Copy the settings but for the reduction, which belongs to one call."""
-        made = super().copy()
-        made.with_amax_reduction, made.amax_reduction_group = False, None
-        return made
-
-    def _settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, **super()._settings()}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "force_pow_2_scales": bool(self.force_pow_2_scales),
-            "amax_epsilon": float(self.amax_epsilon),
-        }
+PerTensorQuantizer.TENSOR, PerTensorQuantizer.STORAGE = Float8Tensor, Float8TensorStorage

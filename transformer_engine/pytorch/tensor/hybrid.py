@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.quantized_tensor import (
+    InnerTensor,
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.quantizer import check_caster
+from transformer_engine.pytorch.quantizer_arguments import checked_dtype, positional
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8TensorStorage,
 )
 from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
-from transformer_engine.pytorch.tensors import rebuild_quantizer, rebuild_storage
+from transformer_engine.pytorch.tensors import pickled_class, rebuild_quantizer, rebuild_storage
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
@@ -31,13 +34,36 @@ _OF_ONE = {*_OF_COLUMNS, "_row_scaled_nvfp4", "_transpose_version"}
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two storages: one is read row-wise, the other column-wise."""
+    """Two storages: one is read row-wise, the other column-wise.
+
+    Parameters
+    ----------
+    rowwise_storage, columnwise_storage : QuantizedTensorStorage, optional
+        Of the same shape; one at least.
+    quantizer : Quantizer, optional
+        What new values are cast by.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
 
     _CAST_APART = True
     _SETTINGS = ("_rowwise_storage", "_columnwise_storage")
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
+
+    def __init__(
+        self,
+        *,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        label = type(self).__name__
+        checked_dtype(f"{label}: fake_dtype", fake_dtype)
+        fields = _checked_fields(label, (rowwise_storage, columnwise_storage), quantizer)
+        self._take(fields, fake_dtype)
 
     @property
     def _storages(self) -> tuple[QuantizedTensorStorage, ...]:
@@ -63,7 +89,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         for name in self._SETTINGS:
             part = fields[name]
             if part is not None:
-                fields[name] = type(part)._made(part._mapped(function), part._dtype)
+                fields[name] = part._like(part._mapped(function))
         return fields
 
     def _kind(self) -> tuple:
@@ -129,12 +155,15 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tensors, {**about, "_parts": parts}
 
     @classmethod
-    def _of_flat(cls, tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    def _of_flat(
+        cls, tensors: dict[str, Tensor], rest: dict[str, Any], shape: Any
+    ) -> dict[str, Any]:
         fields = {"_quantizer": rest["_quantizer"]}
         for own, (kind, of_part) in rest["_parts"].items():
             at = len(own) + 1
             found = {name[at:]: t for name, t in tensors.items() if name.startswith(f"{own}_")}
-            fields[own] = kind._made(kind._of_flat(found, of_part), of_part["_dtype"])
+            made = kind._of_flat(found, of_part, shape)
+            fields[own] = kind._made(made, of_part["_dtype"], shape)
             fields[own]._take_state(of_part)
         return fields
 
@@ -142,13 +171,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         fields, recast = super()._plain_fields()
         for own in self._SETTINGS:
             part = fields[own]
-            if part is not None:
-                fields[own] = (type(part).__name__, part._dtype, *part._plain_fields())
+            if part is not None and not isinstance(part, Tensor):
+                fields[own] = (pickled_class(type(part)), part._dtype, *part._plain_fields())
         return fields, recast
 
     @classmethod
     def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: part and rebuild_storage(*part) for name, part in fields.items()}
+        return {name: _restored_part(cls, part) for name, part in fields.items()}
 
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
@@ -170,7 +199,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Drop a form (False); RuntimeError where one is to be made: each is cast by itself."""
+        """Make a form (True), drop it (False) or leave it (None).
+
+        The column-wise one is made of the row-wise one where the quantizer casts it of that.
+        RuntimeError where it is cast by itself, and where the row-wise one is to be made.
+        """
+        if columnwise_usage and self._columnwise_storage is None:
+            self._columnwise_storage = self._columns_of_rows()
         for name, wanted in zip(self._SETTINGS, (rowwise_usage, columnwise_usage), strict=True):
             if wanted and getattr(self, name) is None:
                 raise RuntimeError(
@@ -178,6 +213,17 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 )
             if wanted is False:
                 setattr(self, name, None)
+
+    def _columns_of_rows(self) -> QuantizedTensorStorage | None:
+        """The column-wise storage, cast of the row-wise one; None where it is cast by itself."""
+        quantizer, row = self._quantizer, self._rowwise_storage
+        if row is None or getattr(quantizer, "columnwise_source", _SOURCES[0]) == _SOURCES[0]:
+            return None
+        shape = tuple(self.shape)
+        with torch.no_grad():
+            made = quantizer._part("columnwise", shape, self.device)
+            made._write(row._dequantized(self._dtype, shape), quantizer.columnwise_quantizer)
+        return made
 
     def get_usages(self) -> dict[str, bool]:
         """Which forms are there."""
@@ -197,10 +243,57 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tensors
 
 
+def _checked_fields(
+    label: str, parts: tuple, quantizer: Quantizer | None, shape: tuple | None = None
+) -> dict[str, Any]:
+    check_caster(label, quantizer)
+    fields = dict(zip(HybridQuantizedTensorStorage._SETTINGS, parts, strict=True))
+    for name, part in fields.items():
+        if part is None:
+            continue
+        if not isinstance(part, QuantizedTensorStorage):
+            kind = type(part).__name__
+            raise TypeError(f"{label}: {name[1:]}: {kind}, expected a QuantizedTensorStorage")
+        shape = tuple(part.shape) if shape is None else shape
+        if tuple(part.shape) != shape:
+            raise ValueError(f"{label}: {name[1:]}: shape {tuple(part.shape)}, expected {shape}")
+    if parts == (None, None):
+        raise ValueError(f"{label}: rowwise_storage and columnwise_storage are None: give one")
+    return {**fields, "_quantizer": quantizer}
+
+
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
-    """A tensor that has another format for each form."""
+    """A tensor that has another format for each form.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; that of the parts where None.
+    dtype : torch.dtype
+        Nominal one.
+    rowwise_storage, columnwise_storage, quantizer :
+        As of `HybridQuantizedTensorStorage`.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    """
 
     _STORAGE = HybridQuantizedTensorStorage
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> "HybridQuantizedTensor":
+        label = "HybridQuantizedTensor"
+        shape, dtype = positional(label, args, shape, dtype)
+        parts = rowwise_storage, columnwise_storage
+        fields = _checked_fields(label, parts, quantizer, shape)
+        return cls._made(fields, dtype, shape, requires_grad)
 
     @classmethod
     def _make_in_reduce_ex(
@@ -212,14 +305,12 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         shape: Sequence[int],
     ) -> "HybridQuantizedTensor":
         """A tensor of what older files hold; ValueError where its parts are no such storages."""
-        parts = (rowwise_storage, columnwise_storage)
-        for part in parts:
-            if part is not None and not isinstance(part, QuantizedTensorStorage):
-                raise ValueError(f"a pickled {cls.__name__}: a part is a {type(part).__name__}")
-            if part is not None and tuple(part.shape) != tuple(shape):
-                raise ValueError(f"a pickled {cls.__name__}: {tuple(part.shape)}, not {shape}")
-        fields = dict(zip(cls._SETTINGS, parts, strict=True))
-        fields["_quantizer"] = checked_quantizer(cls, quantizer)
+        checked_quantizer(cls, quantizer)
+        parts, shape = (rowwise_storage, columnwise_storage), tuple(shape)
+        try:
+            fields = _checked_fields(f"a pickled {cls.__name__}", parts, quantizer, shape)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
         return cls._made(fields, dtype, shape)
 
     @classmethod
@@ -234,14 +325,28 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         return made
 
 
+def _restored_part(kind: type, part: Any) -> Any:
+    """A part of a pickle: of a class of a program it is a tensor, as that pickles itself."""
+    if part is None or isinstance(part, QuantizedTensor):
+        return part
+    if not isinstance(part, tuple):
+        raise ValueError(f"a pickled {kind.__name__}: a part is a {type(part).__name__}")
+    return rebuild_storage(*part)
+
+
 def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
     """Which of its tensors are there."""
     return [tensor is not None for tensor in storage.get_data_tensors()]
 
 
 def _are_alike(row: Any, column: Any) -> bool:
-    """Whether two storages of a class are of one format, with one scale where that has one."""
-    if any(getattr(row, n) != getattr(column, n) for n in row._SETTINGS if n not in _OF_ONE):
+    """Whether two storages of a class are of one format, with one scale where that has one.
+
+    What a class of a program has is not known.
+    """
+    if isinstance(type(row)._TENSORS, property) or any(
+        getattr(row, n) != getattr(column, n) for n in row._SETTINGS if n not in _OF_ONE
+    ):
         return False
     if not isinstance(row, Float8TensorStorage):
         return True
@@ -322,10 +427,40 @@ class HybridQuantizer(Quantizer):
         for part in self._reducing:
             part.amax_reduction_group = group
 
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether the formats of both parts can hold a tensor."""
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(part.is_quantizable(inp) for part in parts)
+
+    def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
+        """Raise NotImplementedError: it consists of two storages, of formats of their own."""
+        raise NotImplementedError(
+            "HybridQuantizer: inner_tensor_specs: what it makes consists of two storages: ask "
+            "rowwise_quantizer and columnwise_quantizer"
+        )
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the data of the column-wise part."""
+        return self.columnwise_quantizer.get_columnwise_shape(shape)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the inverse scales of one of the parts."""
+        part = self.columnwise_quantizer if columnwise else self.rowwise_quantizer
+        return part.get_scale_shape(shape, columnwise)
+
     def is_requantization_safe(self) -> bool:
         """Whether a tensor may be cast again where it is read again: by both parts."""
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return all(part.is_requantization_safe() for part in parts)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether ranks gather row-wise data alone, of which each makes the column-wise ones.
+
+        So it is where these are cast of the row-wise form, by a part whose casts repeat: all ranks
+        make the same then. A cast of the original needs that, whatever the formats of the parts.
+        """
+        of_rows = self.columnwise_source != _SOURCES[0]
+        return of_rows and self.columnwise_quantizer.is_requantization_safe()
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -341,7 +476,10 @@ class HybridQuantizer(Quantizer):
         part = getattr(self, f"{form}_quantizer").copy()
         part.internal = True
         part.set_usage(rowwise=form == "rowwise", columnwise=form == "columnwise")
-        return part.make_empty(shape, device=device, pin_memory=pin_memory)
+        made = part.make_empty(shape, device=device, pin_memory=pin_memory)
+        if made._quantizer is None:  # of a class of a program
+            made._quantizer = part
+        return made
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         row, column = into._rowwise_storage, into._columnwise_storage

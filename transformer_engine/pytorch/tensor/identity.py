@@ -13,17 +13,41 @@ from transformer_engine.pytorch.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
+from transformer_engine.pytorch.quantizer import check_caster
+from transformer_engine.pytorch.quantizer_arguments import checked_dtype, fitted, positional
 from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """Values in high precision."""
+    """Values in high precision.
+
+    Parameters
+    ----------
+    hp_data : Tensor
+        The values, in any floating dtype.
+    quantizer : Quantizer, optional
+        What new values are cast by; None keeps the dtype of these.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
 
     _TENSORS = ("_hp_data",)
 
     _hp_data: Tensor
+
+    def __init__(
+        self,
+        *,
+        hp_data: Tensor,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        label = type(self).__name__
+        checked_dtype(f"{label}: fake_dtype", fake_dtype)
+        self._take(_checked_fields(label, hp_data, quantizer), fake_dtype)
 
     def _extent(self) -> tuple[int, ...]:
         return tuple(self._hp_data.shape)
@@ -50,17 +74,52 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return {"rowwise": True, "columnwise": True}
 
 
+def _checked_fields(label: str, values: Tensor, quantizer: Quantizer | None) -> dict[str, Any]:
+    if not isinstance(values, Tensor) or is_quantized(values):
+        raise TypeError(f"{label}: hp_data: {type(values).__name__}, expected a plain tensor")
+    checked_dtype(f"{label}: hp_data", values.dtype)
+    check_caster(label, quantizer)
+    return {"_hp_data": values, "_quantizer": quantizer}
+
+
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
 
     So is a *window*, a view of a format that has none of its data: what it keeps are values of the
     whole, which are read again when those have changed.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; what they have where None.
+    dtype : torch.dtype
+        Nominal one.
+    hp_data, quantizer :
+        As of `IdentityTensorStorage`.
+    requires_grad : bool, default False
+        Whether autograd records it.
     """
 
     _STORAGE = IdentityTensorStorage
     _seen: tuple | Tensor | None = None
     """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
     high precision: the values of that."""
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        hp_data: Tensor,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> "IdentityTensor":
+        label = "IdentityTensor"
+        shape, dtype = positional(label, args, shape, dtype)
+        fields = _checked_fields(label, hp_data, quantizer)
+        if shape is not None:
+            fields["_hp_data"] = fitted(f"{label}: hp_data", hp_data, shape)
+        return cls._made(fields, dtype, shape, requires_grad)
 
     @classmethod
     def _made(

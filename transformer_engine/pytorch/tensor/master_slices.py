@@ -20,11 +20,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import (
-    Float8Quantizer,
-    Float8TensorStorage,
-    code_of,
-)
+from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8TensorStorage
 from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
 from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
@@ -407,17 +404,18 @@ class IdentitySlice(Slice):
 def slices_of(weight: Any, part: Tensor, start: int, shards: Shards) -> list[Slice]:
     """The slices of a parameter: one, but of a hybrid one for each part that is written.
 
-    NotImplementedError for a class that is none of those, ValueError without row-wise data or for a
-    column-wise shard of what has no column-wise bytes in the order of elements.
+    ValueError without row-wise data, for a shard of a class of a program, and for a column-wise
+    shard of what has no column-wise bytes in the order of elements.
     """
     storage = row_storage(weight)
     field = row_data_field(storage)
-    if field is None and storage is not None:
-        raise NotImplementedError(
-            f"quantize_master_weights: a model weight is a {type(weight).__name__}, expected a "
-            "quantized parameter of this library"
-        )
-    if storage is None or getattr(storage, field) is None:
+    if storage is not None and field is None:
+        if any(shard is not None for shard in shards):
+            raise ValueError(
+                f"quantize_master_weights: a shard for a {type(storage).__name__}, a class of the "
+                "program, of whose bytes nothing is known: give None, and each rank casts all of it"
+            )
+    elif storage is None or getattr(storage, field) is None:
         raise ValueError(
             f"quantize_master_weights: a {type(weight).__name__} without row-wise data, of which "
             "ranks write slices: keep them, update_usage(rowwise_usage=True) before"
@@ -438,8 +436,9 @@ def slices_of(weight: Any, part: Tensor, start: int, shards: Shards) -> list[Sli
 
 def _kind_of(storage: Any) -> type[Slice]:
     quantizer = storage._caster()
-    if not (quantizer._casts_natively and quantizer._writes_natively):
-        return WholeSlice  # a class of a program casts by itself
+    natively = quantizer._casts_natively and quantizer._writes_natively
+    if not natively or row_data_field(storage) is None:
+        return WholeSlice  # a class of a program casts, or reads, by itself
     if isinstance(storage, Float8TensorStorage):
         return PerTensorSlice
     if isinstance(storage, IdentityTensorStorage):

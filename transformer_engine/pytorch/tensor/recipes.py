@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which quantizers the casts of linear layers are, and what GEMMs read of tensors: one table.
 
-A cast of the C library (`graphs.OperandCast`) is in it where GEMMs read its format as it is stored.
-So tables and calls go by the casts of a module, whichever recipe or function asks for these.
+A cast of the C library (`operand_casts.OperandCast`) is in it where GEMMs read its format as it is
+stored. So tables and calls go by the casts of a module, whichever recipe or function asks for them.
 """
 
 import math
@@ -20,9 +20,8 @@ from transformer_engine.common.graphs import (
     INPUT_ROWS,
     WEIGHT_GIVEN,
     WEIGHT_ROWS,
-    OperandCast,
-    Quantization,
 )
+from transformer_engine.common.operand_casts import OperandCast, Quantization
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts

@@ -16,15 +16,17 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from transformer_engine.pytorch.quantizer import Quantizer, check_caster
-from transformer_engine.pytorch.quantizer_arguments import checked_dtype, checked_shape, positional
-from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import (
+from transformer_engine.pytorch.quantizer_arguments import (
     FP8,
     as_bytes,
-    code_of,
+    checked_dtype,
+    checked_shape,
     fitted,
     fp8_type,
+    positional,
 )
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.casts import code_of
 
 __all__ = [
     "Joint",

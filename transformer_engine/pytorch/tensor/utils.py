@@ -52,16 +52,16 @@ def quantize_master_weights(
 
     - column-wise codes (one byte an element) of tiles of 1 x 128, of rows, and of MXFP8 whose
       groups are no squares, where the parameter has that form;
-    - the values (in the nominal dtype) of NVFP4 that chooses between 4 and 6, rounds
-      stochastically, has an amax for each row, or has a column-wise form and no squares, and of
-      a hybrid parameter whose column-wise form is cast from the original. Each rank casts the
-      whole then, and writes all row-wise data. Stochastic rounding wants generators of all ranks in
-      the same state, or column-wise codes differ from rank to rank.
+    - the values (in the nominal dtype) of what a quantizer or a tensor of a program casts, of NVFP4
+      that chooses between 4 and 6, rounds stochastically, has an amax for each row, or has a
+      column-wise form and no squares, and of a hybrid parameter whose column-wise form is cast from
+      the original. Each rank casts the whole then, and writes all row-wise data. Stochastic
+      rounding wants generators of all ranks in the same state, or codes differ from rank to rank.
 
     Parameters
     ----------
     model_weights : sequence of QuantizedTensor
-        The parameters, of any format of this library, with row-wise data.
+        The parameters, of any format, with row-wise data.
     master_weights : sequence of Tensor or None
         1-D slices of them in high precision, rounded to the nominal dtype before they are cast;
         None where other ranks own all of a parameter.
@@ -86,10 +86,11 @@ def quantize_master_weights(
     ValueError
         The sequences have other lengths, a parameter comes twice, a slice does not lie in its
         parameter or cuts a byte of NVFP4 (which two neighbours in a row share), a shard has another
-        size, is no tensor or is for column-wise bytes that the parameter has not in the order of
-        elements, or a parameter has no row-wise data. The other ranks wait for this one then.
+        size, is no tensor, is for a class of a program or for column-wise bytes that the parameter
+        has not in the order of elements, or a parameter has no row-wise data. The other ranks wait
+        for this one then.
     NotImplementedError
-        A parameter of another class.
+        A parameter that is not quantized.
     """
     shards = fsdp_shard_model_weights
     shards = [None] * len(model_weights) if shards is None else shards
@@ -191,7 +192,10 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     storage = row_storage(tensor)
     name = row_data_field(storage)
     if name is None:
-        raise ValueError(f"replace_raw_data: {type(tensor).__name__}, expected a quantized tensor")
+        raise ValueError(
+            f"replace_raw_data: {type(tensor).__name__}, expected a quantized tensor of a format "
+            "of this library"
+        )
     old = getattr(storage, name)
     if old is None:
         raise ValueError(f"replace_raw_data: a {type(tensor).__name__} without row-wise data")

@@ -15,7 +15,8 @@ from torch.nn import Module
 
 from transformer_engine import _core
 from transformer_engine.common.contexts import Context
-from transformer_engine.common.graphs import OperandCast, forms_of
+from transformer_engine.common.graphs import forms_of
+from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.modes import graph_task
 from transformer_engine.pytorch.module.composed import ComposedModule

@@ -10,14 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
-    ALLOW_TF32,
-    DEFER,
-    DGRAD,
-    WGRAD,
-    LinearSpec,
-    OperandCast,
-)
+from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
+from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import Ran
 from transformer_engine.pytorch.module.composed import ComposedModule

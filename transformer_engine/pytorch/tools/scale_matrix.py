@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import OperandCast
+from transformer_engine.common.operand_casts import OperandCast
 
 TILE = 128
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
-from transformer_engine.common.graphs import Quantization
 from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, core_plans
 from transformer_engine.common.recipe import Recipe

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags: numbers of one bit each, joined to one number."""
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["flags_of"]
+
+
+def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
+    """Join the flags whose condition holds."""
+    joined = 0
+    for flag, condition in bits:
+        if condition:
+            joined |= flag
+    return joined
