@@ -144,8 +144,8 @@ def run_update(
     flag : Tensor, optional
         int32 [1], on any device.
     numbers : dict
-        ``lr``, ``betas``, ``eps``, ``decay``, ``grad_scale``, ``momentum``, ``dampening``: floats;
-        `lr` and `grad_scale` may be tensors of one element.
+        ``lr``, ``betas``, ``eps``, ``decay``, ``grad_scale``, ``momentum``, ``dampening``, ``top``:
+        floats; `lr` and `grad_scale` may be tensors of one element.
     step : int or Tensor
         int32 [1].
     casts : sequence of dict, optional
@@ -156,6 +156,7 @@ def run_update(
     given = (
         *(_host(lr), beta1, beta2, numbers.get("eps", 0.0), numbers.get("decay", 0.0)),
         *(_host(scale), numbers.get("momentum", 0.0), numbers.get("dampening", 0.0)),
+        numbers.get("top", 0.0),
     )
     call = kind, flags, flag, given, (lr, scale, step)
     with torch.no_grad():
