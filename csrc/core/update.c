@@ -205,9 +205,9 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     if ((unsigned)args->kind >= TE_UPDATE_KIND_COUNT) {
         return REFUSED("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
     }
-    if (args->flags >= 2U * TE_UPDATE_POWER_2) {
+    if (args->flags >= 2U * TE_UPDATE_CHECK) {
         return REFUSED("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
-                       2U * TE_UPDATE_POWER_2 - 1U);
+                       2U * TE_UPDATE_CHECK - 1U);
     }
     if (args->count < 0) return REFUSED("count = %lld is negative", (long long)args->count);
     TE_TRY(check_numbers(args));
@@ -215,5 +215,6 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     device = te_context_device(context);
     TE_TRY(check_lists(args, device));
     TE_TRY(check_casts(args, device));
+    if ((args->flags & TE_UPDATE_CHECK) != 0U) return TE_OK;
     return te_context_driver(context)->update(context, args, stream);
 }

@@ -47,6 +47,12 @@ typedef struct te_update_numbers {
     int flags;
 } te_update_numbers;
 
+/* A gradient times 1 is there already. */
+TE_SHARED int te_update_writes_grad(const te_update_numbers *n)
+{
+    return (n->flags & TE_STEP_WRITE_GRAD) != 0 && n->grad_scale != 1.0F;
+}
+
 /* 1 - beta^step by squaring, so that no two libraries' pow() differ. */
 TE_SHARED float te_update_correction(double beta, long long step)
 {

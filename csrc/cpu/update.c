@@ -109,7 +109,7 @@ static int update_piece(const te_update_args *args, const te_update_numbers *num
         store(args, TE_UPDATE_MEAN, mean, i, at);
     }
     store(args, TE_UPDATE_SQUARE, square, i, at);
-    if ((numbers->flags & TE_STEP_WRITE_GRAD) != 0) store(args, TE_UPDATE_GRAD, grad, i, at);
+    if (te_update_writes_grad(numbers)) store(args, TE_UPDATE_GRAD, grad, i, at);
     return 0;
 }
 

@@ -65,7 +65,8 @@ enum {
     TE_UPDATE_FIRST = 8,
     TE_UPDATE_DECAY_LAST = 16,
     TE_UPDATE_WRITE_GRAD = 32, /* ADAM, SGD: the gradient times grad_scale replaces the gradient */
-    TE_UPDATE_POWER_2 = 64
+    TE_UPDATE_POWER_2 = 64,
+    TE_UPDATE_CHECK = 128 /* the call is checked, and nothing is written */
 };
 
 typedef struct te_update_args {

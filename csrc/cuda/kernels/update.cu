@@ -151,7 +151,7 @@ static __device__ __forceinline__ bool step(const te_group<N> &group, const te_u
     if (KIND == ADAM || KIND == RESCALE || (KIND == SGD && e.mean != nullptr && n.momentum != 0.0F))
         put<N>(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
     if (KIND == ADAM) put<N>(square, DTYPE(p, SQUARE), e.square, at, count, whole);
-    if (KIND < SCALE && (n.flags & TE_STEP_WRITE_GRAD) != 0)
+    if (KIND < SCALE && te_update_writes_grad(&n))
         put<N>(grad, DTYPE(p, GRAD), e.grad, at, count, whole);
     return infinite;
 }
