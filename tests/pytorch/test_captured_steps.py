@@ -11,6 +11,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.optimizers import (
     FusedAdam,
     FusedSGD,
+    checks,
     fused_adam,
     multi_tensor_adam_capturable,
     multi_tensor_sgd,
@@ -115,6 +116,26 @@ def test_a_step_whose_number_would_be_captured(monkeypatch):
     assert param.tolist() == [1.0] * 3 and "step" not in optimizers[0].param_groups[0]
     for optimizer in optimizers[1:]:
         optimizer.step()
+
+
+def test_states_that_replays_would_begin_anew(monkeypatch):
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    adam, sgd = FusedAdam([param], capturable=True), FusedSGD([param], 0.5, momentum=0.9)
+    begun = FusedAdam([param], capturable=True)
+    begun.initialize_state(param)
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "is_capturing", lambda device: True)
+        for optimizer in (adam, sgd, begun):  # the last has no number of its step
+            with pytest.raises(RuntimeError, match="states are missing: replays would begin them"):
+                optimizer.step()
+        FusedSGD([param], 0.0).step()
+    assert param.tolist() == [1.0] * 3 and not adam.state[param] and not sgd.state[param]
+    for optimizer in (adam, sgd, begun):
+        optimizer.step()
+        monkeypatch.setattr(checks, "is_capturing", lambda device: True)
+        optimizer.step()
+        monkeypatch.undo()
 
 
 def test_learning_rates_on_the_device(device):

@@ -7,9 +7,18 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.optimizers.updates import local_part
 
-__all__ = ["DIRECT", "DTYPES", "check_decoupled", "check_dense", "check_numbers", "check_states"]
+__all__ = [
+    "DIRECT",
+    "DTYPES",
+    "check_beginning",
+    "check_decoupled",
+    "check_dense",
+    "check_numbers",
+    "check_states",
+]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIRECT = (torch.float32, torch.bfloat16)
@@ -42,6 +51,15 @@ def check_decoupled(optimizer: str, param: Tensor, grad: Tensor) -> None:
         raise ValueError(
             f"{optimizer}: a decoupled_grad of {given.numel()} elements on {given.device}: "
             f"expected {have.numel()} on {have.device}, as its parameter"
+        )
+
+
+def check_beginning(optimizer: str, device: torch.device) -> None:
+    """RuntimeError where states that are made now would be made anew by every replay of a graph."""
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{optimizer}.step: a CUDA graph is captured, and states are missing: replays would "
+            "begin them anew: take a step before"
         )
 
 

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.optimizers.checks import (
     DIRECT,
     DTYPES,
+    check_beginning,
     check_decoupled,
     check_dense,
     check_numbers,
@@ -427,6 +428,7 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
+                    check_beginning(_NAME, param.device)
                     self.initialize_state(param)
                 grad = self._grad_of(param)
                 if grad is None:
@@ -459,6 +461,7 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
         elif "step" not in group:
+            check_beginning(_NAME, self._dummy_overflow_buf.device)
             group["step"] = torch.ones_like(self._dummy_overflow_buf)
         else:
             group["step"] += (self._dummy_overflow_buf != 1).to(torch.int32)

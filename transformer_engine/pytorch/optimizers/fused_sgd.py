@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from transformer_engine.pytorch.optimizers.checks import check_dense, check_numbers
+from transformer_engine.pytorch.optimizers.checks import (
+    check_beginning,
+    check_dense,
+    check_numbers,
+)
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd,
@@ -96,6 +100,7 @@ class FusedSGD(torch.optim.Optimizer):
             state = self.state[param]
             first = state.get("momentum_buffer") is None
             if first:
+                check_beginning(_NAME, param.device)
                 state["momentum_buffer"] = torch.zeros_like(wide_copy(param))
             found.append(state["momentum_buffer"])
         return found, first
