@@ -43,10 +43,10 @@ def parameters_of(device, dtype, count=1100):
 
 
 def all_of(optimizer, params):
-    """What a step changes: parameters and gradients, states, and the steps that are counted."""
+    """What a step changes: parameters, gradients and states, and the steps that a device counts."""
     found = [t for p in params for t in (p.detach(), p.grad, *optimizer.state[p].values())]
-    steps = [torch.as_tensor(group.get("step", 0)) for group in optimizer.param_groups]
-    return [t.clone() for t in (*found, *steps)]
+    steps = [group.get("step") for group in optimizer.param_groups]
+    return [t.clone() for t in (*found, *steps) if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.gpu
@@ -162,9 +162,9 @@ def test_learning_rates_on_the_device(device):
 def scaled_twins(device, grads, **options):
     """A capturable optimizer with a scaler of 1024 and another one, in two groups each."""
     twins = []
+    values = [torch.randn(grad.shape, device=device) for grad in grads]
     for capturable in (True, False):
-        torch.manual_seed(5)
-        params = [torch.nn.Parameter(torch.randn(g.shape, device=device)) for g in grads]
+        params = [torch.nn.Parameter(value.clone()) for value in values]
         groups = [{"params": params[:1]}, {"params": params[1:]}]
         twins.append((params, FusedAdam(groups, capturable=capturable, **ADAM, **options)))
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)

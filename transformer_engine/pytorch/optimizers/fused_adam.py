@@ -404,27 +404,23 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             self._count(group)
         inverse = self._unscaling(grad_scaler, found) if self.capturable else None
-        for group, given in zip(self.param_groups, ready, strict=True):
-            rows, grads = [], []
-            for param, state, grad in given:
-                row = self._rows.get(id(param))
-                if row is None or not row.takes(param, state):
-                    row = self._row(param)
-                rows.append(row)
-                grads.append(grad)
+        for group, (rows, grads, new) in zip(self.param_groups, ready, strict=True):
+            for i in new:
+                rows[i] = self._row(rows[i])
             self._update(group, rows, grads, inverse)
         self._forget_rows()
         return loss
 
-    def _ready(self, scaled: bool) -> list[list[tuple[Tensor, dict, Tensor]]]:
-        """(parameter, its states, gradient) of what each group has to update.
+    def _ready(self, scaled: bool) -> list[tuple[list, list[Tensor], list[int]]]:
+        """(rows, gradients, places of rows still to be made: there are parameters) of each group.
 
-        `scaled`: gradients are multiplied in place by the update. Where several parameters have
-        one, all but the first read copies.
+        Such rows may hold copies of states, so they are made group by group. `scaled`: gradients
+        are multiplied in place by the update; where several parameters have one, all but the first
+        read copies.
         """
-        found, seen = [], set()
+        found, seen, decoupled = [], set(), self.use_decoupled_grad
         for group in self.param_groups:
-            given = []
+            rows, grads, new = [], [], []
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -436,18 +432,21 @@ class FusedAdam(torch.optim.Optimizer):
                 if grad.dtype not in DTYPES or grad.layout is not torch.strided:
                     check_dense(_NAME, "gradient", grad)
                 row = self._rows.get(id(param))
-                if row is None or row.dtype is not param.dtype:
+                if row is None or not row.takes(param, state):
                     check_dense(_NAME, "parameter", param)
                     if local_part(param).numel() == 0:
                         continue
-                if self.use_decoupled_grad:
+                    new.append(len(rows))
+                    row = param
+                if decoupled:
                     check_decoupled(_NAME, param, grad)
                 if scaled:
                     address = local_part(grad).data_ptr()
                     grad = grad.clone() if address in seen else grad
                     seen.add(address)
-                given.append((param, state, grad))
-            found.append(given)
+                rows.append(row)
+                grads.append(grad)
+            found.append((rows, grads, new))
         return found
 
     def _forget_rows(self) -> None:
