@@ -353,7 +353,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
         [
             core.UPDATE_ADAM, 0,
             ([torch.randn(9)], [torch.randn(9)], [torch.zeros(9)], [torch.zeros(9)], None, None),
-            None, (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 0.0, 0.0), 1, (None, None, None),
+            None, (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0, 0.0, 0.0, 0.0), 1, (None, None, None),
+        ]
+    ),  # fmt: skip
+    "l2norm": lambda core: Case(
+        [
+            [torch.randn(9), torch.randn(3, 4).bfloat16()], torch.ones(1),
+            torch.zeros(1, dtype=torch.int32), True,
         ]
     ),  # fmt: skip
     "Entering": lambda core: Case([lambda self: None]),

@@ -13,7 +13,7 @@ NotImplementedError (legal, but no backend has it), MemoryError, RuntimeError (w
 context, external stages; or a failing device), and whatever a Python backend raised.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Final, TypedDict, final
 
@@ -501,16 +501,31 @@ def update(
     casts: tuple[dict[str, Any], ...] | None = None,
     /,
 ) -> None:
-    """One pass over lists of tensors: a step of Adam or of gradient descent, or products.
+    """One pass over lists of tensors: a step of Adam or gradient descent, products, scales of amaxes.
 
     `kind` and `flags` are UPDATE_*. The `lists` are gradients, values, means, means of squares,
     rounded values and remainders (bf16 over their 16 bits), None where there is none; tensors are
     dense, of float32, float16 or bfloat16, one dtype for a list; a gradient of other strides is
     copied. `flag` is int32 [1]. The `numbers`: lr, beta1, beta2, eps, weight decay, factor of
-    gradients, momentum, dampening. `device_numbers` (lr, factor of gradients: float32 [1]; step:
+    gradients, momentum, dampening, largest number of a dtype. `device_numbers` (lr, factor of gradients: float32 [1]; step:
     int32 [1]) come in place of those where they are not None. `casts` are fields of `quantize` for
     each tensor: its new values are cast so, with one scale in the same pass. The formulas:
     transformer_engine_updates.h. ValueError, TypeError: a number, size or dtype that can not be.
+    """
+
+def l2norm(
+    tensors: Sequence[Tensor],
+    factor: Tensor | None,
+    flag: Tensor | None,
+    per_tensor: bool,
+    /,
+) -> tuple[Tensor, Tensor]:
+    """(norm of all elements, [1]; norms of the tensors, [tensors], or [0] if not asked), float32.
+
+    The `tensors`, one at least, are of float32, float16 or bfloat16 each, on one device; one that is
+    not dense is copied. `factor` (float32 [1]) multiplies elements before they are squared; `flag`
+    (int32 [1]) is set to 1 where the norm is Inf or NaN. The same bits in every run and on every
+    device. ValueError, TypeError: a size, dtype, device or class that can not be.
     """
 
 def close_contexts() -> None:

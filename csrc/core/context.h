@@ -18,6 +18,7 @@ typedef struct te_device_driver {
     /* Behind te_context_tune_gemm; NULL: the device has nothing to tune. */
     te_status (*tune_gemm)(void *state, int32_t enabled, const char *cache_file);
     te_status (*update)(te_context *context, const te_update_args *args, void *stream);
+    te_status (*l2norm)(te_context *context, const te_l2norm_args *args, void *stream);
 } te_device_driver;
 
 /* NULL where the library was built without the device. */

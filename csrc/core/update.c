@@ -14,7 +14,7 @@
 #define BIT(name) (1U << TE_UPDATE_##name)
 
 static const char *const list_names[TE_UPDATE_LIST_COUNT] = {
-#define X(NAME, name) #name,
+#define X(NAME, name) "update: " #name,
     TE_UPDATE_LISTS(X)
 #undef X
 };
@@ -28,6 +28,8 @@ static const struct {
     [TE_UPDATE_SGD] = {"sgd", BIT(GRAD) | BIT(VALUE),
                        BIT(GRAD) | BIT(VALUE) | BIT(MEAN) | BIT(ROUNDED)},
     [TE_UPDATE_SCALE] = {"scale", BIT(GRAD) | BIT(VALUE), BIT(GRAD) | BIT(VALUE)},
+    [TE_UPDATE_RESCALE] = {"rescale", BIT(GRAD) | BIT(VALUE) | BIT(MEAN),
+                           BIT(GRAD) | BIT(VALUE) | BIT(MEAN)},
 };
 
 _Static_assert((int)TE_STEP_DECOUPLED == (int)TE_UPDATE_DECOUPLED &&
@@ -35,7 +37,8 @@ _Static_assert((int)TE_STEP_DECOUPLED == (int)TE_UPDATE_DECOUPLED &&
                    (int)TE_STEP_NESTEROV == (int)TE_UPDATE_NESTEROV &&
                    (int)TE_STEP_FIRST == (int)TE_UPDATE_FIRST &&
                    (int)TE_STEP_DECAY_LAST == (int)TE_UPDATE_DECAY_LAST &&
-                   (int)TE_STEP_WRITE_GRAD == (int)TE_UPDATE_WRITE_GRAD,
+                   (int)TE_STEP_WRITE_GRAD == (int)TE_UPDATE_WRITE_GRAD &&
+                   (int)TE_STEP_POWER_2 == (int)TE_UPDATE_POWER_2,
                "flags are the same bits in kernels");
 
 te_update_numbers te_update_numbers_of(const te_update_args *args)
@@ -53,6 +56,7 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
                                  .correction2 = 1.0F,
                                  .momentum = (float)args->momentum,
                                  .taken = (float)(1.0 - args->dampening),
+                                 .top = (float)args->top,
                                  .flags = (int)args->flags};
     if (corrected) {
         numbers.correction1 = te_update_correction(args->beta1, args->step);
@@ -65,43 +69,51 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
 
 #define REFUSED(...) TE_FAIL(TE_ERROR_INVALID, "update: " __VA_ARGS__)
 
+#define LISTED(...) TE_FAIL(TE_ERROR_INVALID, "%s %lld: " __VA_ARGS__)
+
+te_status te_check_listed(const char *name, int64_t i, const te_tensor *tensor, te_device device)
+{
+    int64_t dense = 1;
+    if (tensor->ndim < 0 || tensor->ndim > TE_MAX_DIMS) {
+        return LISTED("ndim = %d, expected 0 to %d", name, (long long)i, (int)tensor->ndim,
+                      TE_MAX_DIMS);
+    }
+    for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
+        if (tensor->shape[d] < 0 || (tensor->shape[d] > 1 && tensor->strides[d] != dense)) {
+            return LISTED("dim %d: size %lld and stride %lld, expected a dense tensor", name,
+                          (long long)i, (int)d, (long long)tensor->shape[d],
+                          (long long)tensor->strides[d]);
+        }
+        if (tensor->shape[d] > 0 && dense > TE_MOST_ELEMENTS / tensor->shape[d]) {
+            return LISTED("more than 2^56 elements", name, (long long)i);
+        }
+        dense *= tensor->shape[d];
+    }
+    if (tensor->data == NULL && dense > 0) return LISTED("data is NULL", name, (long long)i);
+    if (tensor->device.type != device.type || tensor->device.index != device.index) {
+        return LISTED("device (%d, %d) is not the context's (%d, %d): move the tensor", name,
+                      (long long)i, (int)tensor->device.type, (int)tensor->device.index,
+                      (int)device.type, (int)device.index);
+    }
+    return TE_OK;
+}
+
 static te_status check_tensor(const te_update_args *args, te_device device, int list, int64_t i)
 {
     const te_tensor *tensor = &args->lists[list][i];
     const char *name = list_names[list];
-    int64_t dense = 1, wanted;
-    if (tensor->ndim < 0 || tensor->ndim > TE_MAX_DIMS) {
-        return REFUSED("%s %lld: ndim = %d, expected 0 to %d", name, (long long)i,
-                       (int)tensor->ndim, TE_MAX_DIMS);
-    }
-    for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
-        if (tensor->shape[d] < 0 || (tensor->shape[d] > 1 && tensor->strides[d] != dense)) {
-            return REFUSED("%s %lld: dim %d: size %lld and stride %lld, expected a dense tensor",
-                           name, (long long)i, (int)d, (long long)tensor->shape[d],
-                           (long long)tensor->strides[d]);
-        }
-        if (tensor->shape[d] > 0 && dense > TE_MOST_ELEMENTS / tensor->shape[d]) {
-            return REFUSED("%s %lld: more than 2^56 elements", name, (long long)i);
-        }
-        dense *= tensor->shape[d];
-    }
+    int64_t wanted, elements;
+    TE_TRY(te_check_listed(name, i, tensor, device));
     wanted = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]);
-    if (dense != wanted) {
-        return REFUSED("%s %lld: %lld elements, expected the %lld of its gradient", name,
-                       (long long)i, (long long)dense, (long long)wanted);
-    }
-    if (tensor->data == NULL && dense > 0) {
-        return REFUSED("%s %lld: data is NULL", name, (long long)i);
-    }
-    if (tensor->device.type != device.type || tensor->device.index != device.index) {
-        return REFUSED("%s %lld: device (%d, %d) is not the context's (%d, %d): move the tensor",
-                       name, (long long)i, (int)tensor->device.type, (int)tensor->device.index,
-                       (int)device.type, (int)device.index);
+    elements = te_tensor_numel(tensor);
+    if (elements != wanted) {
+        return LISTED("%lld elements, expected the %lld of its gradient", name, (long long)i,
+                      (long long)elements, (long long)wanted);
     }
     if (!te_dtype_is_high_precision(tensor->dtype) || tensor->dtype != args->lists[list][0].dtype) {
         return TE_FAIL(TE_ERROR_TYPE,
-                       "update: %s %lld: dtype %s, expected f32, f16 or bf16, one for the list",
-                       name, (long long)i, te_dtype_name(tensor->dtype));
+                       "%s %lld: dtype %s, expected f32, f16 or bf16, one for the list", name,
+                       (long long)i, te_dtype_name(tensor->dtype));
     }
     return TE_OK;
 }
@@ -114,10 +126,12 @@ static te_status check_lists(const te_update_args *args, te_device device)
         const unsigned bit = 1U << list;
         if (lists[list] != NULL) given |= bit;
         if (lists[list] == NULL && (kinds[args->kind].required & bit) != 0U) {
-            return REFUSED("%s: is missing: %s needs it", list_names[list], kinds[args->kind].name);
+            return TE_FAIL(TE_ERROR_INVALID, "%s: is missing: %s needs it", list_names[list],
+                           kinds[args->kind].name);
         }
         if (lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U) {
-            return REFUSED("%s: %s has no such list", list_names[list], kinds[args->kind].name);
+            return TE_FAIL(TE_ERROR_INVALID, "%s: %s has no such list", list_names[list],
+                           kinds[args->kind].name);
         }
     }
     if (args->kind == TE_UPDATE_SGD && args->momentum != 0.0 && lists[TE_UPDATE_MEAN] == NULL) {
@@ -142,7 +156,7 @@ static te_status check_lists(const te_update_args *args, te_device device)
 static te_status check_casts(const te_update_args *args, te_device device)
 {
     if (args->casts == NULL) return TE_OK;
-    if (args->kind == TE_UPDATE_SCALE || args->lists[TE_UPDATE_ROUNDED] != NULL ||
+    if (args->kind > TE_UPDATE_SGD || args->lists[TE_UPDATE_ROUNDED] != NULL ||
         args->lists[TE_UPDATE_REMAINDER] != NULL) {
         return REFUSED("casts: %s with the lists that are given: values of adam and sgd are cast, "
                        "where there is no rounded and no remainder",
@@ -191,9 +205,9 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     if ((unsigned)args->kind >= TE_UPDATE_KIND_COUNT) {
         return REFUSED("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
     }
-    if (args->flags >= 2U * TE_UPDATE_WRITE_GRAD) {
+    if (args->flags >= 2U * TE_UPDATE_CHECK) {
         return REFUSED("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
-                       2U * TE_UPDATE_WRITE_GRAD - 1U);
+                       2U * TE_UPDATE_CHECK - 1U);
     }
     if (args->count < 0) return REFUSED("count = %lld is negative", (long long)args->count);
     TE_TRY(check_numbers(args));
@@ -201,5 +215,6 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     device = te_context_device(context);
     TE_TRY(check_lists(args, device));
     TE_TRY(check_casts(args, device));
+    if ((args->flags & TE_UPDATE_CHECK) != 0U) return TE_OK;
     return te_context_driver(context)->update(context, args, stream);
 }

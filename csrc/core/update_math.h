@@ -34,7 +34,8 @@ enum {
     TE_STEP_NESTEROV = 4,
     TE_STEP_FIRST = 8,
     TE_STEP_DECAY_LAST = 16,
-    TE_STEP_WRITE_GRAD = 32
+    TE_STEP_WRITE_GRAD = 32,
+    TE_STEP_POWER_2 = 64
 };
 
 typedef struct te_update_numbers {
@@ -42,8 +43,15 @@ typedef struct te_update_numbers {
     float eps, decay, grad_scale;
     float correction1, correction2;
     float momentum, taken; /* taken: 1 - dampening */
+    float top;
     int flags;
 } te_update_numbers;
+
+/* A gradient times 1 is there already. */
+TE_SHARED int te_update_writes_grad(const te_update_numbers *n)
+{
+    return (n->flags & TE_STEP_WRITE_GRAD) != 0 && n->grad_scale != 1.0F;
+}
 
 /* 1 - beta^step by squaring, so that no two libraries' pow() differ. */
 TE_SHARED float te_update_correction(double beta, long long step)
@@ -86,6 +94,15 @@ TE_SHARED float te_update_sgd(const te_update_numbers *n, float grad, float valu
     }
     if (decays && last) grad = TE_PLUS(grad, TE_TIMES(n->decay, value));
     return TE_PLUS(value, -TE_TIMES(n->lr, grad));
+}
+
+/* The scale of an amax, and its inverse. */
+TE_SHARED float te_update_rescale(const te_update_numbers *n, float amax, float *inverse)
+{
+    const int power_2 = (n->flags & TE_STEP_POWER_2) != 0;
+    const float scale = te_current_scale(amax, n->top, n->eps, power_2);
+    *inverse = TE_OVER(1.0F, scale);
+    return scale;
 }
 
 /* An fp32 number of its two halves, and back: see te_update_list. */

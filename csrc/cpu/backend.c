@@ -61,6 +61,7 @@ const te_device_driver *te_cpu_driver(void)
         .close = close_cpu,
         .backend = &backend,
         .update = te_cpu_update,
+        .l2norm = te_cpu_l2norm,
     };
     return &driver;
 }

@@ -65,6 +65,8 @@ typedef struct te_cpu_kernels {
     void (*from_f32[TE_CPU_FLOATS])(const float *x, void *y, int64_t n); /* FP8 saturates */
     void (*multiply)(float *x, float factor, int64_t n);
     void (*add)(float *x, const float *y, int64_t n);
+    /* sums += (x * factor)^2 */
+    void (*add_squares)(float *sums, const float *x, float factor, int64_t n);
     void (*gelu)(float *x, int64_t n); /* tanh approximation */
     /* Of rows_layer.h; sums are made in one order on every instruction set. */
     float (*largest)(const float *x, int64_t n);              /* NaN if any is; -Inf for none */

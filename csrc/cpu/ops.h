@@ -12,8 +12,9 @@
 TE_OPS(X)
 #undef X
 
-/* te_update of a CPU context. */
+/* te_update and te_l2norm of a CPU context. */
 te_status te_cpu_update(te_context *context, const te_update_args *args, void *stream);
+te_status te_cpu_l2norm(te_context *context, const te_l2norm_args *args, void *stream);
 
 /* The operators that need a workspace, and its bytes. */
 #define TE_CPU_WORKSPACES(X)                                                                       \

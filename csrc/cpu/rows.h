@@ -83,6 +83,14 @@ static void add(float *restrict x, const float *restrict y, int64_t n)
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
 
+static void add_squares(float *restrict sums, const float *restrict x, float factor, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float value = x[i] * factor;
+        sums[i] += value * value;
+    }
+}
+
 /* e^x within 3 units in the last place; 0 below -87.6 (no subnormals), Inf above 88.3. */
 TE_INLINE float exponential(float x)
 {
@@ -150,6 +158,6 @@ static void gelu(float *x, int64_t n)
     .quantize = {TE_CPU_INPUT_TYPES(TE_CPU_ROW_KERNELS_QUANTIZE)},                                 \
     .to_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_TO)},                                         \
     .from_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_FROM)}, .multiply = multiply, .add = add,   \
-    .gelu = gelu
+    .add_squares = add_squares, .gelu = gelu
 
 #endif

@@ -88,6 +88,14 @@ static int update_piece(const te_update_args *args, const te_update_numbers *num
         store(args, TE_UPDATE_VALUE, grad, i, at);
         return infinite;
     }
+    if (args->kind == TE_UPDATE_RESCALE) {
+        for (int64_t j = 0; j < at->count; j++) {
+            value[j] = te_update_rescale(numbers, grad[j], &mean[j]);
+        }
+        store(args, TE_UPDATE_VALUE, value, i, at);
+        store(args, TE_UPDATE_MEAN, mean, i, at);
+        return 0;
+    }
     load_value(args, i, at);
     load(args, TE_UPDATE_MEAN, i, at);
     load(args, TE_UPDATE_SQUARE, i, at);
@@ -101,7 +109,7 @@ static int update_piece(const te_update_args *args, const te_update_numbers *num
         store(args, TE_UPDATE_MEAN, mean, i, at);
     }
     store(args, TE_UPDATE_SQUARE, square, i, at);
-    if ((numbers->flags & TE_STEP_WRITE_GRAD) != 0) store(args, TE_UPDATE_GRAD, grad, i, at);
+    if (te_update_writes_grad(numbers)) store(args, TE_UPDATE_GRAD, grad, i, at);
     return 0;
 }
 

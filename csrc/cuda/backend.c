@@ -105,7 +105,7 @@ done:
 
 const te_device_driver *te_cuda_driver(void)
 {
-    static const te_device_driver driver = {open_device, close_device, &backend, te_cuda_tune_gemm,
-                                            te_cuda_update};
+    static const te_device_driver driver = {open_device,       close_device,   &backend,
+                                            te_cuda_tune_gemm, te_cuda_update, te_cuda_l2norm};
     return &driver;
 }

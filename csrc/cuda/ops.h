@@ -43,8 +43,9 @@ TE_CUDA_WORKSPACES(X)
 TE_CUDA_SUPPORTS(X)
 #undef X
 
-/* te_update of a CUDA context. */
+/* te_update and te_l2norm of a CUDA context. */
 te_status te_cuda_update(te_context *context, const te_update_args *args, void *stream);
+te_status te_cuda_l2norm(te_context *context, const te_l2norm_args *args, void *stream);
 /* te_context_tune_gemm of a CUDA context, on its device state. */
 te_status te_cuda_tune_gemm(void *state, int32_t enabled, const char *cache_file);
 

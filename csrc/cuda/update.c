@@ -40,6 +40,7 @@ static te_status launch(te_context *context, te_update_kind kind, te_update_para
         [TE_UPDATE_ADAM] = "te_update_adam_kernel",
         [TE_UPDATE_SGD] = "te_update_sgd_kernel",
         [TE_UPDATE_SCALE] = "te_update_scale_kernel",
+        [TE_UPDATE_RESCALE] = "te_update_rescale_kernel",
     };
     const te_cuda_call call = {"update",
                                kernels[kind],

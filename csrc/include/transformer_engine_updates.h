@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * transformer_engine_updates.h - public C API: one pass over lists of tensors, as optimizers take
- * it.
+ * it: updates of parameters, norms of gradients.
  *
  * Part of transformer_engine.h, which has the types of everything here. Not in the operator table:
- * an operator has single tensors, an update has lists of any length.
+ * an operator has single tensors, these have lists of any length.
  */
 #ifndef TRANSFORMER_ENGINE_UPDATES_H
 #define TRANSFORMER_ENGINE_UPDATES_H
@@ -26,19 +26,23 @@ extern "C" {
  *   dampening) g, or g with TE_UPDATE_FIRST, and g = mean, or g + momentum mean with
  *   TE_UPDATE_NESTEROV; with TE_UPDATE_DECAY_LAST g += decay p; p -= lr g.
  * - SCALE: p = g.
+ * - RESCALE: p = top / max(g, eps), the scale of an amax g in current scaling; 1 where max(g, eps)
+ *   is 0, Inf or NaN, else at most the largest fp32, with TE_UPDATE_POWER_2 rounded down to a power
+ *   of two. mean = 1 / p.
  * Every operation is rounded by itself: the same bits on every device. */
 typedef enum te_update_kind {
     TE_UPDATE_ADAM = 0,
     TE_UPDATE_SGD = 1,
     TE_UPDATE_SCALE = 2,
+    TE_UPDATE_RESCALE = 3,
     TE_UPDATE_KIND_COUNT
 } te_update_kind;
 
 /* X(ENUM, name): the lists of tensors.
- * grad: read; value: read (but by SCALE) and written; mean: of ADAM, and of SGD with a momentum;
- * square: of ADAM; rounded: receives the new values, rounded; remainder: 16 bits each (of dtype
- * bf16, whatever they mean): the low half of an fp32 number of which the value, in bf16, is the
- * high half, one more where the low half is negative as an integer. */
+ * grad: read; value: read (by ADAM and SGD) and written; mean: of ADAM, RESCALE, and of SGD with a
+ * momentum; square: of ADAM; rounded: receives the new values, rounded; remainder: 16 bits each (of
+ * dtype bf16, whatever they mean): the low half of an fp32 number of which the value, in bf16, is
+ * the high half, one more where the low half is negative as an integer. */
 #define TE_UPDATE_LISTS(X)                                                                         \
     X(GRAD, grad)                                                                                  \
     X(VALUE, value)                                                                                \
@@ -60,7 +64,9 @@ enum {
     TE_UPDATE_NESTEROV = 4,
     TE_UPDATE_FIRST = 8,
     TE_UPDATE_DECAY_LAST = 16,
-    TE_UPDATE_WRITE_GRAD = 32 /* the gradient times grad_scale replaces the gradient */
+    TE_UPDATE_WRITE_GRAD = 32, /* ADAM, SGD: the gradient times grad_scale replaces the gradient */
+    TE_UPDATE_POWER_2 = 64,
+    TE_UPDATE_CHECK = 128 /* the call is checked, and nothing is written */
 };
 
 typedef struct te_update_args {
@@ -72,10 +78,10 @@ typedef struct te_update_args {
      * elements, dense and in one order; f32, f16 or bf16, one dtype for a list. No two share
      * memory. */
     const te_tensor *lists[TE_UPDATE_LIST_COUNT];
-    /* Device int32 or NULL. ADAM, SGD: where it is not 0 nothing is written. SCALE: set to 1 where
-     * an element of grad is Inf or NaN. */
+    /* Device int32 or NULL. ADAM, SGD, RESCALE: where it is not 0 nothing is written. SCALE: set to
+     * 1 where an element of grad is Inf or NaN. */
     int32_t *flag;
-    double lr, beta1, beta2, eps, decay, grad_scale, momentum, dampening;
+    double lr, beta1, beta2, eps, decay, grad_scale, momentum, dampening, top;
     int64_t step; /* of ADAM, from 1 */
     /* On the device, one element each, in place of the numbers above; NULL: those. */
     const float *lr_at, *grad_scale_at;
@@ -89,6 +95,26 @@ typedef struct te_update_args {
 
 /* Waits for nothing and allocates nothing: a stream that captures may have it. */
 TE_API te_status te_update(te_context *context, const te_update_args *args, void *stream);
+
+/* Roots of sums of squares, in fp32: of each tensor and of all elements of a list. An element is
+ * multiplied with the factor before it is squared. Sums are made in one order: the same bits in
+ * every run and on every device (but for those of a NaN). */
+typedef struct te_l2norm_args {
+    size_t size;
+    int64_t count;
+    const te_tensor *tensors; /* dense, of f32, f16 or bf16 each, maybe of 0 elements */
+    const float *factor;      /* device, one element; NULL: 1 */
+    float *total;             /* device, one element */
+    float *each;              /* device, count elements; NULL: nobody asks */
+    int32_t *flag;            /* device, or NULL: set to 1 where the total is Inf or NaN */
+    void *workspace;          /* device, aligned to 4: te_l2norm_workspace bytes, or more */
+    size_t workspace_size;
+} te_l2norm_args;
+
+/* The bytes of workspace that a call with these tensors takes; reads sizes, and no data. */
+TE_API te_status te_l2norm_workspace(const te_l2norm_args *args, size_t *bytes);
+/* Waits for nothing and allocates nothing: a stream that captures may have it. */
+TE_API te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *stream);
 
 #ifdef __cplusplus
 }

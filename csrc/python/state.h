@@ -263,6 +263,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "Time the candidates of each new GEMM problem on the module's contexts of a device.")        \
     X(update, FAST, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /",      \
       "One pass over lists of tensors: a step of an optimizer, or products with a number.")        \
+    X(l2norm, FAST, "tensors, factor, flag, per_tensor, /",                                        \
+      "(norm of all elements, norms of the tensors) of a list.")                                   \
     X(close_contexts, NONE, "/", "Close the module's own contexts; the next use makes new ones.")  \
     X(op_fields, ONE, "name, /",                                                                   \
       "(name, type, access, required) of each field of an operator, workspaces left out.")         \

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NUMBERS 8
+#define NUMBERS 9
 #define DEVICE_NUMBERS 3
 
 static const char *const list_names[TE_UPDATE_LIST_COUNT] = {
@@ -88,8 +88,9 @@ static int take_tensors(update_call *call)
 static int take_numbers(update_call *call, PyObject *numbers)
 {
     double *const fields[NUMBERS] = {
-        &call->args.lr,    &call->args.beta1,      &call->args.beta2,    &call->args.eps,
-        &call->args.decay, &call->args.grad_scale, &call->args.momentum, &call->args.dampening};
+        &call->args.lr,       &call->args.beta1,     &call->args.beta2,
+        &call->args.eps,      &call->args.decay,     &call->args.grad_scale,
+        &call->args.momentum, &call->args.dampening, &call->args.top};
     if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != NUMBERS) {
         return tepy_fail(PyExc_TypeError, site_of("numbers"), "expected a tuple of %d floats",
                          NUMBERS);

@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine import _core
 
-NUMBERS = (0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0, 0.0)
+NUMBERS = (0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0, 0.0, 0.0)
 NONE = (None, None, None)
 
 
@@ -29,12 +29,14 @@ def test_refusals(device):
             "lists": [one, [torch.ones(3, 2, device=device)[:, 0]], *adam[2:]]}),
         (ValueError, "step = 0, expected", {"lists": adam, "step": 0}),
         (ValueError, "beta1 = 1.5", {"lists": adam, "numbers": (0.1, 1.5, *NUMBERS[2:])}),
-        (ValueError, "flags = 0x40", {"lists": adam, "flags": 64}),
-        (ValueError, "kind: 3 is out of range", {"lists": adam, "kind": 3}),
+        (ValueError, r"flags = 0x1[08]0", {"lists": adam, "flags": 256}),
+        (ValueError, "kind: 4 is out of range", {"lists": adam, "kind": 4}),
         (TypeError, "flag: dtype f32, expected i32", {"lists": adam, "flag": one[0]}),
     ):  # fmt: skip
-        with pytest.raises(error, match=text):
-            call(**given)
+        for checks in (0, _core.UPDATE_CHECK):
+            with pytest.raises(error, match=text):
+                call(**{**given, "flags": given.get("flags", 0) | checks})
+    call(adam, flags=_core.UPDATE_CHECK)
     assert one[0].tolist() == [1.0] * 3
 
 

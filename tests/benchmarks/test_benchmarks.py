@@ -235,10 +235,15 @@ def test_attention(results):
 
 
 def test_optimizers(results):
-    rows = {row["optimizer"]: row for row in only_table(results, "optimizers")}
-    assert {"FusedAdam bf16, fp32 masters", "torch AdamW fp32, fused"} <= set(rows)
-    for row in rows.values():
-        assert row["ms"] > 0 and row["rate"] > 0 and row["share"] > 0
+    steps, norms, host = tables(results, "optimizers").values()
+    names = {"FusedAdam bf16, fp32 masters", "torch AdamW fp32, fused"}
+    assert names <= {row["optimizer"] for row in steps}
+    assert {"l2norm bf16", "torch._foreach_norm bf16"} <= {row["norm"] for row in norms}
+    for row in (*steps, *norms):
+        assert positive(row, "ms", "rate", "share")
+    assert names <= {row["optimizer"] for row in host}
+    for row in host:
+        assert positive(row, "us", "each_ns", "ratio")
 
 
 def test_recipes(results, device):

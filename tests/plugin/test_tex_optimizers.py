@@ -51,7 +51,9 @@ def test_reductions_of_nothing(device, flag):
 
 
 def exponent_of(amax):
-    """Of amax / 448, rounded up; amax is a float."""
+    """Of amax / 448, rounded up; amax is a float, which fp16 may have rounded to 0."""
+    if amax == 0.0:
+        return 0
     mantissa, exponent = math.frexp(amax / 448)
     return min(max(exponent - (mantissa == 0.5) + 127, 0), 254)
 
@@ -70,10 +72,8 @@ def test_scales_of_amaxes_in_e8m0(device, dtype):
     assert scales[-1].tolist() == [[0, 254, 255]]
 
 
-def test_scales_in_e8m0_that_can_not_be(device, flag):
+def test_scales_in_e8m0_that_can_not_be(device):
     call, amax = native.multi_tensor_compute_scale_inv_e8m0, torch.ones(3, device=device)
-    with pytest.raises(ValueError, match="noop_flag is given, expected None"):
-        call(2048, flag, [[amax], [amax.byte()]])
     with pytest.raises(ValueError, match=r"2 scales of torch.uint8 for 3 amaxes"):
         call(2048, None, [[amax], [amax[:2].byte()]])
     with pytest.raises(ValueError, match=r"3 scales of torch.float32 for 3 amaxes"):

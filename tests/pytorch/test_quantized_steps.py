@@ -234,7 +234,7 @@ def test_refusals(device):
     value = torch.randn(4, 8, device=device)
     lists = [[torch.randn(4, 8, device=device)], [value]]
     lists += [[torch.zeros(4, 8, device=device)] for _ in range(2)]
-    numbers, none = (0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0, 0.0), (None, None, None)
+    numbers, none = (0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0, 0.0, 0.0), (None, None, None)
     row = torch.zeros(4, 16, dtype=torch.float8_e4m3fn, device=device)
     one = torch.ones(1, device=device)
     scales = torch.ones(2, device=device)
@@ -275,6 +275,6 @@ def test_fields_of_a_cast_are_held_for_the_call():
     fields["row"] = torch.zeros(32, 32, dtype=torch.float8_e4m3fn)
     fields["row_scales"], fields["scale"] = scales, torch.full((1,), 4.0)
     lists = ([torch.zeros(32, 32)], [values], None, None, None, None)
-    _core.update(_core.UPDATE_SGD, 0, lists, None, (0.0,) * 8, 1, (None,) * 3, (fields,))
+    _core.update(_core.UPDATE_SGD, 0, lists, None, (0.0,) * 9, 1, (None,) * 3, (fields,))
     assert not fields
     assert_same_bits(scales, torch.tensor([0.25, 4.0]))  # the inverse, and the scale

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * update.cu - one pass over lists of tensors: Adam, gradient descent, and products with a number.
+ * update.cu - one pass over lists of tensors: Adam, gradient descent, products with a number, and
+ * scales of amaxes.
  *
  * Bound by memory: a thread has all of its reads, eight elements of each list, in flight before it
  * decodes the first. dtypes are run-time numbers, the same for every thread; they decide the width
@@ -12,7 +13,7 @@
 #include "tile.cuh"
 #include "cast.cuh"
 
-enum { ADAM, SGD, SCALE };
+enum { ADAM, SGD, SCALE, RESCALE }; /* from SCALE on values are not read */
 enum { GRAD = 0, VALUE = 4, MEAN = 8, SQUARE = 12, ROUNDED = 16 }; /* bits in `dtypes` */
 
 #define DTYPE(p, list) ((int)((p).dtypes >> (list)) & 15)
@@ -78,7 +79,7 @@ static __device__ __forceinline__ void read(te_group<N> &group, const te_update_
                                             bool whole)
 {
     fetch(group.grad, DTYPE(p, GRAD), e.grad, at, count, whole);
-    if (KIND == SCALE) return;
+    if (KIND >= SCALE) return;
     fetch(group.value, DTYPE(p, VALUE), e.value, at, count, whole);
     if (KIND == ADAM || e.mean != nullptr)
         fetch(group.mean, DTYPE(p, MEAN), e.mean, at, count, whole);
@@ -95,7 +96,7 @@ static __device__ __forceinline__ void write_value(float *values, const te_updat
                                                    const te_update_entry &e, te_index at,
                                                    te_index count, bool whole)
 {
-    if (KIND != SCALE && e.rounded != nullptr) {
+    if (KIND < SCALE && e.rounded != nullptr) {
         float copy[N];
 #pragma unroll
         for (int j = 0; j < N; j++) copy[j] = values[j];
@@ -132,7 +133,8 @@ static __device__ __forceinline__ bool step(const te_group<N> &group, const te_u
         grad[j] = number(group.grad, DTYPE(p, GRAD), j);
         infinite |= !te_is_finite(grad[j]); /* what is beyond the end is 0 */
         grad[j] = __fmul_rn(grad[j], n.grad_scale);
-        if (KIND == SCALE) continue;
+        if (KIND == RESCALE) grad[j] = te_update_rescale(&n, grad[j], &mean[j]);
+        if (KIND >= SCALE) continue;
         value[j] = number(group.value, DTYPE(p, VALUE), j);
         if (KIND == ADAM && e.remainder != nullptr)
             value[j] = te_update_join(group.value.word[j / 2] >> (j % 2 * 16) & 0xffffU,
@@ -145,14 +147,11 @@ static __device__ __forceinline__ bool step(const te_group<N> &group, const te_u
             value[j] = te_update_sgd(&n, grad[j], value[j], &mean[j]);
         }
     }
-    write_value<KIND, N>(KIND == SCALE ? grad : value, p, e, at, count, whole);
-    if (KIND == ADAM) {
+    write_value<KIND, N>(KIND >= SCALE ? grad : value, p, e, at, count, whole);
+    if (KIND == ADAM || KIND == RESCALE || (KIND == SGD && e.mean != nullptr && n.momentum != 0.0F))
         put<N>(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
-        put<N>(square, DTYPE(p, SQUARE), e.square, at, count, whole);
-    } else if (KIND == SGD && e.mean != nullptr && n.momentum != 0.0F) {
-        put<N>(mean, DTYPE(p, MEAN), e.mean, at, count, whole);
-    }
-    if (KIND != SCALE && (n.flags & TE_STEP_WRITE_GRAD) != 0)
+    if (KIND == ADAM) put<N>(square, DTYPE(p, SQUARE), e.square, at, count, whole);
+    if (KIND < SCALE && te_update_writes_grad(&n))
         put<N>(grad, DTYPE(p, GRAD), e.grad, at, count, whole);
     return infinite;
 }
@@ -317,6 +316,7 @@ template <int KIND> static __device__ __forceinline__ void run_cast(const te_upd
 TE_KERNEL(te_update_adam_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<ADAM>(p))
 TE_KERNEL(te_update_sgd_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SGD>(p))
 TE_KERNEL(te_update_scale_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<SCALE>(p))
+TE_KERNEL(te_update_rescale_kernel, te_update_params, (TE_UPDATE_THREADS, 3), run<RESCALE>(p))
 TE_KERNEL(te_update_adam_cast_kernel, te_update_cast_params, (TE_UPDATE_THREADS, 2),
           run_cast<ADAM>(p))
 TE_KERNEL(te_update_sgd_cast_kernel, te_update_cast_params, (TE_UPDATE_THREADS, 2),

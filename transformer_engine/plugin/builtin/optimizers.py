@@ -4,11 +4,13 @@
 `multi_tensor_scale` and the norms set `noop_flag` to 1 where they meet Inf or NaN.
 """
 
-import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.optimizers import multi_tensor_apply
-from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_scale_tensor
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
+    multi_tensor_l2norm,
+    multi_tensor_scale_tensor,
+)
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -47,16 +49,6 @@ def multi_tensor_scale(
     multi_tensor_apply.multi_tensor_scale(chunk_size, noop_flag, lists, scale)
 
 
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(norm of all, [1]; of each, [tensors] or [0]), fp32; see `optimizers.multi_tensor_l2norm`."""
-    lists = checked_lists("multi_tensor_l2norm", tensor_lists, 1)
-    if not lists[0]:
-        return tuple(noop_flag.new_zeros(n, dtype=torch.float32) for n in (1, 0))
-    return multi_tensor_apply.multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
-
-
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
@@ -65,8 +57,5 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times `scale`, an fp32 tensor of one element."""
-    lists = checked_lists("multi_tensor_unscale_l2norm", tensor_lists, 1)
-    if not lists[0]:
-        return multi_tensor_l2norm(chunk_size, noop_flag, lists)
-    given = chunk_size, noop_flag, lists, scale, per_tensor
+    given = chunk_size, noop_flag, tensor_lists, scale, per_tensor
     return multi_tensor_apply.multi_tensor_unscale_l2norm(*given)

@@ -8,13 +8,23 @@ through `multi_tensor_applier` of this module, which programs replace.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.device import is_capturing
+from transformer_engine.pytorch.optimizers.checks import (
+    DIRECT,
+    DTYPES,
+    check_beginning,
+    check_decoupled,
+    check_dense,
+    check_numbers,
+    check_states,
+)
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam,
@@ -32,9 +42,6 @@ __all__ = ["FusedAdam", *absent.names_of(__name__)]
 
 _NAME = "FusedAdam"
 _PATH = "pytorch.optimizers.FusedAdam"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DIRECT = (torch.float32, torch.bfloat16)
-"""dtypes of state that the update reads and writes as it is."""
 _CHUNK = 1024
 """Tensors of one call."""
 _F16_TOP = 65504.0 / 2
@@ -157,13 +164,8 @@ class FusedAdam(torch.optim.Optimizer):
             "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype or torch.float32,
         }
-        _check_dtypes(dtypes, capturable, bool(master_weights), store_param_remainders)
-        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        for name, value in numbers.items():
-            if not isinstance(value, SupportsFloat):
-                raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
-            if not value >= 0.0:
-                raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
+        check_states(dtypes, capturable, bool(master_weights), store_param_remainders)
+        check_numbers(_NAME, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"{_NAME}: betas={betas!r}, expected two numbers from 0 to below 1")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
@@ -379,7 +381,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         `grad_scaler`, a `torch.amp.GradScaler`, is for capturable optimizers: the update unscales
         gradients, and does nothing where one is Inf or NaN. TypeError for a parameter or a gradient
-        that is sparse, or of another dtype; RuntimeError for a scaler without ``capturable``.
+        that is sparse, or of another dtype, with nothing changed; RuntimeError for a scaler, or the
+        capture of a CUDA graph, without ``capturable``.
         """
         if grad_scaler is not None and not self.capturable:
             raise RuntimeError(
@@ -390,32 +393,61 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.capturable and is_capturing(self._dummy_overflow_buf.device):
+            if any(group["bias_correction"] for group in self.param_groups):
+                raise RuntimeError(
+                    f"{_NAME}.step: a CUDA graph is captured and capturable=False: replays would "
+                    "have the number of this step: set capturable=True"
+                )
+        ready = self._ready(grad_scaler is not None)  # what can not be updated raises there
+        found = None if grad_scaler is None else grad_scaler._check_inf_per_device(self)
         for group in self.param_groups:
             self._count(group)
-        inverse = self._unscaling(grad_scaler) if self.capturable else None
+        inverse = self._unscaling(grad_scaler, found) if self.capturable else None
+        for group, (rows, grads, new) in zip(self.param_groups, ready, strict=True):
+            for i in new:
+                rows[i] = self._row(rows[i])
+            self._update(group, rows, grads, inverse)
+        self._forget_rows()
+        return loss
+
+    def _ready(self, scaled: bool) -> list[tuple[list, list[Tensor], list[int]]]:
+        """(rows, gradients, places of rows still to be made: there are parameters) of each group.
+
+        Such rows may hold copies of states, so they are made group by group. `scaled`: gradients
+        are multiplied in place by the update; where several parameters have one, all but the first
+        read copies.
+        """
+        found, seen, decoupled = [], set(), self.use_decoupled_grad
         for group in self.param_groups:
-            rows, grads = [], []
+            rows, grads, new = [], [], []
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
+                    check_beginning(_NAME, param.device)
                     self.initialize_state(param)
                 grad = self._grad_of(param)
                 if grad is None:
                     continue
-                if grad.dtype not in _DTYPES or grad.layout is not torch.strided:
-                    raise _refusal("gradient", grad)
+                if grad.dtype not in DTYPES or grad.layout is not torch.strided:
+                    check_dense(_NAME, "gradient", grad)
                 row = self._rows.get(id(param))
                 if row is None or not row.takes(param, state):
-                    if param.dtype not in _DTYPES or param.layout is not torch.strided:
-                        raise _refusal("parameter", param)
+                    check_dense(_NAME, "parameter", param)
                     if local_part(param).numel() == 0:
                         continue
-                    row = self._row(param)
+                    new.append(len(rows))
+                    row = param
+                if decoupled:
+                    check_decoupled(_NAME, param, grad)
+                if scaled:
+                    address = local_part(grad).data_ptr()
+                    grad = grad.clone() if address in seen else grad
+                    seen.add(address)
                 rows.append(row)
                 grads.append(grad)
-            self._update(group, rows, grads, inverse)
-        self._forget_rows()
-        return loss
+            found.append((rows, grads, new))
+        return found
 
     def _forget_rows(self) -> None:
         """Let go of parameters that are in no group any more."""
@@ -428,17 +460,17 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
         elif "step" not in group:
+            check_beginning(_NAME, self._dummy_overflow_buf.device)
             group["step"] = torch.ones_like(self._dummy_overflow_buf)
         else:
             group["step"] += (self._dummy_overflow_buf != 1).to(torch.int32)
 
-    def _unscaling(self, grad_scaler: Any) -> Tensor:
-        """What gradients are multiplied with; sets the flag where one is Inf or NaN."""
+    def _unscaling(self, grad_scaler: Any, found: dict | None) -> Tensor:
+        """What gradients are multiplied with; sets the flag where `found` says Inf or NaN."""
         flag = self._dummy_overflow_buf
-        if grad_scaler is None:
+        if found is None:
             flag.zero_()
             return torch.ones(1, dtype=torch.float32, device=flag.device)
-        found = grad_scaler._check_inf_per_device(self)
         flag.copy_(found[flag.device])
         scale = grad_scaler._get_scale_async()
         return scale.double().reciprocal().float().reshape(1).to(flag.device)
@@ -476,7 +508,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Whether a step updates a copy of a state in fp32."""
         if name not in self.name_to_dtype_map or state[name].dtype is torch.int16:
             return False
-        return self.name_to_dtype_map[name] not in _DIRECT
+        return self.name_to_dtype_map[name] not in DIRECT
 
     def _update(self, group: dict, rows: list[_Row], grads: list, inverse: Tensor | None) -> None:
         kinds: dict[tuple, tuple[list[_Row], list[Tensor]]] = {}
@@ -537,7 +569,7 @@ class FusedAdam(torch.optim.Optimizer):
         if row.master is not None and row.master.dtype is not torch.int16:
             states["master_param"] = row.value
         for name, value in states.items():
-            if self.name_to_dtype_map[name] not in _DIRECT:
+            if self.name_to_dtype_map[name] not in DIRECT:
                 self.set_scaled_state(row.param, name, value)
 
 
@@ -554,35 +586,3 @@ def _update_and_cast(
     for row, grad in zip(rows, grads, strict=True):
         updates.add(row.param, (grad, row.value, row.mean, row.square))
     updates.flush()
-
-
-def _check_dtypes(dtypes: dict, capturable: bool, masters: bool, remainders: bool) -> None:
-    known = (*_DTYPES, torch.uint8)
-    for name, dtype in dtypes.items():
-        legal = _DTYPES if name == "master_param" else known
-        argument = "master_weight_dtype" if name == "master_param" else f"{name}_dtype"
-        if dtype not in legal:
-            expected = ", ".join(map(str, legal))
-            raise ValueError(f"{_NAME}: {argument}={dtype!r}, expected one of {expected}")
-    if not capturable:
-        return
-    if remainders:
-        raise RuntimeError(f"{_NAME}: capturable=True and store_param_remainders=True: choose one")
-    if masters and dtypes["master_param"] is not torch.float32:
-        raise RuntimeError(
-            f"{_NAME}: capturable=True and master_weight_dtype={dtypes['master_param']}: it has to "
-            "be torch.float32"
-        )
-    if dtypes["exp_avg"] is not dtypes["exp_avg_sq"] or dtypes["exp_avg"] not in _DIRECT:
-        raise RuntimeError(
-            f"{_NAME}: capturable=True with exp_avg_dtype={dtypes['exp_avg']} and "
-            f"exp_avg_sq_dtype={dtypes['exp_avg_sq']}: both have to be torch.float32, or both "
-            "torch.bfloat16"
-        )
-
-
-def _refusal(label: str, tensor: Tensor) -> TypeError:
-    return TypeError(
-        f"{_NAME}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
-        "of torch.float32, torch.float16 or torch.bfloat16"
-    )

@@ -3,12 +3,17 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from transformer_engine.pytorch.optimizers.checks import (
+    check_beginning,
+    check_dense,
+    check_numbers,
+)
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd,
@@ -20,7 +25,6 @@ from transformer_engine.pytorch.tensors import is_quantized
 __all__ = ["FusedSGD"]
 
 _NAME = "FusedSGD"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _COPIED = "_grad_none", "materialize_master_grads", "wd_after_momentum"
 """Attributes of an optimizer, beside torch's, that its copies have."""
 
@@ -96,6 +100,7 @@ class FusedSGD(torch.optim.Optimizer):
             state = self.state[param]
             first = state.get("momentum_buffer") is None
             if first:
+                check_beginning(_NAME, param.device)
                 state["momentum_buffer"] = torch.zeros_like(wide_copy(param))
             found.append(state["momentum_buffer"])
         return found, first
@@ -120,10 +125,11 @@ class FusedSGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            for param in ready:
-                _check(param)
+        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
+        for param in (p for _, ready in groups for p in ready):
+            check_dense(_NAME, "parameter", param)
+            check_dense(_NAME, "gradient", param.grad)
+        for group, ready in groups:
             # A parameter whose first gradient comes later has its first step then.
             fresh = [p for p in ready if self.state[p].get("momentum_buffer") is None]
             old = [p for p in ready if self.state[p].get("momentum_buffer") is not None]
@@ -165,20 +171,5 @@ def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None)
 
 
 def _check_numbers(numbers: dict) -> None:
-    for name in ("lr", "momentum", "weight_decay"):
-        value = numbers.get(name, required)
-        if value is required:
-            continue
-        if not isinstance(value, SupportsFloat):
-            raise TypeError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
-        if not value >= 0.0:
-            raise ValueError(f"{_NAME}: {name}={value!r}, expected a number of 0 or more")
-
-
-def _check(param: Tensor) -> None:
-    for label, tensor in (("parameter", param), ("gradient", param.grad)):
-        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
-            raise TypeError(
-                f"{_NAME}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
-                "of torch.float32, torch.float16 or torch.bfloat16"
-            )
+    known = ((name, numbers.get(name, required)) for name in ("lr", "momentum", "weight_decay"))
+    check_numbers(_NAME, {name: value for name, value in known if value is not required})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on lists of tensors: products by the C library, norms by torch.
+"""Operations on lists of tensors, by the C library in one pass: products and norms.
 
 An operation is ``op(chunk_size, noop_flag, tensor_lists, *args)``; `multi_tensor_applier` calls it.
 It sets the flag, an int32 tensor of one element, to 1 where it meets Inf or NaN, and never clears
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.optimizers.updates import checked_lists, run_update
+from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = [
     "MultiTensorApply",
@@ -23,6 +24,8 @@ __all__ = [
     "multi_tensor_scale_tensor",
     "multi_tensor_unscale_l2norm",
 ]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MultiTensorApply:
@@ -58,13 +61,6 @@ class MultiTensorApply:
 multi_tensor_applier = MultiTensorApply(65536)
 
 
-def _flag(noop_flag: Tensor, sums: list[Tensor]) -> None:
-    """Set the flag where a number is not finite."""
-    device = noop_flag.device
-    finite = torch.stack([each.to(device, torch.float32) for each in sums]).isfinite().all()
-    noop_flag.masked_fill_(~finite, 1)
-
-
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Any
 ) -> None:
@@ -94,16 +90,12 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm of all elements, [1] fp32, and of each tensor, [tensors] (or [0]) fp32.
 
-    Arguments as of `multi_tensor_scale`: the flag is set where a norm is not finite, and there is
-    one list of tensors, of any dtypes. The norms of tensors come with `per_tensor` alone.
+    Arguments as of `multi_tensor_scale`: the flag is set where the norm is not finite, and there is
+    one list of tensors, of any dtypes, which are read as fp32; a sum of squares beyond fp32 is Inf.
+    The norms of tensors come with `per_tensor` alone. The same bits in every run.
     """
     del chunk_size
-    with torch.no_grad():
-        norms = torch._foreach_norm([tensor.float() for tensor in tensor_lists[0]], 2)
-        _flag(noop_flag, norms)
-        each = torch.stack([norm.to(norms[0].device) for norm in norms])
-        total = torch.linalg.vector_norm(each).view(1)
-        return total, each if per_tensor else each.new_empty(0)
+    return _norms("multi_tensor_l2norm", noop_flag, tensor_lists, None, bool(per_tensor))
 
 
 def multi_tensor_unscale_l2norm(
@@ -116,8 +108,45 @@ def multi_tensor_unscale_l2norm(
     """`multi_tensor_l2norm` of the tensors times `inv_scale`, an fp32 tensor of one element.
 
     The products are what is squared: scaled values whose squares have no finite sum have a norm.
+    TypeError for another `inv_scale` than a tensor.
     """
+    del chunk_size
+    op = "multi_tensor_unscale_l2norm"
+    if not isinstance(inv_scale, Tensor):
+        raise TypeError(f"{op}: inv_scale={inv_scale!r}, expected a tensor of one element")
+    return _norms(op, noop_flag, tensor_lists, inv_scale, bool(per_tensor))
+
+
+def _norms(
+    op: str, flag: Tensor, lists: list[list[Tensor]], factor: Tensor | None, per_tensor: bool
+) -> tuple[Tensor, Tensor]:
+    """(norm of all, norms of each) of one list of tensors, wherever they are."""
+    (tensors,) = checked_lists(op, lists, 1)
     with torch.no_grad():
-        factors = {t.device: inv_scale.to(t.device).reshape(()) for t in tensor_lists[0]}
-        products = [t.float() * factors[t.device] for t in tensor_lists[0]]
-    return multi_tensor_l2norm(chunk_size, noop_flag, [products], per_tensor)
+        if not tensors:
+            return tuple(flag.new_zeros(n, dtype=torch.float32) for n in (1, 0))
+        try:
+            return _core.l2norm(tensors, factor, flag, per_tensor)
+        except (TypeError, ValueError):  # all is checked before anything is written
+            return _norms_by_devices(flag, tensors, factor, per_tensor)
+
+
+def _norms_by_devices(
+    flag: Tensor, tensors: list[Tensor], factor: Tensor | None, per_tensor: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of tensors on several devices, and of other dtypes and classes."""
+    first = tensors[0].device
+    places: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(i)
+    values = [t if t.dtype in _DTYPES and not is_quantized(t) else t.float() for t in tensors]
+    each = torch.empty(len(tensors), dtype=torch.float32, device=first)
+    squares = torch.zeros(1, dtype=torch.float64, device=first)
+    for device, chosen in places.items():
+        number = None if factor is None else factor.detach().reshape(1).to(device, torch.float32)
+        total, norms = _core.l2norm([values[i] for i in chosen], number, None, True)
+        each[chosen] = norms.to(first)
+        squares += total.to(first, torch.float64).square()
+    norm = squares.sqrt().float()
+    flag.masked_fill_(~norm.to(flag.device).isfinite(), 1)
+    return norm, each if per_tensor else each.new_empty(0)

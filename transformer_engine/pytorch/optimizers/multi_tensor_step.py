@@ -332,19 +332,15 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """Scales of amaxes: max_fp8 / max(amax, epsilon), and their inverses.
 
-    The lists are amaxes, scales and inverse scales, fp32. A scale is 1 for an amax of 0, Inf or
-    NaN, the largest fp32 where it would be larger, and rounded down to a power of 2 if asked.
+    The lists are amaxes, scales and inverse scales, fp32. A scale is 1 where max(amax, epsilon) is
+    0, Inf or NaN, the largest fp32 where it would be larger, and rounded down to a power of 2 if
+    asked.
     """
-    del chunk_size, noop_flag
+    del chunk_size
     lists = checked_lists("multi_tensor_compute_scale_and_scale_inv", tensor_lists, 3)
-    for amax, scale, inverse in zip(*lists, strict=True):
-        top = torch.where(amax < epsilon, epsilon, amax)
-        made = (torch.full_like(top, max_fp8) / top).clamp(max=torch.finfo(torch.float32).max)
-        made = torch.where(top.isfinite() & (top != 0.0), made, 1.0)
-        if force_pow_2_scales:
-            made = (made.view(torch.int32) & -0x800000).view(torch.float32)
-        scale.copy_(made.view(scale.shape))
-        inverse.copy_(made.reciprocal().view(inverse.shape))
+    flags = _core.UPDATE_POWER_2 if force_pow_2_scales else 0
+    numbers = {"top": max_fp8, "eps": epsilon}
+    run_update(_core.UPDATE_RESCALE, flags, [*lists, None, None, None], noop_flag, numbers)
 
 
 def multi_tensor_compute_scale_inv_e8m0(
@@ -353,12 +349,10 @@ def multi_tensor_compute_scale_inv_e8m0(
     """Scales of MXFP8 of amaxes: the exponents (uint8) of amax / 448, rounded up.
 
     0 for an amax of 0, 254 for Inf, 255 for NaN. The lists are amaxes, of fp32, fp16 or bf16, and
-    scales: those of a cast to E4M3 of groups with these amaxes. ValueError for a flag, or lists of
-    other numbers or lengths.
+    scales: those of a cast to E4M3 of groups with these amaxes. `noop_flag` None: they are always
+    written. ValueError for lists of other numbers or lengths.
     """
     op = "multi_tensor_compute_scale_inv_e8m0"
-    if noop_flag is not None:
-        raise ValueError(f"{op}: noop_flag is given, expected None: scales are always written")
     groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for amax, scale in zip(*checked_lists(op, tensor_lists, 2), strict=True):
         if scale.dtype != torch.uint8 or scale.numel() != amax.numel():
@@ -374,6 +368,10 @@ def multi_tensor_compute_scale_inv_e8m0(
         amaxes = torch.cat([amax.detach().reshape(-1) for amax, _ in pairs])
         found = quantizer(amaxes.view(1, -1))._columnwise_scale_inv[0, : amaxes.numel()]
         found = found.masked_fill(amaxes.isnan(), 0xFF)  # which in a group is no amax
-        parts = found.split([amax.numel() for amax, _ in pairs])
-        for (_, scale), made in zip(pairs, parts, strict=True):
-            scale.copy_(made.view(scale.shape))
+        scales = [scale for _, scale in pairs]
+        if noop_flag is not None:
+            old = torch.cat([scale.reshape(-1) for scale in scales]).to(found.device)
+            found = torch.where(noop_flag.reshape(()).to(found.device) != 0, old, found)
+        parts = found.split([scale.numel() for scale in scales])
+        made = [part.view(scale.shape) for part, scale in zip(parts, scales, strict=True)]
+        torch._foreach_copy_(scales, made)

@@ -144,8 +144,8 @@ def run_update(
     flag : Tensor, optional
         int32 [1], on any device.
     numbers : dict
-        ``lr``, ``betas``, ``eps``, ``decay``, ``grad_scale``, ``momentum``, ``dampening``: floats;
-        `lr` and `grad_scale` may be tensors of one element.
+        ``lr``, ``betas``, ``eps``, ``decay``, ``grad_scale``, ``momentum``, ``dampening``, ``top``:
+        floats; `lr` and `grad_scale` may be tensors of one element.
     step : int or Tensor
         int32 [1].
     casts : sequence of dict, optional
@@ -156,6 +156,7 @@ def run_update(
     given = (
         *(_host(lr), beta1, beta2, numbers.get("eps", 0.0), numbers.get("decay", 0.0)),
         *(_host(scale), numbers.get("momentum", 0.0), numbers.get("dampening", 0.0)),
+        numbers.get("top", 0.0),
     )
     call = kind, flags, flag, given, (lr, scale, step)
     with torch.no_grad():
@@ -193,21 +194,49 @@ def _updated_as_they_are(call: tuple, lists: list, casts: Sequence[dict] | None)
 
 
 def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) -> None:
-    """Update those of one device and the same dtypes together, copies of those not dense."""
+    """Update those of one device and the same dtypes together, copies of those not dense.
+
+    What is wrong with one group leaves the others as they are, too.
+    """
     groups: dict[tuple, list[int]] = {}
     for i, grad in enumerate(lists[_GRAD]):
         if grad.numel() > 0:
             key = grad.device, *(each[i].dtype for each in lists if each is not None)
             groups.setdefault(key, []).append(i)
     first = 0 if call[1] & _core.UPDATE_WRITE_GRAD else 1
+    found = []
     for (device, *_), places in groups.items():
         chosen = tuple(None if each is None else [each[i] for i in places] for each in lists)
+        _check_apart(chosen[1:])
         dense = tuple(
             None if each is None else [t.resolve_neg().contiguous() for t in each]
             for each in chosen
         )
-        _run(call, device, dense, None if casts is None else [casts[i] for i in places])
-        _wrote(chosen[first:], dense[first:])
+        given = device, dense, None if casts is None else [casts[i] for i in places]
+        if len(groups) > 1:
+            _run((call[0], call[1] | _core.UPDATE_CHECK, *call[2:]), *given)
+        found.append((given, chosen))
+    for given, chosen in found:
+        _run(call, *given)
+        _wrote(chosen[first:], given[1][first:])
+
+
+def _check_apart(lists: Sequence) -> None:
+    """ValueError for what is written, where elements share memory: they would have two values."""
+    for tensor in (t for each in lists for t in each or ()):
+        if _once(tensor, tensor) is not tensor:
+            raise ValueError(
+                f"update: shape {tuple(tensor.shape)} and strides {tensor.stride()} of what is "
+                "written: elements share memory: clone it"
+            )
+
+
+def _once(tensor: Tensor, like: Tensor) -> Tensor:
+    """One of those elements of a tensor that share their memory in an expanded one of its shape."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _wrote(chosen: tuple, dense: tuple) -> None:
@@ -218,5 +247,5 @@ def _wrote(chosen: tuple, dense: tuple) -> None:
             if copy is tensor:
                 written.append(tensor)
             else:
-                tensor.copy_(copy)
+                _once(tensor, tensor).copy_(_once(copy, tensor))
     torch.autograd.graph.increment_version(written)

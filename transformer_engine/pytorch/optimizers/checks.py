@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What optimizers refuse, before they have changed anything."""
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.device import is_capturing
+from transformer_engine.pytorch.optimizers.updates import local_part
+
+__all__ = [
+    "DIRECT",
+    "DTYPES",
+    "check_beginning",
+    "check_decoupled",
+    "check_dense",
+    "check_numbers",
+    "check_states",
+]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIRECT = (torch.float32, torch.bfloat16)
+"""dtypes of state that an update reads and writes as it is."""
+
+
+def check_numbers(optimizer: str, numbers: Mapping[str, Any]) -> None:
+    """TypeError for what is no number, ValueError for one below 0."""
+    for name, value in numbers.items():
+        text = f"{optimizer}: {name}={value!r}, expected a number of 0 or more"
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(text)
+        if not value >= 0.0:
+            raise ValueError(text)
+
+
+def check_dense(optimizer: str, label: str, tensor: Tensor) -> None:
+    """TypeError for a tensor that is sparse, or of another dtype than the kernels read."""
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{optimizer}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
+            "of torch.float32, torch.float16 or torch.bfloat16"
+        )
+
+
+def check_decoupled(optimizer: str, param: Tensor, grad: Tensor) -> None:
+    """What torch checks of gradients, but for their dtype and shape."""
+    have, given = local_part(param), local_part(grad)
+    if have.numel() != given.numel() or have.device != given.device:
+        raise ValueError(
+            f"{optimizer}: a decoupled_grad of {given.numel()} elements on {given.device}: "
+            f"expected {have.numel()} on {have.device}, as its parameter"
+        )
+
+
+def check_beginning(optimizer: str, device: torch.device) -> None:
+    """RuntimeError where states that are made now would be made anew by every replay of a graph."""
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{optimizer}.step: a CUDA graph is captured, and states are missing: replays would "
+            "begin them anew: take a step before"
+        )
+
+
+def check_states(
+    dtypes: Mapping[str, torch.dtype], capturable: bool, masters: bool, remainders: bool
+) -> None:
+    """Of `FusedAdam`: ValueError for a dtype of a state, RuntimeError for options that exclude."""
+    known = (*DTYPES, torch.uint8)
+    for name, dtype in dtypes.items():
+        legal = DTYPES if name == "master_param" else known
+        argument = "master_weight_dtype" if name == "master_param" else f"{name}_dtype"
+        if dtype not in legal:
+            expected = ", ".join(map(str, legal))
+            raise ValueError(f"FusedAdam: {argument}={dtype!r}, expected one of {expected}")
+    if not capturable:
+        return
+    if remainders:
+        raise RuntimeError("FusedAdam: capturable=True and store_param_remainders=True: choose one")
+    if masters and dtypes["master_param"] is not torch.float32:
+        raise RuntimeError(
+            f"FusedAdam: capturable=True and master_weight_dtype={dtypes['master_param']}: it has "
+            "to be torch.float32"
+        )
+    if dtypes["exp_avg"] is not dtypes["exp_avg_sq"] or dtypes["exp_avg"] not in DIRECT:
+        raise RuntimeError(
+            f"FusedAdam: capturable=True with exp_avg_dtype={dtypes['exp_avg']} and "
+            f"exp_avg_sq_dtype={dtypes['exp_avg_sq']}: both have to be torch.float32, or both "
+            "torch.bfloat16"
+        )
