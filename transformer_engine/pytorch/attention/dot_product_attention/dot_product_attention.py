@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import (
     policies,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    check_dispatch,
     check_softcap,
     check_splits,
     check_tensors,
@@ -409,6 +410,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             An option that is not there yet; `fp8_output` of attention in FP8 in `torch.export` or a
             transform of torch.func.
         """
+        if thd_attention_policy_dispatch != "auto":
+            check_dispatch(thd_attention_policy_dispatch)
         found_by = None
         if not torch.compiler.is_compiling():
             if qkv_layer is kv_layer is None:
