@@ -379,10 +379,10 @@ MISTAKES = {
         ValueError,
         "attention_mask|3, 1, 8, 8|2",
     ),
-    "no mask": (
-        lambda d: attention(d, attn_mask_type="padding"),
+    "packed sequences without lengths": (
+        lambda d: attention(d, (16, 4, 16), qkv_format="thd"),
         ValueError,
-        "attention_mask|padding|cu_seqlens",
+        "cu_seqlens_q|None|sums of the lengths",
     ),
     "sums of lengths in a list": (
         lambda d: attention(d, attn_mask_type="padding", cu_seqlens_q=[0, 4, 8]),
