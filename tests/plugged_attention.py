@@ -81,6 +81,7 @@ CASES = {
         {"attn_mask_type": "padding"},
         {"cu_seqlens_q": (0, 5, 17), "cu_seqlens_kv": (0, 12, 20)},
     ),
+    "padding of nothing": ({"attn_mask_type": "padding_causal"}, {}),
     "padding causal": (
         {"attn_mask_type": "padding_causal_bottom_right"},
         {"cu_seqlens_q": (0, 5, 12), "cu_seqlens_kv": (0, 12, 20)},

@@ -26,6 +26,7 @@ KIND = plugin.BackendImplKind
 def _environment(monkeypatch):
     monkeypatch.delenv("TE_FL_PLUGIN_MODULES", raising=False)
     plugin.reset_global_policy()
+    plugin.reset_default_manager()  # tests before may have let it look for plug-ins
     plugin.clear_discovered_plugin()
     yield
     plugin.reset_global_policy()

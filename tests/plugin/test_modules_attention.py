@@ -248,7 +248,9 @@ def register_class(kind=Doubled):
     register("get_flash_attention_class", lambda: kind)
 
 
-@pytest.mark.parametrize("name", ["causal", "bshd", "corner", "padding", "packed", "alibi"])
+@pytest.mark.parametrize(
+    "name", ["causal", "bshd", "corner", "padding", "padding of nothing", "packed", "alibi"]
+)
 def test_a_class_of_attention(device, dtype, name):
     attention = Attention(name, device, dtype)
     wanted = attention.step()

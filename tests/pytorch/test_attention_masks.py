@@ -317,12 +317,86 @@ def test_lengths_of_the_keys_alone(device, backend, mask):
         assert_nmse(one, other.double(), tol("attention", out.dtype, KEYS))
 
 
+FULL = {
+    "padding": "no_mask",
+    "padding_causal": "causal",
+    "padding_causal_bottom_right": "causal_bottom_right",
+}
+BESIDE = {
+    "nothing": {},
+    "window": {"window_size": (2, 0)},
+    "corner": {"bottom_right_diagonal": False},
+    "slopes": {"core_attention_bias_type": "alibi"},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("keys", [LENGTH, KEYS], ids=["square", "longer"])
+@pytest.mark.parametrize("mask", FULL)
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_padding_without_lengths(device, backend, form, mask, keys, beside):
+    """All sequences are of full length: the same call as without padding, and that of lengths."""
+    given = dict(BESIDE[beside])
+    if beside == "window" and mask == "padding":
+        given["window_size"] = (2, 1)
+    dtype = BF16 if device == "cuda" and backend != "unfused" else F32
+    qkv = qkv_of(device, keys=keys, dtype=dtype, form=form)
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format=form)
+    grad = torch.randn(BATCH, LENGTH, HEADS * CHANNELS).to(device, dtype)
+    grad = grad if form == "bshd" else grad.transpose(0, 1)
+
+    def step(**told):
+        out = module(*qkv, **told, **given)
+        return out, *torch.autograd.grad(out, qkv, grad)
+
+    for _ in range(3):  # the later ones are kept
+        ours = step(attn_mask_type=mask)
+        ran = module._ran
+        expected = step(attn_mask_type=FULL[mask])
+        assert ran == module._ran
+        if backend != "sdpa" or beside == "nothing":
+            assert_same_bits(ours[0], expected[0])
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert_nmse(mine, theirs.double(), tol("attention", dtype, KEYS))
+    ends = [cumulative((n,) * BATCH, device) for n in (LENGTH, keys)]
+    lengths = step(attn_mask_type=mask, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1])
+    for mine, theirs in zip(ours, lengths, strict=True):
+        assert_nmse(mine, theirs.double(), tol("attention", dtype, KEYS))
+
+
+@pytest.mark.parametrize("mask", FULL)
+def test_padding_without_lengths_against_the_definition(device, mask):
+    qkv = qkv_of(device, QUERIES, KEYS)
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type=mask)
+    limits = (-1, 0) if "causal" in mask else (-1, -1)
+    diagonal = KEYS - QUERIES if "bottom" in mask else 0
+    may = model.may_attend((BATCH, HEADS, QUERIES, KEYS), None, limits, diagonal)
+    check(module(*qkv), qkv, may)
+
+
+def test_padding_with_lengths_at_some_calls(device):
+    """A call is not taken for one of another kind, whichever was kept."""
+    qkv = qkv_of(device)
+    module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="padding")
+    ends = cumulative((9, 5, 1), device)
+    padded = lengths_mask((9, 5, 1), LENGTH, device)
+    for told in ({}, {"cu_seqlens_q": ends}, {"attention_mask": padded}, {}) * 4:
+        out = module(*qkv, **told)
+        assert out[5:, 1].any().item() is (not told)
+
+
+def test_packed_sequences_have_lengths(device):
+    """Nothing says where they end; a decoder's lengths are of the encoder's output alone."""
+    q, k, v = (torch.randn(5, HEADS, CHANNELS, device=device) for _ in range(3))
+    module = DotProductAttention(HEADS, CHANNELS, qkv_format="thd", attn_mask_type="padding")
+    with pytest.raises(ValueError, match="cu_seqlens_q: None, with qkv_format='thd'.*sums of the"):
+        module(q, k, v)
+
+
 def test_mask_errors(device):
     qkv = qkv_of(device)
     module = DotProductAttention(HEADS, CHANNELS, attn_mask_type="padding")
     padded = lengths_mask((9, 5, 1), LENGTH, device)
-    with pytest.raises(ValueError, match="needs attention_mask or cu_seqlens_q"):
-        module(*qkv)
     with pytest.raises(TypeError, match="expected a torch.bool tensor"):
         module(*qkv, attention_mask=padded.float())
     with pytest.raises(ValueError, match=r"expected .*\[3, 1, 1, 9\]"):

@@ -14,6 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.contexts import Context
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.manager import _Held
 from transformer_engine.plugin.core.registry import OpRegistry
@@ -367,6 +368,116 @@ def test_changes_are_undone_the_newest_first():
     with context:
         raise KeyError  # taken, as _left says
     assert context.notes == ["b", "a", None, "b", "a", KeyError]
+
+
+ONE_AT_A_TIME = {
+    "autocast": te.autocast,
+    "fp8_autocast": te.fp8_autocast,
+    "autocast off": lambda: te.autocast(enabled=False),
+    "quantized_model_init": te.quantized_model_init,
+    "fp8_model_init": lambda: te.fp8_model_init(enabled=False),
+    "recompute": lambda: te.distributed.activation_recompute_forward(True, True),
+    "forward of torch": lambda: te.distributed.get_activation_recompute_contexts()[0],
+    "recompute of torch": lambda: te.distributed.get_activation_recompute_contexts()[1],
+    "known": recompute.known_to_modules,
+    "in_region": lambda: state.in_region(state.RegionState()),
+    "put back": lambda: recompute._put_back(lambda: TRACKER, TRACKER.get_states()),
+    "real tensors": modes.real_tensors,
+    "unseen": modes.unseen,
+    "fork": lambda: TRACKER.fork("one"),
+    "range": lambda: utils.get_nvtx_range_context("range"),
+    "outside": lambda: outside_capture(torch.device("cpu")),
+    "observe": lambda: te.observe(MODEL),
+    "watch_finite": lambda: te.watch_finite(MODEL),
+    "counting": te.counting,
+    "undone": REGISTRY.undone_if_it_fails,
+    "held": lambda: _Held(LOCK, True),
+}
+ANY_TIMES = {
+    "policy": lambda: plugin.with_preference("reference"),
+    "lock": lambda: LOCK,
+    "export": lambda: te.export.onnx_export(False),
+    "offload": lambda: te.cpu_offload.get_cpu_offload_context(False)[0],
+}
+
+
+@pytest.mark.parametrize("name", ONE_AT_A_TIME)
+def test_an_object_is_in_use_once_at_a_time(name):
+    """A second entry is refused and changes nothing; entered after its end it does its work again.
+
+    Objects of a kind nest.
+    """
+
+    def now():
+        found = {**own_state(), **torch_state()}
+        return {key: found[key] for key in found if key != "state"}
+
+    before = now()
+    with Dispatch():  # for `unseen`
+        around, context = now(), ONE_AT_A_TIME[name]()
+        for _ in range(2):
+            with context:
+                inside = now()
+                with pytest.raises(RuntimeError, match="it is active already; make another one"):
+                    context.__enter__()
+                assert now() == inside
+                if name != "observe":  # of one model
+                    with ONE_AT_A_TIME[name]():
+                        pass
+                assert now() == inside
+            assert now() == around
+            with pytest.raises(RuntimeError, match="this region is not active"):
+                context.__exit__(None, None, None)
+            assert now() == around
+    assert now() == before
+
+
+@pytest.mark.parametrize("name", ANY_TIMES)
+def test_an_object_in_use_several_times(name):
+    context = ANY_TIMES[name]()
+
+    def now():
+        return own_state(), torch_state(), plugin.get_policy()
+
+    before = now()
+    with context:
+        inside = now()
+        with context, context:
+            assert now() == inside
+        assert now() == inside
+    assert now() == before and is_free(LOCK)
+
+
+DECORATORS = {
+    "autocast": (te.autocast, lambda: state.current_state().depth),
+    "quantized_model_init": (
+        te.quantized_model_init,
+        lambda: state.current_state().quantized_init is not None,
+    ),
+    "recompute": (
+        lambda: te.distributed.activation_recompute_forward(True),
+        lambda: recompute._phase.enabled,
+    ),
+    "range": (lambda: utils.get_nvtx_range_context("range"), lambda: len(utils._RANGES)),
+    "fork": (lambda: TRACKER.fork("one"), lambda: None),
+    "export": (lambda: te.export.onnx_export(False), lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_a_decorated_function_that_calls_itself(name):
+    """Each call has an object of its own."""
+    made, look = DECORATORS[name]
+
+    @made()
+    def run(times):
+        found = [look()]
+        return (found + run(times - 1) + [look()]) if times else found
+
+    before = look()
+    for _ in range(2):
+        outermost, *_, last = run(2)
+        assert outermost == last and look() == before
 
 
 def test_a_failed_entry_is_undone():

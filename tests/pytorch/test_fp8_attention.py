@@ -40,7 +40,7 @@ GRADS, GRAD_OUTPUT, GRAD_SCORES = 0, 3, 5  # of the backward
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("order", ["sbhd", "bshd"])
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right", "padding_causal"])
 def test_close_to_high_precision(device, kind, order, mask, counters):
     """One rounding of each operand, of the weights and of the output; once scales are found."""
     module = module_of(qkv_format=order, attn_mask_type=mask)

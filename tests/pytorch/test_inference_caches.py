@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`InferenceParams`: what it keeps of sequences, where their pages are, and what it refuses."""
 
+import itertools
+import random
 from collections import OrderedDict
 
 import pytest
@@ -26,7 +28,7 @@ from tols import F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import inference
-from transformer_engine.pytorch.attention.kv_cache import StepState
+from transformer_engine.pytorch.attention.kv_cache import StepState, append_tokens
 
 # ---- bookkeeping ---------------------------------------------------------------------------------
 
@@ -256,6 +258,106 @@ def test_pages_that_there_are_not(device):
         page.allocate_page()
     page.deallocate_page()
     assert repr(page) == "Page(7, allocated=False)"
+
+
+def check_table(manager, order):
+    """Rows of the sequences in their order, which share no page, and behind them none."""
+    width = manager.max_pages_per_seq
+    rows = [manager.get_page_list(id_) for id_ in order]
+    rows += [[]] * (len(manager.page_table) - len(rows))
+    assert manager.page_table.tolist() == [[*row, *[-1] * (width - len(row))] for row in rows]
+    taken_ = [page for row in rows for page in row]
+    assert len({*taken_}) == len(taken_)
+    assert manager.has_free_page() == (len(taken_) < manager.total_num_pages)
+
+
+def kept_by(manager, key, order):
+    """What sequences keep, by the pages of the table."""
+    pages = [key[row[row >= 0].long()].flatten(0, 1) for row in manager.page_table]
+    lengths = manager.sequences.values()
+    return {id_: page[:n] for id_, page, n in zip(order, pages, lengths, strict=False)}
+
+
+def test_tables_of_sequences_that_come_and_go(device, seed):
+    """In random order, beside a dict: no row of one that has left is a page of anybody."""
+    params = make_params(device, is_paged=True, total_num_pages=11)
+    manager, told, ahead = params.cache_manager, {}, []
+    rng, fresh = random.Random(seed), itertools.count()
+    for _ in range(150):
+        event = rng.choice(["step"] * 6 + ["out", "reset", "ahead"])
+        if event == "reset":
+            params.reset()
+            told, ahead = {}, []
+        elif event == "out" and told:
+            gone = rng.choice([*told])
+            del told[gone]
+            manager.deallocate_sequence(gone)
+        elif event == "ahead":
+            if len(told) + len(ahead) < ROWS and manager.has_free_page():
+                ahead.append(next(fresh))
+                manager.allocate_page(ahead[-1])
+        elif event == "step":
+            ids = [id_ for id_ in told if rng.random() < 0.7]
+            ids += [next(fresh) for _ in range(rng.randint(0, ROWS - len(ids)))]
+            rng.shuffle(ids)
+            step = {id_: rng.choice([0, 1, 1, 3, 7]) for id_ in ids}
+            step = {id_: min(n, LONGEST - len(told.get(id_, ()))) for id_, n in step.items()}
+            after = {id_: len(told.get(id_, ())) + n for id_, n in step.items()}
+            if not step or sum(-(-n // PAGE) for n in after.values()) > 11:
+                continue
+            params.pre_step(OrderedDict(step))
+            new = [torch.randn(n, GROUPS, CHANNELS[0]) for n in step.values()]
+            pair = [laid([t[..., :c] for t in new], "bshd", device) for c in CHANNELS]
+            key = params.step(1, *pair, "bshd")[0]
+            before = {id_: told.get(id_, torch.zeros(0, GROUPS, CHANNELS[0])) for id_ in step}
+            told = {i: torch.cat((before[i], t)) for i, t in zip(step, new, strict=True)}
+            ahead = []
+            for id_, found in kept_by(manager, key, step).items():
+                assert_bits(found, told[id_])
+        check_table(manager, [*told, *ahead])
+
+
+@pytest.mark.parametrize("leaves", ["step", "out", "reset"])
+def test_a_row_without_a_sequence_writes_nowhere(device, leaves):
+    """As where a captured step of more sequences is replayed, or a layer is called too early."""
+    params = make_params(device, is_paged=True)
+    manager = params.cache_manager
+    params.pre_step(OrderedDict(a=2, b=3, c=1))
+    new = [torch.randn(3, 3, GROUPS, n, device=device) for n in CHANNELS]
+    params.step(1, *new, "bshd")
+    if leaves == "step":
+        params.pre_step(OrderedDict(c=1))
+    elif leaves == "out":
+        manager.deallocate_sequence("a")
+        manager.deallocate_sequence("b")
+    else:
+        params.reset()
+        manager.allocate_page("c")
+    before = [cache.clone() for cache in manager.cache[1]]
+    counts = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+    starts = torch.zeros_like(counts)
+    given_ = *new, *manager.cache[1], starts, counts, None, manager.page_table
+    if device == "cpu":
+        with pytest.raises(ValueError, match="page_table: page -1 of token 0 of sequence 1"):
+            append_tokens(*given_)
+    else:
+        append_tokens(*given_)
+    for mine, theirs in zip(manager.cache[1], before, strict=True):
+        assert_bits(mine, theirs)
+
+
+def test_what_a_manager_has_no_rows_or_pages_for(device):
+    """Steps of a program that has no `InferenceParams` around it; nothing has changed then."""
+    manager = inference.PagedKVCacheManager(8, PAGE, GROUPS, 16, F32, 2, 2 * PAGE, device=device)
+    manager.pre_step(OrderedDict(a=1))
+    with pytest.raises(ValueError, match="3 sequences, max_batch_size=2"):
+        manager.pre_step(OrderedDict(a=1, b=1, c=1))
+    with pytest.raises(ValueError, match="'b' would have 9 tokens, max_seqlen=8"):
+        manager.pre_step(OrderedDict(a=1, b=2 * PAGE + 1))
+    assert manager.sequences == {"a": 1}
+    check_table(manager, "a")
+    with pytest.raises(ValueError, match="max_seqlen=6 is no multiple of page_size=4"):
+        inference.PagedKVCacheManager(8, PAGE, GROUPS, 16, F32, 2, PAGE + 2, device=device)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ It gives the bits of its modules, or raises what they raise.
 import contextlib
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pytorch.layer_ways import (
     dtype_of,
     gradients,
     inputs_of,
+    make_attention,
     make_layer,
     region,
     states,
@@ -97,6 +99,49 @@ def test_one_tensor_as_both_inputs(device):
     assert_same_bits(*found)
 
 
+FULL = {
+    "padding": "no_mask",
+    "padding_causal": "causal",
+    "padding_causal_bottom_right": "causal_bottom_right",
+}
+
+
+@pytest.mark.parametrize("mask", FULL)
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "attention"])
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_padding_without_lengths(device, kind, mask, recipe):
+    """All sequences are of full length, in every way; the bits are those without padding."""
+    names = ["self_attn_mask_type", "enc_dec_attn_mask_type"][: 1 + (kind == "decoder")]
+    make = partial(make_layer, layer_type=kind)
+    if kind == "attention":
+        names, make = ["attn_mask_type"], make_attention
+    layer = make(device, dtype_of(device, recipe))
+    given = inputs_of(layer, **dict.fromkeys(names, mask))
+    ours = assert_ways_agree(layer, given, recipe=recipe)
+    plain = {**given, **dict.fromkeys(names, FULL[mask])}
+    for mine, theirs in zip(ours, train(layer, plain, recipe), strict=True):
+        assert_same_bits(mine["outputs"], theirs["outputs"])
+        for name in ("inputs", "parameters"):
+            assert_same_bits([*mine[name].values()], [*theirs[name].values()])
+    packed = te.MultiheadAttention(HIDDEN, 4, device=device, qkv_format="thd")
+    with pytest.raises(ValueError, match="qkv_format='thd', which needs cu_seqlens_q"):
+        packed(states(packed), attn_mask_type=mask)
+
+
+def test_padding_without_lengths_compiled(device):
+    layer = make_layer(device, dtype_of(device))
+    x = states(layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (layer, compiled):
+        for mask in ("padding_causal", "causal"):
+            out = function(x, self_attn_mask_type=mask)
+            found.append(gradients(layer, x, out))
+    for each in found[1:]:
+        assert_same_bits(each, found[0])
+
+
 def wrong_inputs(layer, device):
     """Calls that are refused, by name."""
     x = states(layer).detach()
@@ -114,7 +159,7 @@ def wrong_inputs(layer, device):
         "list": lambda: layer([x]),
         "mask dtype": lambda: layer(x, mask.float(), **padding),
         "mask shape": lambda: layer(x, mask[:1], **padding),
-        "no mask": lambda: layer(x, **padding),
+        "no mask": lambda: layer(x, self_attn_mask_type="arbitrary"),
         "arbitrary shape": lambda: layer(x, mask[..., :-1], self_attn_mask_type="arbitrary"),
         "mask type": lambda: layer(x, self_attn_mask_type="diagonal"),
         "lengths": lambda: layer(x, cu_seqlens_q=torch.zeros(9), **padding),

@@ -5,6 +5,7 @@ The words of a case are these three, in this order. test_what_works.py has what 
 in a program for `torch.nn` and does what its author meant.
 """
 
+import inspect
 from functools import partial
 
 import numpy as np
@@ -378,10 +379,10 @@ MISTAKES = {
         ValueError,
         "attention_mask|3, 1, 8, 8|2",
     ),
-    "no mask": (
-        lambda d: attention(d, attn_mask_type="padding"),
+    "packed sequences without lengths": (
+        lambda d: attention(d, (16, 4, 16), qkv_format="thd"),
         ValueError,
-        "attention_mask|padding|cu_seqlens",
+        "cu_seqlens_q|None|sums of the lengths",
     ),
     "sums of lengths in a list": (
         lambda d: attention(d, attn_mask_type="padding", cu_seqlens_q=[0, 4, 8]),
@@ -523,6 +524,41 @@ def test_mistakes(name, device):
     text = str(caught.value)
     missing = [word for word in words.split("|") if word not in text]
     assert not missing, text
+
+
+KINDS = (
+    (te.Linear, (32, 32)),
+    (te.LayerNormLinear, (32, 32)),
+    (te.LayerNormMLP, (32, 64)),
+    (te.LayerNorm, (32,)),
+    (te.RMSNorm, (32,)),
+    (te.DotProductAttention, (2, 16)),
+    (te.MultiheadAttention, (32, 2)),
+    (te.TransformerLayer, (32, 64, 2)),
+)
+FREE = {"name", "ub_name", "rng_tracker_name", "device"}  # any word is one, or torch reads it
+
+
+def words_of(function):
+    """Arguments of a function that choose by a word."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is not p.empty and "str" in str(p.annotation)}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=lambda given: getattr(given, "__name__", ""))
+def test_words_that_choose_nothing(kind, sizes, device):
+    """Each argument that chooses by a word takes no other, whatever else is given or kept."""
+    for name in words_of(kind.__init__) - FREE:
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{name}.*'junk'"):
+            kind(*sizes, **{name: "junk"})
+    module = kind(*sizes).to(device)
+    shapes = [(4, 2, 2, 16)] * 3 if kind is te.DotProductAttention else [(4, 2, 32)]
+    tensors = [x(device, *shape) for shape in shapes]
+    for name in words_of(kind.forward):
+        for _ in range(3):  # the calls in between are kept
+            with pytest.raises(ValueError, match=f"{name}.*'junk'"):
+                module(*tensors, **{name: "junk"})
+            module(*tensors)
 
 
 def test_there_are_enough():

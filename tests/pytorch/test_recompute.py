@@ -189,8 +189,9 @@ def test_retain_graph_twice(device, start, name):
     assert (results[0][1], results[1][1]) == (4, 6)
 
 
+@pytest.mark.parametrize("name", ["torch-saved", "te-saved"])
 @pytest.mark.parametrize("early", [True, False])
-def test_early_stop(device, start, early):
+def test_early_stop(device, start, early, name):
     """Torch stops the recompute when it has what the backward saved; the next step is not upset."""
     made = RECIPES["delayed"]()
 
@@ -200,7 +201,25 @@ def test_early_stop(device, start, early):
                 x = run(block, x)
         return x
 
-    compare(start, device, (forward, CHECKPOINTS["torch-saved"]), 6)
+    compare(start, device, (forward, CHECKPOINTS[name]), 6)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_settings_of_torchs_checkpoints_are_left_alone(device, use_reentrant):
+    """They are the process's: another thread, or an interrupt, would find ours. All is repeated."""
+    name, seen, ends = "_enable_checkpoint_early_stop", [], []
+
+    def function(x):
+        seen.append(getattr(torch.utils.checkpoint, name))
+        x = x.sin()
+        ends.append(None)  # the backward needs nothing of what is done from here on
+        return x
+
+    before = getattr(torch.utils.checkpoint, name)
+    x = torch.ones(2, device=device, requires_grad=True)
+    te.checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
+    assert seen == [before] * 2 and len(ends) == 2
+    assert getattr(torch.utils.checkpoint, name) is before
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -16,7 +16,7 @@ Modules with no other names are made when they are imported (`_Finder`).
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -80,9 +80,12 @@ def refusal(name: str, what: str) -> NotImplementedError:
     raise AssertionError(f"{name} is in no feature's `partly`")
 
 
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+class _Nothing(contextlib.ContextDecorator):
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def disabled(name: str, enabled: bool) -> Any:
@@ -92,7 +95,7 @@ def disabled(name: str, enabled: bool) -> Any:
     """
     if enabled:
         raise refusal(name, "(enabled=True)")
-    return _nothing()
+    return _Nothing()
 
 
 def find(path: str) -> tuple[bool, str]:

@@ -11,7 +11,15 @@ from typing import Any
 
 from transformer_engine import _core
 
-__all__ = ["Context"]
+__all__ = ["Context", "active"]
+
+
+def active(context: Any) -> RuntimeError:
+    """The error, to be raised, of an entry of an object that has not been left yet.
+
+    It has one place for what undoes its changes, which the second entry would take.
+    """
+    return RuntimeError(f"{type(context).__name__}: it is active already; make another one")
 
 
 class Context:
@@ -41,7 +49,7 @@ class Context:
     @_core.Entering
     def __enter__(self) -> Any:
         if self._outer is not None:
-            raise RuntimeError(f"{type(self).__name__}: it is active already; make another one")
+            raise active(self)
         self._outer = ()
         return self._enter()
 

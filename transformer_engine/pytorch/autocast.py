@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import active
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch import recompute, reduction, scaling
 from transformer_engine.pytorch.modes import constant_in_graphs, exporting, graph_task
@@ -183,9 +184,7 @@ class autocast:  # noqa: N801 - the name that users know
     def __enter__(self) -> None:
         """Make this region the thread's innermost one."""
         if self._outer is not None:
-            raise RuntimeError(
-                "autocast: this region is active already; make another autocast object"
-            )
+            raise active(self)
         recipe, state = self._recipe, current_state()
         traced = torch.compiler.is_compiling()
         if self._enabled or self._calibrating:

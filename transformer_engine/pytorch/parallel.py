@@ -14,6 +14,7 @@ from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
 
 _MODES = (None, "column", "row")
 _REDUCTIONS = (None, "multimem_all_reduce", "two_shot", "one_shot", "nccl")
+_EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
 
 
@@ -128,9 +129,13 @@ class ContextParallel(TensorParallel):
         """Take a group that sequences are spread over, for this module and the modules inside.
 
         `cp_group` (a list of groups, too) and the errors are as of `set_tensor_parallel_group`; the
-        others say how its ranks would talk to each other.
+        others say how its ranks would talk to each other; ValueError for no such way.
         """
-        _check_group(type(self).__name__, "cp_group", cp_group)
+        kind = type(self).__name__
+        _check_group(kind, "cp_group", cp_group)
+        if cp_comm_type not in _EXCHANGES:
+            names = ", ".join(map(repr, _EXCHANGES))
+            raise ValueError(f"{kind}: cp_comm_type={cp_comm_type!r}, expected one of {names}")
         del load_balancing_strategy  # one rank has all tokens
         self.cp_group, self.cp_stream = cp_group, cp_stream
         self.cp_global_ranks, self.cp_comm_type = cp_global_ranks, cp_comm_type

@@ -9,6 +9,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import absent
+from transformer_engine.common.contexts import active
 from transformer_engine.common.recipe import (
     DelayedScalingRequest,
     QuantizerRequest,
@@ -157,7 +158,7 @@ class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' 
     def __enter__(self) -> None:
         enabled, recipe, preserve = self._settings
         if self._outer is not None:
-            raise RuntimeError("quantized_model_init: this context is active already; make another")
+            raise active(self)
         state, made = current_state(), None
         if enabled:
             recipe = get_default_recipe() if recipe is None else recipe

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.contexts import Context
+from transformer_engine.common.contexts import Context, active
 from transformer_engine.pytorch.modes import graph_task, top_saved_hooks
 from transformer_engine.pytorch.plugins import of_forward
 from transformer_engine.pytorch.recompute_frames import Frame, Queue, Run
@@ -89,6 +89,8 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         return type(self)(self._enabled, self._repeats)
 
     def __enter__(self) -> None:
+        if self._outer is not None:
+            raise active(self)
         values = _phase.enabled, _phase.repeats, _phase.queued
         self._outer = ((_phase, ("enabled", "repeats", "queued"), values),)
         _phase.enabled, _phase.repeats = self._enabled, self._repeats
@@ -274,6 +276,8 @@ class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
     _outer: tuple | None = None
 
     def __enter__(self) -> None:
+        if self._outer is not None:
+            raise active(self)
         self._outer = ((_eager, ("runs",), (_eager.runs,)),)
         _eager.runs += 1
 
@@ -418,7 +422,8 @@ def checkpoint(
     the gradients are those of a run without recompute, bit for bit, wherever `autocast` was
     entered. Inside a graph that is being traced it is `torch.utils.checkpoint.checkpoint`, for
     functions in high precision; on CUDA devices torch draws other random numbers there than in
-    eager code, and repeats these.
+    eager code, and repeats these. Elsewhere all of the function is repeated, where torch's
+    ``set_checkpoint_early_stop`` does not say otherwise.
 
     Parameters
     ----------
@@ -453,7 +458,6 @@ def checkpoint(
         For `distribute_saved_activations`; for `get_rng_state_tracker` under `torch.compile`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
-    from torch.utils.checkpoint import set_checkpoint_early_stop
 
     _require_callables(function, get_rng_state_tracker, kwargs.get("context_fn"))
     if distribute_saved_activations:
@@ -486,5 +490,4 @@ def checkpoint(
 
     if use_reentrant and (_requires_gradient(args) or not torch.is_grad_enabled()):
         return torch_checkpoint(run, *args, use_reentrant=True, **options)
-    with set_checkpoint_early_stop(False):
-        return torch_checkpoint(run, *args, use_reentrant=False, **options)
+    return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False, **options)

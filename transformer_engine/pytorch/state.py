@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import active
 
 
 class Domain:
@@ -81,6 +82,8 @@ class in_region:  # noqa: N801 - reads as what it does, as `autocast`
 
     def __enter__(self) -> None:
         outer = current_state()
+        if self._outer is not None:
+            raise active(self)
         self._outer = ((_LOCAL, ("state",), (outer,)),)
         _LOCAL.state = self._state
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from transformer_engine.common.layer_graphs import AddSpec
 from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
+from transformer_engine.pytorch.attention.dot_product_attention.formats import FORMATS
 from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.dropout import DropPath, bias_dropout_add
@@ -158,6 +160,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
+        one_of(_NAME, FORMATS, attn_input_format=attn_input_format)
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(f"{_NAME}: fuse_wgrad_accumulation=True needs fuse_qkv_params=True")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
@@ -296,6 +299,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         """
         if encoder_output is not None and self.layer_type == "encoder":
             raise ValueError(f"{_NAME}: encoder_output with layer_type='encoder'")
+        if thd_attention_policy_dispatch != "auto":
+            check_dispatch(thd_attention_policy_dispatch)
         options = AttentionOptions(
             attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
@@ -305,6 +310,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             thd_attention_policy_dispatch, softcap,
         )  # fmt: skip
         crossed = None
+        if self_attn_mask_type is not None:
+            masks.mask_type(self_attn_mask_type, "self_attn_mask_type")
+        if enc_dec_attn_mask_type is not None:
+            masks.mask_type(enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
         if self.layer_type == "decoder":
             crossed = AttentionOptions(
                 enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,

@@ -309,7 +309,10 @@ class PagedKVCacheManager(OwnManager):
     """Pages [total_num_pages, page_size, heads, channels], which sequences take as they grow.
 
     ``page_table`` [max_batch_size, pages of the longest sequence] int32 has the pages of each; -1:
-    none yet. Pages are given out in the order in which they became free.
+    none, or none yet, so that a row without a sequence names nobody's pages. Pages are given out in
+    the order in which they became free.
+
+    ValueError for a `max_seqlen` that is no multiple of `page_size`.
     """
 
     def __init__(
@@ -326,6 +329,11 @@ class PagedKVCacheManager(OwnManager):
     ) -> None:
         shape = total_num_pages, page_size
         super().__init__(shape, num_heads, head_dim_k, head_dim_v, dtype, device)
+        if max_seqlen % page_size != 0:
+            raise ValueError(
+                f"PagedKVCacheManager: max_seqlen={max_seqlen} is no multiple of "
+                f"page_size={page_size}"
+            )
         self.page_size, self.total_num_pages = page_size, total_num_pages
         self.max_pages_per_seq = max_seqlen // page_size
         self._free = deque(map(Page, range(total_num_pages)))
@@ -340,11 +348,13 @@ class PagedKVCacheManager(OwnManager):
         for pages in self._pages.values():
             self._take_back(pages)
         self._pages = {}
+        self._write_table()
 
     def pre_step(self, step_dict: OrderedDict) -> OrderedDict:
         """Take the pages back of sequences that are gone, and give what the others need.
 
-        RuntimeError where there are not enough.
+        RuntimeError where there are not enough, ValueError for more or longer sequences than the
+        table has room for; then nothing has changed.
         """
         after = _lengths_after(self.sequences, step_dict)
         self._hold(after)
@@ -433,9 +443,12 @@ class PagedKVCacheManager(OwnManager):
         return [*numbers, *([-1] * (self.max_pages_per_seq - len(pages)))]
 
     def _write_table(self) -> None:
+        # Rows without a sequence too: replays of a captured step, and layers that are called too
+        # early, go by the table.
         rows = [self._row(pages) for pages in self._pages.values()]
         if rows:
             self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
+        self.page_table[len(rows) :].fill_(-1)
 
     def _count(self, tokens: int) -> int:
         """Pages of so many tokens."""
@@ -478,6 +491,15 @@ class PagedKVCacheManager(OwnManager):
     def _hold(self, lengths: OrderedDict) -> None:
         """Let sequences of these lengths, and no others, have pages."""
         each = {id_: self._count(n) for id_, n in lengths.items()}
+        rows = self.page_table.shape[0]
+        if len(each) > rows:
+            raise ValueError(f"PagedKVCacheManager: {len(each)} sequences, max_batch_size={rows}")
+        for id_, count in each.items():
+            if count > self.max_pages_per_seq:
+                raise ValueError(
+                    f"PagedKVCacheManager: sequence {id_!r} would have {lengths[id_]} tokens, "
+                    f"max_seqlen={self.max_pages_per_seq * self.page_size}"
+                )
         freed = [page for id_, pages in self._pages.items() if id_ not in each for page in pages]
         missing = {id_: n - len(self._pages.get(id_, ())) for id_, n in each.items()}
         wanted = sum(n for n in missing.values() if n > 0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
 from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
 from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
@@ -303,6 +304,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         NotImplementedError
             An option that is not there yet.
         """
+        if thd_attention_policy_dispatch != "auto":
+            check_dispatch(thd_attention_policy_dispatch)
         options = AttentionOptions(
             attention_mask, encoder_output, attn_mask_type, window_size, bottom_right_diagonal,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,

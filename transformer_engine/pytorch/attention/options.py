@@ -54,6 +54,11 @@ class AttentionOptions(NamedTuple):
             and type(self.window_size) is not list
         )
 
+    def tells_lengths(self) -> bool:
+        """Whether a call says where its sequences end; else all of them are of full length."""
+        told = self.attention_mask, self.cu_seqlens_q, self.cu_seqlens_kv
+        return any(each is not None for each in told)
+
     def has_gaps(self) -> bool:
         """Whether packed sequences may have tokens of none between them."""
         padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded

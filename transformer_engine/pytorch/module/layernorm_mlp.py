@@ -221,6 +221,8 @@ def _activation(name: str, params: Mapping[str, float] | None) -> Activation:
             f"LayerNormMLP: activation={name!r}; there are {', '.join(ACTIVATIONS)}"
         )
     known = _CLAMPED if name == "clamped_swiglu" else {}
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(f"LayerNormMLP: activation_params={params!r}, expected a dict of numbers")
     given = dict(params or {})
     unknown = set(given) - set(known)
     if unknown:

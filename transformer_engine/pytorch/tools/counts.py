@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What really ran, counted where work is handed to the device; and the scales of a model."""
 
-import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.tools.skip import check_model
 
@@ -59,21 +59,21 @@ def reset_counters() -> None:
     _core.reset_counters()
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[Counters]:
+class counting(Context):  # noqa: N801 - reads as what it does, as `autocast`
     """Count what runs in a ``with`` block, in any thread.
 
-    It yields `Counters`, empty inside the block; filled when it is left. Blocks nest.
+    ``as`` gives `Counters`, empty inside the block; filled when it is left. Blocks nest.
     `reset_counters` inside of one makes its counts meaningless.
     """
-    ran = Counters()
-    before = _core.counters()
-    try:
-        yield ran
-    finally:
+
+    def _enter(self) -> Counters:
+        self._ran, self._before = Counters(), _core.counters()
+        return self._ran
+
+    def _left(self, *error: Any) -> None:
         for name, count in _core.counters().items():
-            if count > before.get(name, 0):
-                ran[name] = count - before.get(name, 0)
+            if count > self._before.get(name, 0):
+                self._ran[name] = count - self._before.get(name, 0)
 
 
 class Scaling(NamedTuple):

@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.formats import c
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
+from transformer_engine.pytorch.module.parameters import one_of
 
 _NAME = "DotProductAttention"
 
@@ -65,6 +66,11 @@ def check_splits(num_splits: Any) -> None:
     if num_splits is None or (isinstance(num_splits, int) and num_splits >= 0):
         return
     raise ValueError(f"{_NAME}: num_splits={num_splits!r}, expected None or an integer from 0 on")
+
+
+def check_dispatch(dispatch: Any) -> None:
+    """Raise for no way to run packed sequences with policies (ValueError), be there some or not."""
+    one_of(_NAME, ("auto", "grouped"), thd_attention_policy_dispatch=dispatch)
 
 
 def check_softcap(softcap: Any) -> float:

@@ -243,6 +243,7 @@ class Choosing:
             _switches(),
             "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query, capped),
             packed,
+            not packed and not options.tells_lengths(),
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             _are_apart(options.alibi_slopes),
             in_fp8,
@@ -259,11 +260,13 @@ class Choosing:
     def _situation(self, key: tuple) -> Situation:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
+        packed, are_full, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
         kind = masks.mask_type(name)
         if packed:
             kind = masks.padding_form(kind, "qkv_format='thd'")
         window = masks.window_of(window, kind)
+        if are_full:
+            kind = masks.full_form(kind)
         diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
@@ -301,4 +304,4 @@ class Choosing:
         """The kinds of call that ask the least of a backend, one of each dtype."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, device, switches, ""
-            yield self._situation((*key, *[False] * 8, "", "", False, False))
+            yield self._situation((*key, *[False] * 9, "", "", False, False))

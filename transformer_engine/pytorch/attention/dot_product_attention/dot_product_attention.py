@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import (
     policies,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+    check_dispatch,
     check_softcap,
     check_splits,
     check_tensors,
@@ -318,8 +319,9 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             The same with the sequence of the keys and `num_gqa_groups` heads.
         attention_mask : Tensor or pair of Tensor, optional
             bool, True: masked out. Padding types: [b, 1, 1, s], or a pair for queries and keys;
-            "arbitrary": broadcastable to [b, heads, queries, keys]. The other types read none, and
-            packed sequences neither: "no_mask" and causal types are the padding types there.
+            without one, and without lengths, all sequences are of full length. "arbitrary":
+            broadcastable to [b, heads, queries, keys]. The other types read none, and packed
+            sequences neither: "no_mask" and causal types are the padding types there.
         qkv_format : str, optional
             As of the constructor, for this call; or keys and values in another format than the
             queries: "sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd". Packed queries then have
@@ -409,6 +411,8 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             An option that is not there yet; `fp8_output` of attention in FP8 in `torch.export` or a
             transform of torch.func.
         """
+        if thd_attention_policy_dispatch != "auto":
+            check_dispatch(thd_attention_policy_dispatch)
         found_by = None
         if not torch.compiler.is_compiling():
             if qkv_layer is kv_layer is None:

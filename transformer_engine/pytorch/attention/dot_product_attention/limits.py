@@ -21,7 +21,8 @@ _NAME = "DotProductAttention"
 class Situation(NamedTuple):
     """A kind of call: what the choice of a backend depends on."""
 
-    kind: masks.MaskType  # as `masks.mask_type` gives it
+    kind: masks.MaskType
+    """As `masks.mask_type` gives it, but with padding where lengths or a mask of it are there."""
     window: tuple[int, int]  # as `masks.window_of` gives it
     bottom_right: bool  # as `masks.diagonal_of` gives it
     square: bool  # there are as many queries as keys
@@ -174,8 +175,6 @@ def limits_of(
             shift = _corner_shift(corner, tuple((~mask[:, 0, 0]).sum(-1) for mask in both))
         limits = limits._masked(both, shift)
     elif kind.padding:
-        if options.cu_seqlens_q is None and options.cu_seqlens_kv is None:
-            raise ValueError(f"{_NAME}: mask type {kind.name} needs attention_mask or cu_seqlens_q")
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
         lengths = masks.sequence_lengths(cumulative, batch, queries, keys)
         limits = limits.but(query_lengths=lengths[0], key_lengths=lengths[1])

@@ -78,6 +78,13 @@ def padding_form(kind: MaskType, label: str) -> MaskType:
     return MASK_TYPES["padding" if kind.name == "no_mask" else f"padding_{kind.name}"]
 
 
+def full_form(kind: MaskType) -> MaskType:
+    """The mask type without padding that attends what a type does in sequences of full length."""
+    if not kind.padding:
+        return kind
+    return MASK_TYPES[kind.name.removeprefix("padding").removeprefix("_") or "no_mask"]
+
+
 def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
     """The window (left, right) that applies to a mask type; right is 0 for a causal one.
 

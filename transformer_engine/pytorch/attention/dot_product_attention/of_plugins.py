@@ -43,10 +43,12 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     What the class runs of this library asks no plug-in.
     """
     query, key, value = (aligned(tensor) for tensor in heads.split())
-    mask, window = options.attn_mask_type, options.window_size
-    mask = core.attn_mask_type if mask is None else mask
+    name, window = options.attn_mask_type, options.window_size
+    kind = masks.mask_type(core.attn_mask_type if name is None else name)
     if qkv_format == "thd":
-        mask = masks.padding_form(masks.mask_type(mask), "qkv_format='thd'").name
+        kind = masks.padding_form(kind, "qkv_format='thd'")
+    elif not options.tells_lengths():
+        kind = masks.full_form(kind)
     biased = options.core_attention_bias_type == "alibi"
     slopes = options.alibi_slopes
     if biased and slopes is None:
@@ -63,7 +65,7 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
             cu_seqlens_kv=options.cu_seqlens_kv,
             max_seqlen_q=options.max_seqlen_q,
             max_seqlen_kv=options.max_seqlen_kv,
-            attn_mask_type=mask,
+            attn_mask_type=kind.name,
             window_size=core.window_size if window is None else window,
             alibi_slopes=slopes if biased else None,
         )

@@ -80,7 +80,10 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
     """The sums of lengths of queries and keys; one object where one stands for both."""
     of_queries, of_keys = options.cu_seqlens_q, options.cu_seqlens_kv
     if of_queries is None:
-        raise ValueError(f"{_NAME}: qkv_format='thd' needs cu_seqlens_q")
+        raise ValueError(
+            f"{_NAME}: cu_seqlens_q: None, with qkv_format='thd', which needs cu_seqlens_q: the "
+            "sums of the lengths, torch.int32 [batch + 1]"
+        )
     if of_keys is None:
         if queries != keys:
             raise ValueError(f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys")

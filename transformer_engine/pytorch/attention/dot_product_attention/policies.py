@@ -15,7 +15,6 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import masks
 from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.module.parameters import one_of
 
 __all__ = ["by_policy", "joined"]
 
@@ -40,8 +39,7 @@ def by_policy(
     NotImplementedError for a cache; ValueError or TypeError for policies that are none, or do not
     name each sequence once, and for what does not go with them.
     """
-    given, dispatch = options.thd_attention_policies, options.thd_attention_policy_dispatch
-    one_of(_NAME, ("auto", "grouped"), thd_attention_policy_dispatch=dispatch)
+    given = options.thd_attention_policies
     if options.inference_params is not None:
         raise NotImplementedError(
             f"{_NAME}: thd_attention_policies with inference_params: a cache has one mask type"

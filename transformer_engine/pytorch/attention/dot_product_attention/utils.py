@@ -106,7 +106,7 @@ class AttentionParams:
     `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
     "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`). With `fp8` the attention is in a region of
     ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
-    none, whichever is in force.
+    none, whichever is in force. A call of a padding type is one with lengths of its sequences.
 
     `qkv_dtype` is a dtype of FP8 where what is given is: quantized tensors (`qkv_type` is their
     class), or any in an attention in FP8; `nominal_dtype` is then what they stand for, bf16 where
@@ -224,7 +224,8 @@ def _situation_of(params: AttentionParams) -> Situation:
         mask = described(batch, 1, queries, keys)
     packed = layout_parts(params.qkv_layout)[0] == "thd"
     lead = _leads(params, packed)
-    sums = torch.zeros(batch + 1, dtype=torch.int32) if packed else None
+    told = packed or masks.mask_type(params.attn_mask_type).padding
+    sums = torch.zeros(batch + 1, dtype=torch.int32) if told else None
     options = AttentionOptions(
         mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
         core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
