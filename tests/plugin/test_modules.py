@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules run what the registry selects: in eager code, graphs, captures, recomputation."""
 
+import contextlib
 import copy
 import threading
 
@@ -187,6 +188,34 @@ def test_registered_between_forward_and_backward(device):
     assert recorded.calls == []
     module(x).sum().backward()
     assert recorded.ways == ["forward", "backward"]
+
+
+def globally(policy):
+    """A policy in force until the fixture resets it."""
+    plugin.set_global_policy(policy)
+    return contextlib.nullcontext()
+
+
+USES = {
+    "global": lambda: globally(plugin.SelectionPolicy(prefer="reference")),
+    "context": lambda: plugin.policy_context(plugin.SelectionPolicy(prefer="reference")),
+    "preference": lambda: plugin.with_preference("reference"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("reset_inside", [False, True])
+def test_a_policy_counts_where_there_was_no_manager(device, environment, use, reset_inside):
+    """Modules obey it from the next call on, whether one has run before, or the manager goes."""
+    plugin.reset_default_manager()
+    module, x = made("RMSNorm", device), data(device)
+    module(x)
+    with USES[use]():
+        if reset_inside:
+            plugin.reset_default_manager()
+        module(x)
+        assert te.plugin.counts() == {"rmsnorm_fwd/reference.torch": 1}
+    plugin.reset_default_manager()
 
 
 def test_unregistered_between_forward_and_backward(device):

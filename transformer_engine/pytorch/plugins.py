@@ -60,7 +60,9 @@ def find() -> None:
     that manager.
     """
     manager = sys.modules.get("transformer_engine.plugin.core.manager")
-    if getattr(manager, "_default", None) is not None or _are_wanted():
+    made = getattr(manager, "_default", None) is not None
+    policy = sys.modules.get("transformer_engine.plugin.core.policy")
+    if made or (policy is not None and policy.is_used()) or _are_wanted():
         from transformer_engine.plugin.core.manager import obey_default_manager
 
         obey_default_manager()

@@ -14,7 +14,7 @@ from transformer_engine.common.contexts import Context
 from transformer_engine.plugin.core.discovery import discover_others
 from transformer_engine.plugin.core.failures import NobodyError
 from transformer_engine.plugin.core.locks import ForkSafeLock
-from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy
+from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy, when_used
 from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
@@ -491,6 +491,7 @@ def get_default_manager() -> OpManager:
 
 
 get_manager = get_default_manager
+when_used(get_default_manager)
 
 
 def get_registry() -> OpRegistry:

@@ -3,7 +3,7 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -174,6 +174,27 @@ def policy_from_env() -> SelectionPolicy:
         raise ValueError(f"{config.TE_FL_PER_OP.name}: {error}") from None
 
 
+_make_manager: list[Callable[[], Any]] = []
+"""One, once the module of the manager is there."""
+
+
+def when_used(make_manager: Callable[[], Any]) -> None:
+    """Say what makes the manager of the process, without which modules obey no policy."""
+    _make_manager[:] = [make_manager]
+
+
+def is_used() -> bool:
+    """Whether a program has said, outside of the environment, how operators are chosen."""
+    made = PolicyManager._instance
+    return _core.policy_in_force() is not None or (made is not None and made._policy_is_set)
+
+
+def _scope(policy: SelectionPolicy) -> _core.Scope:
+    for make in _make_manager:
+        make()
+    return _core.Scope(policy)
+
+
 class PolicyManager:
     """The policy in force: that of this thread's context, else the global one.
 
@@ -186,6 +207,7 @@ class PolicyManager:
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._policy: SelectionPolicy | None = None
+        self._policy_is_set = False  # by a program, not the environment
         self._epoch = 0
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -217,14 +239,16 @@ class PolicyManager:
             raise TypeError(f"expected a SelectionPolicy, got {type(policy).__name__}")
         with self._lock:
             former = self.get_global_policy()
-            self._policy = policy
+            self._policy, self._policy_is_set = policy, True
+        for make in _make_manager:
+            make()
         self.bump_policy_epoch()
         return former
 
     def reset_global_policy(self) -> None:
         """Read the environment anew, at the next use."""
         with self._lock:
-            self._policy = None
+            self._policy, self._policy_is_set = None, False
         self.bump_policy_epoch()
 
     def get_policy_epoch(self) -> int:
@@ -278,26 +302,26 @@ def policy_context(policy: SelectionPolicy) -> _core.Scope:
     """Put a policy in force for this thread, inside ``with``; it may be entered again."""
     if not isinstance(policy, SelectionPolicy):
         raise TypeError(f"expected a SelectionPolicy, got {type(policy).__name__}")
-    return _core.Scope(policy)
+    return _scope(policy)
 
 
 def with_strict_mode() -> _core.Scope:
     """The policy in force now, strict, as `policy_context` does it."""
-    return _core.Scope(get_policy()._but(strict=True))
+    return _scope(get_policy()._but(strict=True))
 
 
 def with_preference(prefer: str) -> _core.Scope:
     """The policy in force now with another kind first, as `policy_context` does it."""
-    return _core.Scope(get_policy()._but(prefer=_prefer_of(prefer)))
+    return _scope(get_policy()._but(prefer=_prefer_of(prefer)))
 
 
 def with_allowed_vendors(*vendors: str) -> _core.Scope:
     """The policy in force now with these vendors alone, as `policy_context` does it."""
-    return _core.Scope(get_policy()._but(allow_vendors=names_of(vendors, "vendors")))
+    return _scope(get_policy()._but(allow_vendors=names_of(vendors, "vendors")))
 
 
 def with_denied_vendors(*vendors: str) -> _core.Scope:
     """The policy in force now without these vendors either, as `policy_context` does it."""
     policy = get_policy()
     denied = policy.deny_vendors | names_of(vendors, "vendors")
-    return _core.Scope(policy._but(deny_vendors=denied))
+    return _scope(policy._but(deny_vendors=denied))
