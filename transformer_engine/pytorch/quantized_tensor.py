@@ -385,8 +385,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, type(self)):
-            made = self._caster().make_empty(value.shape, dtype=value.dtype, device=value.device)
-            made._write(plain(value), self._caster())
+            caster = self._caster()
+            made = caster.make_empty(value.shape, dtype=value.dtype, device=value.device)
+            made = caster._taken(made, "make_empty")
+            made._write(plain(value), caster)
             value = made
         Tensor.data.__set__(self, value.detach())
         self._take(value._fields(), value.dtype)
