@@ -186,7 +186,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     @property
     def amax_reduction_group(self) -> Any:
-        """Ranks whose largest amax its quantizer takes; None: it takes its own."""
+        """The group over which its quantizer takes the largest amax; None: it was given none."""
         return getattr(self._quantizer, "amax_reduction_group", None)
 
     def float(self) -> Tensor:
