@@ -30,6 +30,45 @@ def test_a_quantizer_of_three_methods(device):
     assert_same_bits(made.add_(1).dequantize(), halves_of(y) + 1)
 
 
+def test_values_that_are_assigned(device):
+    """A parameter that is given plain values casts them, and those that come later."""
+    weight = torch.nn.Parameter(HalvesQuantizer()(torch.randn(4, 8, device=device)))
+    weight.main_grad = torch.zeros(4, 8, device=device)
+    for shape in ((4, 8), (2, 6)):
+        values = torch.randn(shape, device=device)
+        weight.data = values
+        assert type(weight) is Halves and weight.shape == shape
+        assert_same_bits(weight.detach().dequantize(), halves_of(values))
+        with torch.no_grad():
+            weight.copy_(2 * values)
+        assert_same_bits(weight.detach().dequantize(), halves_of(2 * values))
+    assert not hasattr(weight.detach().clone(), "main_grad")
+
+
+class Plain(HalvesQuantizer):
+    """What it makes is no quantized tensor."""
+
+    def quantize_impl(self, tensor):
+        return tensor.clone()
+
+    def make_empty(self, shape, **options):
+        return torch.zeros(shape)
+
+
+def test_what_is_no_quantized_tensor(device):
+    x = torch.randn(4, 16, device=device)
+    pair = te.HybridQuantizer(rowwise_quantizer=Plain(), columnwise_quantizer=current())
+    weight = Halves.of(x, torch.float32)
+    weight.update_quantizer(Plain())
+    for method, call in (
+        ("quantize_impl", lambda: Plain()(x)),
+        ("make_empty", lambda: pair(x)),
+        ("make_empty", lambda: setattr(weight, "data", x)),
+    ):
+        with pytest.raises(TypeError, match=f"Plain.{method}: it returned a Tensor, expected a Qu"):
+            call()
+
+
 def test_an_override_is_obeyed_wherever_it_casts(device):
     """By the call, by writes of torch, into a tensor; of bits that twice the values have."""
     quantizer, plain = Doubled(E4M3, device), current()

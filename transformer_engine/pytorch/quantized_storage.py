@@ -2,7 +2,7 @@
 """Storages: quantized data and how to read them, of which torch knows nothing.
 
 A format names its fields (`_TENSORS`, `_SETTINGS`) and says how they are read; a class of a program
-names none: then all its attributes are (`_names`).
+names none: then all attributes are that it has when this library first sees it (`_named`).
 """
 
 import functools
@@ -34,8 +34,8 @@ def _checked(function: Any) -> Any:
     """
 
     @functools.wraps(function)
-    def dequantize(self: Any, *, dtype: torch.dtype | None = None) -> Tensor:
-        made = function(self, dtype=dtype)
+    def dequantize(self: Any, *args: Any, **options: Any) -> Tensor:
+        made = function(self, *args, **options)
         label = f"{type(self).__name__}.dequantize: it returned"
         if not isinstance(made, Tensor) or hasattr(type(made), "_dequantized"):
             raise TypeError(f"{label} a {type(made).__name__}, expected a plain tensor")

@@ -186,7 +186,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     @property
     def amax_reduction_group(self) -> Any:
-        """Ranks whose largest amax its quantizer takes; None: it takes its own."""
+        """The group over which its quantizer takes the largest amax; None: it was given none."""
         return getattr(self._quantizer, "amax_reduction_group", None)
 
     def float(self) -> Tensor:
@@ -385,8 +385,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, type(self)):
-            made = self._caster().make_empty(value.shape, dtype=value.dtype, device=value.device)
-            made._write(plain(value), self._caster())
+            caster = self._caster()
+            made = caster.make_empty(value.shape, dtype=value.dtype, device=value.device)
+            made = caster._taken(made, "make_empty")
+            made._write(plain(value), caster)
             value = made
         Tensor.data.__set__(self, value.detach())
         self._take(value._fields(), value.dtype)

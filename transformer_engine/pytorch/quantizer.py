@@ -176,10 +176,7 @@ class Quantizer(QuantizerParts, abc.ABC):
         return made
 
     def _made(self, source: Tensor) -> Any:
-        """What `quantize_impl` of a program makes; it knows its quantizer, and a nominal dtype.
-
-        TypeError where that is no quantized tensor.
-        """
+        """What `quantize_impl` of a program makes; it knows its quantizer, and a nominal dtype."""
         outer = id(self) not in _THREAD.casting
         _THREAD.casting.add(id(self))
         try:
@@ -187,16 +184,24 @@ class Quantizer(QuantizerParts, abc.ABC):
         finally:
             if outer:
                 _THREAD.casting.discard(id(self))
+        made = self._taken(made, "quantize_impl")
+        if not isinstance(made, Tensor) and made._dtype is None:
+            made._dtype = source.dtype
+        return made
+
+    def _taken(self, made: Any, method: str) -> Any:
+        """What a method of a program returned; it knows its quantizer then.
+
+        TypeError where that is no quantized tensor.
+        """
         if not hasattr(type(made), "_dequantized"):
             raise TypeError(
-                f"{type(self).__name__}.quantize_impl: it returned a {type(made).__name__}, "
-                "expected a QuantizedTensor or a QuantizedTensorStorage"
+                f"{type(self).__name__}.{method}: it returned a {type(made).__name__}, expected a "
+                "QuantizedTensor or a QuantizedTensorStorage"
             )
         _ = made._TENSORS  # its attributes now are its fields: what is put on it later is none
         if made._quantizer is None:
             made._quantizer = self.copy()
-        if not isinstance(made, Tensor) and made._dtype is None:
-            made._dtype = source.dtype
         return made
 
     @constant_in_graphs

@@ -132,6 +132,7 @@ def is_made_by(tensor: Any, quantizer: Any) -> bool:
     if type(tensor._quantizer) is not type(quantizer) or not any(tensor.get_usages().values()):
         return False
     made = like.make_empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    made = like._taken(made, "make_empty")
     return type(made) is type(tensor) and made._kind() == tensor._kind()
 
 

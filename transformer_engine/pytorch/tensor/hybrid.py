@@ -477,9 +477,7 @@ class HybridQuantizer(Quantizer):
         part.internal = True
         part.set_usage(rowwise=form == "rowwise", columnwise=form == "columnwise")
         made = part.make_empty(shape, device=device, pin_memory=pin_memory)
-        if made._quantizer is None:  # of a class of a program
-            made._quantizer = part
-        return made
+        return part._taken(made, "make_empty")
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         row, column = into._rowwise_storage, into._columnwise_storage
