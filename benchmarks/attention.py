@@ -22,7 +22,7 @@ from transformer_engine.pytorch.device import prepare_device
 COLUMNS = [
     Column("operator", "operator", "<18s"),
     Column("format", "format", "<12s"),
-    Column("limit", "limit", "<7s"),
+    Column("scores", "scores", "<7s"),
     Column("shape", "b x s x h x d", "<17s"),
     Column("ms", "ms", ">9.4f"),
     Column("tflops", "TFLOP/s", ">9.4g"),
@@ -31,7 +31,7 @@ COLUMNS = [
     Column("claimed", "data sheet", ">10.4g"),
 ]
 NAMES = ("query", "key", "value")
-LIMITS: dict[str, dict[str, Any]] = {
+SCORES: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"window_right": 0}, "softcap": {"softcap": 50.0}
 }  # fmt: skip
 
@@ -88,7 +88,7 @@ def all_rows(machine: Machine, ceilings: Ceilings, effort: Effort) -> Iterator[d
         ("e4m3", E4M3, E4M3),
         ("e4m3, e5m2", E4M3, E5M2),
     ):
-        for limit, options in LIMITS.items():
+        for scores, options in SCORES.items():
             for operator, products in (("attention", 2), ("attention_backward", 5)):
                 if grads is E5M2 and operator == "attention":
                     continue  # the same call
@@ -97,11 +97,11 @@ def all_rows(machine: Machine, ceilings: Ceilings, effort: Effort) -> Iterator[d
                 step = make(scale=d**-0.5, **options)
                 seconds = min(machine.device_time(step, effort.calls) for _ in range(effort.turns))
                 work = 2.0 * products * batch * heads * tokens * tokens * d
-                rate = work * (0.5 if limit == "causal" else 1.0) / seconds
+                rate = work * (0.5 if scores == "causal" else 1.0) / seconds
                 ceiling = ceilings.fp8 if problem.fp8 else ceilings.high
                 claimed = ceilings.claimed_fp8 if problem.fp8 else ceilings.claimed_high
                 yield {
-                    "operator": operator, "format": name, "limit": limit,
+                    "operator": operator, "format": name, "scores": scores,
                     "shape": "x".join(map(str, shape)), "ms": seconds * 1e3,
                     "tflops": tera(rate), "ceiling": tera(ceiling),
                     "percent": 100 * rate / ceiling, "claimed": tera(claimed),

@@ -7,7 +7,8 @@ FP8 weights (delayed scaling, row-wise and column-wise: the weights of linear la
 The share is those bytes over the time, of the rate of a copy measured in the same turns. A norm
 reads its gradients once.
 
-The last table is the host's time for a step over many tiny parameters, the device idle before.
+The last table is the host's time for a step over many tiny parameters, the device idle before;
+its floor is to read the gradient of each.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ HOST_COLUMNS = [
     Column("parameters", "parameters", ">12d"),
     Column("us", "us a step", ">10.1f"),
     Column("each_ns", "ns for each", ">12.1f"),
+    Column("floor", "floor", ">8.1f"),
     Column("ratio", "of torch", ">9.3f"),
 ]
 TURNS = 7
@@ -160,14 +162,16 @@ def host_rows(machine: Machine) -> Iterator[dict[str, Any]]:
         steps[name] = make(given).step
         for _ in range(3):
             steps[name]()
+    steps["floor"] = lambda: [parameter.grad for parameter in given]
     measures = {name: lambda step=step: machine.host_time(step)[0] for name, step in steps.items()}
     found = alternate(measures, 3 if machine.quick else 5 * TURNS)
-    base = next(iter(found.values()))
+    base, floor = next(iter(found.values())), Figure.of(found.pop("floor")).median
     for name, times in found.items():
         median = Figure.of(times).median
         yield {
             "optimizer": name, "parameters": count, "us": median * 1e6,
-            "each_ns": median / count * 1e9, "ratio": ratio(times, base).median,
+            "each_ns": median / count * 1e9, "floor": floor / count * 1e9,
+            "ratio": ratio(times, base).median,
         }  # fmt: skip
 
 
