@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import RECIPES, assert_same_bits
 from pytorch.layer_ways import (
     DROPS,
     FUSED,
@@ -58,7 +58,9 @@ def test_a_residual_in_fp32(device, kind, recipe, norms):
     layer = with_norms_in(make_layer(device, BF16, **LAYERS[kind]), norms)
     found = assert_ways_agree(layer, given_to(layer, F32, BF16), recipe=recipe)
     behind = BF16 if kind == "post norm" else F32
-    assert found[0]["outputs"][0].dtype is behind
+    out = found[0]["outputs"][0]
+    assert out.dtype is behind
+    assert behind is BF16 or not torch.equal(out.to(BF16).float(), out)  # nothing has rounded it
     assert found[0]["inputs"]["hidden_states"].dtype is F32
     assert all(grad is None or grad.isfinite().all() for grad in found[0]["inputs"].values())
 
@@ -68,6 +70,29 @@ def test_a_residual_in_fp32(device, kind, recipe, norms):
 def test_norms_in_fp32(device, kind, recipe):
     layer = with_norms_in(make_layer(device, BF16, **LAYERS[kind]), F32)
     assert_ways_agree(layer, given_to(layer, BF16, BF16), recipe=recipe)
+
+
+@pytest.mark.parametrize("how", ["packed", "lengths", "turned", "kept weight", "quantized"])
+def test_a_residual_in_fp32_beside_others(device, how):
+    """What else a call may come with: the same way, to the same bits."""
+    options, given, recipe = {}, {}, None
+    sums = torch.tensor([0, 5, 2 * LENGTH], dtype=torch.int32, device=device)
+    if how == "packed":
+        options = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal"}
+        given = {"cu_seqlens_q": sums, "max_seqlen_q": 7}
+    elif how == "lengths":
+        options = {"self_attn_mask_type": "padding"}
+        given = {"cu_seqlens_q": sums.clamp(max=LENGTH + 4)}
+    elif how == "turned":
+        given = {"rotary_pos_emb": te.RotaryPositionEmbedding(8).to(device)(LENGTH)}
+    else:
+        recipe = "current"
+        given = {"is_first_microbatch": True} if how == "kept weight" else {}
+    made_as = te.quantized_model_init(how == "quantized", recipe=RECIPES["current"]())
+    with made_as:
+        layer = make_layer(device, BF16, **FUSED, **options)
+    given["hidden_states"] = states(layer, dtype=F32)
+    assert_ways_agree(with_norms_in(layer, F32), given, recipe=recipe)
 
 
 def test_the_norm_of_the_output_in_fp32(device):
