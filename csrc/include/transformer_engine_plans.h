@@ -198,7 +198,8 @@ typedef enum te_node_kind {
                             keys, offsets of queries, of keys, sink, slopes */
     TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied.
                             Two in a row that turn the same tokens are one stage */
-    TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual */
+    TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual; x and residual in the dtype of the output, or
+                            of any other where that is f32 */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
     TE_NODE_KINDS
 } te_node_kind;

@@ -2,6 +2,8 @@
  *
  * node_dropout.c - output = residual + drop_path(dropout(x + bias)) as a node. The gradient of the
  * residual is that of the output, and so is that of x where nothing is dropped: no copy is made.
+ * An output in fp32 may be that of 16-bit terms (what a branch adds to a residual in fp32): the
+ * operator has one dtype, so these are converted before it, and their gradients behind it.
  */
 #include "core/status.h"
 #include "layer/build.h"
@@ -20,14 +22,54 @@ static void set_numbers(te_build *build, te_stage *stage, const te_node_desc *no
     }
 }
 
+static int is_converted(const te_build *build, const te_node_desc *node, int32_t value)
+{
+    return te_value(build, value)->dtype != te_value(build, node->output)->dtype;
+}
+
+static void convert(te_build *build, int32_t n, const char *name, int32_t from, int32_t to)
+{
+    te_stage *stage = te_add(build, n, te_node(build, n)->name, name, TE_OP_CAST);
+    te_use_as(build, stage, "input", from);
+    te_use_as(build, stage, "output", to);
+}
+
+/* Scratch in the dtype of the output. */
+static int32_t converted(te_build *build, int32_t n, te_operand_role role)
+{
+    return te_get(build, TE_LINK_WIDE, te_operand_of(n, role));
+}
+
+/* A value that is added, in the dtype of the output. */
+static int32_t term(te_build *build, int32_t n, int32_t value, te_operand_role role,
+                    const char *name)
+{
+    const te_node_desc *node = te_node(build, n);
+    int32_t given, wide;
+    if (value < 0) return TE_NO_BUFFER;
+    given = te_wide(build, value, node->name, name);
+    if (!is_converted(build, node, value)) return given;
+    wide = converted(build, n, role);
+    convert(build, n, role == TE_INPUT_OPERAND ? "convert_input" : "convert_residual", given, wide);
+    return wide;
+}
+
+/* The gradient of a value that is `grad`, but for its dtype. */
+static void pass(te_build *build, int32_t n, int32_t value, int32_t grad, const char *name)
+{
+    if (is_converted(build, te_node(build, n), value))
+        convert(build, n, name, grad, te_grad_target(build, value));
+    else
+        te_grad_pass(build, value, grad);
+}
+
 static void forward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
-    int32_t input = te_wide(build, node->inputs[0], node->name, "dropout_input"), residual;
+    int32_t input = term(build, n, node->inputs[0], TE_INPUT_OPERAND, "dropout_input"), residual;
     te_stage *stage;
-    residual = node->inputs[2] < 0 ? TE_NO_BUFFER
-                                   : te_wide(build, node->inputs[2], node->name, "residual");
+    residual = term(build, n, node->inputs[2], TE_OUTPUT_OPERAND, "residual");
     stage = te_add(build, n, node->name, "dropout_add", TE_OP_DROPOUT_ADD);
     te_use_as(build, stage, "input", input);
     te_use_value(build, stage, "bias", node->inputs[1]);
@@ -41,11 +83,12 @@ static void backward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int32_t x = node->inputs[0], residual = node->inputs[2];
-    int32_t grad, bias_grad;
+    int32_t grad, bias_grad, dropped = TE_NO_BUFFER;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
     bias_grad = te_parameter_grad(build, node->inputs[1]);
-    if (residual >= 0 && build->values[residual].needs_grad) te_grad_pass(build, residual, grad);
+    if (residual >= 0 && build->values[residual].needs_grad)
+        pass(build, n, residual, grad, "convert_grad_residual");
     if (bias_grad != TE_NO_BUFFER || (drops(node) && build->values[x].needs_grad)) {
         int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
         te_stage *stage = te_add(build, n, node->name, "dropout_backward", TE_OP_DROPOUT_BACKWARD);
@@ -53,12 +96,24 @@ static void backward(te_build *build, int32_t n)
         te_use_as(build, stage, "rng", rng);
         te_use_as(build, stage, "bias_grad", bias_grad);
         if (drops(node) && build->values[x].needs_grad) {
-            int32_t target = te_grad_target(build, x);
-            te_use_as(build, stage, "grad_input", target);
+            dropped = is_converted(build, node, x) ? converted(build, n, TE_INPUT_OPERAND)
+                                                   : te_grad_target(build, x);
+            te_use_as(build, stage, "grad_input", dropped);
         }
         set_numbers(build, stage, node);
     }
-    if (!drops(node) && build->values[x].needs_grad) te_grad_pass(build, x, grad);
+    if (!build->values[x].needs_grad) return;
+    if (!drops(node))
+        pass(build, n, x, grad, "convert_grad_input");
+    else if (is_converted(build, node, x))
+        convert(build, n, "convert_grad_input", dropped, te_grad_target(build, x));
+}
+
+/* Whether all values of a term are some of the output. */
+static int holds(const te_value_desc *y, const te_value_desc *term)
+{
+    return term->dtype == y->dtype ||
+           (y->dtype == TE_DTYPE_F32 && te_dtype_is_high_precision((te_dtype)term->dtype));
 }
 
 static te_status check(const te_graph_desc *graph, int32_t n)
@@ -78,10 +133,10 @@ static te_status check(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "dropout + add: drop path, but %s has no leading dims",
                        y->name);
     }
-    if (x->shape[1].add == y->shape[1].add && x->dtype == y->dtype && r->dtype == y->dtype &&
-        r->ndim == 2 && r->shape[1].add == y->shape[1].add &&
-        r->shape[0].symbol == y->shape[0].symbol && r->shape[0].add == y->shape[0].add &&
-        r->shape[0].multiply == y->shape[0].multiply && r->shape[0].align == y->shape[0].align) {
+    if (x->shape[1].add == y->shape[1].add && holds(y, x) && holds(y, r) && r->ndim == 2 &&
+        r->shape[1].add == y->shape[1].add && r->shape[0].symbol == y->shape[0].symbol &&
+        r->shape[0].add == y->shape[0].add && r->shape[0].multiply == y->shape[0].multiply &&
+        r->shape[0].align == y->shape[0].align) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID, "dropout + add: %s, %s and %s of different shapes or dtypes",

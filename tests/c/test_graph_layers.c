@@ -84,6 +84,30 @@ static void stream(graph *g)
     }
 }
 
+/* Sums in fp32 of terms in the dtype of the graph: of either one, and of both. */
+static void stream_in_f32(graph *g)
+{
+    const te_dtype narrow = g->dtype;
+    int32_t x, a, b, c, d, e, f, y;
+    g->dtype = TE_DTYPE_F32;
+    x = graph_input(g, "x", WIDTH);
+    c = rows_of(g, "c", 0, WIDTH);
+    e = rows_of(g, "e", 0, WIDTH);
+    f = rows_of(g, "f", 0, WIDTH);
+    y = rows_of(g, "y", TE_VALUE_RESULT, WIDTH);
+    g->dtype = narrow;
+    a = rows_of(g, "a", 0, WIDTH);
+    b = rows_of(g, "b", 0, WIDTH);
+    d = rows_of(g, "d", 0, WIDTH);
+    (void)graph_norm(g, TE_NORM_LAYERNORM, "one_", x, a);
+    (void)graph_linear(g, "one_", a, b, 0);
+    add_dropout(g, "add_", b, x, c, 1);
+    (void)graph_norm(g, TE_NORM_RMSNORM, "two_", c, d);
+    add_dropout(g, "narrow_residual_", c, b, e, 0);
+    add_dropout(g, "both_narrow_", d, b, f, 1);
+    add_dropout(g, "last_", e, f, y, 0);
+}
+
 static void drop_paths(graph *g)
 {
     static const double numbers[][2] = {{0, 0.5}, {0.3, 0.5}, {1, 0}, {0, 1}};
@@ -127,10 +151,11 @@ static void attention_of_inputs(graph *g)
 
 static void check_parts(void)
 {
-    static void (*const chosen[])(graph *) = {
-        both_are_inputs, the_same_twice,         residual_is_a_result,
-        read_thrice,     activations_around,     stream,
-        drop_paths,      attention_of_attention, attention_of_inputs};
+    static void (*const chosen[])(graph *) = {both_are_inputs,        the_same_twice,
+                                              residual_is_a_result,   read_thrice,
+                                              activations_around,     stream,
+                                              stream_in_f32,          drop_paths,
+                                              attention_of_attention, attention_of_inputs};
     const te_sizes some = sizes_of(3, 4, 0, 0), none = sizes_of(3, 0, 0, 0);
     static graph g;
     for (unsigned i = 0; i < 4 * sizeof chosen / sizeof chosen[0]; i++) {

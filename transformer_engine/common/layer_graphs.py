@@ -155,18 +155,39 @@ def layer_graph(spec: LayerSpec) -> Graph:
             for i, (prefix, (norm, flags)) in enumerate(zip(_NORMED, branch.norms, strict=False))
         )
         given.append(_Given(calls, bias, *tensors, norms))
-    y = graph.value("output", last.output, (ROWS, last.out_features), RESULT)
+    y = graph.value("output", _streams(spec)[-1], (ROWS, last.out_features), RESULT)
     _add_branches(graph, spec, given, x, y)
     return graph
 
 
+def _sum_dtype(*terms: int) -> int:
+    """The dtype of a sum: that of all its terms, or fp32."""
+    return terms[0] if len({*terms}) == 1 else _core.DTYPE_F32
+
+
+def _streams(spec: LayerSpec) -> list[int]:
+    """The dtype of the residual stream behind each branch; the last one is that of the result."""
+    found, stream = [], spec.branches[0].calls[0].parts[0].input
+    made = [branch.calls[-1].parts[-1].output for branch in spec.branches]
+    if spec.parallel is not None:
+        return [_sum_dtype(_sum_dtype(*made), stream)]
+    for branch, output in zip(spec.branches, made, strict=True):
+        first = branch.calls[0]
+        if branch.residual_is_norm and first.norm is not None:
+            stream = first.parts[0].output
+        stream = output if branch.add is None else _sum_dtype(output, stream)
+        found.append(stream)
+    return found
+
+
 def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) -> None:
     """Add the nodes of all branches, from `x` to `y`."""
-    dtype, features = graph.values[y][2], graph.values[y][4][1]
+    dtypes, features = _streams(spec), graph.values[y][4][1]
     owner, made, stream = 0, [], x
     attention = sum(len(branch.calls) for branch in spec.branches)  # behind all modules
     for i, (branch, tensors) in enumerate(zip(spec.branches, given, strict=True)):
         alone = branch.add is None and spec.parallel is None
+        dtype = branch.calls[-1].parts[-1].output
         out = y if alone else graph.value(f"{branch.name}branch", dtype, (ROWS, features))
         normed = _add_branch(graph, branch, tensors, (stream, out), (owner, attention))
         owner += len(branch.calls)
@@ -175,10 +196,13 @@ def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) ->
         if branch.add is not None:
             last = i == len(spec.branches) - 1
             residual = normed if branch.residual_is_norm else stream
-            after = y if last else graph.value(f"{branch.name}output", dtype, (ROWS, features))
+            after = y
+            if not last:
+                after = graph.value(f"{branch.name}output", dtypes[i], (ROWS, features))
             _add(graph, branch.name, branch.add, (out, tensors.bias, residual), after)
             stream = after
     if spec.parallel is not None:
+        dtype = _sum_dtype(*(graph.values[each][2] for each in made))
         both = graph.value("branches", dtype, (ROWS, features))
         _add(graph, "sum_", AddSpec(), (made[0], -1, made[1]), both)
         _add(graph, "", spec.parallel, (both, -1, x), y)

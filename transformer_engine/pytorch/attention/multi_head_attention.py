@@ -343,8 +343,13 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         """Whether there may be plans for it."""
         return inp.dim() == (2 if self.qkv_format == "thd" else 3)
 
-    def _attending(self, inp: Tensor, options: AttentionOptions) -> Attending | None:
-        """How a call attends as part of a layer; None where it has to call its modules."""
+    def _attending(
+        self, inp: Tensor, options: AttentionOptions, dtype: torch.dtype
+    ) -> Attending | None:
+        """How a call attends, over heads of a dtype, as part of a layer.
+
+        None where it has to call its modules.
+        """
         core, key = self._modules["core_attention"], None
         in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"])
         if options.without_tensors() and type(core.window_size) is not list:
@@ -353,7 +358,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
-                core.return_max_logit, inp.dtype, inp.device, sink_of(core),
+                core.return_max_logit, dtype, inp.device, sink_of(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
                 in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
@@ -364,7 +369,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             if known is not None:
                 core.__dict__["_ran"] = known.choice
                 return known
-        found = self._find_way(core, inp, options)
+        like = inp  # of which shape, dtype and device are read
+        if inp.dtype is not dtype:
+            like = inp.new_empty(1, dtype=dtype).expand(inp.shape)
+        found = self._find_way(core, like, options)
         if key is not None and found is not None and found.constant:
             found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
         return found

@@ -98,6 +98,10 @@ class LayerCalls:
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
         self._places, self._held = quantized.apart(tuple(self._find_places()))
+        self._weights = tuple(  # where a weight stands whose dtype the heads of an attention have
+            None if branch.attention is None else _weight_of(branch.modules[0])
+            for branch in branches
+        )
         self._caches = all(module.cache_weights for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
@@ -199,18 +203,18 @@ class LayerCalls:
 
         None where the layer has to call its modules.
         """
-        key, tensors = situation_of(state, inp, self._places)
+        key, tensors = situation_of(state, inp, self._places, True)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, state)
         if key is None or not layer._is_planned(inp) or dispatch_modes():
             return None
         attending: list[Attending | None] = []
         key, attended = (key, layer._layer_key()), ()
-        for branch, given in zip(self.branches, options, strict=True):
+        for branch, weight, given in zip(self.branches, self._weights, options, strict=True):
             how = None
-            if branch.attention is not None:
+            if weight is not None:
                 attends = layer._modules[branch.attention] if branch.attention else layer
-                how = attends._attending(inp, given)
+                how = attends._attending(inp, given, weight[0].get(weight[1], inp).dtype)
                 if how is None:
                     return None
                 key, attended = (*key, how.key), (*attended, *how.tensors)
@@ -292,30 +296,36 @@ class LayerCalls:
     ) -> list[list[ModuleCall]] | None:
         """The calls that the modules of each branch would make; None where one can not be joined.
 
-        Nothing has run yet, so each gets a tensor without rows that requires a gradient where its
-        input will.
+        Nothing has run yet, so each gets a tensor without rows, of the dtype of its input, that
+        requires a gradient where its input will.
         """
         gradients = torch.is_grad_enabled()
-        stream = gradients and inp.requires_grad
+        stream, dtype = gradients and inp.requires_grad, inp.dtype
         calls = []
         for branch, how in zip(self.branches, attending, strict=True):
-            wanted, found = stream, []
+            wanted, of_input, found = stream, dtype, []
             channels = how.spec().slices[0][1] if branch.norms else 0
-            if not all(norm.serves(channels, inp.dtype) for norm in branch.norms):
+            heads = _made_in(branch.modules[0])
+            if not all(norm.serves(channels, heads) for norm in branch.norms):
                 return None
             for i, module in enumerate(branch.modules):
                 given = wanted
                 if i == 1 and len(branch.modules) == 3:
+                    of_input = how.tensors[0].dtype
                     given = gradients and how.tensors[0].requires_grad
                 if i == len(branch.modules) - 1:
+                    of_input = heads if i > 0 else dtype
                     wanted = given = wanted or (gradients and _want_gradients(branch.norms))
-                call = _call_of(module, inp, given, first)
+                like = torch.empty(0, module._sizes()[0][0], dtype=of_input, device=inp.device)
+                call = _call_of(module, like.requires_grad_(given), first)
                 if call is None:
                     return None
                 found.append(call)
                 wanted = wanted or call.plans.backward is not None
             if made.parallel is None:
                 stream = wanted
+                residual = heads if made.residual_is_norm else dtype
+                dtype = torch.promote_types(residual, _made_in(branch.modules[-1]))
             calls.append(found)
         return calls
 
@@ -396,17 +406,24 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
-def _call_of(
-    module: ComposedModule, like: Tensor, wants_grad: bool, first: bool | None
-) -> ModuleCall | None:
+def _weight_of(module: ComposedModule) -> tuple[dict, str]:
+    """Where the first weight of a module stands."""
+    return module._parameters, module.weight_names[0]
+
+
+def _made_in(module: ComposedModule) -> torch.dtype:
+    """The dtype of what a module makes, but in `torch.autocast`: that of its weights."""
+    return module._part_tensors()[0].weights[0].dtype
+
+
+def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
     region = module._region(False)
     if region.replay is not None or region.record:
         return None
-    given = torch.empty(0, module._sizes()[0][0], dtype=like.dtype, device=like.device)
-    tensors, owners = module._promote(given.requires_grad_(wants_grad), region.recipe)
+    tensors, owners = module._promote(given, region.recipe)
     module._find_present(tensors.flat())
     if module._present is None:  # some are no parameters of its own
         return None
