@@ -55,7 +55,7 @@ static int is_from_corner(const te_attention_problem *p)
 }
 
 static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
-                               const te_tensor *statistics)
+                               float softcap, const te_tensor *statistics)
 {
     const int64_t d_k = p->query.shape[3], d_v = p->value.shape[3], vector = vector_of(&p->query);
     const te_tensor *const tensors[] = {&p->query, &p->key, &p->value};
@@ -78,6 +78,8 @@ static te_status check_problem(const char *op, te_context *context, const te_att
     if (te_attention_is_fp8(p) && te_attention_is_packed(p)) {
         return UNSUPPORTED("%s: packed sequences in FP8", op);
     }
+    /* On an H100 cuDNN 9.19 builds it, and computes something else. */
+    if (te_attention_is_fp8(p) && softcap > 0.0F) return UNSUPPORTED("%s: a softcap in FP8", op);
     if (te_attention_is_fp8(p) && p->dropout > 0.0F) {
         return UNSUPPORTED("%s: dropout in FP8", op);
     }
@@ -127,7 +129,7 @@ te_status te_cuda_attention_supports(void *self, te_context *context, const void
     const te_attention_args *args = args_;
     const te_tensor *const tensors[] = {&args->output};
     (void)self;
-    TE_TRY(check_problem("attention", context, &args->problem, &args->statistics));
+    TE_TRY(check_problem("attention", context, &args->problem, args->softcap, &args->statistics));
     if (te_tensor_requested(&args->top)) {
         return UNSUPPORTED("attention: the largest scores: cuDNN's kernels do not write them");
     }
@@ -143,7 +145,7 @@ te_status te_cuda_attention_backward_supports(void *self, te_context *context, c
     const te_tensor *grad = &args->grad_bias;
     int64_t dense = 1;
     (void)self;
-    TE_TRY(check_problem(name, context, &args->problem, &args->statistics));
+    TE_TRY(check_problem(name, context, &args->problem, args->softcap, &args->statistics));
     TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
     TE_TRY(check_fp8_backward(name, args));
     if (!te_tensor_requested(grad)) return TE_OK;

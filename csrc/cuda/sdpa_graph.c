@@ -519,8 +519,7 @@ static void write_fp8_backward(writer *w)
     multiply(w, grad_output, keys_at(w, TE_SDPA_VALUE, &key->value, key->d_v, 1), grads,
              w->lengths.queries, w->lengths.keys, NULL);
     grads = scaled(w, grads, TE_SDPA_GRAD_OUTPUT_INVERSE, TE_SDPA_VALUE_INVERSE);
-    grads = uncapped(w, multiplied(w, subtracted(w, grads, sums), weights));
-    grads = multiplied(w, grads, w->scale);
+    grads = multiplied(w, multiplied(w, subtracted(w, grads, sums), weights), w->scale);
     grads = cast(w, grads, TE_SDPA_GRAD_SCORES_SCALE, TE_SDPA_GRAD_SCORES_AMAX, w->grad_dtype);
     multiply_cast(w, grads, keys_again(w),
                   queries_at(w, TE_SDPA_GRAD_QUERY, &key->grad_query, key->d_k), &of_query,

@@ -404,8 +404,8 @@ typedef struct te_attention_problem {
  * sink: where it attends no key (its output is 0) -Inf, or the sink, and NaN where its output is
  * NaN. On CUDA cuDNN's kernels run it: f16 and bf16 on compute capability 9.0, heads of multiples
  * of 8 channels up to 256 that begin at 16 bytes and share no memory, statistics at 16 bytes, no
- * largest scores, and slopes that all sequences share, from the diagonal that begins in the top
- * left corner; the random numbers of its dropout are cuDNN's. */
+ * largest scores, no softcap in FP8, and slopes that all sequences share, from the diagonal that
+ * begins in the top left corner; the random numbers of its dropout are cuDNN's. */
 typedef struct te_attention_args {
     size_t size;
     te_attention_problem problem;

@@ -31,8 +31,8 @@ WINDOWS = {
     "full": {},
     "causal": {"window_right": 0},
     "window": {"window_left": 9, "diagonal": 3},
-    "softcap": {"softcap": 0.8},
 }
+LIMITS = WINDOWS | {"softcap": {"softcap": 0.8}}  # the last one is refused on CUDA
 
 
 def operands_of(rng, shape):
@@ -57,8 +57,8 @@ def problem(rng, name, window):
     """(operands, definition, options of a call) of a shape and a window."""
     shape = SHAPES[name]
     operands, scale = operands_of(rng, shape), shape[5] ** -0.5
-    may = may_of(shape, WINDOWS[window])
-    options = WINDOWS[window]
+    options = LIMITS[window]
+    may = may_of(shape, options)
     definition = Definition(operands, scale, may, softcap=options.get("softcap", 0.0))
     return operands, definition, {"scale": scale, **options}
 
@@ -68,7 +68,7 @@ def flips(exact, dtype):
     return tol("recast", dtype) * (1 + exact.shape[-1]) / exact.numel() + tol("sum", F32, 512)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", LIMITS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_cast_is_where_it_belongs(rng, name, window):
     """On the CPU, against float64 with each cast written out: what differs lies at a boundary."""
@@ -87,7 +87,7 @@ def test_every_cast_is_where_it_belongs(rng, name, window):
 
 
 @pytest.mark.parametrize("grads", GRADS)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", LIMITS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_cast_where_they_should(rng, name, window, grads):
     operands, definition, options = problem(rng, name, window)
@@ -136,8 +136,7 @@ def test_gradients(device, rng, window, grads, queries, keys, lay_out):
     """In 128 channels, which cuDNN's kernel has: against the definition without its casts."""
     shape, scale = (2, queries, keys, 4, 2, 128, 128), 128**-0.5
     operands = operands_of(rng, shape)
-    cap = WINDOWS[window].get("softcap", 0.0)
-    definition = Definition(operands, scale, may_of(shape, WINDOWS[window]), softcap=cap)
+    definition = Definition(operands, scale, may_of(shape, WINDOWS[window]))
     operands = [Quantized(lay_out(x.data), x.scales) for x in operands]
     call = Call(device, operands, scale=scale, **WINDOWS[window])
     output = call.forward().to("cpu")
@@ -214,14 +213,18 @@ def test_packed_sequences_are_a_padded_batch(rng):
 
 @pytest.mark.gpu
 def test_refused_on_a_gpu(rng):
-    """What cuDNN's kernels end a process with."""
+    """What cuDNN's kernels end a process with, or compute otherwise."""
     operands = operands_of(rng, (1, 40, 40, 2, 2, 128, 128))
     starts = torch.tensor([0, 15, 40], dtype=torch.int32, device="cuda")
     packed = {
         "query_offsets": starts, "key_offsets": starts, "max_queries": 25, "max_keys": 25,
     }  # fmt: skip
     drops = {"dropout": 0.1, "rng": pair_on("cuda", new_pair(rng))}
-    for options, text in ((packed, "packed sequences in FP8"), (drops, "dropout in FP8")):
+    for options, text in (
+        (packed, "packed sequences in FP8"),
+        (drops, "dropout in FP8"),
+        ({"softcap": 0.8}, "a softcap in FP8"),
+    ):
         call = Call("cuda", operands, scale=0.2, **options)
         if "query_offsets" in options:
             call.statistics = torch.empty(1, 40, 2, device="cuda")

@@ -224,12 +224,13 @@ def test_kernels_attention(results):
     assert sizes["cache_gather", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
 
 
-def test_attention(results):
+def test_attention(results, device):
     """The forward once, the gradient in each format; of all, causal and capped scores."""
     rows = only_table(results, "attention")
     ran = [(row["operator"], row["format"], row["scores"]) for row in rows]
     formats = {"attention": 2, "attention_backward": 3}
-    assert len(ran) == len(set(ran)) == 3 * sum(formats.values())
+    capped = sum(formats.values()) if device == "cpu" else 2  # in FP8 it is refused on CUDA
+    assert len(ran) == len(set(ran)) == 2 * sum(formats.values()) + capped
     for row in rows:
         assert positive(row, "ms", "tflops", "ceiling", "percent")
 

@@ -326,9 +326,6 @@ static void check_fp8(void)
     key = fp8(4, 4, 128, TE_DTYPE_E4M3);
     key.keeps_statistics = 0;
     compile("fp8, no statistics", key, 0);
-    key = fp8(4, 4, 128, TE_DTYPE_E4M3);
-    key.softcap = 50.0F;
-    check("fp8, softcap", key);
 }
 
 int main(void)

@@ -63,6 +63,7 @@ def situations():
                 yield of._replace(fp8=True, by_mask=kind.padding, one_query=not kind.padding)
                 yield of._replace(fp8=True, softmax="learnable", max_logit=not square)
                 yield of._replace(fp8=True, max_logit=True)
+                yield of._replace(fp8=True, softcap=True)
                 yield of._replace(fp8=True, packed=kind.padding, drops=not kind.padding)
             if bias == "no_bias" and window is None:
                 yield of._replace(softmax="off-by-one")

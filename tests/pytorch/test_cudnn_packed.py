@@ -14,6 +14,7 @@ from attention_reference import allowed, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, captured
+from pytorch.test_cudnn_attention import SHARING
 from tols import BF16, EPS, F16, tol
 
 from transformer_engine import _core
@@ -205,7 +206,7 @@ def test_dropout(groups, limits, rng):
     ]
     count = sum(each.numel() for each in kept)
     rate = sum(float(each.sum()) for each in kept) / count
-    deviation = math.sqrt(probability * (1 - probability) / count)
+    deviation = math.sqrt(probability * (1 - probability) / (count / SHARING))
     assert abs(rate - (1 - probability)) < 5 * deviation
     tensors, grad, grads = problem(sides, (4, groups, 64, 64), BF16)
     limits = {"scale": 0.125, **limits}

@@ -11,7 +11,15 @@ from attention_reference import slope_bias, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits, captured
-from pytorch.test_cudnn_attention import CHANNELS, HEADS, allowed, heads, some_heads, some_limits
+from pytorch.test_cudnn_attention import (
+    CHANNELS,
+    HEADS,
+    allowed,
+    heads,
+    products,
+    some_heads,
+    some_limits,
+)
 from tols import BF16, EPS, F16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -66,7 +74,7 @@ class Problem:
 
     def scores(self, query, key):
         """[batch, heads, queries, keys], of tensors by heads."""
-        scores = self.scale * (query @ key.mT)
+        scores = products(query, key, self.scale, self.limits.get("softcap", 0.0))
         if self.slopes is not None:
             of = slope_bias(self.slopes.cpu(), self.sizes, diagonals(self.limits, self.sizes))
             scores = scores + of.to(scores.dtype)

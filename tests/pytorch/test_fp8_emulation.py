@@ -115,6 +115,7 @@ def beyond(device):
             {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias},
         ),
         "alibi": ({"attn_mask_type": "causal"}, {"core_attention_bias_type": "alibi"}),
+        "softcap": ({"attn_mask_type": "no_mask", "softcap": 0.5}, {}),  # on CUDA
         "sink": ({"attn_mask_type": "no_mask", "softmax_type": "off-by-one"}, {}),
         "score_mod": (
             {"attn_mask_type": "no_mask"},

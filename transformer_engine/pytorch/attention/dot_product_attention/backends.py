@@ -157,6 +157,11 @@ FEATURES: tuple[Feature, ...] = (
         {"cudnn": "the kernel of cuDNN 9.19 reads memory that is not its own"},
     ),
     Feature(
+        "softcap in FP8",
+        lambda s: s.fp8 and s.softcap,
+        {"cudnn": "the kernel of cuDNN 9.19 computes something else"},
+    ),
+    Feature(
         "fp32",
         lambda s: s.dtype is torch.float32,
         {"cudnn": "cuDNN's kernels take fp16 and bf16"},
