@@ -293,6 +293,20 @@ def test_a_graph_of_each_selection(device):
     assert_bits(step(compiled, x)[0], first[0])
 
 
+@pytest.mark.parametrize("name", ["LayerNormMLP", "gated"])
+def test_compiled_by_the_reference(device, name):
+    """Whose gradients are those of autograd, inside of the operators of a graph."""
+    module, x = made(name, device), data(device)
+    with plugin.with_preference("reference"):
+        wanted = step(module, x)
+        asked = plugins.counts()
+        torch._dynamo.reset()
+        found = step(torch.compile(module, backend="aot_eager"), x)
+    assert asked and plugins.counts() == {name: 2 * count for name, count in asked.items()}
+    for each, expected in zip(found, wanted, strict=True):
+        assert_bits(each, expected)
+
+
 def test_without_gradients(device):
     recorded = Recorded().register()
     module, x = made("RMSNorm", device), data(device)

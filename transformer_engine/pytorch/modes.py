@@ -246,6 +246,27 @@ def _pop_again(count: int) -> None:
         _pop_mode()
 
 
+def with_autograd(function: Callable) -> Callable:
+    """Let operators inside of a function be differentiated, inside of a custom operator, too.
+
+    A torch operator, which is what a compiled graph calls, runs below autograd: without this what
+    the function differentiates by ``torch.autograd.grad`` would have no graph (decorator).
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_excluded(_AUTOGRAD):
+            return function(*args, **kwargs)
+        with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
 def in_own_dtypes(function: Callable) -> Callable:
     """Have a function compute in the dtypes of its arguments, in regions of `torch.autocast`, too.
 

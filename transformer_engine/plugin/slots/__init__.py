@@ -140,12 +140,13 @@ def _slot(run: Callable, asked: str) -> Callable:
     to, a note says who was asked.
     """
     from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-    from transformer_engine.pytorch.modes import any_autocast, in_own_dtypes
+    from transformer_engine.pytorch.modes import any_autocast, in_own_dtypes, with_autograd
     from transformer_engine.pytorch.plugins import native
 
     run_in_autocast = in_own_dtypes(run)
 
     @native
+    @with_autograd
     def slot(fields: Mapping[str, Any]) -> Any:
         try:
             return run_in_autocast(fields) if any_autocast() else run(fields)
