@@ -47,9 +47,9 @@ te_status te_check_softmax_backward(const te_check_site *site, const te_softmax_
 {
     const te_tensor *const three[] = {&args->sink, &args->log_sum, &args->grad_sinks};
     static const char *const names[] = {"sink", "log_sum", "grad_sinks"};
-    const int wanted = te_tensor_present(&args->grad_sinks);
+    const int wanted = te_tensor_requested(&args->grad_sinks);
     for (int i = 0; i < 3; i++) {
-        if (te_tensor_present(three[i]) == wanted) continue;
+        if (te_tensor_requested(three[i]) == wanted) continue;
         return INVALID(names[i], wanted ? "None beside grad_sinks: give sink and log_sum"
                                         : "grad_sinks, which it is for, is None");
     }

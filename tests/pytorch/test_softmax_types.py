@@ -96,6 +96,19 @@ def check_top(top, scores, dtype):
 
 
 @OURS
+@pytest.mark.parametrize("sizes", [(BATCH, 0, KEYS), (0, QUERIES, KEYS), (BATCH, QUERIES, 0)])
+def test_a_sink_without_tokens_has_a_gradient_of_0(device, backend, sizes):
+    module, sink = make("learnable", device=device, attn_mask_type="no_mask")
+    dtype = F32 if device == "cpu" else BF16
+    qkv = model.make_qkv("sbhd", (*sizes, HEADS, HEADS, CHANNELS, CHANNELS), dtype, device)
+    out = module(*qkv)
+    assert module._ran.backend == backend and not out.any()
+    grads = torch.autograd.grad(out, [*qkv, sink], torch.ones_like(out))
+    for grad, tensor in zip(grads, [*qkv, sink], strict=True):
+        assert grad.shape == tensor.shape and not grad.any()
+
+
+@OURS
 @KINDS
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
