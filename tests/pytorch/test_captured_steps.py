@@ -14,6 +14,7 @@ from transformer_engine.pytorch.optimizers import (
     checks,
     fused_adam,
     multi_tensor_adam_capturable,
+    multi_tensor_scale,
     multi_tensor_sgd,
 )
 from transformer_engine.pytorch.optimizers.updates import run_update
@@ -255,6 +256,34 @@ def test_a_gradient_that_can_not_be_in_a_later_group(device, make):
     assert_bits(first, second)
 
 
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, 0.5)],
+                         ids=["adam", "sgd"])  # fmt: skip
+def test_a_parameter_that_can_not_be_in_a_later_group(device, make):
+    (first,) = pairs_of(device, F32)
+    shared = torch.nn.Parameter(torch.zeros(1, device=device).expand(4))
+    optimizer = make([{"params": [first]}, {"params": [shared]}])
+    first.grad, shared.grad = torch.ones_like(first), torch.ones(4, device=device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Fused\w+: shape .*elements share memory: clone it"):
+            optimizer.step()
+    assert first.tolist() == [1.0] * 4 and not shared.any()
+    assert "step" not in optimizer.param_groups[0] and not optimizer.state[first]
+
+
+def test_states_begin_where_all_can_be_updated(device):
+    """Masters are those of the weights at the first step that is taken."""
+    first, second = pairs_of(device, BF16, BF16)
+    optimizer = FusedAdam([first, second], lr=0.5, master_weights=True)
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second).to_sparse()
+    with pytest.raises(TypeError, match="a gradient of torch.bfloat16, torch.sparse_coo"):
+        optimizer.step()
+    with torch.no_grad():
+        first.fill_(3.0)  # loaded since
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert first.tolist() == [2.5] * 4 and second.tolist() == [0.5] * 4
+
+
 def test_decoupled_gradients_that_can_not_be(device):
     first, second = pairs_of(device, F32, F32)
     optimizer = FusedAdam([first, second], use_decoupled_grad=True)
@@ -275,11 +304,14 @@ def test_lists_of_which_one_tensor_can_not_be(device):
         (torch.ones(5, device=device), ValueError, "value 1: 5 elements, expected the 4 of its"),
         (torch.ones(4, device=device).int(), TypeError, "value 0: dtype i32, expected f32"),
         (torch.ones((), device=device).expand(4), ValueError, "elements share memory: clone it"),
+        (torch.ones(0, device=device), ValueError, "value 1: 0 elements, expected the 4 of its"),
     ):
         values = [ones[0].clone(), ones[1].clone(), wrong]
         with pytest.raises(error, match=text):
             multi_tensor_sgd(1, flag, [ones, values, values], 0, 0, 0, 0.5, False, False, False, 1)
         assert all((value == 1).all() for value in values)
+    with pytest.raises(ValueError, match="value 0: 4 elements, expected the 0 of its gradient"):
+        multi_tensor_scale(1, flag, [[torch.empty(0, device=device)], ones[:1]], 2.0)
 
 
 @pytest.mark.parametrize("mode", ["tensor", "mxfp8"])

@@ -147,6 +147,19 @@ def test_norms_of_other_dtypes_and_classes(device):
         multi_tensor_unscale_l2norm(1, flag, [given], 0.5)
     with pytest.raises(ValueError, match=r"multi_tensor_l2norm: tensor_lists of \[5, 5\] tensors"):
         multi_tensor_l2norm(1, flag, [given, given])
+    with pytest.raises(ValueError, match=r"inv_scale of 2 elements, expected one"):
+        multi_tensor_unscale_l2norm(1, flag, [given], torch.ones(2, device=device))
+    with pytest.raises(TypeError, match=r"tensor 1 of torch.complex64, expected real numbers"):
+        multi_tensor_l2norm(1, flag, [[given[0], torch.full((3,), 1j, device=device)]])
+    with pytest.raises(TypeError, match=r"multi_tensor_l2norm: tensor 1: int, expected a tensor"):
+        multi_tensor_l2norm(1, flag, [[given[0], 3]])
+
+
+def test_norms_without_a_flag(device):
+    assert [t.tolist() for t in multi_tensor_l2norm(1, None, [[]], True)] == [[0.0], []]
+    for given in ([draw((9,), F32, device)], [draw((9,), torch.float64, device)]):
+        total, each = multi_tensor_l2norm(1, None, [given], True)
+        check((total, each), norms64(given))
 
 
 def test_gradients_of_quantized_and_sparse_kinds_are_no_memory(device, flag):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.device import is_capturing
-from transformer_engine.pytorch.optimizers.updates import local_part
+from transformer_engine.pytorch.optimizers.updates import check_apart, local_part
 
 __all__ = [
     "DIRECT",
@@ -17,6 +17,7 @@ __all__ = [
     "check_decoupled",
     "check_dense",
     "check_numbers",
+    "check_parameter",
     "check_states",
 ]
 
@@ -42,6 +43,13 @@ def check_dense(optimizer: str, label: str, tensor: Tensor) -> None:
             f"{optimizer}: a {label} of {tensor.dtype}, {tensor.layout}: expected a dense tensor "
             "of torch.float32, torch.float16 or torch.bfloat16"
         )
+
+
+def check_parameter(optimizer: str, param: Tensor) -> None:
+    """`check_dense`; ValueError for one of which elements share memory."""
+    check_dense(optimizer, "parameter", param)
+    if not param.is_contiguous():
+        check_apart(optimizer, local_part(param))
 
 
 def check_decoupled(optimizer: str, param: Tensor, grad: Tensor) -> None:

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.optimizers.checks import (
     check_decoupled,
     check_dense,
     check_numbers,
+    check_parameter,
     check_states,
 )
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
@@ -418,22 +419,22 @@ class FusedAdam(torch.optim.Optimizer):
         are multiplied in place by the update; where several parameters have one, all but the first
         read copies.
         """
-        found, seen, decoupled = [], set(), self.use_decoupled_grad
+        found, seen, beginning, decoupled = [], set(), [], self.use_decoupled_grad
         for group in self.param_groups:
             rows, grads, new = [], [], []
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
                     check_beginning(_NAME, param.device)
-                    self.initialize_state(param)
+                    beginning.append(param)
                 grad = self._grad_of(param)
                 if grad is None:
                     continue
                 if grad.dtype not in DTYPES or grad.layout is not torch.strided:
                     check_dense(_NAME, "gradient", grad)
                 row = self._rows.get(id(param))
-                if row is None or not row.takes(param, state):
-                    check_dense(_NAME, "parameter", param)
+                if row is None or not state or not row.takes(param, state):
+                    check_parameter(_NAME, param)
                     if local_part(param).numel() == 0:
                         continue
                     new.append(len(rows))
@@ -447,6 +448,8 @@ class FusedAdam(torch.optim.Optimizer):
                 rows.append(row)
                 grads.append(grad)
             found.append((rows, grads, new))
+        for param in beginning:
+            self.initialize_state(param)
         return found
 
     def _forget_rows(self) -> None:

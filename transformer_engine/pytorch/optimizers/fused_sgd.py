@@ -13,6 +13,7 @@ from transformer_engine.pytorch.optimizers.checks import (
     check_beginning,
     check_dense,
     check_numbers,
+    check_parameter,
 )
 from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 from transformer_engine.pytorch.optimizers.multi_tensor_step import (
@@ -127,7 +128,7 @@ class FusedSGD(torch.optim.Optimizer):
                 loss = closure()
         groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
         for param in (p for _, ready in groups for p in ready):
-            check_dense(_NAME, "parameter", param)
+            check_parameter(_NAME, param)
             check_dense(_NAME, "gradient", param.grad)
         for group, ready in groups:
             # A parameter whose first gradient comes later has its first step then.

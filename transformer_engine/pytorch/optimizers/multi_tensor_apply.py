@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.optimizers.updates import checked_lists, run_update
+from transformer_engine.pytorch.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.tensors import is_quantized
 
 __all__ = [
@@ -91,8 +92,10 @@ def multi_tensor_l2norm(
     """The norm of all elements, [1] fp32, and of each tensor, [tensors] (or [0]) fp32.
 
     Arguments as of `multi_tensor_scale`: the flag is set where the norm is not finite, and there is
-    one list of tensors, of any dtypes, which are read as fp32; a sum of squares beyond fp32 is Inf.
-    The norms of tensors come with `per_tensor` alone. The same bits in every run.
+    one list of tensors, of any real dtypes, which are read as fp32; a sum of squares beyond fp32 is
+    Inf.
+    The norms of tensors come with `per_tensor` alone. The same bits in every run. No flag is set
+    where it is None. TypeError for what is no tensor of real numbers.
     """
     del chunk_size
     return _norms("multi_tensor_l2norm", noop_flag, tensor_lists, None, bool(per_tensor))
@@ -108,33 +111,39 @@ def multi_tensor_unscale_l2norm(
     """`multi_tensor_l2norm` of the tensors times `inv_scale`, an fp32 tensor of one element.
 
     The products are what is squared: scaled values whose squares have no finite sum have a norm.
-    TypeError for another `inv_scale` than a tensor.
+    TypeError for another `inv_scale` than a tensor, ValueError for one of other than one element.
     """
     del chunk_size
     op = "multi_tensor_unscale_l2norm"
     if not isinstance(inv_scale, Tensor):
         raise TypeError(f"{op}: inv_scale={inv_scale!r}, expected a tensor of one element")
+    if inv_scale.numel() != 1:
+        raise ValueError(f"{op}: inv_scale of {inv_scale.numel()} elements, expected one")
     return _norms(op, noop_flag, tensor_lists, inv_scale, bool(per_tensor))
 
 
 def _norms(
-    op: str, flag: Tensor, lists: list[list[Tensor]], factor: Tensor | None, per_tensor: bool
+    op: str, flag: Tensor | None, lists: list[list[Tensor]], factor: Tensor | None, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     """(norm of all, norms of each) of one list of tensors, wherever they are."""
     (tensors,) = checked_lists(op, lists, 1)
     with torch.no_grad():
         if not tensors:
-            return tuple(flag.new_zeros(n, dtype=torch.float32) for n in (1, 0))
+            device = None if flag is None else flag.device
+            return tuple(torch.zeros(n, dtype=torch.float32, device=device) for n in (1, 0))
         try:
             return _core.l2norm(tensors, factor, flag, per_tensor)
         except (TypeError, ValueError):  # all is checked before anything is written
-            return _norms_by_devices(flag, tensors, factor, per_tensor)
+            return _norms_by_devices(op, flag, tensors, factor, per_tensor)
 
 
 def _norms_by_devices(
-    flag: Tensor, tensors: list[Tensor], factor: Tensor | None, per_tensor: bool
+    op: str, flag: Tensor | None, tensors: list[Tensor], factor: Tensor | None, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     """The same of tensors on several devices, and of other dtypes and classes."""
+    for i, tensor in enumerate(tensors):
+        if checked_tensor(f"{op}: tensor {i}", tensor).dtype.is_complex:
+            raise TypeError(f"{op}: tensor {i} of {tensor.dtype}, expected real numbers")
     first = tensors[0].device
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -148,5 +157,6 @@ def _norms_by_devices(
         each[chosen] = norms.to(first)
         squares += total.to(first, torch.float64).square()
     norm = squares.sqrt().float()
-    flag.masked_fill_(~norm.to(flag.device).isfinite(), 1)
+    if flag is not None:
+        flag.masked_fill_(~norm.to(flag.device).isfinite(), 1)
     return norm, each if per_tensor else each.new_empty(0)

@@ -11,7 +11,15 @@ from transformer_engine import _core
 from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.tensors import is_quantized
 
-__all__ = ["Lists", "Updates", "checked_lists", "local_part", "run_update", "wide_copy"]
+__all__ = [
+    "Lists",
+    "Updates",
+    "check_apart",
+    "checked_lists",
+    "local_part",
+    "run_update",
+    "wide_copy",
+]
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -200,9 +208,8 @@ def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) ->
     """
     groups: dict[tuple, list[int]] = {}
     for i, grad in enumerate(lists[_GRAD]):
-        if grad.numel() > 0:
-            key = grad.device, *(each[i].dtype for each in lists if each is not None)
-            groups.setdefault(key, []).append(i)
+        key = grad.device, *(each[i].dtype for each in lists if each is not None)
+        groups.setdefault(key, []).append(i)
     first = 0 if call[1] & _core.UPDATE_WRITE_GRAD else 1
     found = []
     for (device, *_), places in groups.items():
@@ -224,11 +231,16 @@ def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) ->
 def _check_apart(lists: Sequence) -> None:
     """ValueError for what is written, where elements share memory: they would have two values."""
     for tensor in (t for each in lists for t in each or ()):
-        if _once(tensor, tensor) is not tensor:
-            raise ValueError(
-                f"update: shape {tuple(tensor.shape)} and strides {tensor.stride()} of what is "
-                "written: elements share memory: clone it"
-            )
+        check_apart("update", tensor)
+
+
+def check_apart(op: str, tensor: Tensor) -> None:
+    """ValueError for a tensor to be written of which elements share memory."""
+    if _once(tensor, tensor) is not tensor:
+        raise ValueError(
+            f"{op}: shape {tuple(tensor.shape)} and strides {tensor.stride()} of what is written: "
+            "elements share memory: clone it"
+        )
 
 
 def _once(tensor: Tensor, like: Tensor) -> Tensor:
