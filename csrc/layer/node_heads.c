@@ -203,6 +203,12 @@ static int is_window(double number)
     return number >= -1.0 && number <= (double)INT32_MAX && number == (double)(int64_t)number;
 }
 
+/* 0 is none; what fp32 rounds to 0 is not. */
+static int is_cap(double number)
+{
+    return number == 0.0 || (number <= (double)FLT_MAX && (float)number > 0.0F);
+}
+
 /* Numbers of the heads, which slopes may have for each batch entry. */
 static int is_of_heads(const te_value_desc *value, int input, int32_t heads)
 {
@@ -255,8 +261,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_value_desc *x, *y = &graph->values[node->output];
     if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
         !(node->numbers[1] >= 0.0 && node->numbers[1] <= 1.0) || !is_window(node->numbers[2]) ||
-        !is_window(node->numbers[3]) ||
-        !(node->numbers[6] >= 0.0 && node->numbers[6] <= (double)FLT_MAX)) {
+        !is_window(node->numbers[3]) || !is_cap(node->numbers[6])) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "attention: inputs %d, %d, %d, dropout %g, window %g and %g, softcap %g",
                        node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],

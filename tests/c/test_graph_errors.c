@@ -221,6 +221,7 @@ static void check_heads(void)
     REFUSE_HEADS(inputs[1][2], -1, INVALID, "attention: inputs 2, 0, -1");
     REFUSE_HEADS(numbers[1][6], -1, INVALID, "attention: inputs 2, 0, 0, dropout 0, window -1");
     REFUSE_HEADS(numbers[1][6], INFINITY, INVALID, "softcap inf");
+    REFUSE_HEADS(numbers[1][6], 1e-60, INVALID, "softcap 1e-60");
     REFUSE_HEADS(nodes[1].external, 1, INVALID, "node 1 (attention): flags 0x0, external 0x1");
     REFUSE_HEADS(numbers[1][1], 1.5, INVALID, "dropout 1.5,");
     REFUSE_HEADS(numbers[1][1], -0.1, INVALID, "dropout -0.1,");

@@ -186,6 +186,25 @@ def test_scores_beyond_the_dtype(device, autocast):
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-30, 1e30, 3.4e38])
+def test_extreme_caps(device, cap):
+    """Small ones leave signs alone, large ones the scores."""
+    qkv = model.make_qkv("sbhd", SIZES, BF16, device)
+    module = make(softcap=cap)
+    out, *grads = step(module, qkv)
+    assert module._ran.backend == "native"
+    q, k, v = parts(*(t.detach().cpu().double() for t in qkv))
+    p = reference.softmax(cap * torch.tanh(SCALE * (q @ k.mT) / cap), model.may_attend(SCORES))
+    bound = tol("attention", BF16, KEYS * QUERIES)
+    assert_nmse(out, model.joined(p @ v, "sbhd"), bound)
+    if cap < 1.0:
+        assert not grads[0].any() and not grads[1].any()
+        return
+    _, *others = step(make(softcap=0.0), qkv)
+    for found, expected in zip(grads, others, strict=True):
+        assert_nmse(found, expected, 2 * bound)
+
+
 def step(module, qkv, **given):
     out = module(*qkv, **given)
     grad = torch.ones_like(out).cumsum(0)
@@ -342,8 +361,13 @@ def test_who_runs_it(device, monkeypatch):
         make()(*qkv, **given)
 
 
-@pytest.mark.parametrize("cap", [-1.0, float("nan"), float("inf"), "30", True, torch.tensor(30.0)])
+@pytest.mark.parametrize(
+    "cap",
+    [-1.0, float("nan"), float("inf"), "30", True, torch.tensor(30.0), 1e-60, 3.5e38, 10**400],
+    ids=lambda cap: str(cap)[:8],
+)
 def test_what_is_no_cap(device, cap):
+    """Nor is what fp32 has not: 1e-60 would be 0 there, and so no cap."""
     with pytest.raises(ValueError, match="softcap=.*expected a finite number of at least 0"):
         make(softcap=cap)
     module, qkv = make(), model.make_qkv("sbhd", SIZES, F32, device)

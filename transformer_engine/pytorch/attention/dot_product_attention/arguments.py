@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of `DotProductAttention`: what is refused, and descriptions of tensors."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
 
 _NAME = "DotProductAttention"
+_SMALLEST_CAP = torch.finfo(torch.float32).tiny
+_LARGEST_CAP = torch.finfo(torch.float32).max
 
 
 class Described:
@@ -74,12 +75,16 @@ def check_dispatch(dispatch: Any) -> None:
 
 
 def check_softcap(softcap: Any) -> float:
-    """The bound of the scores as given; ValueError for what is none: 0 switches it off."""
+    """The bound of the scores as given; ValueError for what is none: 0 switches it off.
+
+    Scores are capped in fp32, which would round a smaller number to 0, and so to no cap.
+    """
     is_number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
-    if is_number and 0.0 <= softcap < math.inf:
+    if is_number and (softcap == 0.0 or _SMALLEST_CAP <= softcap <= _LARGEST_CAP):
         return float(softcap)
     raise ValueError(
-        f"{_NAME}: softcap={softcap!r}, expected a finite number of at least 0, which is none"
+        f"{_NAME}: softcap={softcap!r}, expected a finite number of at least 0, which is none; "
+        f"a cap is a normal number of fp32, {_SMALLEST_CAP:.3g} to {_LARGEST_CAP:.3g}"
     )
 
 
