@@ -12,7 +12,12 @@ from tols import F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
-from transformer_engine.pytorch.attention.dot_product_attention import formats, masks, utils
+from transformer_engine.pytorch.attention.dot_product_attention import (
+    choosing,
+    formats,
+    masks,
+    utils,
+)
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 LONGEST = 11
@@ -257,16 +262,33 @@ def test_backend_of_defaults():
     assert utils.get_attention_backend() == utils.get_attention_backend(utils.AttentionParams())
 
 
+def test_recipes_of_capped_attention(monkeypatch):
+    """What is asked has the module's cap: on CUDA no kernel of FP8 caps scores."""
+    asked, of_table = [], choosing.refusals
+
+    def noted(situation):
+        asked.append(situation.softcap)
+        return of_table(situation)
+
+    monkeypatch.setattr(choosing, "refusals", noted)
+    for cap in (0.0, 5.0):
+        asked.clear()
+        te.DotProductAttention(2, 64, softcap=cap).get_qkv_quantization_capabilities()
+        assert set(asked) == {cap > 0.0}
+
+
 def test_recipes_that_cast_queries_keys_and_values(device, monkeypatch):
     """By asking each: where it says so a call runs in FP8, else it is refused."""
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
     tensors = [torch.randn(64, 2, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    for softmax in ("vanilla", "learnable"):
-        module = te.DotProductAttention(2, 64, attn_mask_type="no_mask", softmax_type=softmax)
+    on_cpu = device == "cpu"
+    cases = ({}, True), ({"softmax_type": "learnable"}, False), ({"softcap": 5.0}, on_cpu)
+    for options, some in cases:
+        module = te.DotProductAttention(2, 64, attn_mask_type="no_mask", **options)
         found = module.get_qkv_quantization_capabilities()
-        if device == "cpu" and torch.cuda.is_available():
+        if on_cpu and torch.cuda.is_available():
             continue  # the answer is of CUDA there
-        assert any(found.values()) == (softmax == "vanilla")
+        assert any(found.values()) == some
         for name, runs in found.items():
             counted = f"attention.{device}.e4m3"
             before = te.counters().get(counted, 0)

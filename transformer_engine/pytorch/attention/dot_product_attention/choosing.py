@@ -291,9 +291,9 @@ class Choosing:
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         calls = list(self._mildest_calls(device, _switches()))
-        found = {}
+        found, capped = {}, self.softcap > 0.0
         for recipe in _RECIPES:
-            own = {"fp8": True, "fp8_unbuilt": unbuilt_name(recipe())}
+            own = {"fp8": True, "fp8_unbuilt": unbuilt_name(recipe()), "softcap": capped}
             asked = (refusals(call._replace(**own)) for call in calls)
             found[recipe.__name__] = any(None in each.values() for each in asked)
         return found
