@@ -406,6 +406,63 @@ static void test_older_plugins(test_device *t)
     test_release(t);
 }
 
+static te_status attend(void *self, te_context *context, const void *args, void *stream)
+{
+    (void)self, (void)context, (void)stream;
+    return ((const te_attention_args *)args)->softcap == 0.0F ? TE_OK : TE_ERROR_STATE;
+}
+
+static te_tensor two_tokens(test_device *t)
+{
+    te_tensor x = test_matrix_new(t, TE_DTYPE_F32, 2, 4, 0).tensor;
+    x.ndim = 4;
+    memcpy(x.shape, (int64_t[4]){1, 2, 1, 4}, 4 * sizeof(int64_t));
+    memcpy(x.strides, (int64_t[4]){8, 4, 4, 1}, 4 * sizeof(int64_t));
+    for (int i = 0; i < 8; i++) ((float *)x.data)[i] = (float)(i * i % 7);
+    return x;
+}
+
+/* A field that was appended behind the workspace: older plug-ins get no call that has one, and what
+ * stands there in memory of an older caller is not read. */
+static void test_fields_behind_the_workspace(test_device *t)
+{
+    static const te_plugin_operator operator=
+        TE_PLUGIN_OPERATOR(attention, attend, NULL, NULL, NULL);
+    te_plugin *plugin = NULL;
+    const te_plugin_slot *slot;
+    float found[3][8];
+    te_attention_args args = {.problem = {.query = two_tokens(t),
+                                          .key = two_tokens(t),
+                                          .value = two_tokens(t),
+                                          .scale = 1.0F,
+                                          .window_left = -1,
+                                          .window_right = -1},
+                              .output = two_tokens(t)};
+    t->running = "fields behind the workspace";
+    good();
+    plan.operators[0] = operator;
+    plan.operators[0].args_size = offsetof(te_attention_args, softcap);
+    TEST_OK(t, te_plugin_add(init, "p", &plugin));
+    slot = te_plugin_slot_at(plugin, 0);
+    args.size = sizeof args;
+    args.workspace = test_workspace(t, TE_OP_ATTENTION, &args, &args.workspace_size);
+    for (int i = 0; i < 3; i++) { /* none, a cap, and the same behind the struct of older callers */
+        const te_status expected = i == 1 ? TE_ERROR_UNSUPPORTED : TE_OK;
+        te_status st;
+        args.softcap = i == 0 ? 0.0F : 0.5F;
+        args.size = i == 2 ? offsetof(te_attention_args, softcap) : sizeof args;
+        st = te_slot_run(&slot->slot, t->context, TE_OP_ATTENTION, &args, NULL);
+        TEST_CHECK(t, st == expected, "case %d: %d, %s", i, (int)st, te_last_error());
+        if (i == 1) TEST_CHECK(t, strstr(te_last_error(), "without softcap") != NULL, "no reason");
+        TEST_OK(t, te_attention(t->context, &args, NULL));
+        memcpy(found[i], args.output.data, sizeof found[i]);
+    }
+    TEST_CHECK(t, memcmp(found[0], found[1], sizeof found[0]) != 0, "a cap changes nothing");
+    TEST_CHECK(t, memcmp(found[0], found[2], sizeof found[0]) == 0, "a cap of no field is read");
+    te_plugin_release(plugin);
+    test_release(t);
+}
+
 /* ---- threads ------------------------------------------------------------------------------- */
 
 enum { THREADS = 16, CALLS = 200 };
@@ -527,6 +584,7 @@ static void check_all(test_device *t)
     test_slots(t);
     test_workspaces(t);
     test_older_plugins(t);
+    test_fields_behind_the_workspace(t);
     test_threads(t);
     test_registering_anew(t);
     t->running = "files";
