@@ -188,7 +188,7 @@ def test_scores_beyond_the_dtype(device, autocast):
 
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-30, 1e30, 3.4e38])
 def test_extreme_caps(device, cap):
-    """Small ones leave signs alone, large ones the scores."""
+    """Small ones make all scores alike, large ones leave them as they are."""
     qkv = model.make_qkv("sbhd", SIZES, BF16, device)
     module = make(softcap=cap)
     out, *grads = step(module, qkv)

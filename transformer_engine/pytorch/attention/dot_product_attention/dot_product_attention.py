@@ -330,7 +330,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             As of the constructor, for this call.
         softcap : float, optional
             As of the constructor, for this call: in fp32, before biases behind the scale, mask and
-            softmax, and before `score_mod`, which gets capped scores. Run by "unfused".
+            softmax, and before `score_mod`, which gets capped scores.
         cu_seqlens_q, cu_seqlens_kv : Tensor, optional
             [b + 1] int32 sums of the sequence lengths: in place of the mask for padding types, and
             the second alone where all queries are there. For packed sequences the first is needed,
