@@ -409,3 +409,10 @@ int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_ele
     *data = view.data;
     return 0;
 }
+
+int tepy_view_optional(const tepy_state *state, PyObject *object, const tepy_elements *spec,
+                       void **data, PyObject **held)
+{
+    *data = NULL;
+    return object == Py_None ? 0 : tepy_view_elements(state, object, spec, data, held);
+}

@@ -60,6 +60,9 @@ typedef struct tepy_elements {
 
 int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_elements *spec,
                        void **data, PyObject **held);
+/* The same where there is an object; for None *data becomes NULL. */
+int tepy_view_optional(const tepy_state *state, PyObject *object, const tepy_elements *spec,
+                       void **data, PyObject **held);
 /* A whole number (anything with __index__) from low to high. */
 int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_t *value);
 int tepy_float(PyObject *object, tepy_site site, double *value);

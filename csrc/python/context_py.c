@@ -241,6 +241,25 @@ void tepy_context_release(tepy_context *context)
     Py_DECREF((PyObject *)context);
 }
 
+int tepy_context_run(tepy_state *state, const char *function, te_device device,
+                     te_status (*run)(te_context *context, const void *args, void *stream),
+                     const void *args)
+{
+    tepy_context *context = tepy_context_acquire(state, function, NULL, device);
+    tepy_without_gil without = {NULL, {NULL, NULL}};
+    void *stream = NULL;
+    te_status st = TE_ERROR_INVALID;
+    if (context == NULL) return -1;
+    if (tepy_stream(state, device, &stream) == 0) {
+        if (device.type == TE_DEVICE_CPU) tepy_leave_gil(&without);
+        st = run(context->context, args, stream);
+        tepy_retake_gil(&without);
+        if (st != TE_OK) (void)tepy_raise(st);
+    }
+    tepy_context_release(context);
+    return st == TE_OK ? 0 : -1;
+}
+
 PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
 {
     tepy_state *state = tepy_state_of(module);

@@ -49,20 +49,14 @@ static int take_tensors(l2norm_call *call, PyObject *given)
     return 0;
 }
 
-/* One element on the device of the call; nothing is written for None. */
-static int take_element(l2norm_call *call, PyObject *tensor, int at, const char *name,
-                        te_dtype dtype, void **data)
-{
-    const tepy_elements spec = {site_of(name), dtype, 1, call->device};
-    if (tensor == Py_None) return 0;
-    return tepy_view_elements(call->state, tensor, &spec, data, &call->kept[at]);
-}
-
 static int take_elements(l2norm_call *call, PyObject *factor, PyObject *flag)
 {
-    void *data[2] = {NULL, NULL};
-    if (take_element(call, factor, FACTOR, "factor", TE_DTYPE_F32, &data[0]) != 0 ||
-        take_element(call, flag, FLAG, "flag", TE_DTYPE_I32, &data[1]) != 0) {
+    const tepy_elements of_factor = {site_of("factor"), TE_DTYPE_F32, 1, call->device};
+    const tepy_elements of_flag = {site_of("flag"), TE_DTYPE_I32, 1, call->device};
+    PyObject **kept = call->kept;
+    void *data[2];
+    if (tepy_view_optional(call->state, factor, &of_factor, &data[0], &kept[FACTOR]) != 0 ||
+        tepy_view_optional(call->state, flag, &of_flag, &data[1], &kept[FLAG]) != 0) {
         return -1;
     }
     call->args.factor = data[0];
@@ -99,22 +93,9 @@ static int make_results(l2norm_call *call, int per_tensor)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Launches on torch's current stream; on the CPU it computes without the GIL. */
-static int run(l2norm_call *call)
+static te_status run(te_context *context, const void *args, void *stream)
 {
-    tepy_context *context = tepy_context_acquire(call->state, "l2norm", NULL, call->device);
-    tepy_without_gil without = {NULL, {NULL, NULL}};
-    void *stream = NULL;
-    te_status st = TE_ERROR_INVALID;
-    if (context == NULL) return -1;
-    if (tepy_stream(call->state, call->device, &stream) == 0) {
-        if (call->device.type == TE_DEVICE_CPU) tepy_leave_gil(&without);
-        st = te_l2norm(context->context, &call->args, stream);
-        tepy_retake_gil(&without);
-        if (st != TE_OK) (void)tepy_raise(st);
-    }
-    tepy_context_release(context);
-    return st == TE_OK ? 0 : -1;
+    return te_l2norm(context, args, stream);
 }
 
 PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -129,7 +110,7 @@ PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     per_tensor = PyObject_IsTrue(args[3]);
     if (per_tensor >= 0 && take_tensors(&call, args[0]) == 0 &&
         take_elements(&call, args[1], args[2]) == 0 && make_results(&call, per_tensor) == 0 &&
-        run(&call) == 0) {
+        tepy_context_run(state, "l2norm", call.device, run, &call.args) == 0) {
         result = PyTuple_Pack(2, call.kept[TOTAL], call.kept[EACH]);
     }
     for (int64_t i = 0; call.held != NULL && i < call.args.count; i++) Py_XDECREF(call.held[i]);

@@ -160,6 +160,11 @@ typedef struct tepy_context {
 tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyObject *given,
                                    te_device device);
 void tepy_context_release(tepy_context *context); /* NULL is legal */
+/* Runs a call of the library on the module's own context of a device and torch's current stream; on
+ * the CPU it computes without the GIL. 0, or -1 with an exception. */
+int tepy_context_run(tepy_state *state, const char *function, te_device device,
+                     te_status (*run)(te_context *context, const void *args, void *stream),
+                     const void *args);
 /* Creates the type of Context; new reference. */
 PyObject *tepy_context_make_type(PyObject *module);
 

@@ -106,11 +106,8 @@ static int take_element(update_call *call, PyObject *tensor, int at, const char 
                         te_dtype dtype, void *field)
 {
     const tepy_elements spec = {site_of(name), dtype, 1, call->device};
-    void *data = NULL;
-    if (tensor != Py_None &&
-        tepy_view_elements(call->state, tensor, &spec, &data, &call->numbers[at]) != 0) {
-        return -1;
-    }
+    void *data;
+    if (tepy_view_optional(call->state, tensor, &spec, &data, &call->numbers[at]) != 0) return -1;
     memcpy(field, &data, sizeof data);
     return 0;
 }
@@ -158,22 +155,9 @@ static int take_casts(update_call *call, PyObject *module, PyObject *casts)
     return 0;
 }
 
-/* Launches on torch's current stream; on the CPU it computes without the GIL. */
-static int run(update_call *call, tepy_state *state)
+static te_status run(te_context *context, const void *args, void *stream)
 {
-    tepy_context *context = tepy_context_acquire(state, "update", NULL, call->device);
-    tepy_without_gil without = {NULL, {NULL, NULL}};
-    void *stream = NULL;
-    te_status st = TE_ERROR_INVALID;
-    if (context == NULL) return -1;
-    if (tepy_stream(state, call->device, &stream) == 0) {
-        if (call->device.type == TE_DEVICE_CPU) tepy_leave_gil(&without);
-        st = te_update(context->context, &call->args, stream);
-        tepy_retake_gil(&without);
-        if (st != TE_OK) (void)tepy_raise(st);
-    }
-    tepy_context_release(context);
-    return st == TE_OK ? 0 : -1;
+    return te_update(context, args, stream);
 }
 
 PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -192,7 +176,8 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     call.args.flags = (uint32_t)flags;
     failed = take_numbers(&call, args[4]) != 0 || take_lists(&call, args[2]) != 0 ||
              take_tensors(&call) != 0 || take_device_numbers(&call, args[3], args[6]) != 0 ||
-             (nargs == 8 && take_casts(&call, module, args[7]) != 0) || run(&call, state) != 0;
+             (nargs == 8 && take_casts(&call, module, args[7]) != 0) ||
+             tepy_context_run(state, "update", call.device, run, &call.args) != 0;
     for (size_t i = 0; call.cast_held != NULL && i < (size_t)call.args.count; i++) {
         Py_XDECREF(call.cast_held[i]);
     }

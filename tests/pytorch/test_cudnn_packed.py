@@ -13,8 +13,8 @@ import torch
 from attention_reference import allowed, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
+from pytorch.cudnn_attention_cases import SHARING
 from pytorch.helpers import assert_same_bits, captured
-from pytorch.test_cudnn_attention import SHARING
 from tols import BF16, EPS, F16, tol
 
 from transformer_engine import _core

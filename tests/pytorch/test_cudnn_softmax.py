@@ -10,8 +10,7 @@ import torch
 from attention_reference import slope_bias, softmax
 from backend.packed_sequences import Packing
 from comparators import assert_nmse
-from pytorch.helpers import assert_same_bits, captured
-from pytorch.test_cudnn_attention import (
+from pytorch.cudnn_attention_cases import (
     CHANNELS,
     HEADS,
     allowed,
@@ -20,6 +19,7 @@ from pytorch.test_cudnn_attention import (
     some_heads,
     some_limits,
 )
+from pytorch.helpers import assert_same_bits, captured
 from tols import BF16, EPS, F16, F32, tol
 
 import transformer_engine.pytorch as te

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from pytorch import distributed_programs as programs
+from pytorch import collective_programs as programs
 from pytorch.helpers import assert_same_bits
 
 

@@ -44,6 +44,12 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether `torch.autocast` is on for a kind of device; public ways ask about one kind, slower."""
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+below_autograd: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD
+)
+"""Whether the thread is inside of a torch operator, whose own operators autograd does not see."""
+
 active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 """These objects."""
 
@@ -255,16 +261,10 @@ def with_autograd(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _is_excluded(_AUTOGRAD):
-            return function(*args, **kwargs)
         with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
             return function(*args, **kwargs)
 
     return run
-
-
-_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def in_own_dtypes(function: Callable) -> Callable:

@@ -140,16 +140,20 @@ def _slot(run: Callable, asked: str) -> Callable:
     to, a note says who was asked.
     """
     from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-    from transformer_engine.pytorch.modes import any_autocast, in_own_dtypes, with_autograd
+    from transformer_engine.pytorch.modes import (
+        any_autocast,
+        below_autograd,
+        in_own_dtypes,
+        with_autograd,
+    )
     from transformer_engine.pytorch.plugins import native
 
-    run_in_autocast = in_own_dtypes(run)
+    run_apart = in_own_dtypes(with_autograd(run))
 
     @native
-    @with_autograd
     def slot(fields: Mapping[str, Any]) -> Any:
         try:
-            return run_in_autocast(fields) if any_autocast() else run(fields)
+            return run_apart(fields) if any_autocast() or below_autograd() else run(fields)
         except (NotImplementedError, NobodyError):  # no one takes the call, or is there
             raise
         except Exception as error:
