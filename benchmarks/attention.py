@@ -17,7 +17,7 @@ from timing import Column, Machine, Report, parser, start
 
 import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
 from transformer_engine import _core
-from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.torchside.device import prepare_device
 
 COLUMNS = [
     Column("operator", "operator", "<18s"),

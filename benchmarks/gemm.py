@@ -30,7 +30,7 @@ from timing import (
 )
 
 from transformer_engine import _core
-from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.torchside.device import prepare_device
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32 = torch.bfloat16, torch.float32

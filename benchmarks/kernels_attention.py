@@ -22,7 +22,7 @@ from torch import Tensor
 
 import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
 from transformer_engine import _core
-from transformer_engine.pytorch.device import prepare_device
+from transformer_engine.pytorch.torchside.device import prepare_device
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROPOUT = 0.1

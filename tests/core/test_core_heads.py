@@ -8,7 +8,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import RESULT, ROWS, Graph, input_flags
 from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec, core_graph
 from transformer_engine.common.plans import leading_dims, sizes_of
-from transformer_engine.pytorch.torch_ops import shapes
+from transformer_engine.pytorch.execution.plan_ops import shapes
 
 HEADS, GROUPS, CHANNELS, BATCH, QUERIES, KEYS = 4, 2, 8, 3, 5, 7
 

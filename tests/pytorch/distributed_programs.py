@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.tensors import is_quantized, local_of
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
 
 HIDDEN, BATCH = 32, 4
 

@@ -18,7 +18,7 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from transformer_engine.pytorch.arenas import all_domains
+from transformer_engine.pytorch.scaling_state.arenas import all_domains
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 RECIPES = {

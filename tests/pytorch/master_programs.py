@@ -14,7 +14,7 @@ from pytorch.quantized_cases import E4M3, E5M2, FORMATS, WEIGHT_RECIPES, current
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import utils
-from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensor
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensor
 
 SQUARES = {
     "tiles": lambda **o: te.Float8BlockQuantizer(E4M3, **o),

@@ -10,7 +10,7 @@ from pytorch.helpers import assert_same_bits, counted, state_of, states_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 
 def snapshot():

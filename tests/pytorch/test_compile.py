@@ -19,7 +19,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.graphs import Graph, Norm
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.execution import plan_ops
 
 WIDTH = 48
 STEPS = 6
@@ -389,9 +389,9 @@ def test_a_plan_of_more_results_than_any_module_has():
     inp = torch.randn(6, WIDTH)
 
     def function(inp):
-        return torch_ops.run_traced(plan.text, (0,), [inp], [], None)
+        return plan_ops.run_traced(plan.text, (0,), [inp], [], None)
 
-    expected = torch_ops.run_native(plan, (0,), [inp], None)
+    expected = plan_ops.run_native(plan, (0,), [inp], None)
     assert len(expected) == 21
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for made in (function(inp), compiled(inp)):

@@ -19,8 +19,10 @@ from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.manager import _Held
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
-from transformer_engine.pytorch import modes, recompute, state, utils
-from transformer_engine.pytorch.device import outside_capture
+from transformer_engine.pytorch import utils
+from transformer_engine.pytorch.execution import recompute, thread_state
+from transformer_engine.pytorch.torchside import modes
+from transformer_engine.pytorch.torchside.device import outside_capture
 
 TIMEOUT = 60.0
 # The profiler raises in generators that are closed, too.
@@ -98,7 +100,7 @@ def torch_state():
 
 def own_state():
     """What contexts set of this package."""
-    now = state.current_state()
+    now = thread_state.current_state()
     fields = ("enabled", "calibrating", "recipe", "group", "depth", "first", "quantized_init")
     phase = recompute._phase.enabled, recompute._phase.repeats, recompute._phase.queued
     hooks = [
@@ -145,7 +147,7 @@ def recomputing():
 
 
 def another_region():
-    with state.in_region(state.RegionState()):
+    with thread_state.in_region(thread_state.RegionState()):
         len("")
 
 
@@ -380,7 +382,7 @@ ONE_AT_A_TIME = {
     "forward of torch": lambda: te.distributed.get_activation_recompute_contexts()[0],
     "recompute of torch": lambda: te.distributed.get_activation_recompute_contexts()[1],
     "known": recompute.known_to_modules,
-    "in_region": lambda: state.in_region(state.RegionState()),
+    "in_region": lambda: thread_state.in_region(thread_state.RegionState()),
     "put back": lambda: recompute._put_back(lambda: TRACKER, TRACKER.get_states()),
     "real tensors": modes.real_tensors,
     "unseen": modes.unseen,
@@ -449,10 +451,10 @@ def test_an_object_in_use_several_times(name):
 
 
 DECORATORS = {
-    "autocast": (te.autocast, lambda: state.current_state().depth),
+    "autocast": (te.autocast, lambda: thread_state.current_state().depth),
     "quantized_model_init": (
         te.quantized_model_init,
-        lambda: state.current_state().quantized_init is not None,
+        lambda: thread_state.current_state().quantized_init is not None,
     ),
     "recompute": (
         lambda: te.distributed.activation_recompute_forward(True),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.execution import plan_ops
 
 LIBRARY = torch.library.Library
 METHODS = ["define", "impl", "_register_fake"]
@@ -36,9 +36,9 @@ def test_is_defined_again(at, after, monkeypatch):
     for name in METHODS:
         monkeypatch.setattr(LIBRARY, name, interrupting(getattr(LIBRARY, name)))
     with pytest.raises(KeyboardInterrupt):
-        torch_ops._define_with_state(count)
+        plan_ops._define_with_state(count)
     gc.collect()
-    name = torch_ops._define_with_state(count)
+    name = plan_ops._define_with_state(count)
     gc.collect()
     operator = getattr(torch.ops.transformer_engine, name).default
     assert len(operator._schema.returns) == count

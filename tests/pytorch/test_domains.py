@@ -9,8 +9,8 @@ from pytorch.helpers import arenas, assert_same_bits, counted, state_of, states_
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.state import current_state
 
 WIDTH, ROWS, STEPS, PARTS, THREADS = 32, 16, 4, 3, 8
 RECIPES = {

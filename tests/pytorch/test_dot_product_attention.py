@@ -23,7 +23,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 )
 from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])

@@ -8,8 +8,8 @@ from comparators import assert_grad64, assert_within
 from pytorch.helpers import assert_same_bits
 from tols import BF16, F16, F32, tol
 
-from transformer_engine.pytorch.dropout import bias_dropout_add
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
+from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 
 SHAPE = (4, 6, 20)
 ROWS = 24

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 IN, OUT, ROWS = 32, 48, 16
 

@@ -9,7 +9,7 @@ from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 
 def text_of(*args, **kwargs):

@@ -7,8 +7,8 @@ from pytorch.helpers import RECIPES, arenas, assert_same_bits, counted, states_o
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import scaling
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.scaling_state import scaling
 
 WIDTH, TOKENS, BATCH = 32, 6, 2
 

@@ -19,8 +19,8 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.random import draw_pair
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.execution.random import draw_pair
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),

@@ -13,7 +13,7 @@ from pytorch.quantized_cases import E4M3, E5M2, assert_same_tensor, current, del
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor
-from transformer_engine.pytorch.tensors import rebuild_storage
+from transformer_engine.pytorch.tensor.pickling import rebuild_storage
 
 PAIRS = {
     "current": (lambda d: current(E4M3), lambda d: current(E5M2)),

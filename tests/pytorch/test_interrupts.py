@@ -16,7 +16,10 @@ from pytorch.helpers import assert_same_bits
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import arenas, locks, quantization, recompute, scaling, state
+from transformer_engine.pytorch import quantization
+from transformer_engine.pytorch.execution import recompute, thread_state
+from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.torchside import locks
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
@@ -55,7 +58,7 @@ def use_state():
     del handle
     handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear")
     assert handle.live
-    arenas.join(state.RegionState(), handle.domain)
+    arenas.join(thread_state.RegionState(), handle.domain)
     scaling.update("forward", handle.domain)
     scaling.reset()
 
@@ -112,7 +115,7 @@ def test_a_lock_is_exclusive_and_reentrant():
 
 def region_state():
     """Everything that contexts of this thread set."""
-    now = state.current_state()
+    now = thread_state.current_state()
     fields = ("enabled", "calibrating", "recipe", "group", "depth", "first", "quantized_init")
     kept = tuple(getattr(now, name) for name in fields)
     phase = (recompute._phase.enabled, recompute._phase.repeats, recompute._eager.runs)
@@ -136,7 +139,7 @@ def recomputing():
 
 
 def in_another_region():
-    with state.in_region(state.RegionState()):
+    with thread_state.in_region(thread_state.RegionState()):
         len("")
 
 
@@ -150,7 +153,7 @@ CONTEXTS = [nested_regions, quantized_init, recomputing, in_another_region, deco
 @pytest.mark.parametrize("function", CONTEXTS)
 def test_an_interrupt_leaves_no_region_active(function):
     """Also where the traceback keeps the contexts: nothing hangs on their being collected."""
-    files = {module.__file__ for module in (scaling, state, recompute, quantization)}
+    files = {module.__file__ for module in (scaling, thread_state, recompute, quantization)}
     files.add(inspect.getfile(te.autocast))
     files |= {contextlib.__file__, __file__}
     before, at, errors = region_state(), 0, []
@@ -177,7 +180,7 @@ def test_an_interrupt_leaves_no_region_active(function):
 
 
 def test_an_exit_without_an_entry_is_refused():
-    for context in (te.autocast(), te.quantized_model_init(), state.in_region(None)):
+    for context in (te.autocast(), te.quantized_model_init(), thread_state.in_region(None)):
         with pytest.raises(RuntimeError, match=f"{type(context).__name__}: this region is not"):
             context.__exit__(None, None, None)
 

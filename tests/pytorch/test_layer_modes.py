@@ -33,7 +33,7 @@ from pytorch.test_flops import Log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_engine.pytorch.modes import active_modes
+from transformer_engine.pytorch.torchside.modes import active_modes
 
 LAYERS = {
     "encoder": {},

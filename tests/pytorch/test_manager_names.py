@@ -8,8 +8,8 @@ from pytorch.helpers import assert_same_bits, counted, states_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-from transformer_engine.pytorch.state import current_state
 
 WIDTH = 32
 

@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.scale_layouts import swizzle_scales, unswizzle_scales
+from transformer_engine.pytorch.tensor.scale_layouts import swizzle_scales, unswizzle_scales
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

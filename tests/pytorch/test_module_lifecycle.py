@@ -24,8 +24,8 @@ from pytorch.module_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import scaling
-from transformer_engine.pytorch.arenas import Chunk
+from transformer_engine.pytorch.scaling_state import scaling
+from transformer_engine.pytorch.scaling_state.arenas import Chunk
 
 
 def slots_of(module):

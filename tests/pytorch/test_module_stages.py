@@ -24,7 +24,7 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 FP8 = [None, "delayed", "current"]
 KINDS = ["norm-linear", "gelu", "swiglu"]

@@ -383,7 +383,7 @@ def test_pickles_of_the_incumbent_are_read(device):
 
 @pytest.mark.parametrize("kind", ["Quantizer", "os", "prepare_for_saving", "current"])
 def test_a_pickle_of_another_class_is_refused(kind):
-    from transformer_engine.pytorch.tensors import rebuild_quantized, rebuild_quantizer
+    from transformer_engine.pytorch.tensor.pickling import rebuild_quantized, rebuild_quantizer
 
     with pytest.raises(ValueError, match="is no class of quantized tensors"):
         rebuild_quantized(kind, (1,), torch.float32, {}, None, (False, False, {}))

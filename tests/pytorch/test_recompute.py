@@ -25,8 +25,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch import recompute
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution import recompute
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 # Torch says so of every reentrant checkpoint inside another one: its forward has no gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

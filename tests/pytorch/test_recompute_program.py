@@ -22,12 +22,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import recompute
 from transformer_engine.pytorch.distributed import (
     activation_recompute_forward,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
+from transformer_engine.pytorch.execution import recompute
 
 # Torch says so of a reentrant checkpoint in a forward without gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -11,7 +11,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 FIELDS = ("enabled", "calibrating", "recipe", "group")
 

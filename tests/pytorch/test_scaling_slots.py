@@ -17,7 +17,7 @@ from pytorch.test_scaling_state import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch import scaling
+from transformer_engine.pytorch.scaling_state import scaling
 
 # ---- state that moves ----------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def test_many_modules_span_chunks(device):
 @pytest.mark.parametrize("margins", [(0,), (0, 1)])
 def test_state_that_comes_behind_an_update_in_a_graph(device, margins, start, monkeypatch):
     """A graph updates all state behind the backward of its first module, that of the last too."""
-    monkeypatch.setattr("transformer_engine.pytorch.arenas.SLOTS", 8)
+    monkeypatch.setattr("transformer_engine.pytorch.scaling_state.arenas.SLOTS", 8)
     recipes, results = [recipe_of(margin=margin) for margin in margins], []
 
     def step(x, layers):

@@ -15,7 +15,7 @@ from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
 OURS = pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)

@@ -14,7 +14,7 @@ from transformer_engine.common.graphs import CallSpec, LinearSpec
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.staged import Staged, external_bits
+from transformer_engine.pytorch.execution.stages import Staged, external_bits
 
 RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
 

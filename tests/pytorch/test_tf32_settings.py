@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import modes
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.torchside import modes
 
 MATMUL = torch.backends.cuda.matmul
 SETTINGS = {

@@ -14,7 +14,7 @@ from tols import BF16, E4M3, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
 
 HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2
 DEPTH = 3 * HIDDEN

@@ -14,7 +14,7 @@ from tols import BF16, F32
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.dropout import bias_dropout_add
+from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 
 HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2
 

@@ -10,7 +10,8 @@ A class that is absent can be subclassed, compared and used in ``isinstance`` (n
 instance of it); making an instance of it or of a subclass raises, and so does calling an absent
 function.
 
-Modules with no other names are made when they are imported (`_Finder`).
+Modules with no other names are made when they are imported (`_Finder`), and so are those of
+`other_paths.OTHER_PATHS`, whose names are defined elsewhere.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from transformer_engine.common.absent_names import FEATURES, MODULES, Feature
+from transformer_engine.common.other_paths import OTHER_PATHS
 
 PACKAGE = "transformer_engine."
 
@@ -203,10 +205,13 @@ def stand_in(module: str, name: str) -> Any:
     return _MADE[key]
 
 
+_WITHOUT_FILES = frozenset(map(_full, (*MODULES, *OTHER_PATHS)))
+
+
 def _below(module: str) -> frozenset[str]:
     """Names of the modules right below one (its full name) that have no files."""
     start = f"{module}."
-    inside = (full.removeprefix(start) for full in map(_full, MODULES) if full.startswith(start))
+    inside = (full.removeprefix(start) for full in _WITHOUT_FILES if full.startswith(start))
     return frozenset(name for name in inside if "." not in name)
 
 
@@ -244,15 +249,13 @@ def attach(
 
 
 class _Finder:
-    """Finds and loads `MODULES`; it comes before the finders of files, and of empty folders."""
-
-    _modules = frozenset(map(_full, MODULES))
+    """Finds and loads modules without files; it comes before the finders of files and folders."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Describe a module; None for one that is none of these."""
-        if name not in self._modules:
+        if name not in _WITHOUT_FILES:
             return None
-        is_package = any(other.startswith(f"{name}.") for other in self._modules)
+        is_package = any(other.startswith(f"{name}.") for other in _WITHOUT_FILES)
         return ModuleSpec(name, self, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -260,11 +263,20 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give it its names."""
+        homes = OTHER_PATHS.get(module.__name__.removeprefix(PACKAGE), {})
         entries = _INDEX.get(module.__name__, {}).values()
         titles = ", ".join(dict.fromkeys(feature.title for feature, _ in entries))
         module.__doc__ = f"{titles or 'Modules below'}: names that are not built yet."
+        if homes:
+            module.__doc__ = f"Names of {', '.join(homes)} under the path that programs import."
+        names: list[str] = []
+        for home, listed in homes.items():
+            found = importlib.import_module(PACKAGE + home)
+            own = found.__all__ if listed == "*" else listed.split()
+            vars(module).update({name: getattr(found, name) for name in own})
+            names += own
         module.__getattr__, module.__dir__ = attach(vars(module))
-        module.__all__ = names_of(module.__name__)
+        module.__all__ = [*names, *(n for n in names_of(module.__name__) if n not in names)]
 
 
 sys.meta_path.insert(0, _Finder())

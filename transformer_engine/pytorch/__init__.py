@@ -9,22 +9,34 @@ import torch  # noqa: E402 - these are there, as was checked
 
 from transformer_engine import _core  # noqa: E402
 from transformer_engine.common import absent, recipe  # noqa: E402
-from transformer_engine.pytorch.tensors import plain_tensor  # noqa: E402
+from transformer_engine.pytorch.torchside.tensor_kinds import plain_tensor  # noqa: E402
 
 _core.bind_torch(torch, plain_tensor)
 
 from transformer_engine.pytorch.attention import (  # noqa: E402 - these use the binding
     DotProductAttention,
-    MultiheadAttention,
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
-from transformer_engine.pytorch.autocast import (  # noqa: E402
+from transformer_engine.pytorch.execution.recompute import checkpoint  # noqa: E402
+from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention  # noqa: E402
+from transformer_engine.pytorch.layer.transformer_layer import TransformerLayer  # noqa: E402
+from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
+from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
+from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
+from transformer_engine.pytorch.scaling_state.autocast import (  # noqa: E402
     autocast,
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.device import (  # noqa: E402
+from transformer_engine.pytorch.scaling_state.extra_state import without_scaling_state  # noqa: E402
+from transformer_engine.pytorch.scaling_state.scaling import reset  # noqa: E402
+from transformer_engine.pytorch.tensor.pickling import rebuild_quantized  # noqa: E402, F401 - `torch.load` knows it
+from transformer_engine.pytorch.tools.explain import explain  # noqa: E402
+from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
+from transformer_engine.pytorch.torchside.device import (  # noqa: E402
     get_device_compute_capability,
     is_available,
     is_bf16_available,
@@ -33,22 +45,11 @@ from transformer_engine.pytorch.device import (  # noqa: E402
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from transformer_engine.pytorch.extra_state import without_scaling_state  # noqa: E402
-from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
-from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
-from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP  # noqa: E402
-from transformer_engine.pytorch.module.linear import Linear  # noqa: E402
-from transformer_engine.pytorch.module.rmsnorm import RMSNorm  # noqa: E402
-from transformer_engine.pytorch.recompute import checkpoint  # noqa: E402
-from transformer_engine.pytorch.scaling import reset  # noqa: E402
-from transformer_engine.pytorch.tools.explain import explain  # noqa: E402
-from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
-from transformer_engine.pytorch.transformer import TransformerLayer  # noqa: E402
 
 _SUBMODULES = (
     "_extra_state constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy "
-    "custom_recipes distributed distributed_weight ep export float8_tensor fp8 graph jit ops "
-    "optimizers permutation quantization quantized_tensor router tensor utils"
+    "custom_recipes distributed distributed_weight ep export graph jit ops "
+    "optimizers permutation quantization router tensor utils"
 ).split()
 """Submodules that are imported when they are asked for."""
 
@@ -62,8 +63,8 @@ _NAMES_OF = {
     "module.base": "UserBufferQuantizationMode",
     "quantization": "DelayedScalingRequest QuantizerRequest QuantizerRole fp8_model_init "
     "quantized_model_init",
-    "quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving "
-    "restore_from_func_ctx restore_from_saved",
+    "tensor.quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer "
+    "prepare_for_saving restore_from_func_ctx restore_from_saved",
     "tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
     "Float8CurrentScalingQuantizer Float8Quantizer Float8RowQuantizer Float8RowTensor "
     "Float8RowTensorStorage Float8Tensor Float8TensorStorage HybridQuantizedTensor "

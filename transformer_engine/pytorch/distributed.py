@@ -12,8 +12,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.recompute import (
+from transformer_engine.pytorch.execution.recompute import (
     activation_recompute_forward,
     checkpoint,
     get_activation_recompute_contexts,
@@ -21,6 +20,7 @@ from transformer_engine.pytorch.recompute import (
     is_fp8_activation_recompute_enabled,
     use_reentrant_activation_recompute,
 )
+from transformer_engine.pytorch.module.base import Fp8Module
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -349,7 +349,7 @@ def get_te_classes() -> list[type]:
     from transformer_engine.pytorch import module  # it imports this module's users
 
     attention = importlib.import_module("transformer_engine.pytorch.attention")
-    layer = importlib.import_module("transformer_engine.pytorch.transformer")
+    layer = importlib.import_module("transformer_engine.pytorch.layer.transformer_layer")
     return [
         module.LayerNorm,
         module.RMSNorm,

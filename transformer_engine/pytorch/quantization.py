@@ -16,20 +16,25 @@ from transformer_engine.common.recipe import (
     QuantizerRole,
     Recipe,
 )
-from transformer_engine.pytorch import arenas, graph, scaling
-from transformer_engine.pytorch.autocast import autocast, fp8_autocast, get_default_recipe
+from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.device import (
+from transformer_engine.pytorch.execution.thread_state import Domain, RegionState, current_state
+from transformer_engine.pytorch.module.manager_names import ManagerNames
+from transformer_engine.pytorch.module.quantized import QuantizedInit
+from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.scaling_state.autocast import (
+    autocast,
+    fp8_autocast,
+    get_default_recipe,
+)
+from transformer_engine.pytorch.torchside.device import (
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from transformer_engine.pytorch.manager_names import ManagerNames
-from transformer_engine.pytorch.modes import graph_task
-from transformer_engine.pytorch.module.quantized import QuantizedInit
-from transformer_engine.pytorch.state import Domain, RegionState, current_state
+from transformer_engine.pytorch.torchside.modes import graph_task
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

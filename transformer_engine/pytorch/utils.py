@@ -13,9 +13,12 @@ from torch import Tensor
 
 from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.device import get_device_compute_capability, is_bf16_available
-from transformer_engine.pytorch.tensors import is_quantized
 from transformer_engine.pytorch.torch_version import torch_version
+from transformer_engine.pytorch.torchside.device import (
+    get_device_compute_capability,
+    is_bf16_available,
+)
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

@@ -25,8 +25,11 @@ from transformer_engine.plugin.core.ops import (
 )
 from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
-from transformer_engine.pytorch.device import get_device_compute_capability, prepare_device
-from transformer_engine.pytorch.operators import is_aligned
+from transformer_engine.pytorch.execution.custom_ops import is_aligned
+from transformer_engine.pytorch.torchside.device import (
+    get_device_compute_capability,
+    prepare_device,
+)
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.values import wide, written
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
 
 
 def dropout_fwd(

@@ -16,16 +16,16 @@ from transformer_engine.plugin.builtin.values import (
     torch_dtype,
     wide,
 )
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.modes import allows_tf32
-from transformer_engine.pytorch.plugins import native
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
-from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
-from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensorStorage
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.modes import allows_tf32
 
 _GELU = _core.ACTIVATION_GELU
 _gemm = _core.obeying("gemm")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.attention import rope
-from transformer_engine.pytorch.plugins import native
+from transformer_engine.pytorch.execution.overrides import native
 
 
 @native

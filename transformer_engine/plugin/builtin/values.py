@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.constants import torch_dtype
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.plugins import native
-from transformer_engine.pytorch.quantizer import Quantizer
+from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_row_tensor import Float8RowQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.torchside.device import prepare_device
 
 __all__ = [
     "checked",

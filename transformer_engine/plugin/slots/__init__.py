@@ -140,13 +140,13 @@ def _slot(run: Callable, asked: str) -> Callable:
     to, a note says who was asked.
     """
     from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-    from transformer_engine.pytorch.modes import (
+    from transformer_engine.pytorch.execution.overrides import native
+    from transformer_engine.pytorch.torchside.modes import (
         any_autocast,
         below_autograd,
         in_own_dtypes,
         with_autograd,
     )
-    from transformer_engine.pytorch.plugins import native
 
     run_apart = in_own_dtypes(with_autograd(run))
 

@@ -4,7 +4,6 @@
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
 from transformer_engine.pytorch.attention.logits import softcap
-from transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.attention.rope import (
     RotaryPositionEmbedding,
     apply_fused_qkv_rotary_pos_emb,
@@ -16,6 +15,7 @@ __getattr__, __dir__ = absent.attach(
     ("custom_ops", "inference"),
     {
         "InferenceParams": "transformer_engine.pytorch.attention.inference",
+        "MultiheadAttention": "transformer_engine.pytorch.layer.multi_head_attention",
         "_SplitAlongDim": "transformer_engine.pytorch.utils",
     },
 )

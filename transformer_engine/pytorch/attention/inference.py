@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.attention.kv_cache import (
     KVCacheManager,
     Lengths,
@@ -24,6 +23,7 @@ from transformer_engine.pytorch.attention.kv_cache import (
     StepState,
     gather_tokens,
 )
+from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
 from transformer_engine.pytorch.utils import canonicalize_device
@@ -408,7 +408,7 @@ class InferenceParams:
         table = getattr(self.cache_manager, "page_table", self._table)
         if table is not None:
             table = table[: totals.shape[0]]
-        traced = torch_ops.behind_operators(key)
+        traced = plan_ops.behind_operators(key)
         return gather_tokens(traced, key, value, totals, table, tokens)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes, real_tensors
-from transformer_engine.pytorch.operators import operator
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.custom_ops import operator
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, real_tensors
 from transformer_engine.pytorch.utils import canonicalize_device
 
 __all__ = [
@@ -50,7 +50,7 @@ def _append(
 
 
 _cache_append = _core.obeying("cache_append")
-_traced_append = torch_ops.define_obeying(
+_traced_append = plan_ops.define_obeying(
     "cache_append",
     "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor starts, "
     "Tensor counts, Tensor? cu_seqlens, Tensor? page_table",
@@ -62,7 +62,7 @@ _traced_append = torch_ops.define_obeying(
 
 def append_tokens(*arguments: Tensor | None) -> None:
     """Put keys and values of new tokens into a cache: arguments of the operator cache_append."""
-    if torch_ops.behind_operators(arguments[0]) or (dispatch_modes() and torch_ops.watched()):
+    if plan_ops.behind_operators(arguments[0]) or (dispatch_modes() and plan_ops.watched()):
         _traced_append(*arguments)
     else:
         _append(*arguments)

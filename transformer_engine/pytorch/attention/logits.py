@@ -3,8 +3,8 @@
 
 from torch import Tensor
 
-from transformer_engine.pytorch.function import run_call
-from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
+from transformer_engine.pytorch.execution.autograd import run_call
+from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 
 _softcap = operator(
     "softcap",

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.pytorch.function import run_call
-from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
-from transformer_engine.pytorch.operators import (
+from transformer_engine.pytorch.execution.autograd import run_call
+from transformer_engine.pytorch.execution.custom_ops import (
     OperatorCall,
     contiguous_like,
     operator,
     traceable,
 )
+from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

@@ -8,7 +8,6 @@ gets what an input gets.
 
 from transformer_engine.common.recipe import DelayedScalingRequest, QuantizerRole
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -16,6 +15,7 @@ from transformer_engine.pytorch.tensor import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
 __all__ = [
     "current_scaling_factory",

@@ -13,8 +13,8 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
     nvfp4_factory,
     tensor_of,
 )
-from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
 __all__ = [
     "high_precision_fwd_mxfp8_bwd_factory",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.custom_recipes.gemm import GEMMType, MMParams
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
-from transformer_engine.pytorch.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
 __all__ = [
     "Fp4Formats",

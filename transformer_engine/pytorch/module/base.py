@@ -13,9 +13,15 @@ from torch import Tensor
 from transformer_engine.common import absent, config, unread_variables
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Recipe
-from transformer_engine.pytorch import arenas, recompute, scaling
-from transformer_engine.pytorch.extra_state import KEY, pack_state, unpack_state
-from transformer_engine.pytorch.modes import (
+from transformer_engine.pytorch.execution import recompute
+from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
+from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
+from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
+from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
+from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.scaling_state.extra_state import KEY, pack_state, unpack_state
+from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
     exporting,
     graph_task,
@@ -23,12 +29,7 @@ from transformer_engine.pytorch.modes import (
     trace_again,
     unseen,
 )
-from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
-from transformer_engine.pytorch.module.parameters import default_device
-from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
-from transformer_engine.pytorch.recompute_frames import Entry, Frame
-from transformer_engine.pytorch.state import RegionState, current_state
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.modes import graph_task
+from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.operands import CallTensors
-from transformer_engine.pytorch.state import RegionState
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.modes import graph_task
 
 _obeying_quantize = _core.obeying("quantize")
 

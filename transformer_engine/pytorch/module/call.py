@@ -15,15 +15,16 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch import scaling, torch_ops
-from transformer_engine.pytorch.modes import dispatch_modes, keeps_graph
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.overrides import of_forward
+from transformer_engine.pytorch.execution.random import draw_pairs
+from transformer_engine.pytorch.execution.stages import Staged
+from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.plugins import of_forward
-from transformer_engine.pytorch.random import draw_pairs
-from transformer_engine.pytorch.staged import Staged
-from transformer_engine.pytorch.state import Domain
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.scaling_state import scaling
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_graph
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "Ran", "main_grad_of"]
 
@@ -45,9 +46,9 @@ class Deferred(NamedTuple):
 
     def _run(self, state: list[Tensor]) -> tuple:
         plan, inputs = self.plans.wgrad, self.inputs
-        if torch_ops.behind_operators(inputs[0]) or torch_ops.watched():
-            return torch_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
-        return torch_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
+        if plan_ops.behind_operators(inputs[0]) or plan_ops.watched():
+            return plan_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
+        return plan_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
 
 
 class Ran(NamedTuple):
@@ -105,11 +106,11 @@ class ModuleCall:
         those of one run.
         """
         staged = staged or self.staged
-        if self.traced or (dispatch_modes() and torch_ops.watched()):
+        if self.traced or (dispatch_modes() and plan_ops.watched()):
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
             saved = packed[0] if packed else None
-            return torch_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
+            return plan_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
         if staged is None:
             if not packed or not self.plans.may_consume or not self._consumes(packed):
                 return _core.run(plan.native, slots, slots, *given, *packed)

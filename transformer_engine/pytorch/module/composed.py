@@ -14,20 +14,14 @@ from transformer_engine.common import config, graphs
 from transformer_engine.common.flags import flags_of
 from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization, is_backward_wide
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch import arenas, scaling
-from transformer_engine.pytorch.function import (
+from transformer_engine.pytorch.execution.autograd import (
     run_call,
     run_forward_alone,
     run_without_backward,
 )
-from transformer_engine.pytorch.modes import (
-    allows_tf32,
-    constant_in_graphs,
-    dispatch_modes,
-    exporting,
-    forward_gradients,
-    without_memory,
-)
+from transformer_engine.pytorch.execution.recompute_frames import unread_history
+from transformer_engine.pytorch.execution.stages import Observer, Staged
+from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import custom, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
@@ -48,11 +42,17 @@ from transformer_engine.pytorch.module.situation import (
     situation_of_quantized,
 )
 from transformer_engine.pytorch.module.weight_gradients import WeightGradients
-from transformer_engine.pytorch.outside import Outside
-from transformer_engine.pytorch.recompute_frames import unread_history
-from transformer_engine.pytorch.staged import Observer, Staged
-from transformer_engine.pytorch.state import RegionState, current_state
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.modes import (
+    allows_tf32,
+    constant_in_graphs,
+    dispatch_modes,
+    exporting,
+    forward_gradients,
+    without_memory,
+)
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 _SETTINGS = (
     "activation_spec",

@@ -29,8 +29,8 @@ from transformer_engine.common.recipe import (
     QuantizerRole,
     Recipe,
 )
-from transformer_engine.pytorch.staged import StageBuffers
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.execution.stages import StageBuffers
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "ask",
@@ -224,7 +224,7 @@ def role_of(name: str | None, prefix: str, tensor: str) -> QuantizerRole:
 
 def ask(recipe: Any, role: QuantizerRole, kind: str) -> Any:
     """What the function of a recipe gives for a role of a module of a kind; raises as `resolve`."""
-    from transformer_engine.pytorch.quantizer import Quantizer
+    from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
     where, given = f"{kind}: CustomRecipe.qfactory({role})", recipe.qfactory(role)
     if given is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 if TYPE_CHECKING:
     from transformer_engine.pytorch.module.base import Fp8Module

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.modes import without_memory
+from transformer_engine.pytorch.execution.stages import Observer, StageBuffers, external_bits
+from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
-from transformer_engine.pytorch.staged import Observer, StageBuffers, external_bits
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.torchside.modes import without_memory
 
 _SHOWN = (
     "zero_centered_gamma",

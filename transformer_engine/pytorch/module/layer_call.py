@@ -18,8 +18,9 @@ from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, layer_plans
-from transformer_engine.pytorch.function import apply_of, run_forward_alone
-from transformer_engine.pytorch.modes import dispatch_modes, forward_gradients, only_forwards
+from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
+from transformer_engine.pytorch.execution.stages import Staged
+from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
@@ -31,9 +32,12 @@ from transformer_engine.pytorch.module.weight_cache import (
     microbatch_of,
     reads,
 )
-from transformer_engine.pytorch.scaling import Slots
-from transformer_engine.pytorch.staged import Staged
-from transformer_engine.pytorch.state import RegionState, current_state
+from transformer_engine.pytorch.scaling_state.scaling import Slots
+from transformer_engine.pytorch.torchside.modes import (
+    dispatch_modes,
+    forward_gradients,
+    only_forwards,
+)
 
 __all__ = ["Attending", "Branch", "Layer", "LayerCalls", "draws_of"]
 

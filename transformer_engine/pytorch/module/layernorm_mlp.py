@@ -11,6 +11,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import Activation
 from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
+from transformer_engine.pytorch.module.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
     checked_dtype,
@@ -20,7 +21,6 @@ from transformer_engine.pytorch.module.parameters import (
     make_weight,
     positive_sizes,
 )
-from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
 __all__ = ["ACTIVATIONS", "LayerNormMLP"]
 

@@ -21,16 +21,8 @@ from transformer_engine.common.graphs import (
     Norm,
 )
 from transformer_engine.common.plans import CallPlans, norm_plans
-from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.extra_state import KEY, says_nothing
-from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import (
-    constant_in_graphs,
-    exporting,
-    faking,
-    without_memory,
-)
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.operands import (
@@ -47,7 +39,15 @@ from transformer_engine.pytorch.module.parameters import (
     initialise,
 )
 from transformer_engine.pytorch.module.situation import keep
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.modes import (
+    constant_in_graphs,
+    exporting,
+    faking,
+    without_memory,
+)
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
@@ -146,7 +146,7 @@ class NormModule(NativeModule):
         traced = torch.compiler.is_compiling()
         eps = DEFAULT_EPS if self.eps is None else self.eps
         if traced:
-            eps = torch_ops.as_constant(eps)
+            eps = plan_ops.as_constant(eps)
         key = self._key((inp, gamma, beta), out, eps, traced and exporting())
         if traced:
             self._ensure_plans(key)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.modes import faking, without_memory
+from transformer_engine.pytorch.torchside.modes import faking, without_memory
 
 DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

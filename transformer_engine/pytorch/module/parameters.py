@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from transformer_engine.pytorch.modes import active_device
+from transformer_engine.pytorch.torchside.modes import active_device
 
 WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""

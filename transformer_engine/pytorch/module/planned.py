@@ -7,13 +7,13 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm
 from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plans import CallPlans, call_plans
-from transformer_engine.pytorch import torch_ops
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.modes import constant_in_graphs
+from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.call import Ran
 from transformer_engine.pytorch.module.operands import check_dtypes
 from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 
 class Planned:
@@ -24,7 +24,7 @@ class Planned:
     ) -> CallPlans:
         if traced:
             codes, epsilons = quantization[0].flat()
-            self._ensure_plans(key, codes, tuple(map(torch_ops.as_constant, epsilons)))
+            self._ensure_plans(key, codes, tuple(map(plan_ops.as_constant, epsilons)))
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
@@ -33,7 +33,7 @@ class Planned:
         """Make plans while a graph is traced, outside of the graph."""
         import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
 
-        torch_ops.offer_formulas()
+        plan_ops.offer_formulas()
         plans = self._plans.get(key)
         if plans is None:
             found = Quantization.of_flat(*quantization)

@@ -17,12 +17,12 @@ from transformer_engine import _core
 from transformer_engine.common import graphs
 from transformer_engine.common.operand_casts import Quantization, is_backward_wide, quantization_of
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.modes import in_transform, unseen
+from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.operands import PartTensors
-from transformer_engine.pytorch.scaling import Slots
-from transformer_engine.pytorch.state import RegionState
-from transformer_engine.pytorch.tensors import is_quantized, local_of
+from transformer_engine.pytorch.scaling_state.scaling import Slots
+from transformer_engine.pytorch.torchside.modes import in_transform, unseen
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
 
 _SLOTS_OF_PART = 3
 """Forward slots of a linear layer; the second one is its weight's."""

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import is_backward_wide
-from transformer_engine.pytorch.function import apply_of
-from transformer_engine.pytorch.modes import (
+from transformer_engine.pytorch.execution.autograd import apply_of
+from transformer_engine.pytorch.execution.recompute import anywhere, may_record
+from transformer_engine.pytorch.execution.thread_state import RegionState
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.scaling_state.scaling import Slots
+from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
     any_autocast,
     dispatch_modes,
@@ -25,11 +29,7 @@ from transformer_engine.pytorch.modes import (
     graph_task,
     in_transform,
 )
-from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.recompute import anywhere, may_record
-from transformer_engine.pytorch.scaling import Slots
-from transformer_engine.pytorch.state import RegionState
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "Bound",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from transformer_engine.pytorch import torch_ops
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.quantized import forms_held
-from transformer_engine.pytorch.state import RegionState
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 
 class Microbatch(enum.Enum):
@@ -58,7 +58,7 @@ class WeightCache(NamedTuple):
     def of(cls, tensors: tuple, sources: tuple[Tensor, ...], recipe: Any) -> "WeightCache":
         """Keep what a forward made of `sources` under a recipe."""
         kept = tuple(map(Source.of, sources))
-        return cls(tensors, cls._key_of(sources, recipe), kept, torch_ops.scaling_updates())
+        return cls(tensors, cls._key_of(sources, recipe), kept, plan_ops.scaling_updates())
 
     def holds(self, sources: tuple[Tensor, ...], recipe: Any) -> bool:
         """Whether it is these very tensors with the values they have now, under this recipe."""
@@ -94,7 +94,7 @@ def held_caches(
     if first and (delayed or not module.cache_weights):
         return [None] * len(parts)
     same_bits = bool(first) or first is Microbatch.BY_ITSELF
-    now = torch_ops.scaling_updates()
+    now = plan_ops.scaling_updates()
     return [
         old.tensors
         if old is not None

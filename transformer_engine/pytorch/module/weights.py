@@ -12,6 +12,7 @@ from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.operands import PartTensors
+from transformer_engine.pytorch.module.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.module.parameters import (
     Split,
     add_grad,
@@ -22,7 +23,6 @@ from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     split_rows,
 )
-from transformer_engine.pytorch.parallel import TensorParallel, mark_linear
 
 
 class WeightModule(TensorParallel, ComposedModule):

@@ -7,8 +7,8 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.optimizers.updates import check_apart, local_part
+from transformer_engine.pytorch.torchside.device import is_capturing
 
 __all__ = [
     "DIRECT",

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.device import is_capturing
 from transformer_engine.pytorch.optimizers.checks import (
     DIRECT,
     DTYPES,
@@ -36,7 +35,8 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
 )
 from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.device import is_capturing
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["FusedAdam", *absent.names_of(__name__)]

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd_cast,
 )
 from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["FusedSGD"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.optimizers.updates import checked_lists, run_update
-from transformer_engine.pytorch.quantizer_arguments import checked_tensor
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "MultiTensorApply",

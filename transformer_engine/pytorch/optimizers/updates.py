@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor.casts import Computed
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "Lists",

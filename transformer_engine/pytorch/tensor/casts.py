@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch import torch_ops
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
-from transformer_engine.pytorch.device import is_capturing
-from transformer_engine.pytorch.modes import dispatch_modes, is_traced_or_faked
-from transformer_engine.pytorch.operators import traceable
-from transformer_engine.pytorch.tensors import ALIGNMENT
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.custom_ops import traceable
+from transformer_engine.pytorch.torchside.device import is_capturing
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 __all__ = [
     "Computed",
@@ -200,7 +200,7 @@ def _cast(source: Tensor, scaling: int, dtype: int, *given: Any, **named: Any) -
 
 _tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRITTEN)]
 _tensors += [f"Tensor? {name}=None" for name in _READ]
-_traced_cast = torch_ops.define_obeying(
+_traced_cast = plan_ops.define_obeying(
     "cast_quantized",
     ", ".join(("Tensor source, int scaling, int dtype", *_tensors, *_SETTINGS.values())),
     "",
@@ -220,12 +220,12 @@ def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> 
             raise TypeError("noop: expected None for values that an operator computes")
         source.cast(**_native_fields(scaling, dtype, fields))
         return
-    traced = torch_ops.behind_operators(source) or (dispatch_modes() and torch_ops.watched())
+    traced = plan_ops.behind_operators(source) or (dispatch_modes() and plan_ops.watched())
     source = readable(source).detach()
     if not traced:
         _obeying_quantize(source, **_native_fields(scaling, dtype, fields))
         return
-    epsilon = torch_ops.as_constant(fields.pop("amax_epsilon", 0.0))
+    epsilon = plan_ops.as_constant(fields.pop("amax_epsilon", 0.0))
     _traced_cast(source, scaling, dtype, amax_epsilon=epsilon, **fields)
 
 
@@ -251,7 +251,7 @@ def measure(source: Tensor | Computed, hadamard: int = 0) -> Tensor:
     """
     if isinstance(source, Computed):
         source = source.values()
-    return _run_measure(torch_ops.behind_operators(source), readable(source).detach(), hadamard)
+    return _run_measure(plan_ops.behind_operators(source), readable(source).detach(), hadamard)
 
 
 def no_partials(source: Tensor | Computed) -> Tensor:
@@ -342,7 +342,7 @@ def dequantize(
     one = data[2] if data[0] is None else data[0]
     given = (*data, None, None)[:6]
     made = _run_dequantize(
-        torch_ops.behind_operators(one),
+        plan_ops.behind_operators(one),
         *given,
         *(scaling, dtype, list(shape), output, scales_to_256),
     )
@@ -370,6 +370,6 @@ def transpose(data: Tensor) -> Tensor:
     """Column-wise bytes [columns, ...] of row-wise ones [..., columns], padded as plans want."""
     if not data.dim():
         return transpose(data.view(1)).view(())
-    made = _run_transpose(torch_ops.behind_operators(data), data)
+    made = _run_transpose(plan_ops.behind_operators(data), data)
     *leading, columns = data.shape
     return made[:, : math.prod(leading)].view(columns, *leading)

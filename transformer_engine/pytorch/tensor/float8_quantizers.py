@@ -14,15 +14,15 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantizer import Quantizer, plain
-from transformer_engine.pytorch.quantizer_arguments import (
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensor.quantizer_arguments import (
     as_bytes,
     checked_dtype,
     checked_tensor,
     fp8_type,
 )
-from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.casts import code_of
 
 __all__ = [
     "Float8CurrentScalingQuantizer",

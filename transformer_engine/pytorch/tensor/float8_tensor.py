@@ -10,20 +10,6 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.modes import is_traced_or_faked
-from transformer_engine.pytorch.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-)
-from transformer_engine.pytorch.quantizer import check_caster
-from transformer_engine.pytorch.quantizer_arguments import (
-    as_bytes,
-    checked_dtype,
-    fitted,
-    fp8_type,
-    positional,
-)
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.float8_quantizers import (
@@ -32,6 +18,20 @@ from transformer_engine.pytorch.tensor.float8_quantizers import (
     PerTensorQuantizer,
     scales_of,
 )
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+)
+from transformer_engine.pytorch.tensor.quantizer import check_caster
+from transformer_engine.pytorch.tensor.quantizer_arguments import (
+    as_bytes,
+    checked_dtype,
+    fitted,
+    fp8_type,
+    positional,
+)
+from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 
 __all__ = [
     "Float8CurrentScalingQuantizer",

@@ -1,10 +1,277 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`identity` under the path that programs import."""
+"""High precision under the names of quantized data, for operands that a recipe does not cast."""
 
-from transformer_engine.pytorch.tensor.identity import (
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
 )
+from transformer_engine.pytorch.tensor.quantizer import check_caster
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, fitted, positional
+from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
+from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """Values in high precision.
+
+    Parameters
+    ----------
+    hp_data : Tensor
+        The values, in any floating dtype.
+    quantizer : Quantizer, optional
+        What new values are cast by; None keeps the dtype of these.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    """
+
+    _TENSORS = ("_hp_data",)
+
+    _hp_data: Tensor
+
+    def __init__(
+        self,
+        *,
+        hp_data: Tensor,
+        quantizer: Quantizer | None = None,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        label = type(self).__name__
+        checked_dtype(f"{label}: fake_dtype", fake_dtype)
+        self._take(_checked_fields(label, hp_data, quantizer), fake_dtype)
+
+    def _extent(self) -> tuple[int, ...]:
+        return tuple(self._hp_data.shape)
+
+    def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        return self._hp_data.view(shape).to(dtype, copy=True)
+
+    def _default_quantizer(self) -> Quantizer:
+        return IdentityQuantizer(dtype=self._hp_data.dtype)
+
+    def _takes(self, source: Any) -> bool:
+        return isinstance(source, IdentityTensorStorage) and self.shape == source.shape
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        return {**self._fields(), "_hp_data": view(self._hp_data)}
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Nothing: the values serve both."""
+
+    def get_usages(self) -> dict[str, bool]:
+        """Both are there."""
+        return {"rowwise": True, "columnwise": True}
+
+
+def _checked_fields(label: str, values: Tensor, quantizer: Quantizer | None) -> dict[str, Any]:
+    if not isinstance(values, Tensor) or is_quantized(values):
+        raise TypeError(f"{label}: hp_data: {type(values).__name__}, expected a plain tensor")
+    checked_dtype(f"{label}: hp_data", values.dtype)
+    check_caster(label, quantizer)
+    return {"_hp_data": values, "_quantizer": quantizer}
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
+
+    So is a *window*, a view of a format that has none of its data: what it keeps are values of the
+    whole, which are read again when those have changed.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; what they have where None.
+    dtype : torch.dtype
+        Nominal one.
+    hp_data, quantizer :
+        As of `IdentityTensorStorage`.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    """
+
+    _STORAGE = IdentityTensorStorage
+    _seen: tuple | Tensor | None = None
+    """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
+    high precision: the values of that."""
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        hp_data: Tensor,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+    ) -> "IdentityTensor":
+        label = "IdentityTensor"
+        shape, dtype = positional(label, args, shape, dtype)
+        fields = _checked_fields(label, hp_data, quantizer)
+        if shape is not None:
+            fields["_hp_data"] = fitted(f"{label}: hp_data", hp_data, shape)
+        return cls._made(fields, dtype, shape, requires_grad)
+
+    @classmethod
+    def _made(
+        cls,
+        fields: dict[str, Any],
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of these fields, of the strides of its values."""
+        values = fields["_hp_data"]
+        if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
+            stride = values.stride()
+        return super()._made(fields, dtype, shape, requires_grad, stride)
+
+    @classmethod
+    def _make_in_reduce_ex(
+        cls,
+        data: Tensor,
+        quantizer: Quantizer | None,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+    ) -> "IdentityTensor":
+        """A tensor of what older files hold."""
+        fields = {"_hp_data": data, "_quantizer": checked_quantizer(cls, quantizer)}
+        return cls._made(fields, dtype, data.shape if shape is None else data.view(shape).shape)
+
+    @classmethod
+    def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
+        """A view of a quantized tensor in high precision; in its memory, if it is one of these."""
+        if isinstance(whole, IdentityTensor):
+            seen, dtype = whole._hp_data, whole.dtype
+            values = view(seen)
+        else:
+            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            seen, dtype = _versions_of(whole), values.dtype
+        made = cls._made({"_hp_data": values}, dtype, stride=values.stride())
+        made._viewed, made._seen = (whole, view), seen
+        return made
+
+    @property
+    def _hp_data(self) -> Tensor:
+        """The values as they are now."""
+        if self._viewed is not None:
+            self._read_again()
+        return self._values
+
+    @_hp_data.setter
+    def _hp_data(self, values: Tensor) -> None:
+        self._values = values
+
+    def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
+        return None if self._is_window() else super()._viewed_fields(view)
+
+    def _take_view(self, other: QuantizedTensor) -> None:
+        super()._take_view(other)
+        self._seen = other._seen
+
+    def _is_window(self) -> bool:
+        """Whether it is one, or a view of one."""
+        if self._viewed is None:
+            return False
+        whole, _ = self._viewed
+        return not isinstance(whole, IdentityTensor) or whole._is_window()
+
+    def _read_again(self) -> None:
+        """Take over values that have changed in the whole of a window."""
+        whole, view = self._viewed
+        if isinstance(whole, IdentityTensor):
+            values = whole._hp_data
+            if values is not self._seen:  # these values lie in its memory
+                self._values, self._seen = view(values), values
+            return
+        versions = _versions_of(whole)
+        if versions is None or versions != self._seen:
+            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            lost = self._values.is_inference() and not torch.is_inference_mode_enabled()
+            if lost or is_traced_or_faked():
+                self._values = values  # those before can not be written to
+            else:
+                self._values.copy_(values)
+            self._seen = versions
+
+    def _takes(self, source: Any) -> bool:
+        return not self._is_window() and super()._takes(source)
+
+    @classmethod
+    def _with_data(cls, fields: dict, data: Tensor) -> dict:
+        return {**fields, "_hp_data": data}
+
+
+def _versions_of(tensor: Any) -> tuple | None:
+    """What changes with the data of a quantized tensor; None: they do not tell."""
+    tensors = [part for part in tensor.get_data_tensors() if part is not None]
+    if is_traced_or_faked():
+        return tuple(tensor._counted_writes())
+    if any(part.is_inference() for part in tensors):
+        return None
+    return tuple((part.data_ptr(), part._version) for part in tensors)
+
+
+class IdentityQuantizer(Quantizer):
+    """Keeps values in high precision.
+
+    Parameters
+    ----------
+    dtype : torch.dtype, optional
+        Convert to this floating one; None keeps that of the tensor.
+    rowwise, columnwise : bool, default True
+        Not read: the values serve both.
+    """
+
+    TENSOR, STORAGE = IdentityTensor, IdentityTensorStorage
+    _REPEATS = True
+
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
+        self.dtype = dtype
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """Allocate a tensor of a shape and nominal dtype, without values; see `Quantizer`."""
+        kept = self.copy()
+        kept.dtype = dtype if self.dtype is None else self.dtype
+        options = {"device": device, "requires_grad": requires_grad, "pin_memory": pin_memory}
+        return super(IdentityQuantizer, kept).make_empty(shape, dtype=dtype, **options)
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        options = {"dtype": self.dtype, "device": device, "pin_memory": pin_memory}
+        return {"_hp_data": torch.empty(shape, **options)}
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        values = source.detach().to(into._hp_data.dtype)
+        if noop is not None:
+            values = torch.where(noop.reshape(()) != 0, into._hp_data, values)
+        into._hp_data.copy_(values)
+
+    def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
+        """That of the tensor."""
+        return tuple(shape)
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype}

@@ -22,8 +22,8 @@ from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8TensorStorage
-from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
-from transformer_engine.pytorch.tensor.identity import IdentityTensorStorage
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
 

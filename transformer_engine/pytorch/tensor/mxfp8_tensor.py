@@ -9,8 +9,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantizer_arguments import as_bytes
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.quantizer_arguments import as_bytes
 from transformer_engine.pytorch.tensor.two_forms import (
     Joint,
     TwoFormQuantizer,

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantizer_arguments import checked_shape
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
 from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,

@@ -23,7 +23,6 @@ from transformer_engine.common.graphs import (
 )
 from transformer_engine.common.operand_casts import OperandCast, Quantization
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
-from transformer_engine.pytorch.quantizer import Quantizer
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
     Float8BlockQuantizer,
@@ -36,14 +35,15 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8Tensor,
     Float8TensorStorage,
 )
-from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage, casters_of
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage, casters_of
 from transformer_engine.pytorch.tensor.mxfp8_tensor import (
     MXFP8Quantizer,
     MXFP8Tensor,
     MXFP8TensorStorage,
 )
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor
-from transformer_engine.pytorch.tensors import ALIGNMENT
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 _ELEMENTS = {
     _core.DTYPE_E4M3: DType.kFloat8E4M3,

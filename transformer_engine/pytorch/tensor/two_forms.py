@@ -14,9 +14,14 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from transformer_engine.pytorch.quantizer import Quantizer, check_caster
-from transformer_engine.pytorch.quantizer_arguments import (
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+)
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, check_caster
+from transformer_engine.pytorch.tensor.quantizer_arguments import (
     FP8,
     as_bytes,
     checked_dtype,
@@ -25,8 +30,6 @@ from transformer_engine.pytorch.quantizer_arguments import (
     fp8_type,
     positional,
 )
-from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.casts import code_of
 
 __all__ = [
     "Joint",
@@ -353,6 +356,10 @@ class TwoFormTensor(QuantizedTensor):
     ) -> Any:
         shape, dtype = positional(cls.__name__, args, shape, dtype)
         return cls._made(_fields_named(cls, fields, shape), dtype, shape, requires_grad)
+
+    @staticmethod
+    def _joined_fields(parts: Any) -> dict[str, Any] | None:
+        return joined_fields(parts) if joins(parts) else None
 
 
 class TwoFormQuantizer(Quantizer):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
-from transformer_engine.pytorch.tensor.hybrid import HybridQuantizedTensorStorage
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from transformer_engine.pytorch.tensor.master_slices import (
     Shards,
     Slice,
@@ -19,7 +18,8 @@ from transformer_engine.pytorch.tensor.master_slices import (
     slices_of,
     turns,
 )
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from transformer_engine.pytorch.modes import give_own_class
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
@@ -18,6 +17,7 @@ from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.tools.rmsnorms import named_like_one, recognise
 from transformer_engine.pytorch.tools.skip import Skip, check_model
+from transformer_engine.pytorch.torchside.modes import give_own_class
 
 _BASE = frozenset(vars(Module()))
 """Attributes that every module has: parameters, buffers, children, hooks, training mode."""

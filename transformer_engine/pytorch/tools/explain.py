@@ -10,10 +10,10 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import extent_value
-from transformer_engine.pytorch.device import is_mxfp8_available, is_nvfp4_available
+from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.composite import CompositeLayer
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.torchside.device import is_mxfp8_available, is_nvfp4_available
 
 
 def _plan_text(title: str, plan: Plan, sizes: tuple[int, ...]) -> list[str]:

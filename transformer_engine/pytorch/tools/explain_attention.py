@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
 from transformer_engine.pytorch.attention.dot_product_attention.heads import heads_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.state import current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 
 _NAME = "explain_attention"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.modes import in_transform
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.skip import Skip, check_model
+from transformer_engine.pytorch.torchside.modes import in_transform
 
 
 class Finding(NamedTuple):

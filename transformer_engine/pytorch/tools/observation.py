@@ -18,11 +18,11 @@ from transformer_engine.common.contexts import Context
 from transformer_engine.common.graphs import forms_of
 from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.common.plan_text import Stage
-from transformer_engine.pytorch.modes import graph_task
+from transformer_engine.pytorch.execution.stages import StageBuffers
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.staged import StageBuffers
 from transformer_engine.pytorch.tools.scale_matrix import scale_matrix, scaling_mode
 from transformer_engine.pytorch.tools.skip import check_model
+from transformer_engine.pytorch.torchside.modes import graph_task
 
 _LIMITS = {
     torch.float8_e4m3fn: ("e4m3", 464.0, 2.0**-10),

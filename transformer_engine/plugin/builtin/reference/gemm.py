@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from transformer_engine.plugin.builtin.values import exact, quantized, refuse, torch_dtype
-from transformer_engine.pytorch.modes import in_own_dtypes
+from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
 
 @in_own_dtypes

@@ -44,11 +44,11 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
     limits_of,
 )
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.modes import any_autocast, constant_in_graphs
+from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
-from transformer_engine.pytorch.plugins import attention_class_name
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.modes import any_autocast, constant_in_graphs
 
 _NAME = "DotProductAttention"
 _CPU = torch.device("cpu")

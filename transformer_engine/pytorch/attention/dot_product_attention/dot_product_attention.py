@@ -47,9 +47,9 @@ from transformer_engine.pytorch.attention.dot_product_attention.limits import (
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
 from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
 from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
-from transformer_engine.pytorch.extra_state import KEY, is_ours, pack_state
-from transformer_engine.pytorch.modes import constant_in_graphs, exporting
+from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import (
     default_device,
     have_memory,
@@ -58,10 +58,10 @@ from transformer_engine.pytorch.module.parameters import (
     positive_sizes,
     probabilities,
 )
-from transformer_engine.pytorch.outside import Outside
-from transformer_engine.pytorch.parallel import ContextParallel
-from transformer_engine.pytorch.recompute import checkpoint
-from transformer_engine.pytorch.tensors import is_quantized
+from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, pack_state
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
 

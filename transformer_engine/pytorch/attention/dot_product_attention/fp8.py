@@ -21,7 +21,6 @@ from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, core_plans
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch import arenas, recompute, scaling, torch_ops
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
     asks_for_it,
     hands_over,
@@ -35,26 +34,28 @@ from transformer_engine.pytorch.attention.dot_product_attention.native import (
     told_of,
 )
 from transformer_engine.pytorch.attention.options import CoreOptions
-from transformer_engine.pytorch.device import prepare_device
-from transformer_engine.pytorch.function import run_call, run_without_backward
-from transformer_engine.pytorch.modes import (
+from transformer_engine.pytorch.execution import plan_ops, recompute
+from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
+from transformer_engine.pytorch.execution.random import draw_pair
+from transformer_engine.pytorch.execution.recompute_frames import unread_history
+from transformer_engine.pytorch.execution.stages import Staged
+from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.layer_call import Attending, draws_of
+from transformer_engine.pytorch.module.quantized import measures_first
+from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.modes import (
     exporting,
     graph_task,
     in_transform,
     selective,
     without_memory,
 )
-from transformer_engine.pytorch.module.base import Region
-from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.module.layer_call import Attending, draws_of
-from transformer_engine.pytorch.module.quantized import measures_first
-from transformer_engine.pytorch.module.situation import keep
-from transformer_engine.pytorch.outside import Outside
-from transformer_engine.pytorch.random import draw_pair
-from transformer_engine.pytorch.recompute_frames import unread_history
-from transformer_engine.pytorch.staged import Staged
-from transformer_engine.pytorch.state import current_state
-from transformer_engine.pytorch.tensors import ALIGNMENT
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 __all__ = [
     "GRADIENT_RULE",
@@ -356,12 +357,12 @@ def attend(
         torch.device("meta") if region.blank else device, like.dtype,
         gradient, heads.joined if heads.dim else 0, slices,
         qkv_format == "sbhd",
-        torch_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
+        plan_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
         tuple(limits.window),
         limits.bottom_right, len(where), packed, codes,
-        tuple(map(torch_ops.as_constant, epsilons)) if traced else epsilons,
+        tuple(map(plan_ops.as_constant, epsilons)) if traced else epsilons,
         fp8_gradient, no_amax, deterministic(), more.fp8_output,
-        torch_ops.as_constant(limits.softcap) if traced else limits.softcap,
+        plan_ops.as_constant(limits.softcap) if traced else limits.softcap,
     )  # fmt: skip
     call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
     call.traced = traced or region.blank

@@ -17,9 +17,9 @@ from transformer_engine.pytorch.attention.dot_product_attention.by_heads import 
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import recipe_of
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.modes import exporting, unseen, without_memory
-from transformer_engine.pytorch.outside import Outside
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.modes import exporting, unseen, without_memory
 
 _HEADS, _OUTPUT, _WEIGHTS = 2, 3, 8
 """Slots of the forward's state, as of ``csrc/layer/heads_fp8.c``."""

@@ -16,8 +16,8 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
-from transformer_engine.pytorch.modes import constant_in_graphs
 from transformer_engine.pytorch.module.custom import remembered
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 __all__ = ["asks_for_it", "hands_over", "recipe_of", "unbuilt_name"]
 

@@ -10,9 +10,9 @@ from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, joined_shape
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.packed import Sequences
-from transformer_engine.pytorch.function import run_call
-from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.autograd import run_call
+from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
+from transformer_engine.pytorch.execution.random import draw_pair
 
 
 def _results(

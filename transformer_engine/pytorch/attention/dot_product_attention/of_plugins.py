@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch import plugins
 from transformer_engine.pytorch.attention.dot_product_attention import masks, native
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
 from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.operators import aligned, with_aligned_gradient
+from transformer_engine.pytorch.execution import overrides
+from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 
 __all__ = ["attend"]
 
 
 def _module_of(core: Any) -> torch.nn.Module:
     """The module of the class in force that belongs to a `DotProductAttention`."""
-    kind = plugins.attention_class()
+    kind = overrides.attention_class()
     if kind is None:
         raise RuntimeError(
             "DotProductAttention: the class of a plug-in is selected no longer, which "
@@ -54,7 +54,7 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     if biased and slopes is None:
         slopes = masks.default_alibi_slopes(query.shape[-2], query.device)
     run = _module_of(core)
-    with plugins.natively():
+    with overrides.natively():
         out = run(
             query,
             key,

@@ -22,8 +22,12 @@ from transformer_engine.pytorch.attention.dot_product_attention.attending import
 from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
 from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.function import apply_of, run_forward_alone
-from transformer_engine.pytorch.modes import (
+from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
+from transformer_engine.pytorch.execution.overrides import attention_class_name
+from transformer_engine.pytorch.module.call import LayerCall
+from transformer_engine.pytorch.module.layer_call import Attending, draws_of
+from transformer_engine.pytorch.module.situation import Recurrence, keep
+from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     dispatch_modes,
     forward_gradients,
@@ -31,10 +35,6 @@ from transformer_engine.pytorch.modes import (
     in_transform,
     top_saved_hooks,
 )
-from transformer_engine.pytorch.module.call import LayerCall
-from transformer_engine.pytorch.module.layer_call import Attending, draws_of
-from transformer_engine.pytorch.module.situation import Recurrence, keep
-from transformer_engine.pytorch.plugins import attention_class_name
 
 __all__ = ["CoreCalls", "Found"]
 

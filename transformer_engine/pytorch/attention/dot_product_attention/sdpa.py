@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
 from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
-from transformer_engine.pytorch.operators import aligned, with_aligned_gradient
+from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 
 
 def attend(

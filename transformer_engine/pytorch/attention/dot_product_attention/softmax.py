@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.function import run_call
-from transformer_engine.pytorch.operators import OperatorCall, contiguous_like, operator
-from transformer_engine.pytorch.random import draw_pair
+from transformer_engine.pytorch.execution.autograd import run_call
+from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
+from transformer_engine.pytorch.execution.random import draw_pair
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

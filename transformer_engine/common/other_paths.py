@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths from which programs import names that this package defines elsewhere.
+
+`absent` makes these modules when they are imported; no file stands there.
+"""
+
+OTHER_PATHS: dict[str, dict[str, str]] = {
+    "pytorch.attention.multi_head_attention": {"pytorch.layer.multi_head_attention": "*"},
+    "pytorch.float8_tensor": {"pytorch.tensor.float8_tensor": "Float8Quantizer Float8Tensor"},
+    "pytorch.fp8": {"pytorch.quantization": "*"},
+    "pytorch.quantized_tensor": {"pytorch.tensor.quantized_tensor": "*"},
+    "pytorch.tensor.storage": {
+        "pytorch.tensor.float8_blockwise_tensor": "Float8BlockwiseQTensorStorage",
+        "pytorch.tensor.float8_tensor": "Float8TensorStorage",
+        "pytorch.tensor.hybrid_tensor": "HybridQuantizedTensorStorage",
+        "pytorch.tensor.identity_tensor": "IdentityTensorStorage",
+        "pytorch.tensor.mxfp8_tensor": "MXFP8TensorStorage",
+        "pytorch.tensor.nvfp4_tensor": "NVFP4TensorStorage",
+    },
+    "pytorch.tensor.storage.float8_blockwise_tensor_storage": {
+        "pytorch.tensor.float8_blockwise_tensor": "Float8BlockwiseQTensorStorage"
+    },
+    "pytorch.tensor.storage.float8_tensor_storage": {
+        "pytorch.tensor.float8_tensor": "Float8TensorStorage"
+    },
+    "pytorch.tensor.storage.hybrid_tensor_storage": {
+        "pytorch.tensor.hybrid_tensor": "HybridQuantizedTensorStorage"
+    },
+    "pytorch.tensor.storage.identity_tensor_storage": {
+        "pytorch.tensor.identity_tensor": "IdentityTensorStorage"
+    },
+    "pytorch.tensor.storage.mxfp8_tensor_storage": {
+        "pytorch.tensor.mxfp8_tensor": "MXFP8TensorStorage"
+    },
+    "pytorch.tensor.storage.nvfp4_tensor_storage": {
+        "pytorch.tensor.nvfp4_tensor": "NVFP4TensorStorage"
+    },
+    "pytorch.tensors": {"pytorch.tensor.pickling": "rebuild_quantized"},  # in checkpoints
+    "pytorch.transformer": {"pytorch.layer.transformer_layer": "*"},
+}
+"""Module -> module that defines names -> these names, or ``*``: all that it exports.
+
+Modules are relative to ``transformer_engine``.
+"""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans and operators as torch sees them: autograd, custom operators, random pairs, recompute."""

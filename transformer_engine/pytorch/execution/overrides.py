@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules have to do with the plug-in system: they run what the policy in force selects.
+
+A run of a plan reads the selection of its thread natively (`_core.Selection`). Here is what Python
+adds: plug-ins are looked for once, a backward runs in the scope of its forward, and a graph of
+torch.compile runs by the selection with which it was traced: another one makes another graph.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.common import config
+from transformer_engine.common.selections import GENERATION, WITH_CLASS
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
+
+__all__ = [
+    "IN_FORCE",
+    "attention_class",
+    "attention_class_name",
+    "find",
+    "native",
+    "natively",
+    "number_of_graph",
+    "of_forward",
+    "of_graph",
+]
+
+_POLICY = (
+    config.TE_FL_PREFER,
+    config.TE_FL_PREFER_VENDOR,
+    config.TE_FL_STRICT,
+    config.TE_FL_ALLOW_VENDORS,
+    config.TE_FL_DENY_VENDORS,
+    config.TE_FL_PER_OP,
+    config.TE_FL_PLUGIN_MODULES,
+)
+_GROUP = "te_fl.plugin"
+
+
+def _are_wanted() -> bool:
+    """Whether a plug-in is installed, or the environment says how implementations are chosen."""
+    if any(variable.get() for variable in _POLICY):
+        return True
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group=_GROUP))
+
+
+def find() -> None:
+    """Have modules obey the manager of the process, where there is one or a plug-in to load.
+
+    The first run of a plan calls it. Where it finds nothing nobody is asked, until a program makes
+    that manager.
+    """
+    manager = sys.modules.get("transformer_engine.plugin.core.manager")
+    made = getattr(manager, "_default", None) is not None
+    policy = sys.modules.get("transformer_engine.plugin.core.policy")
+    if made or (policy is not None and policy.is_used()) or _are_wanted():
+        from transformer_engine.plugin.core.manager import obey_default_manager
+
+        obey_default_manager()
+
+
+_core.find_selections(find)
+
+
+def of_forward(scope: Any) -> Any:
+    """The scope of a backward whose forward was in `scope`, None: obeyed nobody; None: none needed.
+
+    Enter it around the backward, on whatever thread that runs.
+    """
+    return _core.unselected() if scope is None else scope
+
+
+def natively() -> Any:
+    """A context in which modules, and operators of module code, ask nobody."""
+    return _core.unselected() or contextlib.nullcontext()
+
+
+def native(function: Callable) -> Callable:
+    """A function that runs `natively`.
+
+    What implements an operator may be made of modules and of what they call, and would ask itself
+    else.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        scope = _core.unselected()
+        if scope is None:
+            return function(*args, **kwargs)
+        with scope:
+            return function(*args, **kwargs)
+
+    return run
+
+
+# ---- attention by a class ------------------------------------------------------------------------
+
+
+def attention_class() -> type | None:
+    """The class of attention modules that is selected ahead of this library's; None: there is none.
+
+    It is what `get_flash_attention_class` gives under the policy in force.
+    """
+    if _core.selection_number() not in WITH_CLASS:
+        return None
+    from transformer_engine.plugin.builtin.flash_attention import FlashAttention
+    from transformer_engine.plugin.core.manager import get_default_manager
+
+    found = get_default_manager().operator("get_flash_attention_class")()
+    return None if found is FlashAttention else found
+
+
+def attention_class_name() -> str:
+    """Its name; "" where there is none. In a graph that with which the graph was traced."""
+    if torch.compiler.is_compiling():
+        _find_first()
+        return _name_in_graph(GENERATION[0], _LABELS.scope)
+    return _name_of_class()
+
+
+def _name_of_class() -> str:
+    found = attention_class()
+    return "" if found is None else f"{found.__module__}.{found.__qualname__}"
+
+
+@constant_in_graphs
+def _name_in_graph(generation: str, scope: str) -> str:
+    del generation, scope  # conditions of the graph, since they are read
+    return _name_of_class()
+
+
+# ---- graphs ------------------------------------------------------------------------------------
+
+IN_FORCE = -1
+"""In place of a number: whatever is in force for the thread."""
+
+_LABELS = threading.local()
+"""``scope``: which scope of policies the thread is in, for the conditions of graphs."""
+_KEPT: dict[int, Any] = {}
+"""Scopes of the selections that graphs have been traced with, by number."""
+
+
+@constant_in_graphs
+def _find_first() -> None:
+    """Let plug-ins be found, and this thread show its scope."""
+    _core.label_scopes(_LABELS)
+    _core.selected()
+
+
+@constant_in_graphs
+def _number(generation: str, scope: str) -> int:
+    """Number of the selection in force, which stays with graphs; 0: nobody is asked.
+
+    The arguments are conditions of the graph, since they are read.
+    """
+    del generation, scope
+    kept = _core.selected()
+    number = _core.selection_number()
+    if number:
+        _KEPT.setdefault(number, kept)
+    return number
+
+
+def number_of_graph() -> int:
+    """By which selection a graph that is being traced runs; it is another one for another graph."""
+    _find_first()
+    return _number(GENERATION[0], _LABELS.scope)
+
+
+def of_graph(number: int, forward: bool) -> Any:
+    """The scope in which a run of a graph is that was traced with a selection; None: none needed.
+
+    RuntimeError where a forward outside of a recompute is in another one, which its conditions did
+    not tell.
+    """
+    if number == IN_FORCE:
+        return None
+    if forward and number != _core.selection_number() and graph_task() == -1:
+        raise RuntimeError(
+            "a compiled module was traced while other implementations were selected than are now, "
+            "which torch.compile has not noticed: call torch.compiler.reset() after the change"
+        )
+    return of_forward(_KEPT[number] if number else None)

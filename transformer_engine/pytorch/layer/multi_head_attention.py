@@ -1,0 +1,585 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MultiheadAttention`: projections of queries, keys and values, attention, output projection."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.config import attention_switches
+from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
+from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
+from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
+from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
+from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
+from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.execution.overrides import attention_class_name
+from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.norm import L2Normalization
+from transformer_engine.pytorch.module.parallel import ContextParallel
+from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
+from transformer_engine.pytorch.module.situation import keep
+from transformer_engine.pytorch.torchside.modes import only_forwards
+
+__all__ = ["MultiheadAttention"]
+
+_NAME = "MultiheadAttention"
+
+
+class MultiheadAttention(ContextParallel, CompositeLayer):
+    """Multi-head attention, of a sequence to itself or to another one.
+
+    Parameters
+    ----------
+    hidden_size : int
+        Features of an input and an output token.
+    num_attention_heads : int
+        Heads of the queries.
+    kv_channels : int or (int, int), optional
+        Channels of a head, of queries and keys and of values where they differ;
+        ``hidden_size / num_attention_heads`` where None.
+    layernorm_epsilon : float, default 1e-5
+        Of the input norm.
+    init_method, output_layer_init_method : callable, optional
+        ``f(weight)`` for the projections of queries, keys and values, and for that of the output;
+        normal with mean 0 and deviation 0.023 where None.
+    num_gqa_groups, attention_dropout, layer_number, attn_mask_type, window_size, \
+bottom_right_diagonal, softcap, softmax_type, get_rng_state_tracker, qkv_format
+        As of `DotProductAttention`; ``attention_dropout`` is 0.1 by default.
+    tp_group, tp_size, sequence_parallel, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
+ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, name
+        As of `Linear`.
+    return_bias : bool, default False
+        Return the bias of the output projection beside the output instead of adding it.
+    return_layernorm_output : bool, default False
+        Return the normalized input too; needs `input_layernorm`.
+    input_layernorm : bool, default False
+        Normalize the input first.
+    attention_type : str, default "self"
+        "self", or "cross": keys and values come from ``encoder_output``.
+    set_parallel_mode : bool, default False
+        The projections of queries, keys and values have the mode "column", that of the output
+        "row"; changes nothing on one rank.
+    fuse_qkv_params : bool, default False
+        One weight for queries, keys and values, not one each (``query_weight``, ``key_weight``,
+        ``value_weight``).
+    zero_centered_gamma : bool, default False
+        The norm's factor is 1 + weight.
+    qkv_weight_interleaved : bool, default True
+        Rows of the one weight lie group by group: queries, key, value; else all queries, all keys,
+        all values. Weights of their own are never interleaved.
+    rotary_pos_interleaved : bool, default False
+        As ``interleaved`` of `apply_rotary_pos_emb`.
+    bias : bool, default True
+        The projections have biases.
+    normalization : str, default "LayerNorm"
+        "LayerNorm" or "RMSNorm", for the input norm.
+    qk_norm_type : str, optional
+        "L2Normalization", "RMSNorm" or "LayerNorm" over the channels of each head of queries and
+        keys.
+    qk_norm_eps : float, default 1e-6
+        Of these norms.
+    qk_norm_before_rope : bool, default False
+        They come before the rotary embedding, not after it.
+    seq_length, micro_batch_size : int, optional
+        Accepted for their callers: nothing is warmed up.
+
+    Raises
+    ------
+    ValueError
+        Sizes or names that do not go together.
+    NotImplementedError
+        An option that is not there yet.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int] | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        self._set_parallel(tp_group, tp_size)
+        self.name = name
+        one_of(_NAME, ("self", "cross"), attention_type=attention_type)
+        one_of(_NAME, NORMS, normalization=normalization)
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(f"{_NAME}: return_layernorm_output=True needs input_layernorm=True")
+        positive_sizes(_NAME, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+        if kv_channels is None:
+            if hidden_size % num_attention_heads != 0:
+                raise ValueError(
+                    f"{_NAME}: hidden_size={hidden_size} is no multiple of num_attention_heads="
+                    f"{num_attention_heads}; give kv_channels"
+                )
+            kv_channels = hidden_size // num_attention_heads
+        with device_of(device):  # which the attention takes no argument for
+            core = DotProductAttention(
+                num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
+                attn_mask_type, window_size, bottom_right_diagonal, softcap,
+                layer_number=layer_number, get_rng_state_tracker=get_rng_state_tracker,
+                attention_type=attention_type, tp_group=tp_group, softmax_type=softmax_type,
+                name=self._name_of("core_attention"),
+            )  # fmt: skip
+        k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = k, v
+        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.num_gqa_groups, self.attention_type = core.num_gqa_groups, attention_type
+        self.attn_mask_type, self.window_size = core.attn_mask_type, core.window_size
+        self.qkv_format, self.layer_number = qkv_format, layer_number
+        self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
+        self.qk_norm_before_rope = bool(qk_norm_before_rope)
+        self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
+        self._ways: dict[tuple, Attending] = {}
+        linear = dict(
+            bias=bias, params_dtype=params_dtype, device=device, tp_group=tp_group,
+            get_rng_state_tracker=get_rng_state_tracker,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )  # fmt: skip
+        norm = dict(
+            eps=layernorm_epsilon, normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            return_layernorm_output=self.return_layernorm_output,
+        )  # fmt: skip
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        inner = {**linear, "parallel_mode": column, "init_method": init_method}
+        self._make_projections(fuse_qkv_params, inner, norm)
+        self.core_attention = core  # after them: programs ask the first parameter for its dtype
+        self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
+        outer = {**linear, "parallel_mode": row, "init_method": output_layer_init_method}
+        heads = num_attention_heads * v
+        outer |= {"return_bias": self.return_bias, "name": self._name_of("proj")}
+        self.proj = Linear(heads, hidden_size, **outer)
+
+    def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
+        """Make the layers before the attention."""
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        groups = self.num_gqa_groups
+        rows = {"query": self.num_attention_heads * k, "key": groups * k, "value": groups * v}
+
+        def make(*names: str, normalized: bool = self.input_layernorm) -> torch.nn.Module:
+            parts = {name: rows[name] for name in names}
+            options = {**common, "parameters_split": None if fused else parts}
+            kind = "layernorm_linear" if normalized else "linear"
+            options["name"] = self._name_of(f"{kind}_{''.join(name[0] for name in names)}")
+            if normalized:
+                return LayerNormLinear(self.hidden_size, sum(parts.values()), **norm, **options)
+            return Linear(self.hidden_size, sum(parts.values()), **options)
+
+        if self.attention_type == "self":
+            setattr(self, self._first(), make("query", "key", "value"))
+        else:
+            setattr(self, self._first(), make("query"))
+            self.key_value = make("key", "value", normalized=False)
+
+    def _first(self) -> str:
+        """Name of the projection of the hidden states."""
+        if self.attention_type == "self":
+            return "layernorm_qkv" if self.input_layernorm else "qkv"
+        return "layernorm_query" if self.input_layernorm else "query_layer"
+
+    def _make_qk_norms(
+        self, kind: str | None, eps: float, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Make the norms of queries and keys, or none."""
+        self.q_norm: torch.nn.Module | None = None
+        self.k_norm: torch.nn.Module | None = None
+        if kind == "L2Normalization":  # without parameters: one module under both names
+            self.q_norm = self.k_norm = L2Normalization(eps)
+        elif kind is not None:
+            one_of(_NAME, ("L2Normalization", *NORMS), qk_norm_type=kind)
+            size = self.hidden_size_per_attention_head_k
+            self.q_norm = NORMS[kind](size, eps, device=device, dtype=dtype)
+            self.k_norm = NORMS[kind](size, eps, device=device, dtype=dtype)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: Any = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
+    ) -> Any:
+        """Attend.
+
+        Parameters
+        ----------
+        hidden_states : Tensor
+            [s, b, hidden_size] (sbhd), [b, s, hidden_size] (bshd) or [t, hidden_size] (thd).
+        attention_mask : Tensor or pair of Tensor, optional
+            bool, True: masked out; see `DotProductAttention`.
+        encoder_output : Tensor, optional
+            Keys and values come from it: like `hidden_states`, with a sequence of its own. Only
+            for attention type "cross", and needed there.
+        is_first_microbatch : bool, optional
+            As of `Linear`.
+        rotary_pos_emb : Tensor or (Tensor, Tensor), optional
+            Angles of `RotaryPositionEmbedding`, for queries and keys alike or for each.
+        attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
+inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, \
+cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, \
+fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap
+            As of `DotProductAttention`.
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            Output in the shape of `hidden_states`[, bias of the output projection][, normalized
+            input].
+
+        Raises
+        ------
+        TypeError, ValueError
+            Tensors or arguments that do not go together.
+        NotImplementedError
+            An option that is not there yet.
+        """
+        if thd_attention_policy_dispatch != "auto":
+            check_dispatch(thd_attention_policy_dispatch)
+        options = AttentionOptions(
+            attention_mask, encoder_output, attn_mask_type, window_size, bottom_right_diagonal,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
+            fast_zero_fill, pad_between_seqs, thd_attention_policies,
+            thd_attention_policy_dispatch, softcap,
+        )  # fmt: skip
+        return self.attend(hidden_states, options)
+
+    _FORWARD = forward
+    _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
+
+    def _branches(self, name: str = "", path: str = "") -> tuple[Branch, ...]:
+        """What it is made of; at a path, as the branch of a layer that adds its bias."""
+        modules = self._modules
+        first = (modules[self._first()],)
+        if self.attention_type != "self":
+            first += (modules["key_value"],)
+        core, last = modules["core_attention"], modules["proj"]
+        bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
+        others = (self, core) if name else (core,)
+        norms = () if self.q_norm is None else (modules["q_norm"], modules["k_norm"])
+        return (Branch(name, (*first, last), others, path, bias, norms),)
+
+    def _layer_key(self) -> tuple:
+        """What `_layer` and messages depend on."""
+        return (self.name,)
+
+    def _layer(self) -> Layer:
+        """How it puts its one branch together: the output is the result."""
+        return Layer((None,))
+
+    def _is_planned(self, inp: Tensor) -> bool:
+        """Whether there may be plans for it."""
+        return inp.dim() == (2 if self.qkv_format == "thd" else 3)
+
+    def _attending(
+        self, inp: Tensor, options: AttentionOptions, dtype: torch.dtype
+    ) -> Attending | None:
+        """How a call attends, over heads of a dtype, as part of a layer.
+
+        None where it has to call its modules.
+        """
+        core, key = self._modules["core_attention"], None
+        in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"])
+        if options.without_tensors() and type(core.window_size) is not list:
+            key = (  # of the options those that are read: mask type to type of the bias
+                options[2:10], options.softcap, self.qk_norm_before_rope,
+                self.qkv_weight_interleaved, core.training, core.attention_dropout,
+                core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
+                core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
+                core.return_max_logit, dtype, inp.device, sink_of(core),
+                attention_switches(), torch.are_deterministic_algorithms_enabled(),
+                in_fp8, in_fp8 is not None and self._hands_over(core),
+                inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
+                torch.is_grad_enabled(),  # what inference mode has made can not be saved
+                attention_class_name(),
+            )  # fmt: skip
+            known = self._ways.get(key)
+            if known is not None:
+                core.__dict__["_ran"] = known.choice
+                return known
+        like = inp  # of which shape, dtype and device are read
+        if inp.dtype is not dtype:
+            like = inp.new_empty(1, dtype=dtype).expand(inp.shape)
+        found = self._find_way(core, like, options)
+        if key is not None and found is not None and found.constant:
+            found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
+        return found
+
+    def _find_way(
+        self, core: DotProductAttention, inp: Tensor, options: AttentionOptions
+    ) -> Attending | None:
+        """`_attending`, anew."""
+        source = options.encoder_output
+        slices, keys = self._slices(), inp if source is None else source
+        packed = self.qkv_format == "thd"
+        s, b = (1, 0) if self.qkv_format == "bshd" else (0, 1)
+        if (
+            options.inference_params is not None
+            or options.checkpoint_core_attention
+            or options.thd_attention_policies is not None
+            or core.qkv_format != self.qkv_format
+            or (source is None) != (self.attention_type == "self")
+            or not _alike(keys, inp, None if packed else b)
+        ):
+            return None
+        tokens = (inp.shape[0], keys.shape[0]) if packed else None
+        if packed:
+            batch, *lengths = sizes_of(options, *tokens)
+        else:
+            batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
+        angles = _angles(options.rotary_pos_emb, lengths, slices, inp)
+        if angles is None:
+            return None
+        how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
+        pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
+        given = (() if source is None else (source,), angles, *pairs)
+        about = inp.device.type, inp.shape[s]
+        over = self._hands_over(core)
+        return attending(core, how, slices, given, about=about, hands_over=over)
+
+    def _hands_over(self, core: DotProductAttention) -> bool:
+        """Whether the projection is handed the output of attention in FP8."""
+        proj = self._modules["proj"]  # it, or the core, may be another package's
+        ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
+        return ours and fp8.hands_to(core, proj)
+
+    def _slices(self) -> tuple:
+        """Where queries, keys and values lie in their projections (see `layer_graphs`)."""
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        if self.attention_type != "self":
+            query, before = (heads, k, 0, k), 0
+        elif not self.qkv_weight_interleaved:
+            query, before = (heads, k, 0, k), heads * k
+        else:
+            each = heads // groups
+            before, stride = each * k, (each + 1) * k + v
+            query = (heads, k, 0, stride) if each == 1 else (heads, k, 0, stride, each)
+            return query, (groups, k, before, stride), (groups, v, before + k, stride)
+        if self.qkv_weight_interleaved:
+            return query, (groups, k, 0, k + v), (groups, v, k, k + v)
+        return query, (groups, k, before, k), (groups, v, before + groups * k, v)
+
+    def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
+        """`forward` with its other arguments in one."""
+        calls = LayerCalls.of(self)
+        if calls is not None:
+            out = calls.run(self, hidden_states, (options,))
+            if out is not NotImplemented:
+                return self._results(hidden_states, *(out if isinstance(out, tuple) else (out,)))
+        return self._attend_by_modules(hidden_states, options)
+
+    def _results(self, inp: Tensor, out: Tensor, normalized: Tensor | None = None) -> Any:
+        """What a forward returns, from the results of the layer's graph."""
+        results = [out]
+        if self.return_bias:
+            proj = self._modules["proj"]
+            results.append(proj._returned_bias(out.dtype) if proj.return_bias else None)
+        if self.return_layernorm_output:
+            results.append(self._modules[self._first()]._norm_result(inp, normalized))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
+        """`attend`, module by module."""
+        if options.inference_params is not None and self.attention_type != "self":
+            raise ValueError(
+                f"{_NAME}: inference_params with attention_type='cross': keys and values of "
+                "encoder_output are no part of a cache: leave it out"
+            )
+        first, source = options.is_first_microbatch, options.encoder_output
+        to_itself = self.attention_type == "self"
+        if to_itself and source is not None:
+            raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
+        if not to_itself and source is None:
+            raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
+        modules = self._modules  # an attribute lookup of torch takes longer than a short operator
+        mixed, normalized = modules[self._first()](hidden_states, first), None
+        if self.return_layernorm_output:
+            mixed, normalized = mixed
+        if to_itself:
+            query, key, value = self._split(mixed, self.num_attention_heads)
+        else:
+            heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
+            query = mixed.unflatten(-1, heads)
+            key, value = self._split(modules["key_value"](source, first), 0)
+        if self.q_norm is not None or options.rotary_pos_emb is not None:
+            query, key = self._position(query, key, options)
+        core = modules["core_attention"]
+        over = self._hands_over(core)
+        if only_forwards(core):
+            more = CoreOptions(fp8_output=over)
+            context = core.attend(Heads((query, key, value)), options, more=more)
+        else:
+            named = options.named_for_core()
+            if over:
+                named["fp8_output"] = True
+            context = core(query, key, value, *options.for_core(), **named)
+        out = modules["proj"](context, first)
+        if self.return_bias and not isinstance(out, tuple):
+            out = (out, None)  # another package's module wraps the projection: the bias is added
+        if normalized is None:
+            return out
+        return (*out, normalized) if self.return_bias else (out, normalized)
+
+    def _split(self, mixed: Tensor, heads: int) -> tuple[Tensor, ...]:
+        """Queries (of `heads` heads; 0: there are none), keys and values as views of a projection.
+
+        One split, so that its backward is one pass that writes the gradient of the projection.
+        """
+        groups = self.num_gqa_groups
+        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        each = heads // groups
+        lead = mixed.shape[:-1]
+        sizes = [each * k, k, v] if heads else [k, v]
+        if self.qkv_weight_interleaved:
+            parts = torch.split_with_sizes(mixed.view(*lead, groups, sum(sizes)), sizes, -1)
+            if each <= 1:
+                return parts
+            return parts[0].reshape(*lead, heads, k), parts[1], parts[2]
+        if k == v:
+            counts = [heads, groups, groups] if heads else [groups, groups]
+            return torch.split_with_sizes(mixed.view(*lead, sum(counts), k), counts, -2)
+        parts = torch.split_with_sizes(mixed, [groups * size for size in sizes], -1)
+        key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
+        return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms, in the dtype before: attention takes one dtype."""
+        return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
+
+    def _position(
+        self, query: Tensor, key: Tensor, call: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the norms of queries and keys and the rotary embedding, in the order set."""
+        angles, params = call.rotary_pos_emb, call.inference_params
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        if angles is not None:
+            packed, start_positions = self.qkv_format == "thd", None
+            starts = starts_of(call) if packed and params is None else (None, None)
+            if params is not None:  # positions go on where the sequences have ended
+                now, length = params.lengths, query.shape[0 if self.qkv_format == "sbhd" else 1]
+                start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)
+                if not packed:
+                    angles = angles_for_cache(angles, params, length)
+            of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
+            options = {"interleaved": self.rotary_pos_interleaved}
+            given = (self.qkv_format, start_positions)
+            query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)
+            key = apply_rotary_pos_emb(key, of_key, *given, cu_seqlens=starts[1], **options)
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        return query, key
+
+
+def _alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
+    """Whether a source of keys goes together with the input; `batch`: the dim of it, or None."""
+    return keys is inp or (
+        type(keys) is Tensor
+        and keys.dim() == inp.dim()
+        and keys.dtype is inp.dtype
+        and keys.device == inp.device
+        and (batch is None or keys.shape[batch] == inp.shape[batch])
+        and keys.shape[-1] == inp.shape[-1]
+    )
+
+
+def _angles(
+    given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
+) -> tuple[Tensor, ...] | None:
+    """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
+
+    One for both where they are the same.
+    """
+    if given is None:
+        return ()
+    both = given if isinstance(given, tuple | list) else (given, given)
+    if len(both) != 2:
+        return None
+    found = []
+    for angles, length, slice_ in zip(both, lengths, slices, strict=False):
+        if (
+            type(angles) is not Tensor
+            or angles.dim() != 4
+            or angles.shape[1:3] != (1, 1)
+            or angles.requires_grad
+            or angles.shape[0] < length
+            or angles.shape[3] > slice_[1]
+            or angles.shape[3] % 2 != 0
+        ):
+            return None
+        flat = angles.reshape(angles.shape[0], angles.shape[3])
+        found.append(flat.to(inp.device, torch.float32).contiguous())
+    return tuple(found[:1] if both[0] is both[1] else found)

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Quantizer`: what makes quantized tensors of a format, and casts into them.
+
+A format of this library says how its tensors are made empty and cast (`_empty`, `_cast`); all else
+is composed of that. A class of a program defines the public methods instead (`quantize_impl`,
+`update_quantized`, `make_empty`), and whatever casts goes by these where a class defines them.
+"""
+
+import abc
+import copy
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common import absent
+from transformer_engine.pytorch.tensor.pickling import pickled_class
+from transformer_engine.pytorch.tensor.quantizer_arguments import (
+    check_flag,
+    checked_dtype,
+    checked_shape,
+    checked_tensor,
+)
+from transformer_engine.pytorch.tensor.quantizer_parts import QuantizerParts
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs
+
+__all__ = ["Quantizer", "check_caster", "plain"]
+
+
+def plain(tensor: Any) -> Tensor:
+    """The values of a tensor in high precision; a plain tensor itself."""
+    if hasattr(type(tensor), "_dequantized"):
+        return tensor._dequantized(tensor.dtype, tuple(tensor.shape))
+    return tensor
+
+
+class Quantizer(QuantizerParts, abc.ABC):
+    """Makes quantized tensors of a format, and casts into them.
+
+    A subclass of a program defines `quantize_impl`, and, so that its tensors can be written to and
+    be parameters, `update_quantized` and `make_empty`. Where a class defines `quantize_impl` alone,
+    `update_quantized` copies what that makes.
+
+    Parameters
+    ----------
+    rowwise, columnwise : bool, default True
+        Which forms to make: as GEMMs over the last dim read it, and over the others.
+
+    Attributes
+    ----------
+    rowwise_usage, columnwise_usage : bool
+        The same.
+    internal : bool
+        Make a storage, which torch knows nothing of, and no tensor.
+    optimize_for_gemm : bool
+        Lay scales out as GEMMs read them, where a format has two ways; else it changes nothing.
+    """
+
+    TENSOR: ClassVar[type]
+    """Class of the tensors that it makes; its storage class is `STORAGE`."""
+    STORAGE: ClassVar[type]
+    _CASTS_COMPUTED: ClassVar[bool] = False
+    """Whether `_cast` takes a `casts.Computed`, and casts it once."""
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage = bool(rowwise)
+        self.columnwise_usage = bool(columnwise)
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    # ---- what a format says ----------------------------------------------------------------------
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        """Fields of a storage, without values, for the usages that are set.
+
+        ValueError for a shape that the format has no blocks for.
+        """
+        raise self._undefined("make_empty(shape, *, dtype, device, requires_grad, pin_memory)")
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        """Write the forms that a storage has; `source` is plain, in any floating dtype."""
+        raise self._undefined("quantize_impl(tensor)")
+
+    def _undefined(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__}: it defines no {method}: define it")
+
+    # ---- what a class of a program says ----------------------------------------------------------
+
+    @property
+    def _casts_natively(self) -> bool:
+        """Whether what it makes is what `_cast` makes: its class has no cast of a program."""
+        return type(self).quantize_impl is Quantizer.quantize_impl
+
+    @property
+    def _casts_computed(self) -> bool:
+        """Whether a storage can be written from a `casts.Computed`."""
+        return self._CASTS_COMPUTED and self._casts_natively and self._writes_natively
+
+    @property
+    def _writes_natively(self) -> bool:
+        """Whether it writes into tensors as this class does."""
+        return type(self).update_quantized is Quantizer.update_quantized
+
+    # ---- making tensors --------------------------------------------------------------------------
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """Allocate a quantized tensor of a shape and nominal dtype, without values.
+
+        On the current CUDA device where there is one, unless `device` says otherwise. ValueError
+        for a shape without dims, where the blocks of the format need one, TypeError for a dtype
+        that is no floating one.
+        """
+        label = type(self).__name__
+        shape, dtype = checked_shape(label, shape), checked_dtype(f"{label}: dtype", dtype)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        fields = self._empty(shape, torch.device(device), pin_memory)
+        fields["_quantizer"] = self.copy()
+        if self.internal:
+            return self.STORAGE._made(fields, dtype)
+        return self.TENSOR._made(fields, dtype, shape, requires_grad)
+
+    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """Quantize a tensor: into `out` where that is given, else into a new one of nominal dtype.
+
+        `dtype` is that of `tensor` where None. A gradient passes unchanged. TypeError where the
+        nominal dtype is no floating one.
+        """
+        checked_tensor(f"{type(self).__name__}: tensor", tensor)
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if torch.compiler.is_compiling() and not self.internal:
+            _offer_in_graph()
+            return _quantize_in_graph(tensor, self._number(), dtype)
+        if self.internal or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self._quantized(tensor, dtype)
+        return _Quantize.apply(tensor, self, dtype)
+
+    def __call__(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """`quantize`."""
+        return self.quantize(tensor, out=out, dtype=dtype)
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """Cast a plain tensor into a new one of its dtype: what `quantize` calls, below autograd.
+
+        A class of a program that defines it casts by it wherever this library would cast.
+        """
+        source = plain(checked_tensor(f"{type(self).__name__}: tensor", tensor))
+        made = self.make_empty(source.shape, dtype=source.dtype, device=source.device)
+        self._cast(source, made, None)
+        made._written()
+        return made
+
+    def _quantized(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        label = f"{type(self).__name__}: tensor"
+        nominal = tensor.dtype if dtype is None else dtype
+        checked_dtype(label, tensor.dtype), checked_dtype(label, nominal)
+        source = plain(tensor)
+        made = self.quantize_impl(source) if self._casts_natively else self._made(source)
+        if made.dtype == nominal:
+            return made
+        if isinstance(made, Tensor):
+            return made._like(dtype=nominal)
+        made._dtype = nominal
+        return made
+
+    def _made(self, source: Tensor) -> Any:
+        """What `quantize_impl` of a program makes; it knows its quantizer, and a nominal dtype."""
+        outer = id(self) not in _THREAD.casting
+        _THREAD.casting.add(id(self))
+        try:
+            made = self.quantize_impl(source)
+        finally:
+            if outer:
+                _THREAD.casting.discard(id(self))
+        made = self._taken(made, "quantize_impl")
+        if not isinstance(made, Tensor) and made._dtype is None:
+            made._dtype = source.dtype
+        return made
+
+    def _taken(self, made: Any, method: str) -> Any:
+        """What a method of a program returned; it knows its quantizer then.
+
+        TypeError where that is no quantized tensor.
+        """
+        if not hasattr(type(made), "_dequantized"):
+            raise TypeError(
+                f"{type(self).__name__}.{method}: it returned a {type(made).__name__}, expected a "
+                "QuantizedTensor or a QuantizedTensorStorage"
+            )
+        _ = made._TENSORS  # its attributes now are its fields: what is put on it later is none
+        if made._quantizer is None:
+            made._quantizer = self.copy()
+        return made
+
+    @constant_in_graphs
+    def _number(self) -> int:
+        """What `_quantize_in_graph` knows it by."""
+        for number, quantizer in _IN_GRAPHS.items():
+            if quantizer is self:
+                return number
+        number = next(_NUMBERS)
+        _IN_GRAPHS[number] = self
+        return number
+
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list:
+        """Quantize each of some tensors."""
+        if isinstance(list_of_tensors, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: list_of_tensors: a tensor, expected a list of tensors"
+            )
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    # ---- writing into tensors --------------------------------------------------------------------
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Cast into an existing quantized tensor, in all forms that it has; return it.
+
+        How these lie (element type, tiles, transforms) is up to the tensor, not to this quantizer.
+        Where the fp32 element of `noop_flag` is not 0 nothing is written. TypeError where `src` is
+        no tensor, or `dst` none of this quantizer's format; ValueError where the shapes differ, or
+        `noop_flag` is not one fp32 element on the device of `dst`.
+        """
+        label = type(self).__name__
+        source = plain(checked_tensor(f"{label}: src", src))
+        if not hasattr(type(dst), "_write_by"):
+            raise TypeError(f"{label}: dst: {type(dst).__name__}, expected a quantized tensor")
+        if tuple(source.shape) != tuple(dst.shape):
+            raise ValueError(
+                f"{label}: src: shape {tuple(source.shape)}, expected that of dst, "
+                f"{tuple(dst.shape)}"
+            )
+        checked_dtype(f"{label}: src", source.dtype)
+        if noop_flag is not None:
+            check_flag(label, noop_flag, dst.device)
+        if source.device != dst.device:
+            source = source.to(dst.device)
+        dst._write_by(self, source, noop_flag)
+        return dst
+
+    def _cast_into(self, source: Any, into: Any, noop: Tensor | None) -> None:
+        """Write the forms that a storage has, as the class of this quantizer casts."""
+        if not self._casts_natively and id(self) not in _THREAD.casting:
+            own = self.get_usages()
+            self.set_usage(**into.get_usages())
+            try:
+                made = self._made(source)
+            finally:
+                self.set_usage(**own)
+            into._copy_forms(made, noop)
+            return
+        if not isinstance(into, getattr(self, "STORAGE", type(into))):
+            raise TypeError(
+                f"{type(self).__name__}: dst: {type(into).__name__}, expected a "
+                f"{self.STORAGE.__name__}"
+            )
+        self._cast(source, into, noop)
+
+    # ---- settings --------------------------------------------------------------------------------
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Say which forms to make; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = bool(rowwise)
+        if columnwise is not None:
+            self.columnwise_usage = bool(columnwise)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which forms it makes."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> "Quantizer":
+        """Copy the settings; tensors of a scaling state are shared."""
+        return copy.copy(self)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record what a tensor would need, without a cast: nothing, unless the format has state."""
+        checked_tensor(f"{type(self).__name__}: tensor", tensor)
+
+    def onnx_quantize(self, tensor: Tensor) -> Any:
+        """Quantize in a graph for ONNX: NotImplementedError."""
+        raise absent.refusal("pytorch.export.onnx_export", f": {type(self).__name__}.onnx_quantize")
+
+    def onnx_dequantize(self, tensor: Any) -> Tensor:
+        """Dequantize in a graph for ONNX: NotImplementedError."""
+        raise absent.refusal(
+            "pytorch.export.onnx_export", f": {type(self).__name__}.onnx_dequantize"
+        )
+
+    def _as_plain(self) -> tuple[Any, dict[str, Any]]:
+        """Name of the class, and arguments that are numbers, names and plain tensors.
+
+        Of a class of a program the class itself, and its attributes.
+        """
+        kind = pickled_class(type(self))
+        if kind is type(self):
+            return kind, dict(self.__dict__)
+        return kind, {**self.get_usages(), **self._own_settings()}
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Further arguments, as of `_as_plain`."""
+        return {}
+
+    @classmethod
+    def _of_plain(cls, arguments: dict[str, Any]) -> "Quantizer":
+        """Undo `_as_plain`."""
+        if pickled_class(cls) is cls:
+            made = cls.__new__(cls)
+            made.__dict__.update(arguments)
+            return made
+        return cls(**arguments)
+
+    def _settings(self) -> dict[str, Any]:
+        """What to print."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def __repr__(self) -> str:
+        """Class and settings."""
+        settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
+        return f"{type(self).__name__}({settings})"
+
+
+def check_caster(label: str, given: Any) -> None:
+    """Check the quantizer of a tensor: TypeError for what is none; there may be none."""
+    if given is not None and not isinstance(given, Quantizer):
+        raise TypeError(f"{label}: quantizer: {type(given).__name__}, expected a Quantizer")
+
+
+class _Thread(threading.local):
+    """What a thread casts."""
+
+    def __init__(self) -> None:
+        self.casting: set[int] = set()
+        """Quantizers of programs whose `quantize_impl` it is in, by id: where that calls
+        `update_quantized`, it means the cast of the class that it is derived from."""
+
+
+_THREAD = _Thread()
+_IN_GRAPHS: dict[int, Quantizer] = {}
+"""Quantizers of compiled graphs, which live as long as the program: a graph carries a number."""
+_NUMBERS = itertools.count()
+
+
+def _quantize_in_graph(tensor: Tensor, number: int, dtype: torch.dtype | None) -> Any:
+    """`Quantizer.quantize` as one call of a graph; compilers look inside when they trace it."""
+    quantizer = _IN_GRAPHS[number]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Quantize.apply(tensor, quantizer, dtype)
+    return quantizer._quantized(tensor, dtype)
+
+
+@constant_in_graphs
+def _offer_in_graph() -> None:
+    torch.compiler.allow_in_graph(_quantize_in_graph)
+
+
+class _Quantize(torch.autograd.Function):
+    """A cast whose gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: Any) -> Any:
+        return quantizer._quantized(tensor.detach(), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad, None, None

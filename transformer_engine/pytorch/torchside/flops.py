@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of this package.
+
+2 m n k for each GEMM that a plan runs, on the sizes of the layer, not on what FP8 pads: as many as
+the same layer of `torch.nn` has. Attention counts as in torch's kernels on a GPU: two products
+of all queries and keys forward, five backward. Everything else counts 0, as torch's own operators;
+what Python functions of a plan run is counted by itself.
+
+The counter's module is not imported for it (on a GPU it loads a compiler): formulas are handed over
+as soon as it is there and an operator is defined or watched.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.plan_text import PlanGraph, plan_of, read_text
+from transformer_engine.common.plans import sizes_of
+from transformer_engine.pytorch.torchside.modes import active_modes
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _flops_of_run(
+    plan: str,
+    slots: Sequence[int],
+    inputs: list[Tensor],
+    saved: Tensor | None,
+    rows: int,
+    staged: int,
+    selection: int,
+    state: Sequence[Tensor] = (),
+    **results: Any,
+) -> int:
+    """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
+    del slots, saved, staged, selection, state, results
+    graph, made = read_text(plan), plan_of(plan)
+    sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
+    stages = made.described["stages"]
+    return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, *_ in stages)
+
+
+def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> int:
+    if operator == "gemm":
+        out_features, in_features = graph.weight_sizes(node)
+        return 2 * sizes[graph.rows_symbol(node)] * out_features * in_features
+    if operator not in _PRODUCTS:
+        return 0
+    queries, keys = (sizes[graph.rows_symbol(node, at) :][:3] for at in (0, 1))
+    fields = graph.node(node)
+    (heads, of_query, *_), _, (_, of_value, *_) = fields.slices
+    if fields.flags & _core.NODE_PACKED:  # as if each had as many keys as the longest may have
+        scores = heads * queries[0] * int(fields.numbers[5])
+        return _flops_of_products(operator, scores, of_query, of_value)
+    queries, keys = queries[1:], keys[1:]
+    sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
+    scores = heads * queries[0] * queries[1] * keys[not sequence_first]
+    return _flops_of_products(operator, scores, of_query, of_value)
+
+
+_PRODUCTS = {"attention": (1, 1), "attention_backward": (3, 2)}
+"""How many products each operator makes over the channels of keys, and over those of values."""
+
+
+def _flops_of_products(operator: str, scores: int, of_query: int, of_value: int) -> int:
+    """FLOPs of an attention of so many pairs of queries and keys, and so many channels."""
+    over_keys, over_values = _PRODUCTS[operator]
+    return 2 * scores * (over_keys * of_query + over_values * of_value)
+
+
+def _flops_of_problem(
+    operator: str, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> int:
+    *_, longest, sequence_first = others
+    if query.dim() == 3:  # packed sequences
+        scores = query.shape[:2].numel() * longest
+    else:
+        scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]
+    return _flops_of_products(operator, scores, query.shape[-1], value.shape[-1])
+
+
+def _flops_of_attention(*arguments: Any, **results: Any) -> int:
+    *problem, _ = arguments  # the last one asks for the largest scores
+    del results
+    return _flops_of_problem("attention", *problem)
+
+
+def _flops_of_attention_backward(*arguments: Any, **results: Any) -> int:
+    del results
+    return _flops_of_problem("attention_backward", *arguments[6:])  # query and what comes behind it
+
+
+FORMULAS = {
+    "run": _flops_of_run,
+    "attention": _flops_of_attention,
+    "attention_backward": _flops_of_attention_backward,
+}
+"""By name of the operator; those that are defined later, with their definition."""
+
+
+def offer_formulas() -> None:
+    """Hand the formulas to the counter's module, if it is loaded, and to counters that run."""
+    counter = sys.modules.get(_COUNTER)
+    registry = getattr(counter, "flop_registry", None)
+    if registry is None:
+        return
+    ours, operators = torch.ops.transformer_engine, []
+    for name, formula in FORMULAS.items():
+        if hasattr(ours, name):  # else its file is yet to be imported
+            operators.append(getattr(ours, name))
+            if operators[-1] not in registry:
+                counter.register_flop_formula(operators[-1], get_raw=True)(formula)
+    for mode in active_modes():  # a counter copies the registry when it is made
+        owner = getattr(mode, "counter", None)
+        if isinstance(owner, counter.FlopCounterMode):
+            for operator in operators:
+                owner.flop_registry.setdefault(operator, registry[operator])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked about tensors that are not plainly `Tensor` or `Parameter`, before any is made."""
+
+from typing import Any
+
+from torch import Tensor
+
+from transformer_engine.pytorch.torchside.modes import wraps_tensors
+
+ALIGNMENT = 16
+"""What native code rounds the length of a line of quantized data up to; the padding is zero."""
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor over the memory of an instance of a proper subclass of `Tensor`.
+
+    A subclass without a dispatch of its own (a `torch.nn.Buffer`, a user's ``class T(Tensor)``) is
+    only a label on real memory. One with ``__torch_dispatch__`` may have no memory at all, or
+    memory that means something else, so its bytes must not be read: TypeError.
+    """
+    kind = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if dispatches or wraps_tensors(tensor):
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__}: tensors of this class have no memory that a "
+            "kernel can read; convert it to a plain torch.Tensor first"
+        )
+    return tensor.as_subclass(Tensor)
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor is a `QuantizedTensor`, without loading that class."""
+    return type(tensor) is not Tensor and getattr(type(tensor), "_TE_QUANTIZED", False)
+
+
+def local_of(tensor: Any) -> Any:
+    """Get this rank's part of a sharded tensor (DTensor); any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
