@@ -11,8 +11,8 @@ from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, 
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import transformer
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
+from transformer_engine.pytorch.layer import transformer_layer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
@@ -134,7 +134,7 @@ def in_parts(layer):
 def by_branches():
     """A `TransformerLayer` runs one call for each branch, as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "_ONE_CALL", -1)
+        patch.setattr(transformer_layer, "_ONE_CALL", -1)
         yield
 
 

@@ -18,7 +18,13 @@ from transformer_engine.pytorch.attention.options import AttentionOptions, CoreO
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
-from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layer_call import (
+    Attending,
+    Bias,
+    LayerCalls,
+    Value,
+    asked,
+)
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
@@ -319,25 +325,42 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     _FORWARD = forward
     _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
-    def _branches(self, name: str = "", path: str = "") -> tuple[Branch, ...]:
-        """What it is made of; at a path, as the branch of a layer that adds its bias."""
-        modules = self._modules
-        first = (modules[self._first()],)
-        if self.attention_type != "self":
-            first += (modules["key_value"],)
-        core, last = modules["core_attention"], modules["proj"]
-        bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
-        others = (self, core) if name else (core,)
+    def emit(
+        self, nodes: Any, x: Value, name: str = "", output: str = "output"
+    ) -> tuple[Value, Value]:
+        """Append its nodes; return its result and the output of its norm (see `layer_call`)."""
+        modules, crossed = self._modules, self.attention_type != "self"
+        first = modules[self._first()]
+        nodes.does_work_of(self, modules["core_attention"])
+        prefix = f"{name}{'query' if crossed else 'qkv'}_"
+        query, normed = nodes.linear(first, x, prefix, f"{prefix}made")
+        site = nodes.attends(self, first)
+        projected = [query]
+        if crossed:
+            source = nodes.source(site, name)
+            key_value = modules["key_value"]
+            projected += nodes.linear(key_value, source, f"{name}kv_", f"{name}kv_made")[:1]
         norms = () if self.q_norm is None else (modules["q_norm"], modules["k_norm"])
-        return (Branch(name, (*first, last), others, path, bias, norms),)
+        context = nodes.attend(site, projected, norms, name)
+        out, _ = nodes.linear(modules["proj"], context, f"{name}proj_", output)
+        return out, normed
+
+    def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
+        """Append the nodes of a call; return its results."""
+        del options, part
+        out, normed = self.emit(nodes, x)
+        returned = getattr(self._modules[self._first()], "return_layernorm_output", False)
+        return [out, normed] if returned else [out]
+
+    def _added_bias(self) -> Bias | None:
+        """The bias that it leaves to the layer around it."""
+        proj = self._modules["proj"]
+        there = getattr(proj, "return_bias", False) and proj.use_bias
+        return Bias(proj, "bias") if there else None
 
     def _layer_key(self) -> tuple:
-        """What `_layer` and messages depend on."""
+        """What messages depend on."""
         return (self.name,)
-
-    def _layer(self) -> Layer:
-        """How it puts its one branch together: the output is the result."""
-        return Layer((None,))
 
     def _is_planned(self, inp: Tensor) -> bool:
         """Whether there may be plans for it."""
@@ -416,7 +439,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return ours and fp8.hands_to(core, proj)
 
     def _slices(self) -> tuple:
-        """Where queries, keys and values lie in their projections (see `layer_graphs`)."""
+        """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         if self.attention_type != "self":
@@ -434,6 +457,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        asked(self, hidden_states, (options,))
         calls = LayerCalls.of(self)
         if calls is not None:
             out = calls.run(self, hidden_states, (options,))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.layer_graphs import AttentionSpec
+from transformer_engine.common.attention_graphs import AttentionSpec
 from transformer_engine.pytorch.attention.dot_product_attention import fp8, native
 from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
 from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
-from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec
-from transformer_engine.common.operand_casts import Quantization
+from transformer_engine.common.operand_casts import OperandCast, Quantization
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.common.plans import CallPlans, core_plans
+from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
     asks_for_it,
@@ -257,8 +257,8 @@ class _Call(ModuleCall):
         """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
         from transformer_engine.pytorch.tensor.recipes import format_of
 
-        like = self.plans.spec
-        cast = like.attention.quantization.input
+        graph = self.plans.graph
+        cast = OperandCast(*graph.nodes[0].quantization[0])
         row = format_of(cast)
         forms = [None if place < 0 else made[place] for place in self.plans.returned]
         quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
@@ -270,7 +270,7 @@ class _Call(ModuleCall):
             quantizer._bound = slots
         shape = tuple(forms[0].shape)
         fields = {**row.fields(quantizer, tuple(forms), shape), "_quantizer": quantizer}
-        return row.tensor._made(fields, _core.torch_dtype(like.dtype), shape)
+        return row.tensor._made(fields, _core.torch_dtype(graph.values[0].dtype), shape)
 
     def _run(
         self,
@@ -442,9 +442,8 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
         deterministic=repeatable, packed=packed, quantization=Quantization.of_flat(codes, epsilon),
         fp8_gradient=fp8_gradient, no_amax=no_amax, fp8_output=fp8_output, softcap=softcap,
     )  # fmt: skip
-    return keep(
-        module._plans, key, core_plans(CoreSpec(spec, _core.dtype_code(dtype), gradient, joined))
-    )
+    graph = core_graph(spec, _core.dtype_code(dtype), gradient, joined)
+    return keep(module._plans, key, plans_of(graph))
 
 
 def ensure_plans(module: Any, key: tuple) -> None:

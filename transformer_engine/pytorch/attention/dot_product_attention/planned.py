@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.attention_graphs import core_graph
 from transformer_engine.common.config import attention_switches
-from transformer_engine.common.layer_graphs import CoreSpec
-from transformer_engine.common.plans import core_plans
+from transformer_engine.common.plans import plans_of
 from transformer_engine.pytorch.attention.dot_product_attention import fp8
 from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
 from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
@@ -142,8 +142,8 @@ def _bind(heads: Heads, attends: Attending) -> tuple[LayerCall, Callable | None]
     tensors, joined = heads.tensors, heads.joined
     trained = (*tensors, *attends.tensors)
     gradient = _grad_enabled() and any(tensor.requires_grad for tensor in trained)
-    spec = CoreSpec(attends.spec(), _core.dtype_code(tensors[0].dtype), gradient, joined)
-    plans, label = core_plans(spec), "attention"
+    graph = core_graph(attends.spec(), _core.dtype_code(tensors[0].dtype), gradient, joined)
+    plans, label = plans_of(graph), "attention"
     if joined:
         call: LayerCall = _JoinedCall(plans, None, label)
         call.at, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
