@@ -51,13 +51,13 @@ def _tokens(fields: dict[str, Any], of: str, tensor: Tensor) -> _Tokens:
 
 
 def attend(
-    fields: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None = None
+    fields: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(output, logarithms of sums, largest scores [heads]) of a call of `_core.attention`.
 
     Tensors are [batch, length, heads, channels], or packed [1, tokens, heads, channels], as the
     output is; the sums are [batch, heads, length], or packed [1, tokens, heads], -Inf where no key
-    is attended. `kept` are factors of the probabilities [batch, heads, queries, keys]: of dropout.
+    is attended.
     """
     queries, keys = _tokens(fields, "query", query), _tokens(fields, "key", key)
     groups = query.shape[2] // key.shape[2]
@@ -89,7 +89,6 @@ def attend(
     sums = joined.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
     weights = torch.where(allowed, weights, 0.0)
-    weights = weights if kept is None else weights * kept
     out = queries.written(weights @ v, query, 0.0)
     sums = queries.written(sums[..., None], query, -torch.inf)[..., 0]
     return out, sums if "query_offsets" in fields else sums.transpose(1, 2), top
@@ -110,12 +109,10 @@ def _problem(
     )
 
 
-def _attended(
-    problem: native.Problem, tensors: list[Tensor], kept: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(problem: native.Problem, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """`attend` to queries, keys and values in their formats."""
     seen = (problem.seen(t, i == 0) for i, t in enumerate(tensors))
-    return attend(problem.fields, *seen, kept)
+    return attend(problem.fields, *seen)
 
 
 @in_own_dtypes
@@ -139,19 +136,8 @@ def fused_attn_fwd(call: SimpleNamespace) -> list:
 @defines(native.fused_attn_bwd)
 def fused_attn_bwd(call: SimpleNamespace) -> list:
     """[dQ, dK, dV, dBias or None, dSoftmaxOffset or None]: the forward again, differentiated."""
-    refuse(
-        "fused_attn_bwd",
-        s_quantizer=call.s_quantizer,
-        dp_quantizer=call.dp_quantizer,
-        p_dropout=call.p_dropout > 0.0,
-    )
-    made = gradients(call)
-    return [*(quantized("fused_attn_bwd", t, call.dqkv_quantizer) for t in made[:3]), *made[3:]]
-
-
-def gradients(call: SimpleNamespace, kept: Tensor | None = None) -> list[Tensor | None]:
-    """Those of a call of `fused_attn_bwd`; `kept`: see `attend`."""
-    op = "fused_attn_bwd"
+    op, p_dropout = "fused_attn_bwd", call.p_dropout > 0.0
+    refuse(op, s_quantizer=call.s_quantizer, dp_quantizer=call.dp_quantizer, p_dropout=p_dropout)
     bias, offset = native.added_of(call.bias_type, call.Aux_CTX_Tensors)
     problem = _problem(op, call, bias, offset)
     given = [call.Q, call.K, call.V, bias, offset]
@@ -161,11 +147,12 @@ def gradients(call: SimpleNamespace, kept: Tensor | None = None) -> list[Tensor 
             problem.fields["bias"] = wide[3]
         if offset is not None:
             problem.fields["sink"] = wide[4].reshape(-1)
-        out, *_ = _attended(problem, wide[:3], kept)
+        out, *_ = _attended(problem, wide[:3])
         leaves = [t for t in wide if t is not None]
         found = torch.autograd.grad(problem.shown(out), leaves, exact(op, "dO", call.dO))
-    made = iter(found)
-    return [None if t is None else next(made).to(t.dtype) for t in given]
+    left = iter(found)
+    made = [None if t is None else next(left).to(t.dtype) for t in given]
+    return [*(quantized(op, each, call.dqkv_quantizer) for each in made[:3]), *made[3:]]
 
 
 @defines(native.copy_to_kv_cache)
