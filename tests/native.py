@@ -71,7 +71,7 @@ class Graph:
         recipe = self.recipe if kind == self.core.NODE_LINEAR else self.core.RECIPE_NONE
         dtypes = (self.core.DTYPE_E4M3, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2)
         quantization = (*((recipe, dtype, 0.0, 0, 0) for dtype in dtypes), 0)
-        node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, 0)
+        node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, ())
         self.nodes.append(node._replace(**fields))
 
     def linear(self, x: int, y: int, name: str = "", bias: bool = True, **fields) -> None:
@@ -177,9 +177,9 @@ def buffers_of(core, plan: int, *roles: str) -> list[str]:
     return [name for name, role, *_ in core.plan_describe(plan)["buffers"] if role in roles]
 
 
-def stage_bit(core, name: str) -> int:
-    """Bit of a stage in a node's `external`."""
-    return 1 << core.LINEAR_STAGES.index(name)
+def external(core, *names: str) -> tuple[int, ...]:
+    """A node's `external` with stages by name."""
+    return tuple(sorted(map(core.LINEAR_STAGES.index, names)))
 
 
 def state() -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,11 +17,11 @@ from native import (
     ROWS,
     K,
     N,
+    external,
     fp8,
     linear_plan,
     linear_tensors,
     mlp_graph,
-    stage_bit,
     state,
 )
 
@@ -56,7 +56,7 @@ def _make_plan(core):
 
 def _run_staged(core):
     """The first stage in Python: whatever is wrong shows before anything has changed."""
-    plan = linear_plan(core, core.DIRECTION_FORWARD, external=stage_bit(core, "quantize_input"))
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=external(core, "quantize_input"))
     number = {name: i for i, (name, *_) in enumerate(core.plan_describe(plan)["buffers"])}
 
     def quantize(lend):

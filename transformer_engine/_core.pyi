@@ -112,7 +112,7 @@ def make_plan(
     gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
     NODE_* kind, variant, flags, inputs, output, numbers, slices, (RECIPE_*, forward FP8 dtype, backward
     FP8 dtype, power-of-2 bits, 3 amax epsilons, bits of 2-dim. tiles, of the Hadamard transform, of
-    stochastic rounding), owner, 2 slots, gather, external stages), with numbers
+    stochastic rounding), owner, 2 slots, gather, numbers of external LINEAR_STAGES), with numbers
     of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride) and
     maybe how many heads lie together.
     te_value_desc and te_node_desc say what each means.

@@ -30,16 +30,18 @@ static te_status check_lists(const te_node_desc *node, int32_t n)
     of = te_rules[node->kind];
     if (node->input_count < 0 || node->input_count > of->inputs || node->number_count < 0 ||
         node->number_count > of->numbers || node->slice_count < 0 ||
-        node->slice_count > of->slices) {
+        node->slice_count > of->slices || node->external_count < 0 ||
+        node->external_count > of->steps) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): %d inputs, %d numbers and %d slices, expected at most "
-                       "%d, %d and %d",
+                       "graph: node %d (%s): %d inputs, %d numbers, %d slices and %d external "
+                       "steps, expected at most %d, %d, %d and %d",
                        n, of->name, node->input_count, node->number_count, node->slice_count,
-                       of->inputs, of->numbers, of->slices);
+                       node->external_count, of->inputs, of->numbers, of->slices, of->steps);
     }
     if ((node->input_count > 0 && node->inputs == NULL) ||
         (node->number_count > 0 && node->numbers == NULL) ||
-        (node->slice_count > 0 && node->slices == NULL)) {
+        (node->slice_count > 0 && node->slices == NULL) ||
+        (node->external_count > 0 && node->external == NULL)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
     }
     return TE_OK;
@@ -66,7 +68,8 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         of = te_rules[graph->nodes[n].kind];
         copy->bytes += (size_t)of->numbers * sizeof(double) +
                        (size_t)of->slices * sizeof(te_slice) +
-                       (size_t)te_round_up(of->inputs, 2) * sizeof *inputs;
+                       (size_t)te_round_up(of->inputs, 2) * sizeof *inputs +
+                       (size_t)te_round_up(graph->nodes[n].external_count, 2) * sizeof *inputs;
     }
     copy->nodes = calloc(1, copy->bytes);
     if (copy->nodes == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
@@ -82,6 +85,8 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         inputs = append(&at, from->inputs, from->input_count, even, sizeof *inputs);
         for (int32_t i = from->input_count; i < even; i++) inputs[i] = -1;
         node->inputs = inputs;
+        even = (int32_t)te_round_up(from->external_count, 2);
+        node->external = append(&at, from->external, from->external_count, even, sizeof *inputs);
         node->input_count = of->inputs;
         node->number_count = of->numbers;
         node->slice_count = of->slices;
@@ -226,12 +231,13 @@ static void end_name(char *name)
 /* Nor what lies behind the fields of a node, nor where its lists are. */
 static void end_node(te_node_desc *node)
 {
-    char *end = (char *)(&node->external + 1);
+    char *end = (char *)(&node->gather + 1);
     memset(end, 0, (size_t)((char *)(node + 1) - end));
     end_name(node->name);
     node->inputs = NULL;
     node->numbers = NULL;
     node->slices = NULL;
+    node->external = NULL;
 }
 
 /* New memory with direction, flags, values, nodes and their lists one after the other, and zeros

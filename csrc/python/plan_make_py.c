@@ -141,18 +141,18 @@ static int take_slice(PyObject *item, void *to)
 static int take_node(PyObject *item, te_node_desc *node)
 {
     const char *name;
-    PyObject *inputs, *numbers, *slices;
+    PyObject *inputs, *numbers, *slices, *external;
     te_quantization *q = &node->quantization;
     te_operand_cast *input = &q->casts[TE_INPUT_OPERAND], *weight = &q->casts[TE_WEIGHT_OPERAND];
     te_operand_cast *grad = &q->casts[TE_GRAD_OPERAND];
-    if (parse(item, "nodes", "siiO&O!iO!O!((iifO&i)(iifO&i)(iifO&i)i)i(ii)iO&:make_plan", &name,
+    if (parse(item, "nodes", "siiO&O!iO!O!((iifO&i)(iifO&i)(iifO&i)i)i(ii)iO!:make_plan", &name,
               &node->kind, &node->variant, take_bits, &node->flags, &PyTuple_Type, &inputs,
               &node->output, &PyTuple_Type, &numbers, &PyTuple_Type, &slices, &input->recipe,
               &input->dtype, &input->amax_epsilon, take_bits, &input->options, &input->margin,
               &weight->recipe, &weight->dtype, &weight->amax_epsilon, take_bits, &weight->options,
               &weight->margin, &grad->recipe, &grad->dtype, &grad->amax_epsilon, take_bits,
               &grad->options, &grad->margin, &q->backward, &node->owner, &node->slots[0],
-              &node->slots[1], &node->gather, take_bits, &node->external) != 0) {
+              &node->slots[1], &node->gather, &PyTuple_Type, &external) != 0) {
         return -1;
     }
     node->inputs = take_list(inputs, &node->input_count, sizeof(int32_t), take_input);
@@ -160,7 +160,9 @@ static int take_node(PyObject *item, te_node_desc *node)
     node->numbers = take_list(numbers, &node->number_count, sizeof(double), take_number);
     if (node->numbers == NULL) return -1;
     node->slices = take_list(slices, &node->slice_count, sizeof(te_slice), take_slice);
-    return node->slices == NULL ? -1 : copy_name(node->name, name, "nodes");
+    if (node->slices == NULL) return -1;
+    node->external = take_list(external, &node->external_count, sizeof(int32_t), take_input);
+    return node->external == NULL ? -1 : copy_name(node->name, name, "nodes");
 }
 
 /* Each item of a tuple into its struct: new, zeroed memory, for its bytes are hashed. */
@@ -199,6 +201,7 @@ static void free_lists(const graph_memory *memory)
         PyMem_Free((void *)memory->nodes[n].inputs);
         PyMem_Free((void *)memory->nodes[n].numbers);
         PyMem_Free((void *)memory->nodes[n].slices);
+        PyMem_Free((void *)memory->nodes[n].external);
     }
     PyMem_Free(memory->nodes);
     PyMem_Free(memory->values);

@@ -247,7 +247,7 @@ def test_an_observer_sees_every_stage_and_changes_nothing(core):
 
 def test_an_external_stage_is_called(core):
     name = "quantize_input"
-    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.stage_bit(core, name))
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.external(core, name))
     described = core.plan_describe(plan)
     assert (name, "external", 0) in [stage[:3] for stage in described["stages"]]
     with pytest.raises(RuntimeError, match="run: plan: it has external stages: use run_staged"):
@@ -284,7 +284,7 @@ def test_a_run_within_a_run(core):
     """The function of a stage runs the same plan; each run has buffers of its own."""
     name = "gemm_output"
     plan = linear_plan(
-        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.external(core, name)
     )
     numbers = {buffer[0]: i for i, buffer in enumerate(core.plan_describe(plan)["buffers"])}
     tensors = linear_tensors()[:3]
@@ -310,7 +310,7 @@ def test_an_exception_of_a_stage_is_the_callers(core):
 
     name = "gemm_output"
     plan = linear_plan(
-        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.external(core, name)
     )
     tensors = linear_tensors()[:3]
     with pytest.raises(Special, match="of its own"):

@@ -78,7 +78,8 @@ class LinearSpec(NamedTuple):
     quantization: Quantization  # how the operands are cast
     flags: int  # `BIAS`, `DGRAD`, `WGRAD`, ... of this call
     bias_grad: bool = False  # the bias needs a gradient
-    external: int = 0  # bits of the stages that the caller runs (``_core.LINEAR_STAGES``)
+    external: frozenset[int] = frozenset()
+    """Stages that the caller runs, numbers of ``_core.LINEAR_STAGES``."""
     gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
 
 
@@ -169,7 +170,7 @@ class Graph:
         owner: int = 0,
         slots: tuple[int, int] = (0, 0),
         gather: int = 1,
-        external: int = 0,
+        external: tuple = (),
     ) -> None:
         """Add a node."""
         node = (name, kind, variant, flags, inputs, output, numbers, slices, quantization)
@@ -291,7 +292,7 @@ class Graph:
             owner=owner,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
-            external=spec.external,
+            external=tuple(sorted(spec.external)),
         )
 
 

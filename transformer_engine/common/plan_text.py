@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans, and plans as text: what a graph of torch carries, so that any process can make the plan.
 
-``plan/5 (direction, flags, values, nodes)``: the version of this format, and the arguments of
+``plan/6 (direction, flags, values, nodes)``: the version of this format, and the arguments of
 ``_core.make_plan``. A graph does not hold its plans: where nobody else does any more, or in another
 process, they are made again.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 
-_HEAD = "plan/5 "
+_HEAD = "plan/6 "
 """With a version that is raised whenever a number of a plan gets another meaning."""
 
 _HELD: weakref.WeakValueDictionary[str, "Plan"] = weakref.WeakValueDictionary()
@@ -46,7 +46,7 @@ class Node(NamedTuple):
     owner: int
     slots: tuple
     gather: int
-    external: int
+    external: tuple
 
 
 class Plan:
