@@ -89,8 +89,10 @@ def test_references_of_wrong_arguments(value):
         lambda: core.gemm(value, a=value, b=value, context=value),
         lambda: core.register_backend(value, value, value, value),
         lambda: core.plan_infer(value, value),
-        lambda: core.make_plan(0, 0, value, value),
-        lambda: core.make_plan(0, 0, (value,), (value,)),
+        lambda: core.make_plan(0, value),
+        lambda: core.make_plan(0, {"values": value, "nodes": value}),
+        lambda: core.make_plan(0, {"values": (value,), "nodes": (value,)}),
+        lambda: core.read_graph(value),
         lambda: core.run_staged(linear_plan(core, 0), 0, 0, value, value, value, value),
         lambda: core.dtype_code(value),
     ]

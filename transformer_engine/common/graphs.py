@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.flags import flags_of
-from transformer_engine.common.operand_casts import (
-    HIGH_PRECISION,
-    Quantization,
-    quantization_fields,
-)
+from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
@@ -110,8 +106,7 @@ class CallSpec(NamedTuple):
     """The backward repeats norm, first layer and activation instead of reading what they made."""
 
 
-ROWS = (_core.SYMBOL_ROWS, 1, 1)
-_NO_CAST = quantization_fields(HIGH_PRECISION)
+ROWS = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1)
 
 
 class Graph:
@@ -119,8 +114,8 @@ class Graph:
 
     def __init__(self, flags: int = 0) -> None:
         self.flags = flags
-        self.values: list[tuple] = []
-        self.nodes: list[tuple] = []
+        self.values: list[_core.Value] = []
+        self.nodes: list[_core.Node] = []
         self.tensors: list[Link | None] = []  # inputs and parameters in the order of a call
         self.results: list[Link] = []  # what the module returns
         self.weights: list[int] = []  # value of each linear layer's weight
@@ -131,14 +126,14 @@ class Graph:
 
     def make(self, direction: int) -> Plan:
         """Make a plan of it."""
-        return make_plan(direction, self.flags, tuple(self.values), tuple(self.nodes))
+        return make_plan(direction, self)
 
     def value(
         self, name: str, dtype: int, shape: tuple, flags: int = 0, grad_dtype: int | None = None
     ) -> int:
         """Add a value; return its number."""
         grad = dtype if grad_dtype is None else grad_dtype
-        self.values.append((name, flags, dtype, grad, shape))
+        self.values.append(_core.Value(name, flags, dtype, grad, shape))
         self.has_gradients |= bool(flags & _core.VALUE_GRADIENT)
         if flags & _core.VALUE_RESULT:
             self.results.append(("value", len(self.values) - 1))
@@ -166,15 +161,29 @@ class Graph:
         flags: int = 0,
         numbers: tuple = (),
         slices: tuple = (),
-        quantization: tuple = _NO_CAST,
+        quantization: Quantization = HIGH_PRECISION,
         owner: int = 0,
         slots: tuple[int, int] = (0, 0),
         gather: int = 1,
         external: tuple = (),
     ) -> None:
-        """Add a node."""
-        node = (name, kind, variant, flags, inputs, output, numbers, slices, quantization)
-        self.nodes.append((*node, owner, slots, gather, external))
+        """Add a node; `slices` are the fields of ``_core.Slice``."""
+        node = _core.Node(
+            name=name,
+            kind=kind,
+            variant=variant,
+            flags=flags,
+            inputs=inputs,
+            output=output,
+            numbers=numbers,
+            slices=tuple(_core.Slice(*each) for each in slices),
+            quantization=quantization,
+            owner=owner,
+            slots=slots,
+            gather=gather,
+            external=external,
+        )
+        self.nodes.append(node)
 
     def norm_parameters(
         self, norm: Norm, features: int, flags: int, prefix: str = ""
@@ -235,7 +244,7 @@ class Graph:
         first, last = spec.parts[0], spec.parts[-1]
         names = [prefix + name for name in PREFIXES[len(spec.parts)]]
         affine, parameters = given
-        rows, *_ = self.values[x][4]
+        rows, *_ = self.values[x].shape
         if spec.norm is not None:
             flags = RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
             shape = (rows, first.in_features)
@@ -288,7 +297,7 @@ class Graph:
             output,
             name=name,
             flags=flags,
-            quantization=quantization_fields(spec.quantization),
+            quantization=spec.quantization,
             owner=owner,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
@@ -356,7 +365,7 @@ def call_graph(spec: CallSpec) -> Graph:
     forms |= _returned_flags(first, RETURN_GRAD, forms)
     x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD) | forms)
     given = graph.call_parameters(spec)
-    rows = (_core.SYMBOL_ROWS, last.gather, 1)
+    rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=last.gather)
     forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT, GRAD_ROWS)
     forms |= _returned_flags(last, RETURN_OUTPUT, forms)
     y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)

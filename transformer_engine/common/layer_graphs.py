@@ -20,14 +20,14 @@ from transformer_engine.common.graphs import (
     Norm,
     input_flags,
 )
-from transformer_engine.common.operand_casts import Quantization, quantization_fields
+from transformer_engine.common.operand_casts import Quantization
 
 _NORMED = ("query_", "key_")
 """Prefixes of the norms of heads."""
 
-_SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
+_SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)
 _SEQUENCES = tuple(
-    tuple((rows + dim, 1, 1) for dim in range(3))
+    tuple(_core.Extent(symbol=rows + dim, multiply=1) for dim in range(3))
     for rows in (_core.SYMBOL_ROWS, _core.SYMBOL_SOURCE_ROWS)
 )
 """Rows and the two leading dims as extents, of queries and of keys of their own."""
@@ -182,7 +182,7 @@ def _streams(spec: LayerSpec) -> list[int]:
 
 def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) -> None:
     """Add the nodes of all branches, from `x` to `y`."""
-    dtypes, features = _streams(spec), graph.values[y][4][1]
+    dtypes, features = _streams(spec), graph.values[y].shape[1]
     owner, made, stream = 0, [], x
     attention = sum(len(branch.calls) for branch in spec.branches)  # behind all modules
     for i, (branch, tensors) in enumerate(zip(spec.branches, given, strict=True)):
@@ -202,7 +202,7 @@ def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) ->
             _add(graph, branch.name, branch.add, (out, tensors.bias, residual), after)
             stream = after
     if spec.parallel is not None:
-        dtype = _sum_dtype(*(graph.values[each][2] for each in made))
+        dtype = _sum_dtype(*(graph.values[each].dtype for each in made))
         both = graph.value("branches", dtype, (ROWS, features))
         _add(graph, "sum_", AddSpec(), (made[0], -1, made[1]), both)
         _add(graph, "", spec.parallel, (both, -1, x), y)
@@ -289,8 +289,7 @@ def _limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) ->
 
 def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
     """[batch, heads, queries, keys] as extents."""
-    dims = (_core.SYMBOL_DIM_0, 1, 1), (_core.SYMBOL_DIM_1, 1, 1)
-    keys = (_core.SYMBOL_SOURCE_DIM_0, 1, 1), (_core.SYMBOL_SOURCE_DIM_1, 1, 1)
+    (_, *dims), (_, *keys) = _SEQUENCES
     first = not attention.sequence_first  # where the sequence stands
     return dims[not first], attention.slices[0][0], dims[first], (keys if crossed else dims)[first]
 
@@ -331,9 +330,9 @@ def _kept_norm(branch: BranchSpec, call: CallSpec, i: int) -> CallSpec:
 
 def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
     """Add the dense matrix of heads of `x`."""
-    rows, _ = graph.values[x][4]
+    rows, _ = graph.values[x].shape
     heads, channels, *_ = slice_
-    return graph.value(name, graph.values[x][2], (rows, heads * channels))
+    return graph.value(name, graph.values[x].dtype, (rows, heads * channels))
 
 
 def _order(attention: AttentionSpec) -> int:
@@ -390,7 +389,7 @@ def _attend(
         slices[i] = heads, channels, 0, channels
     heads, channels = slices[0][0], slices[2][1]
     shape = (ROWS, heads * channels)
-    dtype = graph.values[projected[0]][2]
+    dtype = graph.values[projected[0]].dtype
     handed_over = _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
     context = graph.value(f"{name}context", dtype, shape, _core.VALUE_LEADING | handed_over)
     attention = attention._replace(slices=tuple(slices))
@@ -418,7 +417,7 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     cast = {}
     if attention.quantization is not None:
         casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
-        cast = {"quantization": quantization_fields(casts), "owner": owner}
+        cast = {"quantization": casts, "owner": owner}
     graph.node(
         _core.NODE_ATTENTION,
         inputs,

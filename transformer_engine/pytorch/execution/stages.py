@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.plan_text import Plan, Stage
+from transformer_engine.common.plan_text import Plan
 
 
 def external_steps(
@@ -72,7 +72,7 @@ class StageBuffers(Mapping[str, Tensor]):
         return len(self._numbers)
 
 
-Observer = Callable[[Stage, StageBuffers, bool], Any]
+Observer = Callable[[_core.Stage, StageBuffers, bool], Any]
 """``f(stage, buffers, done)``: looks on before a stage, and when it is done."""
 
 

@@ -376,7 +376,7 @@ def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
     found = {
         stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
         for stage in plans.forward.stages
-        if stage.operator == "external"
+        if stage.external
     }
     return Staged(found, None, _lending) if found else None
 
@@ -389,7 +389,7 @@ def _draws_in_order(plans: CallPlans) -> bool:
     if not plans.drawn:
         return True
     last = max(plans.forward.graph.numbers_of(_core.NODE_LINEAR))
-    return all(s.node > last for s in plans.forward.stages if s.operator == "external")
+    return all(s.node > last for s in plans.forward.stages if s.external)
 
 
 def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
