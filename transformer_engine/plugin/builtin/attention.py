@@ -15,7 +15,6 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
-from transformer_engine.plugin.builtin.values import quantized, refuse, torch_dtype
 from transformer_engine.plugin.core.ops import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
@@ -23,6 +22,7 @@ from transformer_engine.plugin.core.ops import (
     qkv_format_name,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.device import get_device_compute_capability, prepare_device
 from transformer_engine.pytorch.operators import is_aligned
 

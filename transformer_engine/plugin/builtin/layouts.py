@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.values import checked
+from transformer_engine.pytorch.cpp_extensions.values import checked
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor) -> Tensor:

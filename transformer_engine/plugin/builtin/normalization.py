@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import computed, placed, torch_dtype, wide
+from transformer_engine.pytorch.cpp_extensions.values import computed, placed, torch_dtype, wide
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import wide
+from transformer_engine.pytorch.cpp_extensions.values import wide
 
 
 def _forward(op: str, input: Any, scale: float, dims: int, **limits: Any) -> Tensor:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformer_engine.plugin.attention_kinds import in_format
 from transformer_engine.plugin.builtin import attention as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact, quantized, refuse
 from transformer_engine.plugin.core.ops import qkv_format_name
+from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.modes import in_own_dtypes
 
 

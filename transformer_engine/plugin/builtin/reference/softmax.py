@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import softmax as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
 def _softmax(input: Tensor, masked: Tensor, scale: float) -> Tensor:
