@@ -97,15 +97,9 @@ def layernorm_fwd(
         Arguments that do not go together.
     """
     del sm_margin
-    return _forward(
-        "layernorm_fwd",
-        _core.NORM_LAYERNORM,
-        (input, weight, bias),
-        (eps, otype, zero_centered_gamma),
-        ln_out,
-        quantizer,
-        out,
-    )
+    tensors, options = (input, weight, bias), (eps, otype, zero_centered_gamma)
+    kind = _core.NORM_LAYERNORM
+    return _forward("layernorm_fwd", kind, tensors, options, ln_out, quantizer, out)
 
 
 def rmsnorm_fwd(
@@ -125,15 +119,9 @@ def rmsnorm_fwd(
     Arguments as of `layernorm_fwd`.
     """
     del sm_margin
-    return _forward(
-        "rmsnorm_fwd",
-        _core.NORM_RMSNORM,
-        (input, weight, None),
-        (eps, otype, zero_centered_gamma),
-        ln_out,
-        quantizer,
-        out,
-    )
+    tensors, options = (input, weight, None), (eps, otype, zero_centered_gamma)
+    kind = _core.NORM_RMSNORM
+    return _forward("rmsnorm_fwd", kind, tensors, options, ln_out, quantizer, out)
 
 
 def _backward(
