@@ -120,6 +120,15 @@ def overrides(implementations: Iterable[Any]) -> tuple:
 
 
 _LIBRARY = {f"te_{op}": op for op in _core.op_names()}
+_WITHOUT = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
+"""Operators that can express no call of that of the C library which is theirs, and that one."""
+_NAMES = {
+    name: tuple(n for row in MAPPED if row.op == op for n in row.names)
+    + tuple(n for n, of in _WITHOUT.items() if of == op)
+    for name, op in _LIBRARY.items()
+}
+_ADMIT_OURS = frozenset(("flagos", "default", f"impl:{NATIVE}"))
+"""Tokens that name this library's own."""
 
 
 def _slots_of_libraries(implementations: Iterable[Any]) -> tuple:
@@ -128,9 +137,9 @@ def _slots_of_libraries(implementations: Iterable[Any]) -> tuple:
     return tuple(one for one in asked if isinstance(one.function, _core.NativeSlot))
 
 
-def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
+def _refuse(refuse: Callable, name: str, asked: tuple, why: str, fields: Mapping[str, Any]) -> Any:
     """Raise for a call that none of `asked` takes."""
-    return refuse(name, asked)
+    return refuse(name, asked, why)
 
 
 def _slot(run: Callable, asked: str) -> Callable:
@@ -166,25 +175,30 @@ def _slot(run: Callable, asked: str) -> Callable:
 
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
-    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
+    asked = {n: overrides(found) for n, found in chosen.items() if n in OPERATORS or n in _WITHOUT}
     asked |= {name: _slots_of_libraries(chosen[name]) for name in _LIBRARY if name in chosen}
     return {name: found for name, found in asked.items() if found}
 
 
-def closed(
-    overriding: Mapping[str, tuple], strict: bool, ordered: Mapping[str, Iterable[Any]]
-) -> frozenset[str]:
+def closed(overriding: Mapping[str, tuple], policy: Any) -> frozenset[str]:
     """Operators of which modules do not run this library's own where nobody else takes a call.
 
-    Under a strict policy all that have somebody else, and those whose own order of a policy,
-    `ordered` by operator, leaves ours out.
+    Under a strict policy all that have somebody else, and those whose order leaves ours out. An
+    operator of the C library is closed by its own order; where also each operator that it is mapped
+    to leaves ours out, it is here as "*te_norm": what nobody has taken in the end is not run.
     """
-    found = {
-        name
-        for name, entry in ordered.items()
-        if (name in OPERATORS or name in _LIBRARY) and all(one.impl_id != NATIVE for one in entry)
-    }
-    return frozenset(found | overriding.keys() if strict else found)
+    if not policy.per_op_order:
+        return frozenset(overriding if policy.strict else ())
+    named = dict(policy.per_op_order)
+
+    def without_ours(name: str) -> bool:
+        tokens = policy.get_per_op_order(name)
+        return tokens is not None and not _ADMIT_OURS.intersection(tokens)
+
+    found = {name for name in (*OPERATORS, *_WITHOUT) if without_ours(name)}
+    found |= {name for name in _LIBRARY if name in named and without_ours(name)}
+    found |= {f"*{name}" for name in _LIBRARY if all(map(without_ours, (name, *_NAMES[name])))}
+    return frozenset(found | set(overriding if policy.strict else ()))
 
 
 def selection(
@@ -194,25 +208,36 @@ def selection(
 
     `overriding` are implementations by operator, in the order in which they are asked. A call that
     none of them takes is this library's own, but of those operators that are `closed`, for which
-    ``refuse(name, asked)`` raises.
+    ``refuse(name, asked, why)`` raises.
     """
-    if not overriding and not closed:
-        return None
-    from transformer_engine.plugin.slots.fields import Choices
-
     slots: list[tuple[str, Callable, tuple | None]] = []
+
+    def end(op: str, name: str, why: str = "") -> None:
+        asked = overriding.get(name, ())
+        slots.append((op, functools.partial(_refuse, refuse, name, asked, why), ()))
+
     for name, op in _LIBRARY.items():
-        found = overriding.get(name, ())
-        slots += ((op, one.function, None) for one in found)
+        slots += ((op, one.function, None) for one in overriding.get(name, ()))
         if name in closed:
-            slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
-    for row in MAPPED:
-        own = Choices(overriding, row.names, closed, refuse)
-        if own:
-            module, _, function = row.adapter.partition(":")
-            make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-            run, fields = make(own)
-            slots.append((row.op, _slot(run, own.implementations()), fields))
+            end(op, name)
+    if closed or not overriding.keys() <= _LIBRARY.keys() | _WITHOUT.keys():
+        from transformer_engine.plugin.slots.fields import UNEXPRESSED, Choices
+
+        for row in MAPPED:
+            own = Choices(overriding, row.names, closed, refuse)
+            if own:
+                module, _, function = row.adapter.partition(":")
+                make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+                run, fields = make(own)
+                slots.append((row.op, _slot(run, own.implementations()), fields))
+        for name, op in _WITHOUT.items():
+            if name in closed:
+                end(op, name, UNEXPRESSED)
+        for name, op in _LIBRARY.items():
+            if f"*{name}" in closed:
+                end(op, name)
+    if not slots and ATTENTION_CLASS not in overriding:
+        return None
     made = _core.Selection(tuple(slots))
     if ATTENTION_CLASS in overriding:
         WITH_CLASS.add(made.number)

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.slots import PLACED
 
-__all__ = ["Choices", "Fields", "apart", "matrix", "written"]
+__all__ = ["UNEXPRESSED", "Choices", "Fields", "apart", "matrix", "written"]
 
+UNEXPRESSED = "the operator's arguments do not express it"
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
 
@@ -71,7 +72,7 @@ class Choices(dict):
     def unexpressed(self, name: str) -> Any:
         """What an adapter returns for a call that an operator's arguments can not express."""
         if name in self._closed:
-            self._refuse(name, self._asked[name])
+            self._refuse(name, self._asked[name], UNEXPRESSED)
         return NotImplemented
 
 
