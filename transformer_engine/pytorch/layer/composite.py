@@ -56,7 +56,7 @@ class CompositeLayer(PlainNames, torch.nn.Module):
         Nothing where the layer would call its modules.
         """
         inp, options = given_to(self, args, kwargs)
-        calls = LayerCalls.of(self)
+        calls = self._calls_of(options)
         if calls is None:
             return []
         before = [(module, module._slots, module._loaded_state) for module in calls.modules]
@@ -71,6 +71,15 @@ class CompositeLayer(PlainNames, torch.nn.Module):
             for title, plan in (("forward", plans.forward), ("backward", plans.backward))
             if plan is not None
         ]
+
+    def _calls_of(self, options: tuple) -> LayerCalls | None:
+        """The calls that are kept of it, for what it is given."""
+        del options
+        return LayerCalls.of(self)
+
+    def _first_microbatch(self, options: tuple) -> bool | None:
+        """``is_first_microbatch`` of a call."""
+        return options[0].is_first_microbatch
 
     def _count_of_parts(self) -> int:
         """How many parts of it may run as calls of their own (see `layer_call`)."""

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.module.layer_call import (
     LayerCalls,
     Value,
     asked,
+    given_to,
 )
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
@@ -325,16 +326,24 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     _FORWARD = forward
     _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
-    def emit(
-        self, nodes: Any, x: Value, name: str = "", output: str = "output"
+    def emit(self, nodes: Any, x: Value, name: str = "", **call: Any) -> Value:
+        """Append its nodes over value `x`; return its output (see `layer_call`).
+
+        `call` are the other arguments of its forward.
+        """
+        _, (options,) = given_to(self, (None,), call)
+        return self.emit_branch(nodes, x, name, f"{name}output", options)[0]
+
+    def emit_branch(
+        self, nodes: Any, x: Value, name: str = "", output: str = "output", options: Any = None
     ) -> tuple[Value, Value]:
-        """Append its nodes; return its result and the output of its norm (see `layer_call`)."""
+        """Append its nodes; return its result and the output of its norm."""
         modules, crossed = self._modules, self.attention_type != "self"
         first = modules[self._first()]
         nodes.does_work_of(self, modules["core_attention"])
         prefix = f"{name}{'query' if crossed else 'qkv'}_"
         query, normed = nodes.linear(first, x, prefix, f"{prefix}made")
-        site = nodes.attends(self, first)
+        site = nodes.attends(self, first, options)
         projected = [query]
         if crossed:
             source = nodes.source(site, name)
@@ -348,7 +357,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
         """Append the nodes of a call; return its results."""
         del options, part
-        out, normed = self.emit(nodes, x)
+        out, normed = self.emit_branch(nodes, x)
         returned = getattr(self._modules[self._first()], "return_layernorm_output", False)
         return [out, normed] if returned else [out]
 
@@ -358,12 +367,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         there = getattr(proj, "return_bias", False) and proj.use_bias
         return Bias(proj, "bias") if there else None
 
-    def _layer_key(self) -> tuple:
+    def _layer_key(self, options: tuple) -> tuple:
         """What messages depend on."""
+        del options
         return (self.name,)
 
-    def _is_planned(self, inp: Tensor) -> bool:
+    def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Whether there may be plans for it."""
+        del options
         return inp.dim() == (2 if self.qkv_format == "thd" else 3)
 
     def _attending(

@@ -361,7 +361,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             hidden_states = out
         return hidden_states
 
-    def _is_planned(self, inp: Tensor) -> bool:
+    def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Whether there may be plans for it: they drop paths by the first of two leading dims."""
         if self.attn_input_format != "thd":
             return inp.dim() == 3
@@ -395,18 +395,20 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
         """Append the nodes of a call, or of one part of it; see `layer_call`."""
         del options
-        rates = (self.hidden_dropout, self.drop_path_rate) if self.training else (0.0, 0.0)
+        rates = {"dropout": self.hidden_dropout, "drop_path": self.drop_path_rate}
+        rates = rates if self.training else {}
         names = ("self_attention", "inter_attention", "layernorm_mlp")
         found = [name for name in names if name in self._modules]
         if self.parallel_attention_mlp:
             made = [self._emit_branch(nodes, x, name)[0] for name in found]
             both = nodes.add(*made, name="sum_", output="branches")
-            return [nodes.add(both, x, None, rates)]
+            return [nodes.add(both, x, **rates)]
         for name in found if part is None else found[part : part + 1]:
             made, normed, bias = self._emit_branch(nodes, x, name)
             residual = normed if self.apply_residual_connection_post_layernorm else x
             prefix = _PREFIXES[name]
-            x = nodes.add(made, residual, bias, rates, prefix, f"{prefix}output")
+            names = {"name": prefix, "output": f"{prefix}output"}
+            x = nodes.add(made, residual, bias, **rates, **names)
         return [x]
 
     def _emit_branch(self, nodes: Any, x: Value, name: str) -> tuple[Value, Value, Bias | None]:
@@ -415,13 +417,14 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         if name != "layernorm_mlp":
             if not isinstance(module, MultiheadAttention):
                 raise ByModules
-            return *module.emit(nodes, x, prefix, f"{prefix}branch"), module._added_bias()
+            return *module.emit_branch(nodes, x, prefix, f"{prefix}branch"), module._added_bias()
         made = nodes.linear(module, x, prefix, f"{prefix}branch")
         there = getattr(module, "return_bias", False) and module.use_bias
         return *made, Bias(module, "fc2_bias") if there else None
 
-    def _layer_key(self) -> tuple:
+    def _layer_key(self, options: tuple) -> tuple:
         """What `_emit` depends on."""
+        del options
         return (
             self.training, self.hidden_dropout, self.drop_path_rate,
             self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp, self.name,

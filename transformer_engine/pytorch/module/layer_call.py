@@ -81,10 +81,6 @@ class Bias(NamedTuple):
     name: str  # of its parameter
 
 
-_PLAIN = (0.0, 0.0)
-"""Rates of what drops nothing."""
-
-
 # ---- what a layer is made of ---------------------------------------------------------------------
 
 
@@ -102,6 +98,9 @@ class Outline:
         """Further modules whose forwards the layer does the work of."""
         # Where the parameters of a call stand, None for one that a module lacks.
         self.places: list[tuple[dict, str] | None] = []
+        self.blocks: list[torch.nn.Module] = []  # modules of the program that are composed as it is
+        self.drops_paths = False
+        self.options: list[Any] = []  # of the call of each attention
         # Of each attention the module that says how it attends, and where a weight stands whose
         # dtype its heads have. None is the layer itself: it is not held, for a layer that nobody
         # else holds has to be freed at once.
@@ -127,12 +126,35 @@ class Outline:
             self._place(module, parameter)
         return Value(), Value()
 
-    def attends(self, module: Any, over: ComposedModule) -> int:
+    def run(self, module: Any, x: Value, **call: Any) -> Value:
+        """Add a module over `x`, called with further arguments; return its output."""
+        if not hasattr(module, "emit"):
+            raise ByModules
+        if getattr(module, "IS_PLANNED", False):
+            self.blocks.append(module)
+            return module.emit(self, x, **call)
+        return module.emit(self, x, "", **call)
+
+    def norm(self, module: NormModule, x: Value, output: str) -> Value:
+        """Add a norm over `x`, whose result has the name `output`."""
+        del x, output
+        self.norms.append(module)
+        self._place(module, "weight")
+        self._place(module, "bias")
+        return Value()
+
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """Add a function of the program's (see `rows_function`)."""
+        del function, xs
+        return Value()
+
+    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
         """Note an attention between projections; return its number.
 
         `module` says in ``_attending(inp, options, dtype)`` how a call attends, `over` is the first
         projection.
         """
+        self.options.append(options)
         where = over._parameters, over.weight_names[0]
         self.sites.append((None if module is self._layer else module, where))
         return len(self.sites) - 1
@@ -158,12 +180,15 @@ class Outline:
         x: Value,
         residual: Value,
         bias: Bias | None = None,
-        rates: tuple[float, float] = _PLAIN,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
         name: str = "",
-        output: str = "output",
+        output: str = "sum",
     ) -> Value:
-        """Add ``dropout(x + bias) + residual``; `rates` are of dropout and of dropped paths."""
-        del x, residual, rates, name, output
+        """Add ``dropout(x + bias) + residual``; `drop_path` drops samples, by their first dim."""
+        del x, residual, dropout, name, output
+        self.drops_paths |= drop_path > 0.0
         if bias is not None:
             self._place(*bias)
         return Value()
@@ -189,7 +214,9 @@ class Emission:
         self.calls: list[ModuleCall] = []  # that the modules would make
         self._attending, self._first, self._device = attending, first, None
         self._owners = len(outline.modules)
-        self._sites = 0
+        self._sites = self._named = 0  # how many there are so far
+        self.functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
+        """Those of the program by their nodes, each with whether its inputs have gradients."""
         self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
         self._parameters: list[Link | None] = []
         self._places = 0  # of parameters of a call, before some are joined
@@ -229,9 +256,52 @@ class Emission:
         _, made = own.results[0]
         return self._value(numbers[made], wanted), self._value(numbers[own.normed], wanted)
 
-    def attends(self, module: Any, over: ComposedModule) -> int:
+    def run(self, module: Any, x: Value, **call: Any) -> Value:
         """As of `Outline`."""
-        del module, over
+        if getattr(module, "IS_PLANNED", False):
+            return module.emit(self, x, **call)
+        self._named += 1
+        return module.emit(self, x, f"{self._named}_", **call)
+
+    def norm(self, module: NormModule, x: Value, output: str) -> Value:
+        """As of `Outline`."""
+        columns = self.graph.values[x.number].shape[1]
+        like = torch.empty(0, columns, dtype=x.dtype, device=self._device)
+        plans = module.plans_over(like.requires_grad_(x.wanted))
+        if plans is None:
+            raise ByModules
+        begin = len(self.graph.tensors)
+        numbers = self.graph.append(plans.graph, x.number, "", output, 0)
+        self._parameters += self.graph.tensors[begin:]
+        self._places += 2
+        made = numbers[plans.graph.results[0][1]]
+        return self._value(made, x.wanted or plans.backward is not None)
+
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """As of `Outline`."""
+        graph, numbers = self.graph, tuple(x.number for x in xs)
+        if len({*numbers}) < len(numbers):
+            raise ByModules
+        likes = [
+            torch.empty(2, graph.values[x.number].shape[1], dtype=x.dtype, device="meta")
+            for x in xs
+        ]
+        with torch.no_grad():
+            out = function(*likes)
+        if not isinstance(out, Tensor) or out.dim() != 2 or out.dtype not in DTYPES:
+            raise ByModules
+        rows, _ = graph.values[numbers[0]].shape
+        self._named += 1
+        name = f"{self._named}_"
+        dtype = _core.dtype_code(out.dtype)
+        made = graph.value(f"{name}output", dtype, (rows, out.shape[1]))
+        self.functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
+        graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
+        return self._value(made, any(x.wanted for x in xs))
+
+    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
+        """As of `Outline`."""
+        del module, over, options
         self._sites += 1
         return self._sites - 1
 
@@ -271,9 +341,11 @@ class Emission:
         x: Value,
         residual: Value,
         bias: Bias | None = None,
-        rates: tuple[float, float] = _PLAIN,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
         name: str = "",
-        output: str = "output",
+        output: str = "sum",
     ) -> Value:
         """As of `Outline`."""
         graph, number, wanted = self.graph, -1, False
@@ -286,7 +358,7 @@ class Emission:
             self._parameters.append(graph.tensors[-1])
             self._places += 1
         inputs = x.number, number, residual.number
-        made = attention_graphs.add_dropout(graph, inputs, output, name, rates)
+        made = attention_graphs.add_dropout(graph, inputs, output, name, (dropout, drop_path))
         return self._value(made, wanted or x.wanted or residual.wanted)
 
     def _value(self, number: int, wanted: bool) -> Value:
@@ -339,15 +411,15 @@ class LayerCalls:
     `part` is that of the layer that it is of; None: all of it.
     """
 
-    def __init__(self, layer: Any, part: int | None = None) -> None:
+    def __init__(self, layer: Any, options: tuple = (), part: int | None = None) -> None:
         outline = Outline(layer)
-        layer._emit(outline, Value(), (), part)
+        layer._emit(outline, Value(), options, part)
         self.part = part
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
         self._settings = tuple(module._bound for module in self.modules)
         self._norms = tuple(outline.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
-        self._all = (*self.modules, *outline.others, *self._norms)
+        self._all = (*self.modules, *outline.others, *outline.blocks, *self._norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
         self._places, self._held = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
@@ -358,11 +430,16 @@ class LayerCalls:
         self.parts: tuple[LayerCalls, ...] = ()  # each part by itself, where there are several
 
     @classmethod
-    def of(cls, layer: Any) -> "LayerCalls | None":
-        """Those of a layer; None where one of its modules does more than its class defines."""
+    def of(cls, layer: Any, options: tuple = (), kept: dict | None = None) -> "LayerCalls | None":
+        """Those of a layer; None where one of its modules does more than its class defines.
+
+        `options` are those of a call, as ``_emit`` takes them, of a layer whose modules depend on
+        them, which are then kept in `kept`.
+        """
+        kept = layer.__dict__ if kept is None else kept
         if torch.compiler.is_compiling():
             return None
-        known: LayerCalls | _Refused | None = layer.__dict__.get("_calls")
+        known: LayerCalls | _Refused | None = kept.get("_calls")
         if type(known) is cls:
             if known._hold():
                 return known
@@ -370,15 +447,15 @@ class LayerCalls:
             return None
         found: LayerCalls | None = None
         try:
-            made = cls(layer)
+            made = cls(layer, options)
             made._find_parents(layer)
             if made._hold():
                 found = made
                 count = layer._count_of_parts()
-                found.parts = tuple(cls(layer, i) for i in range(count)) if count > 1 else ()
+                found.parts = tuple(cls(layer, (), i) for i in range(count)) if count > 1 else ()
         except ByModules:
             pass
-        layer.__dict__["_calls"] = _Refused.of(layer) if found is None else found
+        kept["_calls"] = _Refused.of(layer) if found is None else found
         return found
 
     def _find_parents(self, layer: torch.nn.Module) -> None:
@@ -405,8 +482,8 @@ class LayerCalls:
     def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
         """Run the layer as one call: the results of its graph.
 
-        Its graph depends on ``_layer_key()``; its ``_is_planned(inp)`` says whether there may be
-        plans for so many dims; `options` are those of each attention, or one of a layer without.
+        Its graph depends on ``_layer_key(options)``; its ``_is_planned(inp, options)`` says whether
+        there may be plans for so many dims; `options` are those of each attention.
         `NotImplemented` where it has to call its modules.
         """
         state = current_state()
@@ -440,10 +517,10 @@ class LayerCalls:
         key, tensors = situation_of(state, inp, self._places, True)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, state)
-        if key is None or not layer._is_planned(inp) or dispatch_modes():
+        if key is None or not layer._is_planned(inp, options) or dispatch_modes():
             return None
         attending: list[Attending] = []
-        key, attended = (key, layer._layer_key()), ()
+        key, attended = (key, layer._layer_key(options)), ()
         for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
             attends = layer if module is None else module
             how = attends._attending(inp, given, parameters.get(name, inp).dtype)
@@ -452,7 +529,7 @@ class LayerCalls:
             key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
-        first, own = options[0].is_first_microbatch, ((), ())
+        first, own = layer._first_microbatch(options), ((), ())
         if self._caches:
             first = microbatch(self.modules, first, state)
         if first is not None or self._accumulates or self._held:
@@ -513,7 +590,7 @@ class LayerCalls:
         call.splits = nodes.splits()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.draws = draws_of(plans, attending)
+        call.draws, call.staged = staged_of(plans, attending, nodes.functions)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -541,13 +618,13 @@ _ASKING = threading.local()
 
 def given_to(layer: Any, args: tuple, kwargs: dict) -> tuple:
     """What a call of a layer gets of its forward, which does not go on; see `asked`."""
-    _ASKING.layer = layer
+    outer, _ASKING.layer = getattr(_ASKING, "layer", None), layer
     try:
         layer.forward(*args, **kwargs)
     except _Asked as found:
         return found.args
     finally:
-        _ASKING.layer = None
+        _ASKING.layer = outer
     raise AssertionError(f"{type(layer).__name__}.forward: not its own")
 
 
@@ -563,14 +640,61 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
+def staged_of(
+    plans: CallPlans, attending: Sequence, functions: dict
+) -> tuple[Staged | None, Staged | None]:
+    """What runs the external stages of a forward and of a backward; None where there are none."""
+    draws, found = draws_of(plans, attending), []
+    for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient)):
+        stages = () if plan is None else plan.stages
+        found.append(
+            {
+                stage.name: partial(run, *functions[stage.node], stage.buffers)
+                for stage in stages
+                if stage.node in functions and stage.operator == "external"
+            }
+        )
+    forward, backward = found
+    if draws is not None:
+        forward |= draws.functions
+    forward, backward = (Staged(each, None, _lending) if each else None for each in found)
+    return forward, backward
+
+
+def _run_function(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """A function of a program in a forward: of the inputs, to the output."""
+    del wanted
+    *inputs, output = map(lend, buffers)
+    with torch.no_grad():
+        output.copy_(function(*inputs))
+
+
+def _run_gradient(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """Its gradients, by autograd: of that of the output, and the inputs."""
+    grad, *others = map(lend, buffers)
+    inputs, grads = others[: len(wanted)], others[len(wanted) :]
+    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
+    with torch.enable_grad():
+        out = function(*inputs)
+    asked_for = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
+    for into, made in zip(grads, found, strict=True):
+        into.zero_() if made is None else into.copy_(made)
+
+
 def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
     """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
     nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
     known = dict(zip(nodes, (how.draw for how in attending), strict=True))
+    own = plans.forward.graph.numbers_of(_core.NODE_FUNCTION)
     found = {
         stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
         for stage in plans.forward.stages
-        if stage.operator == "external"
+        if stage.operator == "external" and stage.node not in own
     }
     return Staged(found, None, _lending) if found else None
 
@@ -582,8 +706,10 @@ def _draws_in_order(plans: CallPlans) -> bool:
     """
     if not plans.drawn:
         return True
-    last = max(plans.forward.graph.numbers_of(_core.NODE_LINEAR))
-    return all(s.node > last for s in plans.forward.stages if s.operator == "external")
+    graph = plans.forward.graph
+    last, own = (graph.numbers_of(kind) for kind in (_core.NODE_LINEAR, _core.NODE_FUNCTION))
+    drawn = (s.node for s in plans.forward.stages if s.operator == "external")
+    return all(node > max(last) for node in drawn if node not in own)
 
 
 def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
