@@ -11,6 +11,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.cpp_extensions.values import checked, like, torch_dtype, wide
 from transformer_engine.pytorch.execution.overrides import native
+from transformer_engine.pytorch.execution.plan_ops import scaling_update
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 

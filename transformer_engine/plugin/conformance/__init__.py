@@ -160,8 +160,9 @@ def check(
 def _run(op: str, fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
     before, exact = snapshot(case), defined(op, case)
     try:
-        if takes is not None and not takes(*case.args, **case.kwargs):
-            return _refused(case, before, "supports")
+        answer = True if takes is None else takes(*case.args, **case.kwargs)
+        if isinstance(answer, str) or not answer:
+            return _refused(case, before, answer or "supports")
         with torch.no_grad():
             found = fn(*case.args, **case.kwargs)
     except NotImplementedError as error:

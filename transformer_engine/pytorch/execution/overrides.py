@@ -8,6 +8,7 @@ torch.compile runs by the selection with which it was traced: another one makes 
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ __all__ = [
     "number_of_graph",
     "of_forward",
     "of_graph",
+    "replace_operators",
 ]
 
 _POLICY = (
@@ -40,6 +42,7 @@ _POLICY = (
     config.TE_FL_DENY_VENDORS,
     config.TE_FL_PER_OP,
     config.TE_FL_PLUGIN_MODULES,
+    config.NVTE_PLUGIN,
 )
 _GROUP = "te_fl.plugin"
 
@@ -69,6 +72,12 @@ def find() -> None:
 
 
 _core.find_selections(find)
+
+
+def replace_operators() -> None:
+    """Have ``NVTE_PLUGIN`` put its module in place of ``transformer_engine_torch``."""
+    if config.NVTE_PLUGIN.get():
+        importlib.import_module("transformer_engine_torch")
 
 
 def of_forward(scope: Any) -> Any:
