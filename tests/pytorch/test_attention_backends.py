@@ -7,6 +7,10 @@ from collections import OrderedDict
 import pytest
 import torch
 from tols import BF16, F16, F32
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    get_attention_backend,
+)
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -16,8 +20,8 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention import backends
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import backends
+from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     BIAS_TYPES,
     FEATURES,
@@ -26,14 +30,10 @@ from transformer_engine.pytorch.attention.dot_product_attention.backends import 
     choose_backend,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+from transformer_engine.pytorch.attention.masks import (
     MASK_TYPES,
     diagonal_of,
     window_of,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.utils import (
-    AttentionParams,
-    get_attention_backend,
 )
 
 HEADS, CHANNELS = 4, 16

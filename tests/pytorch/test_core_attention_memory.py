@@ -9,7 +9,7 @@ from tols import BF16
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.dot_product_attention import native, softmax
+from transformer_engine.pytorch.attention import native, softmax
 
 LENGTH, BATCH, HIDDEN, HEADS = 40, 2, 64, 4
 

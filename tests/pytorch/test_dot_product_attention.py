@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     Situation,
     choose_backend,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
-from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.masks import mask_type
+from transformer_engine.pytorch.attention.softmax import scaled_softmax
 from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16

@@ -20,8 +20,8 @@ from tols import BF16, E4M3, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from transformer_engine.pytorch.attention.dot_product_attention import fp8
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.fp8 import (
     BLOCK,
     GRADIENT_RULE,
     Clause,

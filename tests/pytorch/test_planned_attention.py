@@ -125,7 +125,7 @@ def plans_only(native_runs):
     assert {"run", "run_staged"} & set(native_runs)
 
 
-NATIVE = "transformer_engine.pytorch.attention.dot_product_attention.native"
+NATIVE = "transformer_engine.pytorch.attention.native"
 
 
 def assert_same_step(core, tensors, given, native_runs):

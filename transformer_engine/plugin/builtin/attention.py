@@ -23,8 +23,8 @@ from transformer_engine.plugin.core.ops import (
     NVTE_Softmax_Type,
     qkv_format_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
-from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.attention.problem import layout_parts
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.torchside.device import (
     get_device_compute_capability,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformer_engine.plugin.builtin.attention import enumerated, formats, limits
 from transformer_engine.plugin.builtin.values import quantized, refuse
 from transformer_engine.plugin.core.ops import NVTE_Bias_Type, NVTE_Softmax_Type, qkv_format_name
-from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
 

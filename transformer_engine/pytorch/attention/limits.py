@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.cached import cached_sequences
-from transformer_engine.pytorch.attention.dot_product_attention.packed import (
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.cache_adapter import cached_sequences
+from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.packed import (
     Sequences,
     sequences_of,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"
 

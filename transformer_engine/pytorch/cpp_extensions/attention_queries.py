@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`get_attention_backend`: which backend a program's attention would run by.
 
-Beside it stands what programs ask of lengths, masks and layouts (`questions.py`).
+What programs ask of lengths, masks and layouts is in `attention/sequence_helpers.py`.
 """
 
 import logging
@@ -10,63 +10,36 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common import absent
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.arguments import (
     Described,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+from transformer_engine.pytorch.attention.core import (
     DotProductAttention,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+from transformer_engine.pytorch.attention.fp8_recipe import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.fused_params import (
-    FusedAttentionParams,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
-from transformer_engine.pytorch.attention.dot_product_attention.questions import (
-    check_set_window_size,
-    get_cu_seqlens,
-    get_cu_seqlens_and_indices,
-    get_full_cu_seqlens,
-    get_indices,
-    get_padding_mask,
-    get_qkv_format,
-    get_qkv_layout,
-    maybe_contiguous,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
+from transformer_engine.pytorch.attention.limits import Situation
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import layout_parts
+from transformer_engine.pytorch.attention.score_mod import score_mod_of
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "AttentionLogging",
     "AttentionParams",
-    "FusedAttentionParams",
-    "check_set_window_size",
     "get_attention_backend",
-    "get_cu_seqlens",
-    "get_cu_seqlens_and_indices",
-    "get_full_cu_seqlens",
-    "get_indices",
-    "get_padding_mask",
-    "get_qkv_format",
-    "get_qkv_layout",
-    "maybe_contiguous",
     "no_op_logger",
-    *absent.names_of(__name__),
 ]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

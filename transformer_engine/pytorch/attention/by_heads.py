@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.packed import to_packed, to_padded
+from transformer_engine.pytorch.attention.heads import Heads
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.packed import to_packed, to_padded
 
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}

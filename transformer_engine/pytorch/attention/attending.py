@@ -9,9 +9,9 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, native
-from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention import fp8, native
+from transformer_engine.pytorch.attention.backends import Choice
+from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.module.layer_call import Attending
 
 __all__ = ["attending", "is_constant", "sink_of"]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.masks import CAUSAL_WINDOW
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 
 

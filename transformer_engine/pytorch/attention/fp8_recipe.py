@@ -55,7 +55,7 @@ def recipe_of(recipe: Any, module: Any) -> Any:
 
 
 def _of_quantizers(recipe: Any, module: Any) -> Any:
-    from transformer_engine.pytorch.attention.dot_product_attention import fp8_custom
+    from transformer_engine.pytorch.attention import fp8_custom
 
     kind = type(module).__name__
     return remembered(module, recipe, lambda: fp8_custom.resolve(recipe, kind, module.name))

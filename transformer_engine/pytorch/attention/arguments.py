@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.formats import check_format
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.packed import sizes_of
+from transformer_engine.pytorch.attention.problem import check_format
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
 

@@ -6,17 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common import absent
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.execution.random import draw_pair
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "THREADS_PER_BLOCK",
     "THREADS_PER_WARP",
     "scaled_softmax",
-    *absent.names_of(__name__),
 ]
 
 THREADS_PER_WARP, THREADS_PER_BLOCK = 32, 128

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.by_heads import by_heads
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import recipe_of
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention import fp8, torch_backends
+from transformer_engine.pytorch.attention.by_heads import by_heads
+from transformer_engine.pytorch.attention.fp8_recipe import recipe_of
+from transformer_engine.pytorch.attention.heads import Heads
+from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import exporting, unseen, without_memory
@@ -26,7 +26,7 @@ _HEADS, _OUTPUT, _WEIGHTS = 2, 3, 8
 _E4M3 = torch.float8_e4m3fn
 _MAX = 448.0  # of it
 
-_run = by_heads(unfused.attend)
+_run = by_heads(torch_backends.attend)
 
 
 class _Through(torch.autograd.Function):

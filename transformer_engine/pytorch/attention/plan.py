@@ -17,11 +17,11 @@ from transformer_engine import _core
 from transformer_engine.common.attention_graphs import core_graph
 from transformer_engine.common.config import attention_switches
 from transformer_engine.common.plans import plans_of
-from transformer_engine.pytorch.attention.dot_product_attention import fp8
-from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
-from transformer_engine.pytorch.attention.dot_product_attention.backends import Choice
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.attending import attending, sink_of
+from transformer_engine.pytorch.attention.backends import Choice
+from transformer_engine.pytorch.attention.heads import Heads, slices_of
+from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.call import LayerCall

@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.common import absent
-from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.by_heads import by_heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
-from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+from transformer_engine.pytorch.attention import native, sdpa, torch_backends
+from transformer_engine.pytorch.attention.by_heads import by_heads
+from transformer_engine.pytorch.attention.limits import Situation
+from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
 )
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "BACKENDS",
     "BIAS_TYPES",
@@ -34,7 +32,6 @@ __all__ = [
     "check_constructible",
     "choose_backend",
     "refusals",
-    *absent.names_of(__name__),
 ]
 
 OLDEST_CUDNN = 91900  # as of csrc/cuda/cudnn_library.c
@@ -294,7 +291,9 @@ BACKENDS = {
     ),
     "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
     "sdpa": Backend(by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
-    "unfused": Backend(by_heads(unfused.attend), "two batched products and the library's softmax"),
+    "unfused": Backend(
+        by_heads(torch_backends.attend), "two batched products and the library's softmax"
+    ),
     "flash": Backend(None, "the flash-attn package"),
 }
 """By name, in order of preference."""

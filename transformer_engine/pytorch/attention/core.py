@@ -11,42 +11,37 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention.dot_product_attention import (
-    fp8,
-    masks,
-    of_plugins,
-    policies,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+from transformer_engine.pytorch.attention import fp8, masks, plugin_backend, policies
+from transformer_engine.pytorch.attention.arguments import (
     check_dispatch,
     check_softcap,
     check_splits,
     check_tensors,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
     check_constructible,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.cached import (
+from transformer_engine.pytorch.attention.cache_adapter import (
     append_and_view,
     check_new,
     options_for_cache,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.choosing import Choosing
-from transformer_engine.pytorch.attention.dot_product_attention.formats import (
+from transformer_engine.pytorch.attention.choice import Choosing
+from transformer_engine.pytorch.attention.heads import Heads, heads_of
+from transformer_engine.pytorch.attention.limits import (
+    Limits,
+)
+from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention.plan import CoreCalls
+from transformer_engine.pytorch.attention.problem import (
     MIXED,
     check_format,
     in_one_format,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import (
-    Limits,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
-from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention.score_mod import score_mod_of
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -64,6 +59,9 @@ from transformer_engine.pytorch.torchside.modes import constant_in_graphs, expor
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
+
+_attention_backends: dict[str, bool] = {"backend_selection_requires_update": False}
+"""Programs set the entry after they have changed a variable; here every call reads them."""
 
 _NAME = "DotProductAttention"
 _PLAIN = CoreOptions()
@@ -527,7 +525,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         if backend == "plugin":
 
             def of_class(heads: Heads, qkv_format: str, *_: Any) -> Any:
-                return of_plugins.attend(self, heads, options, qkv_format)
+                return plugin_backend.attend(self, heads, options, qkv_format)
 
             return of_class
         if not fp8.in_force(self):
@@ -539,7 +537,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
             return run
         # Few ask for it, and what it loads.
-        from transformer_engine.pytorch.attention.dot_product_attention import fp8_emulated
+        from transformer_engine.pytorch.attention import fp8_emulated
 
         def emulate(*given: Any) -> Any:
             return fp8_emulated.attend(self, *given)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
+from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.packed import sizes_of, starts_of
 
 __all__ = ["by_policy", "joined"]
 

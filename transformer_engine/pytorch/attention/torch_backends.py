@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.attention.logits import softcap
+from transformer_engine.pytorch.attention.softmax import scaled_softmax
 
 
 def attend(

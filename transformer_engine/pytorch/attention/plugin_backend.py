@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks, native
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
+from transformer_engine.pytorch.attention import masks, native
+from transformer_engine.pytorch.attention.heads import Heads
 from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.execution import overrides
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient

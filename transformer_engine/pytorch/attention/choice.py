@@ -19,31 +19,31 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
+from transformer_engine.pytorch.attention import fp8, masks
+from transformer_engine.pytorch.attention.arguments import (
     check_softcap,
     check_tensors,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     Choice,
     choose_backend,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.cached import options_for_cache
-from transformer_engine.pytorch.attention.dot_product_attention.formats import (
-    check_format,
-    in_one_format,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import unbuilt_name
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import (
+from transformer_engine.pytorch.attention.cache_adapter import options_for_cache
+from transformer_engine.pytorch.attention.fp8_recipe import unbuilt_name
+from transformer_engine.pytorch.attention.heads import Heads
+from transformer_engine.pytorch.attention.limits import (
     Limits,
     Situation,
     constant_limits,
     limits_of,
 )
 from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import (
+    check_format,
+    in_one_format,
+)
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
+from transformer_engine.pytorch.attention.heads import Heads
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
+from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"

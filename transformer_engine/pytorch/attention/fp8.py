@@ -21,15 +21,15 @@ from transformer_engine.common.operand_casts import OperandCast, Quantization
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+from transformer_engine.pytorch.attention.fp8_recipe import (
     asks_for_it,
     hands_over,
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.native import (
+from transformer_engine.pytorch.attention.heads import Heads, slices_of
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.native import (
     deterministic,
     told_of,
 )
