@@ -22,7 +22,7 @@ from transformer_engine.pytorch.attention.backends import (
     choose_backend,
 )
 from transformer_engine.pytorch.attention.masks import mask_type
-from transformer_engine.pytorch.attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.scores import scaled_softmax
 from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16

@@ -11,10 +11,9 @@ from tols import BF16, F32, tol
 from transformer_engine.pytorch.attention.choice import (
     _unusual as unusual,
 )
-from transformer_engine.pytorch.attention.heads import Heads
 from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.attention.native import attend
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
 
 SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
 

@@ -13,7 +13,7 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
         "pytorch.attention.core": "DotProductAttention"
     },
     "pytorch.attention.dot_product_attention.softmax": {
-        "pytorch.attention.softmax": "THREADS_PER_BLOCK THREADS_PER_WARP"
+        "pytorch.attention.scores": "THREADS_PER_BLOCK THREADS_PER_WARP"
     },
     "pytorch.attention.dot_product_attention.utils": {
         "plugin.builtin.fused_attention_params": "FusedAttentionParams",

@@ -3,12 +3,12 @@
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.logits import softcap
 from transformer_engine.pytorch.attention.rope import (
     RotaryPositionEmbedding,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
 )
+from transformer_engine.pytorch.attention.scores import softcap
 
 __getattr__, __dir__ = absent.attach(
     globals(),

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention import native, sdpa, torch_backends
-from transformer_engine.pytorch.attention.by_heads import by_heads
+from transformer_engine.pytorch.attention import native, torch_backends
 from transformer_engine.pytorch.attention.limits import Situation
 from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
@@ -290,9 +289,13 @@ BACKENDS = {
         lambda s: bool(s.plugin),
     ),
     "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
-    "sdpa": Backend(by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
+    "sdpa": Backend(
+        torch_backends.attend_by_sdpa,
+        "torch's scaled_dot_product_attention",
+    ),
     "unfused": Backend(
-        by_heads(torch_backends.attend), "two batched products and the library's softmax"
+        torch_backends.attend_in_steps,
+        "two batched products and the library's softmax",
     ),
     "flash": Backend(None, "the flash-attn package"),
 }

@@ -13,9 +13,7 @@ from transformer_engine.pytorch.attention.masks import (
     padding_form,
     window_of,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.attention.packed import Sequences
-from transformer_engine.pytorch.attention.problem import keys_as
+from transformer_engine.pytorch.attention.problem import AttentionOptions, Sequences, keys_as
 
 _NAME = "DotProductAttention"
 

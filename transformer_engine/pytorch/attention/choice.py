@@ -20,10 +20,6 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.attention import fp8, masks
-from transformer_engine.pytorch.attention.arguments import (
-    check_softcap,
-    check_tensors,
-)
 from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     Choice,
@@ -32,16 +28,18 @@ from transformer_engine.pytorch.attention.backends import (
 )
 from transformer_engine.pytorch.attention.cache_adapter import options_for_cache
 from transformer_engine.pytorch.attention.fp8_recipe import unbuilt_name
-from transformer_engine.pytorch.attention.heads import Heads
 from transformer_engine.pytorch.attention.limits import (
     Limits,
     Situation,
     constant_limits,
     limits_of,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions
 from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Heads,
     check_format,
+    check_softcap,
+    check_tensors,
     in_one_format,
 )
 from transformer_engine.pytorch.execution.overrides import attention_class_name

@@ -12,12 +12,6 @@ from torch import Tensor
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.attention import fp8, masks, plugin_backend, policies
-from transformer_engine.pytorch.attention.arguments import (
-    check_dispatch,
-    check_softcap,
-    check_splits,
-    check_tensors,
-)
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
@@ -30,18 +24,24 @@ from transformer_engine.pytorch.attention.cache_adapter import (
     options_for_cache,
 )
 from transformer_engine.pytorch.attention.choice import Choosing
-from transformer_engine.pytorch.attention.heads import Heads, heads_of
 from transformer_engine.pytorch.attention.limits import (
     Limits,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
 from transformer_engine.pytorch.attention.plan import CoreCalls
 from transformer_engine.pytorch.attention.problem import (
     MIXED,
+    AttentionOptions,
+    CoreOptions,
+    Heads,
+    check_dispatch,
     check_format,
+    check_softcap,
+    check_splits,
+    check_tensors,
+    heads_of,
     in_one_format,
 )
-from transformer_engine.pytorch.attention.score_mod import score_mod_of
+from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -209,11 +209,11 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         super().__setattr__(name, value)
         if name not in _OF_CALLS:  # a call is not kept by the others
             self.__dict__["_kept"], self.__dict__["_decisions"] = CoreCalls(), {}
-            self.__dict__["_of_plugins"] = {}  # attention by their classes
+            self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        without = {"_kept": CoreCalls(), "_plans": {}, "_custom": None, "_of_plugins": {}}
+        without = {"_kept": CoreCalls(), "_plans": {}, "_custom": None, "_plugin_modules": {}}
         return {**super().__getstate__(), **without}
 
     def _replicate_for_data_parallel(self) -> "DotProductAttention":

@@ -27,13 +27,12 @@ from transformer_engine.pytorch.attention.fp8_recipe import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.heads import Heads, slices_of
 from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.attention.native import (
     deterministic,
     told_of,
 )
-from transformer_engine.pytorch.attention.options import CoreOptions
+from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.execution.random import draw_pair

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.cache_adapter import cached_sequences
-from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.attention.packed import (
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
     Sequences,
     sequences_of,
 )
@@ -68,7 +68,7 @@ class Limits(NamedTuple):
     sink: Tensor | None = None  # [heads] fp32: scores without a key
     wants_top: bool = False  # the largest score of each head is a second result
     cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
-    score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
+    score_mod: Any = None  # changes the scaled scores before bias and mask (`scores.ScoreMod`)
     softcap: float = 0.0  # the scaled scores become softcap tanh(scores / softcap); 0: as they are
     bias_in_cap: bool = False  # the bias is a part of the scores that are capped
 

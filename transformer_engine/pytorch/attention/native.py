@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention.heads import Heads, joined_shape
 from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.packed import Sequences
+from transformer_engine.pytorch.attention.problem import Heads, Sequences, joined_shape
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.execution.random import draw_pair

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention import masks
-from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.attention.packed import sizes_of, starts_of
+from transformer_engine.pytorch.attention.problem import AttentionOptions, sizes_of, starts_of
 
 __all__ = ["by_policy", "joined"]
 

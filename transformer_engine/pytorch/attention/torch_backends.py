@@ -1,19 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in three steps on the library's own softmax: every mask, window and bias."""
+"""Attention on torch's operators: its fused attention, and in steps on the library's own softmax.
+
+Both take [batch, heads, length, channels] alone; `with_heads_first` lets them take every format.
+"""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.logits import softcap
-from transformer_engine.pytorch.attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW
+from transformer_engine.pytorch.attention.problem import Heads, to_packed, to_padded
+from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
+from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
+
+# ---- formats -------------------------------------------------------------------------------------
 
 
-def attend(
+_HEADS_FIRST = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_HEADS_BACK = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+"""Permutations of a format to [batch, heads, length, channels], and back."""
+
+
+def with_heads_first(attend: Callable) -> Callable:
+    """A backend from a function of tensors [batch, heads, length, channels].
+
+    Packed sequences become a padded batch, and its output is packed again.
+    """
+
+    def run(heads: Heads, qkv_format: str, limits: Limits, *arguments: float) -> Any:
+        tensors = heads.split()
+        if limits.packed is not None:
+            return _run_padded(run, tensors, limits, *arguments)
+        query, key, value = (tensor.permute(*_HEADS_FIRST[qkv_format]) for tensor in tensors)
+        out = attend(query, key, value, limits, *arguments)
+        out, *top = out if limits.wants_top else (out,)
+        if limits.query_lengths is not None:
+            out = _spoil(out, limits.fit(query.shape[2], key.shape[2]))
+        out = out.permute(*_HEADS_BACK[qkv_format])
+        return (out, *top) if top else out
+
+    return run
+
+
+def _spoil(out: Tensor, fit: Tensor) -> Tensor:
+    """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
+    return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
+
+
+def _run_padded(
+    run: Callable,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    limits: Limits,
+    *arguments: float,
+) -> Any:
+    """Run a backend that takes no packed sequences."""
+    query, key, value = tensors
+    (queries, keys), tokens = limits.packed, query.shape[0]
+    of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
+    padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
+    lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
+    out = run(Heads(padded), "bshd", limits.but(packed=None, **lengths), *arguments)
+    out, *top = out if limits.wants_top else (out,)
+    fit = queries.fit(tokens) & keys.fit(key.shape[0])
+    out = to_packed(_spoil(out, fit), of_queries, tokens)
+    return (out, *top) if top else out
+
+
+# ---- torch's fused attention ---------------------------------------------------------------------
+
+
+@with_heads_first
+def attend_by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
+) -> Tensor:
+    """softmax(scale * query x key^T) x value; torch chooses among its kernels at each call.
+
+    Arguments as of `attend_in_steps`; the limits say nothing but, where the window is causal,
+    that a query sees keys up to its own position, counted from the start of both. Torch's
+    generator draws the dropout.
+    """
+    causal, grouped = limits.window == CAUSAL_WINDOW, query.shape[1] != key.shape[1]
+    # cuDNN refuses to drop everything, and makes nothing of a batch of none.
+    plain = dropout == 1.0 or query.numel() == 0 or key.numel() == 0
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        out = torch.nn.functional.scaled_dot_product_attention(
+            aligned(query),
+            aligned(key),
+            aligned(value),
+            None,
+            dropout,
+            causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+    return with_aligned_gradient(out)
+
+
+# ---- in steps ------------------------------------------------------------------------------------
+
+
+@with_heads_first
+def attend_in_steps(
     query: Tensor, key: Tensor, value: Tensor, limits: Limits, scale: float, dropout: float
 ) -> Any:
     """Softmax(scale * query key^T + bias) value, with dropout of the probabilities.

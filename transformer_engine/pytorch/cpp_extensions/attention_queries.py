@@ -12,9 +12,6 @@ import torch
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import masks
-from transformer_engine.pytorch.attention.arguments import (
-    Described,
-)
 from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
@@ -28,9 +25,12 @@ from transformer_engine.pytorch.attention.fp8_recipe import (
     unbuilt_name,
 )
 from transformer_engine.pytorch.attention.limits import Situation
-from transformer_engine.pytorch.attention.options import AttentionOptions
-from transformer_engine.pytorch.attention.problem import layout_parts
-from transformer_engine.pytorch.attention.score_mod import score_mod_of
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Described,
+    layout_parts,
+)
+from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
@@ -77,7 +77,7 @@ class AttentionParams:
     The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
     `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
     `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
-    "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`). With `fp8` the attention is in a region of
+    "paged_kv_bshd_bshd_bshd" (`problem.LAYOUTS`). With `fp8` the attention is in a region of
     ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
     none, whichever is in force. A call of a padding type is one with lengths of its sequences.
 

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8
-from transformer_engine.pytorch.attention.arguments import check_dispatch
-from transformer_engine.pytorch.attention.attending import attending, sink_of
 from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.heads import Heads
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
-from transformer_engine.pytorch.attention.packed import sizes_of, starts_of
+from transformer_engine.pytorch.attention.plan import attending, sink_of
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    CoreOptions,
+    Heads,
+    check_dispatch,
+    sizes_of,
+    starts_of,
+)
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer

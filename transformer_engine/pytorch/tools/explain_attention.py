@@ -9,19 +9,19 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_DPA_FP8_RECIPE, TE_UNFUSED_DPA_EMULATE_FP8
 from transformer_engine.pytorch.attention import fp8
-from transformer_engine.pytorch.attention.arguments import (
-    Described,
-    check_splits,
-)
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
     refusals,
 )
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.heads import heads_of
 from transformer_engine.pytorch.attention.limits import Situation
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Described,
+    check_splits,
+    heads_of,
+)
 from transformer_engine.pytorch.execution.thread_state import current_state
 
 _NAME = "explain_attention"
