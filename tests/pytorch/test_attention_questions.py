@@ -13,8 +13,8 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
+from transformer_engine.pytorch.attention import backends, masks
 from transformer_engine.pytorch.attention import choice as choosing
-from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention import problem as formats
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
@@ -189,8 +189,8 @@ def test_numbers_by_name():
     assert set(fused_attn.QKVFormat) == {*formats.FORMATS, *formats.MIXED}
     assert set(fused_attn.QKVLayout) == set(formats.LAYOUTS)
     assert set(fused_attn.AttnMaskType) == set(masks.MASK_TYPES) - {"arbitrary"}
-    assert tuple(fused_attn.AttnBiasType) == utils.BIAS_TYPES
-    assert tuple(fused_attn.SoftmaxType) == utils.SOFTMAX_TYPES
+    assert tuple(fused_attn.AttnBiasType) == backends.BIAS_TYPES
+    assert tuple(fused_attn.SoftmaxType) == backends.SOFTMAX_TYPES
     kinds = {
         "QKVFormat": ops.NVTE_QKV_Format, "QKVLayout": ops.NVTE_QKV_Layout,
         "AttnMaskType": ops.NVTE_Mask_Type, "AttnBiasType": ops.NVTE_Bias_Type,

@@ -3,8 +3,9 @@
 
 A call goes its way through checks, limits and the choice of a backend. Where that ends at the
 library's operator, and nothing but autograd looks on, it runs as a plan of one node, which is kept
-by what it depends on. Where no argument but queries, keys and values is a tensor, so is the whole
-way: by the arguments, and the facts of these three. Both ways give the same bits.
+by what it depends on; in checkpoints, under `torch.autocast` and hooks of saved tensors too. Where
+no argument but queries, keys and values is a tensor, so is the whole way: by the arguments, and the
+facts of these three. Both ways give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -169,9 +170,12 @@ class Found(NamedTuple):
     apply: Callable | None  # runs it and records its backward; None: there is none
     limits: tuple[Tensor, ...]  # tensors of the call behind queries, keys and values
     choice: Choice
+    dtype: torch.dtype | None  # that `torch.autocast` casts queries, keys and values to, or None
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """Run it over queries, keys and values."""
+        if self.dtype is not None:
+            tensors = [tensor.to(self.dtype) for tensor in tensors]
         if self.apply is None:
             return run_forward_alone(self.call, (*tensors, *self.limits))
         return self.apply(self.call, *tensors, *self.limits)
@@ -209,22 +213,16 @@ class CoreCalls:
         `tensors` hold queries, keys and values, `arguments` are all others. No graph is being
         traced.
         """
-        if (
-            fp8.is_asked_for(core)  # runs another way
-            or dispatch_modes()
-            or any_autocast()
-            or in_transform()
-            or forward_gradients()
-            or graph_task() != -1  # a checkpoint compares what its two forwards save
-            or top_saved_hooks(False) is not None
-        ):
-            return None
+        asked = fp8.is_asked_for if graph_task() == -1 else fp8.in_force
+        if asked(core) or dispatch_modes() or in_transform() or forward_gradients():
+            return None  # runs another way
         facts = _core.facts_of_heads(*tensors)
         if facts is None:
             return None
         own = core.__dict__
+        dtype = _autocast_dtype(tensors[0]) if any_autocast() else None
         return (
-            facts, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
+            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
             attention_switches(), _deterministic(), attention_class_name(), arguments,
         )  # fmt: skip
 
@@ -244,24 +242,43 @@ class CoreCalls:
         attends = attending(core, how, slices_of(heads), qkv_format=qkv_format)
         if attends is None:
             return None
-        kind = (key[0], _grad_enabled(), heads.dim, attends.key)
+        facts, dtype, *_ = key
+        kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
         if made is None:
-            if not self._recurrence.is_met(kind):
+            if not (self._recurrence.is_met(kind) or _may_be_repeated()):
                 return None
-            made = keep(self._calls, kind, _bind(heads, attends))
-        found = Found(*made, attends.tensors, how[0])
+            made = keep(self._calls, kind, _bind(heads, attends, dtype))
+        found = Found(*made, attends.tensors, how[0], dtype)
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1])):
             keep(self._by_arguments, key, found)
         return found
 
 
-def _bind(heads: Heads, attends: Attending) -> tuple[LayerCall, Callable | None]:
-    """Make the call of a kind, and what runs it."""
+def _may_be_repeated() -> bool:
+    """Whether a call is in a checkpoint, which compares what its two forwards save.
+
+    So both run the same way, whichever calls came between.
+    """
+    return graph_task() != -1 or top_saved_hooks(False) is not None
+
+
+def _autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """The dtype that `torch.autocast` casts to on the device of a tensor; None: it is off there."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _bind(
+    heads: Heads, attends: Attending, dtype: torch.dtype | None
+) -> tuple[LayerCall, Callable | None]:
+    """Make the call of a kind, and what runs it; `dtype` as of `Found`."""
     tensors, joined = heads.tensors, heads.joined
     trained = (*tensors, *attends.tensors)
     gradient = _grad_enabled() and any(tensor.requires_grad for tensor in trained)
-    graph = core_graph(attends.spec(), _core.dtype_code(tensors[0].dtype), gradient, joined)
+    graph = core_graph(
+        attends.spec(), _core.dtype_code(dtype or tensors[0].dtype), gradient, joined
+    )
     plans, label = plans_of(graph), "attention"
     if joined:
         call: LayerCall = _JoinedCall(plans, None, label)
