@@ -13,7 +13,6 @@ from comparators import assert_bits, assert_nmse
 from plugged import register
 from tex_cases import Operators, assert_same_data, each_implementation, quantizers
 from tols import BF16, F32, tol
-from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
 
 import transformer_engine_torch as plain_tex
 from transformer_engine.plugin import core as plugin
@@ -28,6 +27,7 @@ from transformer_engine.plugin.core.ops import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 

@@ -7,10 +7,6 @@ from collections import OrderedDict
 import pytest
 import torch
 from tols import BF16, F16, F32
-from transformer_engine.pytorch.attention.dot_product_attention.utils import (
-    AttentionParams,
-    get_attention_backend,
-)
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -29,6 +25,10 @@ from transformer_engine.pytorch.attention.backends import (
     Situation,
     choose_backend,
     refusals,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    get_attention_backend,
 )
 from transformer_engine.pytorch.attention.masks import (
     MASK_TYPES,

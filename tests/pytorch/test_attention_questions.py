@@ -8,7 +8,6 @@ import pytest
 import torch
 from comparators import assert_bits, assert_nmse
 from tols import F32, tol
-from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
@@ -16,6 +15,7 @@ from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention import backends, masks
 from transformer_engine.pytorch.attention import choice as choosing
 from transformer_engine.pytorch.attention import problem as formats
+from transformer_engine.pytorch.attention.dot_product_attention import utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 LONGEST = 11

@@ -6,14 +6,14 @@ import torch
 from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits
 from tols import BF16, tol
-from transformer_engine.pytorch.attention.dot_product_attention.utils import (
-    AttentionParams,
-    get_attention_backend,
-)
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    get_attention_backend,
+)
 from transformer_engine.pytorch.attention.problem import LAYOUTS, layout_parts
 
 HEADS, GROUPS, CHANNELS, BATCH, KEYS = 4, 2, 16, 4, 13
