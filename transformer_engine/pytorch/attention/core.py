@@ -23,11 +23,11 @@ from transformer_engine.pytorch.attention.cache_adapter import (
     check_new,
     options_for_cache,
 )
-from transformer_engine.pytorch.attention.choice import Choosing
+from transformer_engine.pytorch.attention.choice import BackendChoice
 from transformer_engine.pytorch.attention.limits import (
     Limits,
 )
-from transformer_engine.pytorch.attention.plan import CoreCalls
+from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.attention.problem import (
     MIXED,
     AttentionOptions,
@@ -72,7 +72,7 @@ _OF_CALLS = (
 """Attributes that calls set, or that are part of what they are kept by."""
 
 
-class DotProductAttention(Choosing, ContextParallel, Fp8Module):
+class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -208,18 +208,18 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
         if name not in _OF_CALLS:  # a call is not kept by the others
-            self.__dict__["_kept"], self.__dict__["_decisions"] = CoreCalls(), {}
+            self.__dict__["_kept"], self.__dict__["_decisions"] = KeptCalls(), {}
             self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        without = {"_kept": CoreCalls(), "_plans": {}, "_custom": None, "_plugin_modules": {}}
+        without = {"_kept": KeptCalls(), "_plans": {}, "_custom": None, "_plugin_modules": {}}
         return {**super().__getstate__(), **without}
 
     def _replicate_for_data_parallel(self) -> "DotProductAttention":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__["_kept"] = CoreCalls()
+        made.__dict__["_kept"] = KeptCalls()
         return made
 
     def reset_parameters(self) -> None:
@@ -461,11 +461,11 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         found_by: tuple | None = None,
         more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in three; `found_by` is a key of `CoreCalls`.
+        """`forward` with its other arguments in three; `found_by` is a key of `KeptCalls`.
 
         Without one the call runs in no plan.
         """
-        if torch.compiler.is_compiling() and fp8.is_left_out():
+        if torch.compiler.is_compiling() and fp8.is_outside_graphs():
             _refuse_export("FP8 under CustomRecipe in torch.export: leave it out there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
@@ -476,7 +476,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             heads, options, qkv_format = in_one_format(heads, options, qkv_format)
             found_by = None
         if options.inference_params is not None:
-            heads, options = self._go_on(heads, options, qkv_format)
+            heads, options = self._extend_cache(heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -496,7 +496,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
-            out = self._attend_specially(run, heads, qkv_format, limits, dropout, recompute)
+            out = self._attend_in_fork(run, heads, qkv_format, limits, dropout, recompute)
         else:
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
         if is_quantized(out):
@@ -510,7 +510,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     ) -> Any:
         """`attend` of packed sequences with policies of their own: once for each policy."""
         query, key, _ = heads.split()
-        calls = policies.by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
+        calls = policies.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
@@ -544,7 +544,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
         return emulate
 
-    def _go_on(
+    def _extend_cache(
         self, heads: Heads, options: AttentionOptions, qkv_format: str
     ) -> tuple[Heads, AttentionOptions]:
         """Put new keys and values into their cache: all of them, and the options for these."""
@@ -557,7 +557,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
         return Heads((query, *made)), options._replace(**of_keys)
 
-    def _attend_specially(
+    def _attend_in_fork(
         self,
         run: Callable,
         heads: Heads,

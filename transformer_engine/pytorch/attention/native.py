@@ -96,7 +96,7 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
-def told_of(packed: tuple[Sequences, Sequences]) -> tuple[tuple, tuple]:
+def lengths_and_offsets(packed: tuple[Sequences, Sequences]) -> tuple[tuple, tuple]:
     """Lengths, or None twice, and offsets of packed queries and keys, as the operator reads."""
     queries, keys = packed
     lengths: tuple = (None, None)
@@ -158,7 +158,7 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
         where = limits.query_lengths, limits.key_lengths, None, None
         longest = 0, 0
     else:
-        lengths, offsets = told_of(packed)
+        lengths, offsets = lengths_and_offsets(packed)
         where, longest = (*lengths, *offsets), (packed[0].longest, packed[1].longest)
     joined = heads.joined
     how = limits.wants_top, *grads, deterministic(), joined, heads.dim

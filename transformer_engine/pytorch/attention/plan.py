@@ -36,7 +36,7 @@ from transformer_engine.pytorch.torchside.modes import (
     top_saved_hooks,
 )
 
-__all__ = ["CoreCalls", "Found", "attending", "is_constant", "sink_of"]
+__all__ = ["KeptCalls", "KeptCall", "attention_node", "is_constant", "sink_of"]
 
 # ---- the node ------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ __all__ = ["CoreCalls", "Found", "attending", "is_constant", "sink_of"]
 _NOTHING = ((), (), False, False)
 
 
-def attending(
+def attention_node(
     core: Any,
     how: tuple[Choice, Limits],
     slices: tuple,
@@ -76,7 +76,7 @@ def attending(
     lengths = [n for n in (limits.query_lengths, limits.key_lengths) if n is not None]
     offsets, packed = (), None
     if limits.packed is not None:
-        of_lengths, offsets = native.told_of(limits.packed)
+        of_lengths, offsets = native.lengths_and_offsets(limits.packed)
         lengths = [n for n in of_lengths if n is not None]
         queries, keys = limits.packed
         packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
@@ -163,7 +163,7 @@ _deterministic = torch.are_deterministic_algorithms_enabled
 _VALUES = (bool, int, float, str, type(None))
 
 
-class Found(NamedTuple):
+class KeptCall(NamedTuple):
     """How a call runs."""
 
     call: LayerCall
@@ -199,11 +199,11 @@ class _JoinedCall(LayerCall):
         return None, *found
 
 
-class CoreCalls:
+class KeptCalls:
     """The calls that an attention keeps."""
 
     def __init__(self) -> None:
-        self._by_arguments: dict[tuple, Found] = {}
+        self._by_arguments: dict[tuple, KeptCall] = {}
         self._calls: dict[tuple, tuple[LayerCall, Callable | None]] = {}
         self._recurrence = Recurrence()
 
@@ -226,7 +226,7 @@ class CoreCalls:
             attention_switches(), _deterministic(), attention_class_name(), arguments,
         )  # fmt: skip
 
-    def known(self, key: tuple) -> Found | None:
+    def known(self, key: tuple) -> KeptCall | None:
         """The call of a key that has been kept."""
         try:
             return self._by_arguments.get(key)
@@ -235,11 +235,11 @@ class CoreCalls:
 
     def find(
         self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple
-    ) -> Found | None:
+    ) -> KeptCall | None:
         """The call for what its `limits_for` gave; None where it runs in no plan."""
         if heads.dim != 0 and not heads.tensors[-1].is_contiguous():
             return None
-        attends = attending(core, how, slices_of(heads), qkv_format=qkv_format)
+        attends = attention_node(core, how, slices_of(heads), qkv_format=qkv_format)
         if attends is None:
             return None
         facts, dtype, *_ = key
@@ -249,7 +249,7 @@ class CoreCalls:
             if not (self._recurrence.is_met(kind) or _may_be_repeated()):
                 return None
             made = keep(self._calls, kind, _bind(heads, attends, dtype))
-        found = Found(*made, attends.tensors, how[0], dtype)
+        found = KeptCall(*made, attends.tensors, how[0], dtype)
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1])):
             keep(self._by_arguments, key, found)
         return found
@@ -272,7 +272,7 @@ def _autocast_dtype(like: Tensor) -> torch.dtype | None:
 def _bind(
     heads: Heads, attends: Attending, dtype: torch.dtype | None
 ) -> tuple[LayerCall, Callable | None]:
-    """Make the call of a kind, and what runs it; `dtype` as of `Found`."""
+    """Make the call of a kind, and what runs it; `dtype` as of `KeptCall`."""
     tensors, joined = heads.tensors, heads.joined
     trained = (*tensors, *attends.tensors)
     gradient = _grad_enabled() and any(tensor.requires_grad for tensor in trained)

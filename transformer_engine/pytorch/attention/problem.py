@@ -316,7 +316,7 @@ class Sequences(NamedTuple):
         is_token = row < self.ends()[:, None]
         return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
 
-    def fit(self, tokens: int) -> Tensor:
+    def lengths_fit(self, tokens: int) -> Tensor:
         """Whether each lies within its bound and its place among so many tokens, [batch] bool."""
         first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
         is_long = (lengths < 0) | (lengths > self.longest)

@@ -41,14 +41,14 @@ def with_heads_first(attend: Callable) -> Callable:
         out = attend(query, key, value, limits, *arguments)
         out, *top = out if limits.wants_top else (out,)
         if limits.query_lengths is not None:
-            out = _spoil(out, limits.fit(query.shape[2], key.shape[2]))
+            out = _nan_unless(out, limits.lengths_fit(query.shape[2], key.shape[2]))
         out = out.permute(*_HEADS_BACK[qkv_format])
         return (out, *top) if top else out
 
     return run
 
 
-def _spoil(out: Tensor, fit: Tensor) -> Tensor:
+def _nan_unless(out: Tensor, fit: Tensor) -> Tensor:
     """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
     return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
 
@@ -67,8 +67,8 @@ def _run_padded(
     lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
     out = run(Heads(padded), "bshd", limits.but(packed=None, **lengths), *arguments)
     out, *top = out if limits.wants_top else (out,)
-    fit = queries.fit(tokens) & keys.fit(key.shape[0])
-    out = to_packed(_spoil(out, fit), of_queries, tokens)
+    fit = queries.lengths_fit(tokens) & keys.lengths_fit(key.shape[0])
+    out = to_packed(_nan_unless(out, fit), of_queries, tokens)
     return (out, *top) if top else out
 
 

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.attention.fp8_recipe import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.limits import Situation
+from transformer_engine.pytorch.attention.limits import CallKind
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Described,
@@ -162,7 +162,7 @@ def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tupl
     return (counted[0],), (counted[1],)
 
 
-def _situation_of(params: AttentionParams) -> Situation:
+def _call_kind_of(params: AttentionParams) -> CallKind:
     """The kind of call that is described; raises what `DotProductAttention` would."""
     refuse_options(
         "get_attention_backend", context_parallel=(params.context_parallel, False),
@@ -211,13 +211,13 @@ def _situation_of(params: AttentionParams) -> Situation:
         described(*lead[1], groups, params.head_dim_qk),
         described(*lead[1], groups, params.head_dim_v),
     )
-    situation = module.situation_of(*tensors, options, "thd" if packed else "bshd", modified)
+    call_kind = module.call_kind_of(*tensors, options, "thd" if packed else "bshd", modified)
     if params.deterministic:
-        switches = situation.switches._replace(nondeterministic=False)
-        situation = situation._replace(switches=switches)
+        switches = call_kind.switches._replace(nondeterministic=False)
+        call_kind = call_kind._replace(switches=switches)
     recipe = _recipe_of(params, module)
     in_fp8 = recipe is not None
-    return situation._replace(
+    return call_kind._replace(
         fp8=in_fp8,
         drops=in_fp8 and params.is_training and params.attention_dropout > 0.0,
         fp8_unbuilt=unbuilt_name(recipe),
@@ -264,11 +264,11 @@ def get_attention_backend(
     params = AttentionParams() if attention_params is None else attention_params
     _check_names(params)
     try:
-        situation = _situation_of(params)
+        call_kind = _call_kind_of(params)
     except (NotImplementedError, TypeError, ValueError) as error:
         AttentionLogging.fa_logger.info("no backend: %s", error)
         return False, None, False, None, False, [False, False, False]
-    found = refusals(situation)
+    found = refusals(call_kind)
     for name, refusal in found.items():
         if refusal is not None:
             AttentionLogging.fa_logger.debug("not %s: %s", name, refusal)
@@ -276,7 +276,7 @@ def get_attention_backend(
     chosen = runs[0] if runs else None
     AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
-    own = FP8 if situation.fp8 else F16_ARBITRARY_SEQLEN
+    own = FP8 if call_kind.fp8 else F16_ARBITRARY_SEQLEN
     number = own if chosen == "native" else None
     available = [False, bool(fused), "unfused" in runs]
     return False, None, chosen in fused, number, chosen == "unfused", available

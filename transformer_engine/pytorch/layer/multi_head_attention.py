@@ -11,7 +11,7 @@ from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.plan import attending, sink_of
+from transformer_engine.pytorch.attention.plan import attention_node, sink_of
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     CoreOptions,
@@ -446,7 +446,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         given = (() if source is None else (source,), angles, *pairs)
         about = inp.device.type, inp.shape[s]
         over = self._hands_over(core)
-        return attending(core, how, slices, given, about=about, hands_over=over)
+        return attention_node(core, how, slices, given, about=about, hands_over=over)
 
     def _hands_over(self, core: DotProductAttention) -> bool:
         """Whether the projection is handed the output of attention in FP8."""
