@@ -207,9 +207,9 @@ class LayerCalls:
 
         None where the layer has to call its modules.
         """
-        key, tensors = situation_of(state, inp, self._places, True)
+        key, tensors = situation_of(state, inp, self._places)
         if self._held:
-            key, tensors = quantized.filled(key, tensors, self._held, state)
+            key, tensors = quantized.filled(key, tensors, self._held, state.enabled)
         if key is None or not layer._is_planned(inp) or dispatch_modes():
             return None
         attending: list[Attending | None] = []
@@ -428,7 +428,7 @@ def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> Modul
     if region.replay is not None or region.record:
         return None
     tensors, owners = module._promote(given, region.recipe)
-    module._find_present(tensors.flat())
+    module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
         return None
     call = module._prepare(tensors, region, first, owners)

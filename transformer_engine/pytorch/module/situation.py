@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call of a module is decided by, as one key; and the calls that a module keeps by it.
 
-A training loop calls a layer thousands of times in a few situations. `situation_of` puts the facts
-that `ComposedModule._decide` goes by into a tuple; what was decided once for it is a `Bound` call,
-which a later call finds under the same key. A situation in which something else counts, a
-checkpoint say, has no key: it is decided anew each time. Settings of the module are no part of it:
-one that is set takes its bound calls away.
+A training loop calls a layer thousands of times in a few situations. `call_key` puts the facts that
+`ComposedModule._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
+tensors, the dtype of `torch.autocast`, whether a checkpoint records the call or repeats one. What
+was decided once for it is a `Bound` call, which a later call finds under the same key. What differs
+between two calls of one key belongs to a run (`call.CallRun`): quantized weights that are kept,
+scales of the call that a checkpoint repeats, main gradients. Settings of the module are no part of
+the key: one that is set takes its bound calls away. Without a key, and decided anew, are calls in
+transforms of `torch.func`, on tensors without memory, and on tensors of other classes.
 """
 
 import copy
@@ -17,7 +20,11 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import is_backward_wide
 from transformer_engine.pytorch.execution.autograd import apply_of
-from transformer_engine.pytorch.execution.recompute import anywhere, may_record
+from transformer_engine.pytorch.execution.recompute import (
+    anywhere,
+    in_reentrant_forward,
+    may_concern,
+)
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
@@ -28,16 +35,19 @@ from transformer_engine.pytorch.torchside.modes import (
     faking,
     graph_task,
     in_transform,
+    unseen,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "Bound",
     "Recurrence",
+    "call_key",
+    "converted",
     "in_force",
     "keep",
+    "key_of_quantized",
     "situation_of",
-    "situation_of_quantized",
 ]
 
 KEPT = 16
@@ -78,85 +88,139 @@ class Recurrence:
 
 
 class Bound:
-    """A call that a module has just made and can make again, with the tensors that it has then."""
+    """A call that a module makes and can make again, with the tensors that it has then."""
 
-    __slots__ = ("apply", "call", "first", "quantization", "quantized", "ran", "records")
+    __slots__ = (
+        "apply",
+        "call",
+        "dtypes",
+        "quantization",
+        "quantized",
+        "ran",
+        "records",
+        "updates",
+    )
 
-    def __init__(self, call: ModuleCall, module: Any) -> None:
-        # The same, as the region's first one that records a backward: `first`.
+    def __init__(
+        self, call: ModuleCall, ran: Any = None, quantization: tuple | None = None
+    ) -> None:
         self.call = copy.copy(call)
-        self.call.caches = self.call.weights = ()  # each run has its own
-        self.first = copy.copy(self.call)
-        self.call.first, self.first.first = False, True
+        # Each run has its own.
+        self.call.caches = self.call.weights = ()
+        self.call.scales = self.call.unread_history = self.call.domain = None
+        self.call.first = False
+        self.dtypes = call.dtypes
         self.records = call.plans.backward is not None
         self.quantized = call.plans.quantized
-        self.apply = apply_of(call.label)  # runs one of them and records its backward
-        self.ran = module._ran  # what the module tells of its last call, and of the last in FP8
-        self.quantization = module._quantization if self.quantized else None
+        self.updates = self.quantized and self.records  # the backward state, as a region's first
+        self.apply = apply_of(call.label)  # runs it and records its backward
+        self.ran = ran  # what the module tells of its last call, and of the last in FP8
+        self.quantization = quantization if self.quantized else None
 
-    def call_in(self, module: Any, state: RegionState) -> ModuleCall | None:
-        """The call to make now; None where the state that it is bound to is no longer in force."""
-        call = self.call
-        slots = call.slots
-        if slots is not None and not in_force(slots, module, state):
-            return None
-        if self.quantized and self.records and state.first:
-            return self.first if call.domain is state.domain else None
-        return call
+    def holds(self, module: Any, state: RegionState, region: Any) -> bool:
+        """Whether the state that it is bound to is in force; `region` is a `base.Region` or None.
+
+        None where the state of the thread alone says what is in force.
+        """
+        slots = self.call.slots
+        if region is None:
+            return slots is None or in_force(slots, module, state)
+        recipe, replay = region.recipe, region.replay
+        if recipe is not None and recipe.custom() and recipe is not self.quantization[2]:
+            return False  # its functions have the same texts as others
+        if replay is not None:
+            return slots is replay.slots and (slots is None or slots is module._slots)
+        return slots is None or in_force(slots, module, state, bool(region.record))
 
 
-def in_force(slots: Slots, module: Any, state: RegionState) -> bool:
-    """Whether a module still has these slots, and a call in this state takes them."""
+def in_force(slots: Slots, module: Any, state: RegionState, recorded: bool = False) -> bool:
+    """Whether a module still has these slots, and a call in this state takes them.
+
+    `recorded`: a checkpoint records the call.
+    """
     return (
         slots is module._slots
         and slots.current
         and slots.group is state.group
-        and (slots.domain.label == state.label or not (_grad_enabled() or state.calibrating))
+        and (
+            slots.domain.label == state.label
+            or not (_grad_enabled() or state.calibrating or (recorded and in_reentrant_forward()))
+        )
         and module._loaded_state is None
     )
+
+
+def converted(tensors: tuple, dtypes: tuple[torch.dtype | None, ...]) -> tuple:
+    """Tensors in the dtypes that a call reads them in; None for one that it reads as it is."""
+    pairs = zip(tensors, dtypes, strict=True)
+    return tuple([t if dtype is None else t.to(dtype) for t, dtype in pairs])
+
+
+def call_key(
+    identity: Any,
+    inp: Tensor,
+    places: tuple[tuple[dict, str] | None, ...],
+    wide: bool = False,
+    region: Any = None,
+) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
+    """Key of a call, and its tensors: the input and those of the module.
+
+    No graph is being traced. `identity` is the text of the recipe that it quantizes by, or what
+    else its module goes by. `places` say where the parameters that a call reads stand, in the order
+    of its tensors; None for one that it lacks. `wide`: it has GEMMs in high precision. `region` is
+    as of `Bound.holds`. (None, ()) where the call has to be decided by itself.
+    """
+    facts, tensors = _core.tensors_of_call(inp, places)
+    if facts is None or (dispatch_modes() and faking()) or in_transform():
+        return None, ()
+    dtype = None
+    if any_autocast():
+        kind = "cpu" if facts[1] < 0 else "cuda"
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if wide and facts[1] >= 0:
+        # On a GPU, whether fp32 may use TF32 can change.
+        fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
+        if fp32 or (dtype is None and facts[4] is not None):
+            facts = (*facts, allows_tf32())
+    around = None if region is None else _around(region)
+    return (identity, _grad_enabled(), facts, dtype, around), tensors
+
+
+def _around(region: Any) -> tuple | bool:
+    """What a key holds of the checkpoints around a call."""
+    replay = region.replay
+    if replay is None:
+        return bool(region.record)
+    return replay.measures, replay.scales is None, dispatch_modes() > 0
 
 
 def situation_of(
     state: RegionState,
     inp: Tensor,
     places: tuple[tuple[dict, str] | None, ...],
-    mixed: bool = False,
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
-    """Key of the situation of a call, and the input and the module's tensors in it.
+    """`call_key` of a call of a layer, which calls its modules in what else there is.
 
-    No graph is being traced. `places` say where the parameters that a call reads stand, in the
-    order of its tensors; None for one that it lacks. `mixed`: they may be of several dtypes, as
-    where a norm comes first. (None, ()) where the call has to be decided by itself.
+    That is `torch.autocast`, checkpoints, calibration and quantizers of the program.
     """
     recipe = state.recipe if state.enabled else None
     if (recipe is None and state.calibrating) or (recipe is not None and recipe.custom()):
         return None, ()
-    facts, tensors = _core.tensors_of_call(inp, places)
     gradients = _grad_enabled()
     if (
-        facts is None
-        or (facts[4] is not None and not mixed)
-        or (dispatch_modes() and faking())
-        or any_autocast()
+        any_autocast()
         or graph_task() != -1
-        or in_transform()
-        or (may_record(gradients, recipe is not None) and (gradients or anywhere()))
+        or (may_concern(gradients, recipe is not None) and (gradients or anywhere()))
     ):
         return None, ()
-    # On a GPU, whether fp32 may use TF32 can change.
-    if facts[1] >= 0 and is_backward_wide(recipe):
-        if facts[4] is not None:
-            facts = (*facts, allows_tf32())
-        elif inp.dtype is torch.float32:
-            return None, ()
-    return (state.depth > 0 if recipe is None else recipe.__repr__(), gradients, facts), tensors
+    identity = state.depth > 0 if recipe is None else recipe.__repr__()
+    return call_key(identity, inp, places, recipe is None or recipe.backward_override is not None)
 
 
-def situation_of_quantized(
-    state: RegionState, inp: Any, places: tuple, module: Any
+def key_of_quantized(
+    recipe: Any, region: Any, inp: Any, places: tuple, module: Any
 ) -> tuple[tuple | None, tuple, tuple]:
-    """`situation_of` a call of a module whose input arrives quantized, and what is read of it."""
-    recipe = state.recipe if state.enabled else None
+    """`call_key` of a call of a module whose input arrives quantized, and what is read of it."""
     if recipe is None or recipe.custom() or not is_quantized(inp):
         return None, (), ()
     from transformer_engine.pytorch.tensor.recipes import forms_of, reads
@@ -167,10 +231,12 @@ def situation_of_quantized(
     if own is None:
         return None, (), ()
     # A parameter stands for the input, which has the nominal dtype of a call that was made.
-    key, tensors = situation_of(state, own.detach(), places)
+    wide = is_backward_wide(recipe)
+    key, tensors = call_key(recipe.__repr__(), own.detach(), places, wide, region)
     if key is None:
         return None, (), ()
-    columns = _grad_enabled() and not is_backward_wide(recipe)
-    forms, bits = forms_of(inp, "input", columns)
+    columns = _grad_enabled() and not wide
+    with unseen():  # as in `quantized.given_forms`
+        forms, bits = forms_of(inp, "input", columns)
     facts = type(inp), inp.dtype, inp.device, inp.shape[-1], inp.requires_grad, bits
     return (key, *facts, *inp._kind()), (inp, *tensors[1:]), forms
