@@ -111,6 +111,7 @@ class LayerCalls:
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
         self._recurrence = Recurrence()
+        self._planned = True  # the modules only forward: the layer may do their work
         self.parts: tuple[LayerCalls, ...] = ()  # each branch by itself, where there are several
 
     @classmethod
@@ -120,7 +121,8 @@ class LayerCalls:
             return None
         known: LayerCalls | None = layer.__dict__.get("_calls")
         if known is not None and known._hold():
-            return known
+            if known._planned is only_forwards(*known._all):
+                return known if known._planned else None
         branches, found = layer._branches(), None
         if (
             branches
@@ -129,12 +131,12 @@ class LayerCalls:
         ):
             made = cls(branches)
             made._find_parents(layer)
-            if made._hold():
-                found = made
-                if len(branches) > 1:
-                    found.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
-        layer.__dict__["_calls"] = found
-        return found
+            made._planned = only_forwards(*made._all)
+            if len(branches) > 1 and made._planned:
+                made.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
+            found = made
+        layer.__dict__["_calls"] = found  # kept also where a hook, say, asks for the modules' calls
+        return found if found is not None and found._planned else None
 
     def _find_parents(self, layer: torch.nn.Module) -> None:
         """Note where the modules stand, which programs may change at any time."""
@@ -145,7 +147,7 @@ class LayerCalls:
             self._parents += tuple((children, n, None) for n in absent)
 
     def _hold(self) -> bool:
-        """Whether the modules are still the layer's, only forward, and have their settings."""
+        """Whether the modules are still the layer's, and have their settings."""
         for children, name, module in self._parents:
             if children.get(name) is not module:
                 return False
@@ -155,7 +157,7 @@ class LayerCalls:
         for norm, settings in zip(self._norms, self._norm_settings, strict=True):
             if norm._settings() != settings:
                 return False
-        return only_forwards(*self._all)
+        return True
 
     def _find_places(self) -> Iterable[tuple[dict, str] | None]:
         """Where the parameters of a call stand."""
