@@ -27,6 +27,13 @@ from transformer_engine.pytorch.module import custom, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import CallRun, ModuleCall, Ran
+from transformer_engine.pytorch.module.call_key import (
+    KeptCall,
+    call_key,
+    converted,
+    keep,
+    key_of_quantized,
+)
 from transformer_engine.pytorch.module.inspected import Inspected
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
@@ -37,13 +44,6 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.module.parameters import reset_linear
 from transformer_engine.pytorch.module.planned import Planned
-from transformer_engine.pytorch.module.situation import (
-    Bound,
-    call_key,
-    converted,
-    keep,
-    key_of_quantized,
-)
 from transformer_engine.pytorch.module.weight_gradients import WeightGradients
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -138,7 +138,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
         self._external = (0,) * len(self.PARTS)
-        self._bound: dict[tuple, Bound] = {}
+        self._bound: dict[tuple, KeptCall] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()
         self._ran: Ran | None = None
@@ -297,7 +297,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         return out
 
     def _run_of(
-        self, bound: Bound, state: RegionState, region: Region | None, shared: tuple
+        self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
     ) -> CallRun:
         """A run of a call that was made before; `shared` are its caches and main gradients."""
         run = CallRun(bound.call, *shared)
@@ -471,7 +471,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             return
         if call.slots is None or call.slots is self._slots:
             call.dtypes = conversions(tensors.given, tensors.flat())
-            keep(self._bound, key, Bound(call, ran, self._quantization))
+            keep(self._bound, key, KeptCall(call, ran, self._quantization))
 
     def _promote(
         self, inp: Tensor, recipe: Any, traced: bool = False

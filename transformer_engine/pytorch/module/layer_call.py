@@ -2,7 +2,7 @@
 """Whole layers as one call: the modules of a layer lend it their parameters and scaling state.
 
 A layer says how it is made of modules. Where these do nothing but what their classes define, and
-the situation has a key (see `situation`), the layer runs as one plan per direction; else it calls
+the call has a key (see `call_key`), the layer runs as one plan per direction; else it calls
 its modules, with the same bits.
 """
 
@@ -23,9 +23,9 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.norm import NormModule
-from transformer_engine.pytorch.module.situation import Recurrence, in_force, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
     microbatch,
@@ -79,7 +79,7 @@ class Layer(NamedTuple):
 
 
 class _BoundLayer(NamedTuple):
-    """A call of a layer that can be made again (see `situation.Bound`)."""
+    """A call of a layer that can be made again (see `call_key.KeptCall`)."""
 
     call: LayerCall
     first: LayerCall  # the same as the region's first one that records a backward
@@ -209,7 +209,7 @@ class LayerCalls:
 
         None where the layer has to call its modules.
         """
-        key, tensors = situation_of(state, inp, self._places)
+        key, tensors = layer_key(state, inp, self._places)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, state.enabled)
         if key is None or not layer._is_planned(inp) or dispatch_modes():

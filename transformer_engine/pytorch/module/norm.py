@@ -29,6 +29,7 @@ from transformer_engine.pytorch.execution.autograd import (
 )
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.call_key import KeptCall, call_key, converted, keep
 from transformer_engine.pytorch.module.operands import (
     check_dtypes,
     check_input,
@@ -43,7 +44,6 @@ from transformer_engine.pytorch.module.parameters import (
     have_memory,
     initialise,
 )
-from transformer_engine.pytorch.module.situation import Bound, call_key, converted, keep
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import (
@@ -73,7 +73,7 @@ class NormModule(NativeModule):
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[tuple, CallPlans] = {}
-        self._bound: dict[tuple, Bound] = {}
+        self._bound: dict[tuple, KeptCall] = {}
         self._places: dict[tuple, tuple] | None = None  # see `_find_places`
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -230,7 +230,7 @@ class NormModule(NativeModule):
         call.traced = traced or blank
         if found[0] is not None and not call.traced:
             call.dtypes = conversions(found[1], (inp, gamma, beta))
-            keep(self._bound, found[0], Bound(call))
+            keep(self._bound, found[0], KeptCall(call))
         run = run_without_backward if plans.backward is None else run_call
         return run(call, inp, gamma, beta)
 

@@ -10,8 +10,8 @@ from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.call import Ran
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.operands import check_dtypes
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 

@@ -306,7 +306,7 @@ class Held(NamedTuple):
 def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
     """Where the plain parameters of a call stand, and its quantized weights.
 
-    `places` are those of all, as of `situation.call_key`.
+    `places` are those of all, as of `call_key.call_key`.
     """
     held = [
         Held(at + 1, *place)

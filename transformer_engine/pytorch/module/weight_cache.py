@@ -164,7 +164,7 @@ def microbatch_of(
 
     As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the call; `tensors` are
     all of the call, where there are quantized weights among those of the modules. `region` is as of
-    `situation.Bound.holds`; one that repeats a call is of one module.
+    `call_key.KeptCall.holds`; one that repeats a call is of one module.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
     replay = None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call of a module is decided by, as one key; and the calls that a module keeps by it.
 
-A training loop calls a layer thousands of times in a few situations. `call_key` puts the facts that
+A training loop calls a layer thousands of times in a few ways. `call_key` puts the facts that
 `ComposedModule._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
 tensors, the dtype of `torch.autocast`, whether a checkpoint records the call or repeats one. What
-was decided once for it is a `Bound` call, which a later call finds under the same key. What differs
+was decided once for it is a `KeptCall`, which a later call finds under the same key. What differs
 between two calls of one key belongs to a run (`call.CallRun`): quantized weights that are kept,
 scales of the call that a checkpoint repeats, main gradients. Settings of the module are no part of
-the key: one that is set takes its bound calls away. Without a key, and decided anew, are calls in
+the key: one that is set takes its kept calls away. Without a key, and decided anew, are calls in
 transforms of `torch.func`, on tensors without memory, and on tensors of other classes.
 """
 
@@ -40,18 +40,18 @@ from transformer_engine.pytorch.torchside.modes import (
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
-    "Bound",
+    "KeptCall",
     "Recurrence",
     "call_key",
     "converted",
     "in_force",
     "keep",
     "key_of_quantized",
-    "situation_of",
+    "layer_key",
 ]
 
 KEPT = 16
-"""Situations that a module, or a layer, keeps calls and plans of."""
+"""Keys that a module, or a layer, keeps calls and plans by."""
 
 _grad_enabled = torch.is_grad_enabled
 
@@ -65,20 +65,20 @@ def keep(kept: dict, key: Any, value: Any) -> Any:
 
 
 class Recurrence:
-    """Whether a call is bound to a new situation, which takes plans.
+    """Whether a call is kept by a new key, which takes plans.
 
     To make them takes longer than a call, so a setting that changes all the time, a dropout by a
-    schedule, must not make some at each step: the more there were, the more often a situation has
-    to come in a row.
+    schedule, must not make some at each step: the more there were, the more often a key has to
+    come in a row.
     """
 
     def __init__(self) -> None:
-        self._made = 0  # how many situations calls were bound to
+        self._made = 0  # how many keys calls were kept by
         self._new: Any = None  # the last one that there was no call for,
         self._row = 0  # and how often it came in a row
 
     def is_met(self, key: tuple) -> bool:
-        """Note that a situation has come that there is no call for; whether to bind one."""
+        """Note that a key has come that no call is kept by; whether to keep one."""
         self._row = self._row + 1 if key == self._new else 1
         self._new = key
         if self._row <= self._made // KEPT:
@@ -87,7 +87,7 @@ class Recurrence:
         return True
 
 
-class Bound:
+class KeptCall:
     """A call that a module makes and can make again, with the tensors that it has then."""
 
     __slots__ = (
@@ -168,7 +168,7 @@ def call_key(
     No graph is being traced. `identity` is the text of the recipe that it quantizes by, or what
     else its module goes by. `places` say where the parameters that a call reads stand, in the order
     of its tensors; None for one that it lacks. `wide`: it has GEMMs in high precision. `region` is
-    as of `Bound.holds`. (None, ()) where the call has to be decided by itself.
+    as of `KeptCall.holds`. (None, ()) where the call has to be decided by itself.
     """
     facts, tensors = _core.tensors_of_call(inp, places)
     if facts is None or (dispatch_modes() and faking()) or in_transform():
@@ -194,7 +194,7 @@ def _around(region: Any) -> tuple | bool:
     return replay.measures, replay.scales is None, dispatch_modes() > 0
 
 
-def situation_of(
+def layer_key(
     state: RegionState,
     inp: Tensor,
     places: tuple[tuple[dict, str] | None, ...],

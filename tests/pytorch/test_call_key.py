@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is found by its situation is the one that would be decided on, in whatever order.
+"""A call that is found by its key is the one that would be decided on, in whatever order.
 
 Random programs run twice over equal modules: as they are, and with every call decided anew.
 Outputs, gradients, scaling state and errors must be the same, bit for bit.
@@ -24,7 +24,7 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
     current_scaling_factory,
     delayed_scaling_factory,
 )
-from transformer_engine.pytorch.module import composed, norm, situation
+from transformer_engine.pytorch.module import call_key, composed, norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -321,7 +321,7 @@ def test_settings_and_parameters_of_a_norm_count_from_the_next_call_on(device):
 
 def test_the_programs_find_calls(device, monkeypatch):
     taken = []
-    real = situation.Bound.holds
+    real = call_key.KeptCall.holds
 
     def noted(*arguments):
         holds = real(*arguments)
@@ -329,7 +329,7 @@ def test_the_programs_find_calls(device, monkeypatch):
         return holds
 
     decided = composed.ComposedModule._decide
-    monkeypatch.setattr(situation.Bound, "holds", noted)
+    monkeypatch.setattr(call_key.KeptCall, "holds", noted)
     monkeypatch.setattr(
         composed.ComposedModule, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
     )
@@ -385,7 +385,7 @@ def step(module, x, recipe):
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_the_last_call_is_the_one_that_is_told_of(device, kind):
-    """By turns in FP8 and without, both situations being known."""
+    """By turns in FP8 and without, both keys being known."""
     module, x = MODULES[kind](device=device), torch.randn(16, 16, device=device, requires_grad=True)
     for recipe in (DELAYED, None, CURRENT) * 3:
         step(module, x, recipe)
