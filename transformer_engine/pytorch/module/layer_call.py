@@ -24,7 +24,7 @@ from transformer_engine.pytorch.execution.thread_state import RegionState, curre
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
@@ -48,7 +48,7 @@ class Branch(NamedTuple):
     """A branch of a layer, as it is made of modules."""
 
     name: str  # prefix of its nodes
-    modules: tuple[ComposedModule, ...]  # as of `layer_graphs.BranchSpec.calls`
+    modules: tuple[LinearBase, ...]  # as of `layer_graphs.BranchSpec.calls`
     others: tuple[torch.nn.Module, ...] = ()
     """Further modules whose forwards the layer does the work of."""
     attention: str | None = None
@@ -126,7 +126,7 @@ class LayerCalls:
         branches, found = layer._branches(), None
         if (
             branches
-            and all(isinstance(m, ComposedModule) for b in branches for m in b.modules)
+            and all(isinstance(m, LinearBase) for b in branches for m in b.modules)
             and all(isinstance(m, NormModule) for b in branches for m in b.norms)
         ):
             made = cls(branches)
@@ -412,17 +412,17 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
-def _weight_of(module: ComposedModule) -> tuple[dict, str]:
+def _weight_of(module: LinearBase) -> tuple[dict, str]:
     """Where the first weight of a module stands."""
     return module._parameters, module.weight_names[0]
 
 
-def _made_in(module: ComposedModule) -> torch.dtype:
+def _made_in(module: LinearBase) -> torch.dtype:
     """The dtype of what a module makes, but in `torch.autocast`: that of its weights."""
     return module._part_tensors()[0].weights[0].dtype
 
 
-def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> ModuleCall | None:
+def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a call of a composed module computes with, and the rules of their dtypes."""
+"""The tensors that a call of linear layers computes with, and the rules of their dtypes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 
 class Planned:
-    """What `composed.ComposedModule` has to make the plans of its calls."""
+    """What `linear_base.LinearBase` has to make the plans of its calls."""
 
     def _plans_for(
         self, key: tuple, quantization: tuple[Quantization, ...], traced: bool

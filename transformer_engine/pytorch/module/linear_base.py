@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modules around linear layers share: how a call finds its plans, and runs them."""
+"""Base of the modules with linear layers: how a call is found by its key, or decided, and run."""
 
 from abc import abstractmethod
 from collections import deque
@@ -95,7 +95,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
+class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -221,7 +221,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         if self._held or is_quantized(self._parameters[name]):
             self._present, self._held = None, ()
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.PARTS)
         self._bound = {}
@@ -244,7 +244,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         state["_wgrads"] = deque()
         return state
 
-    def _replicate_for_data_parallel(self) -> "ComposedModule":
+    def _replicate_for_data_parallel(self) -> "LinearBase":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
         made.__dict__.update(_bound={}, _present=None, _held=())
@@ -677,5 +677,5 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
 
 
 @Outside
-def _call_outside(module: ComposedModule, *arguments: Any) -> Any:
+def _call_outside(module: LinearBase, *arguments: Any) -> Any:
     return module._call(*arguments)
