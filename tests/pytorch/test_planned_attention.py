@@ -13,7 +13,7 @@ from pytorch.layer_ways import by_operators, dtype_of
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module.situation import KEPT
+from transformer_engine.pytorch.module.call_key import KEPT
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

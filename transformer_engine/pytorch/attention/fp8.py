@@ -41,9 +41,9 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.quantized import measures_first
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside

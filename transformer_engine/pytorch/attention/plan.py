@@ -25,8 +25,8 @@ from transformer_engine.pytorch.attention.problem import Heads, slices_of
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.call import LayerCall
+from transformer_engine.pytorch.module.call_key import Recurrence, keep
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
-from transformer_engine.pytorch.module.situation import Recurrence, keep
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     dispatch_modes,

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.problem import (
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import (
     Attending,
     Bias,
@@ -36,7 +37,6 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.torchside.modes import only_forwards
 
 __all__ = ["MultiheadAttention"]
