@@ -10,6 +10,7 @@ from attention_reference import drop_factors
 from comparators import assert_grad64, assert_nmse
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits
+from thinning import pairs_first
 from tols import BF16, F16, F32, tol
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -288,10 +289,17 @@ def unaligned(shape, where, device):
     return torch.randn(1 + math.prod(shape), device=device, dtype=F16)[1:].view(shape)
 
 
-@pytest.mark.parametrize("where", ["lines", "memory"])
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("which", ["q", "k", "v", "qkv", "grad", "qkv grad"])
-@pytest.mark.parametrize("backend", ["native", "sdpa", "unfused"], indirect=True)
+# Each tensor is copied by itself, by its own address and strides, before a backend is called.
+@pytest.mark.parametrize(
+    ("backend", "which", "way", "where"),
+    pairs_first(
+        ["native", "sdpa", "unfused"],
+        ["q", "k", "v", "qkv", "grad", "qkv grad"],
+        ["eager", "compiled"],
+        ["lines", "memory"],
+    ),
+    indirect=["backend"],
+)
 def test_views_without_alignment(device, backend, which, way, where):
     """Kernels of other libraries read 16 bytes at once: what does not begin there is copied."""
     torch._dynamo.reset()
@@ -524,8 +532,12 @@ def test_checkpoint_core_attention(device, backend):
     assert saved[1] < saved[0]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("mask", ["causal", "padding", "lengths"])
+# The mask is an argument of a backend; recompute is a checkpoint around its call.
+@pytest.mark.parametrize(
+    ("backend", "mask", "recompute"),
+    pairs_first(["native", "sdpa", "unfused"], ["causal", "padding", "lengths"], [False, True]),
+    indirect=["backend"],
+)
 def test_compiled_equals_eager(device, backend, mask, recompute):
     kind = "padding" if mask == "lengths" else mask
     module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.0, attn_mask_type=kind)
