@@ -233,7 +233,7 @@ def test_a_dropout_by_a_schedule_makes_few_plans(device):
     before = plans_of.cache_info().misses
     ours = steps(copy.deepcopy(layer))
     made = plans_of.cache_info().misses - before
-    assert 0 < made <= KEPT + 1  # its attention by itself is one more
+    assert 0 < made <= KEPT + 3  # its three modules by themselves are more
     with by_modules():
         theirs = steps(copy.deepcopy(layer))
     for step, pair in enumerate(zip(ours, theirs, strict=True)):
