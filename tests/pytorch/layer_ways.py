@@ -11,8 +11,8 @@ from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, 
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import transformer
 from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
+from transformer_engine.pytorch.layer import transformer_layer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
@@ -86,8 +86,8 @@ def watched():
     found = []
     of, run = LayerCalls.of.__func__, LayerCalls.run
 
-    def noted_of(cls, layer):
-        calls = of(cls, layer)
+    def noted_of(cls, layer, *given):
+        calls = of(cls, layer, *given)
         if calls is None:
             found.append((type(layer).__name__, False))
         return calls
@@ -107,7 +107,7 @@ def watched():
 def by_modules():
     """Every layer calls its modules in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer: None))
+        patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer, *given: None))
         yield
 
 
@@ -134,7 +134,7 @@ def in_parts(layer):
 def by_branches():
     """A `TransformerLayer` runs one call for each branch, as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "_ONE_CALL", -1)
+        patch.setattr(transformer_layer, "_ONE_CALL", -1)
         yield
 
 

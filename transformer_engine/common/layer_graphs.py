@@ -33,6 +33,8 @@ _SEQUENCES = tuple(
 """Rows and the two leading dims as extents, of queries and of keys of their own."""
 _OFFSETS = 4
 """Where those of queries are among an attention's limits, before those of keys."""
+_PAIR = 11
+"""Where the random pair of a dropout is among the inputs of an attention."""
 
 
 class AttentionSpec(NamedTuple):
@@ -210,6 +212,8 @@ def _add_branches(graph: Graph, spec: LayerSpec, given: list, x: int, y: int) ->
 
 def _add(graph: Graph, name: str, add: AddSpec, inputs: tuple, output: int) -> None:
     numbers = (add.dropout, add.drop_path)
+    if any(numbers):
+        inputs = (*inputs, graph.pair(f"{name}rng"))
     graph.node(_core.NODE_DROPOUT_ADD, inputs, output, name=name, numbers=numbers)
 
 
@@ -418,6 +422,9 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     if attention.quantization is not None:
         casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
         cast = {"quantization": casts, "owner": owner}
+    if attention.dropout:
+        absent = (-1,) * (_PAIR - len(inputs))
+        inputs = (*inputs, *absent, graph.pair(f"{name}rng"))
     graph.node(
         _core.NODE_ATTENTION,
         inputs,

@@ -8,7 +8,6 @@ its modules, with the same bits.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
-from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, layer_plans
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
-from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
@@ -39,7 +36,7 @@ from transformer_engine.pytorch.torchside.modes import (
     only_forwards,
 )
 
-__all__ = ["Attending", "Branch", "Layer", "LayerCalls", "draws_of"]
+__all__ = ["Attending", "Branch", "Layer", "LayerCalls", "fills_of"]
 
 _UNKNOWN: Any = object()
 
@@ -269,8 +266,6 @@ class LayerCalls:
         if calls is None:
             return None
         plans = layer_plans(self._spec(made, calls, attending))
-        if not _draws_in_order(plans):
-            return None
         flat = [call for found in calls for call in found]
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
@@ -280,7 +275,7 @@ class LayerCalls:
         call.splits = self._splits(flat, attending)
         begin = 2 + sum(len(how.tensors) for how in attending if how is not None)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.draws = draws_of(plans, attending)
+        call.fills = fills_of(plans, attending)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -369,41 +364,14 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
-def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
-    """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
-    nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
-    known = dict(zip(nodes, (how.draw for how in attending if how is not None), strict=True))
-    found = {
-        stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
-        for stage in plans.forward.stages
-        if stage.external
-    }
-    return Staged(found, None, _lending) if found else None
-
-
-def _draws_in_order(plans: CallPlans) -> bool:
-    """Whether a call draws its random pairs in the order in which its modules would.
-
-    Those of linear layers, which round gradients by chance, are drawn before the plan runs.
-    """
-    if not plans.drawn:
-        return True
-    last = max(plans.forward.graph.numbers_of(_core.NODE_LINEAR))
-    return all(s.node > last for s in plans.forward.stages if s.external)
-
-
-def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
-    """What these functions get: the function that lends a buffer by its number."""
-    del plan, sizes
-    return lend
-
-
-def _draw_into(draw: Callable | None, number: int, lend: Callable[[int], Tensor]) -> None:
-    pair = lend(number)
-    if draw is None:
-        pair.random_()
-    else:
-        draw(pair)
+def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
+    """What draws each random pair of a call (see `draw_pairs`), where an attention says how."""
+    graph = plans.forward.graph
+    nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
+    draws = (how.draw for how in attending if how is not None)
+    known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
+    fills = tuple(known.get(number) for _, number in plans.drawn)
+    return fills if any(fills) else ()
 
 
 def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
