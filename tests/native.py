@@ -36,10 +36,10 @@ class Graph:
         self.values: list[shared.Value] = []
         self.nodes: list[shared.Node] = []
 
-    def value(self, name: str, shape: tuple, flags: int = 0) -> int:
+    def value(self, name: str, shape: tuple, flags: int = 0, dtype: int | None = None) -> int:
         """Add a value; return its number."""
-        f32 = self.core.DTYPE_F32
-        self.values.append(shared.Value(name, flags, f32, f32, shape))
+        dtype = self.core.DTYPE_F32 if dtype is None else dtype
+        self.values.append(shared.Value(name, flags, dtype, dtype, shape))
         return len(self.values) - 1
 
     def rows(self, name: str, columns: int, flags: int = 0) -> int:
@@ -136,7 +136,9 @@ def attention_graph(core, recipe: int = 1, **attention) -> Graph:
     graph.node(core.NODE_ATTENTION, (turned, qkv, qkv), attended, **fields)
     graph.node(core.NODE_SOFTCAP, (attended,), capped, numbers=(30.0,))
     bias = graph.parameter("add_bias", width)
-    graph.node(core.NODE_DROPOUT_ADD, (capped, bias, x), y, "add_", numbers=(0.25, 0.0), owner=1)
+    pair = graph.value("add_rng", (2,), core.VALUE_INPUT, core.DTYPE_I64)
+    inputs = capped, bias, x, pair
+    graph.node(core.NODE_DROPOUT_ADD, inputs, y, "add_", numbers=(0.25, 0.0), owner=1)
     return graph
 
 

@@ -195,10 +195,12 @@ typedef enum te_node_kind {
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
-                            keys, offsets of queries, of keys, sink, slopes */
+                            keys, offsets of queries, of keys, sink, slopes, with dropout i64 [2]
+                            {seed, offset} */
     TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied.
                             Two in a row that turn the same tokens are one stage */
-    TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual; x and residual in the dtype of the output, or
+    TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual, with dropout or drop path i64 [2]
+                            {seed, offset}; x and residual in the dtype of the output, or
                             of any other where that is f32 */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
     TE_NODE_FUNCTION,    /* the caller's, of rows: up to 4 different inputs; external stages
@@ -365,7 +367,6 @@ typedef enum te_buffer_role {
     X(BIAS_CAST, bias_cast, node)                                                                  \
     X(GATHERED, gathered, node)                                                                    \
     X(STATISTICS, statistics, node)                                                                \
-    X(RNG, rng, node)                                                                              \
     X(HEADS, heads, node *TE_HEADS_ROLES + te_heads_role)                                          \
     X(HEADS_SCALES, heads_scales, likewise)                                                        \
     X(HEADS_WIDE, heads_wide, likewise) /* read again */                                           \

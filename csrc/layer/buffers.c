@@ -143,7 +143,7 @@ static void describe_heads(const te_build *build, te_link link, int32_t of, te_b
                                                   : "_again");
 }
 
-/* What a node makes besides its output: statistics, a converted bias, what it gathers or draws. */
+/* What a node makes besides its output: statistics, a converted bias, what it gathers. */
 static void describe_own(const te_build *build, te_link link, int32_t of, te_buffer_info *info,
                          char *name, size_t size)
 {
@@ -163,14 +163,10 @@ static void describe_own(const te_build *build, te_link link, int32_t of, te_buf
         te_describe_form(&node->quantization, TE_INPUT_OPERAND, TE_LINK_ROW,
                          te_value(build, node->inputs[0])->shape, info);
         info->shape[0].multiply *= node->gather;
-    } else if (link == TE_LINK_STATISTICS) {
+    } else {
         what = "statistics";
         info->ndim = 2;
         info->shape[1] = te_constant(node->slices[0].heads);
-    } else {
-        what = "rng";
-        info->dtype = TE_DTYPE_I64;
-        info->shape[0] = te_constant(2);
     }
     (void)snprintf(name, size, "%s%s", node->name, what);
 }

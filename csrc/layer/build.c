@@ -268,18 +268,6 @@ void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output)
     te_use_as(build, stage, "output", output);
 }
 
-int32_t te_draw(te_build *build, int32_t n)
-{
-    te_stage *stage;
-    int32_t pair;
-    if (build->direction != TE_DIRECTION_FORWARD) return te_need(build, TE_LINK_RNG, n);
-    pair = te_get(build, TE_LINK_RNG, n);
-    stage = te_add(build, n, te_node(build, n)->name, "draw", TE_OP_FILL);
-    stage->external = 1;
-    te_stage_use(&build->plan, stage, 0, pair);
-    return pair;
-}
-
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value)
 {
     int f = field_number(build, stage, field);

@@ -93,6 +93,10 @@ te_status te_check_quantization(const te_node_desc *node, const char *what);
 te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
 /* Input 0 is one, and the output the dense matrix of its heads. */
 te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *what);
+/* Whether a value is a random pair (seed, offset), i64 [2], where one is wanted, and else none. */
+int te_pair_fits(const te_graph_desc *graph, int32_t value, int wanted);
+/* The same of input i of a node. */
+te_status te_check_pair(const te_graph_desc *graph, int32_t node, int i, int wanted);
 /* Kind, eps, gamma and beta of a norm over so many columns (node_norm.c). */
 te_status te_check_affine(const te_graph_desc *graph, int32_t node, int64_t columns);
 
@@ -240,10 +244,6 @@ void te_use_slot(te_build *build, te_stage *stage, const char *field, int32_t bu
 void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol);
 /* output = residual + input; TE_NO_BUFFER: a copy. */
 void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output);
-/* The node's pair (seed, offset): drawn by the caller in a forward, saved where a backward reads
- * it.
- */
-int32_t te_draw(te_build *build, int32_t node);
 /* Sets a number, kind or flag. */
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value);
 

@@ -295,7 +295,7 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
     for (int i = TE_HEADS_INPUTS; i < node->input_count; i++) {
         const char *limit = node->inputs[i] < 0 ? NULL : graph->values[node->inputs[i]].name;
         const te_value_desc *value = limit == NULL ? NULL : &graph->values[node->inputs[i]];
-        if (value == NULL || value->dtype == TE_DTYPE_I32) continue;
+        if (value == NULL || value->dtype == TE_DTYPE_I32 || value->dtype == TE_DTYPE_I64) continue;
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s does not go with FP8", limit);
     }
     for (int i = 0; i < TE_HEADS_INPUTS; i++) {

@@ -122,15 +122,6 @@ static int returns_gradient(const te_graph_desc *graph, const te_node_desc *node
     return 0;
 }
 
-/* A random pair is there where it is read. */
-static int pair_fits(const te_graph_desc *graph, int32_t number, int wanted)
-{
-    const te_value_desc *pair = number < 0 ? NULL : &graph->values[number];
-    if (pair == NULL || !wanted) return wanted == (pair != NULL);
-    return pair->flags == TE_VALUE_INPUT && pair->dtype == TE_DTYPE_I64 && pair->ndim == 1 &&
-           pair->shape[0].add == 2;
-}
-
 /* What NVFP4 alone has, as far as operands have it together. */
 static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
 {
@@ -157,8 +148,8 @@ static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
             "rows have no tiles",
             q->casts[0].options, q->casts[1].options, q->casts[2].options);
     }
-    if (!pair_fits(graph, node->inputs[3], stochastic) ||
-        !pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node))) {
+    if (!te_pair_fits(graph, node->inputs[3], stochastic) ||
+        !te_pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node))) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "linear: inputs[3] = %d, inputs[4] = %d, expected an input i64 [2] where "
                        "gradients are rounded stochastically, another one where that of the input "

@@ -8,6 +8,8 @@
 #include "core/status.h"
 #include "layer/build.h"
 
+enum { PAIR = 3 }; /* behind input, bias and residual */
+
 static int drops(const te_node_desc *node)
 {
     return node->numbers[0] > 0.0 || node->numbers[1] > 0.0;
@@ -66,7 +68,6 @@ static void pass(te_build *build, int32_t n, int32_t value, int32_t grad, const 
 static void forward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
-    int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
     int32_t input = term(build, n, node->inputs[0], TE_INPUT_OPERAND, "dropout_input"), residual;
     te_stage *stage;
     residual = term(build, n, node->inputs[2], TE_OUTPUT_OPERAND, "residual");
@@ -74,7 +75,7 @@ static void forward(te_build *build, int32_t n)
     te_use_as(build, stage, "input", input);
     te_use_value(build, stage, "bias", node->inputs[1]);
     te_use_as(build, stage, "residual", residual);
-    te_use_as(build, stage, "rng", rng);
+    te_use_value(build, stage, "rng", node->inputs[PAIR]);
     te_use_as(build, stage, "output", te_get(build, TE_LINK_VALUE, node->output));
     set_numbers(build, stage, node);
 }
@@ -90,10 +91,9 @@ static void backward(te_build *build, int32_t n)
     if (residual >= 0 && build->values[residual].needs_grad)
         pass(build, n, residual, grad, "convert_grad_residual");
     if (bias_grad != TE_NO_BUFFER || (drops(node) && build->values[x].needs_grad)) {
-        int32_t rng = drops(node) ? te_draw(build, n) : TE_NO_BUFFER;
         te_stage *stage = te_add(build, n, node->name, "dropout_backward", TE_OP_DROPOUT_BACKWARD);
         te_use_as(build, stage, "grad_output", grad);
-        te_use_as(build, stage, "rng", rng);
+        te_use_value(build, stage, "rng", node->inputs[PAIR]);
         te_use_as(build, stage, "bias_grad", bias_grad);
         if (drops(node) && build->values[x].needs_grad) {
             dropped = is_converted(build, node, x) ? converted(build, n, TE_INPUT_OPERAND)
@@ -127,6 +127,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
         if (node->numbers[i] >= 0.0 && node->numbers[i] <= 1.0) continue;
         return TE_FAIL(TE_ERROR_INVALID, "dropout + add: probability %g", node->numbers[i]);
     }
+    TE_TRY(te_check_pair(graph, n, PAIR, drops(node)));
     if (node->numbers[1] > 0.0 &&
         ((y->shape[0].symbol != TE_SYMBOL_ROWS && y->shape[0].symbol != TE_SYMBOL_SOURCE_ROWS) ||
          y->shape[0].multiply != 1)) {
@@ -145,7 +146,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_dropout_add_rules = {
     .name = "dropout_add",
-    .inputs = 3,
+    .inputs = 4,
     .numbers = 2,
     .check = check,
     .forward = forward,

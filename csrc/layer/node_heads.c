@@ -25,6 +25,7 @@ enum {
     KEY_OFFSETS,
     SINK,
     SLOPES,
+    RANDOM_PAIR,
     INPUTS
 };
 
@@ -87,7 +88,7 @@ static int32_t attended(te_build *build, int32_t n, int i, te_op op)
 }
 
 /* A stage with what forward and backward read. */
-static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name, int32_t rng)
+static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name)
 {
     static const char *const fields[] = {"query", "key", "value"};
     const te_node_desc *node = te_node(build, n);
@@ -104,7 +105,7 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_use_value(build, stage, "key_offsets", node->inputs[KEY_OFFSETS]);
     te_use_value(build, stage, "sink", node->inputs[SINK]);
     te_use_value(build, stage, "slopes", node->inputs[SLOPES]);
-    te_use_as(build, stage, "rng", rng);
+    te_use_value(build, stage, "rng", node->inputs[RANDOM_PAIR]);
     te_set_number(build, stage, "scale", node->numbers[0]);
     te_set_number(build, stage, "dropout", node->numbers[1]);
     te_set_number(build, stage, "window_left", node->numbers[2]);
@@ -116,18 +117,13 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     return stage;
 }
 
-static int32_t pair_of(te_build *build, int32_t n)
-{
-    return te_node(build, n)->numbers[1] > 0.0 ? te_draw(build, n) : TE_NO_BUFFER;
-}
-
 static void forward_attention(te_build *build, int32_t n)
 {
     const int fp8 = te_fp8_is_cast(build, n);
-    int32_t rng = pair_of(build, n), output;
+    int32_t output;
     te_stage *stage;
     if (fp8) te_fp8_cast_inputs(build, n);
-    stage = add_attention(build, n, TE_OP_ATTENTION, "attention", rng);
+    stage = add_attention(build, n, TE_OP_ATTENTION, "attention");
     if (fp8) {
         te_fp8_use_scales(build, n, stage);
         output = te_fp8_heads(build, n, TE_HEADS_OUTPUT);
@@ -173,8 +169,7 @@ static void backward_attention(te_build *build, int32_t n)
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     find_outputs(build, n, &output, &grad);
     statistics = statistics_of(build, n);
-    stage =
-        add_attention(build, n, TE_OP_ATTENTION_BACKWARD, "attention_backward", pair_of(build, n));
+    stage = add_attention(build, n, TE_OP_ATTENTION_BACKWARD, "attention_backward");
     te_set_number(build, stage, "deterministic", (node->flags & TE_NODE_DETERMINISTIC) != 0);
     te_use_as(build, stage, "grad_output", grad);
     te_use_as(build, stage, "output", output);
@@ -308,6 +303,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no sink and no slopes (f32) of %d heads",
                        graph->values[node->inputs[i]].name, q->heads);
     }
+    TE_TRY(te_check_pair(graph, n, RANDOM_PAIR, node->numbers[1] > 0.0));
     TE_TRY(te_fp8_check(graph, n));
     for (int i = MASK; i < SINK; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;

@@ -24,6 +24,23 @@ te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const ch
                    (long long)(matrix ? rows : 1), (long long)columns);
 }
 
+int te_pair_fits(const te_graph_desc *graph, int32_t value, int wanted)
+{
+    const te_value_desc *pair = value < 0 ? NULL : &graph->values[value];
+    if (pair == NULL || !wanted) return wanted == (pair != NULL);
+    return pair->flags == TE_VALUE_INPUT && pair->dtype == TE_DTYPE_I64 && pair->ndim == 1 &&
+           pair->shape[0].add == 2;
+}
+
+te_status te_check_pair(const te_graph_desc *graph, int32_t n, int i, int wanted)
+{
+    if (te_pair_fits(graph, graph->nodes[n].inputs[i], wanted)) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: inputs[%d] = %d, expected %s", n, i,
+                   graph->nodes[n].inputs[i],
+                   wanted ? "an input i64 [2] {seed, offset} for its dropout"
+                          : "none, for nothing is dropped");
+}
+
 /* A number of rows, or a constant. */
 static int is_rows(const te_extent *extent)
 {

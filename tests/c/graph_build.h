@@ -111,8 +111,8 @@ static const struct graph_counts {
 } graph_counts[TE_NODE_KINDS] = {
     [TE_NODE_LINEAR] = {3, 0, 0},      [TE_NODE_NORM] = {3, 1, 0},
     [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
-    [TE_NODE_ATTENTION] = {7, 7, 3},   [TE_NODE_ROPE] = {2, 0, 1},
-    [TE_NODE_DROPOUT_ADD] = {3, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
+    [TE_NODE_ATTENTION] = {12, 7, 3},  [TE_NODE_ROPE] = {2, 0, 1},
+    [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
     [TE_NODE_FUNCTION] = {4, 0, 0}};
 
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
@@ -244,8 +244,28 @@ static inline te_slice graph_dense(int32_t heads, int32_t channels)
     return (te_slice){heads, channels, 0, channels, 1};
 }
 
+/* Where a node has its random pair; -1: it is none that drops. */
+static inline int graph_pair_at(const te_node_desc *node)
+{
+    if (node->kind == TE_NODE_ATTENTION) return node->numbers[1] > 0 ? 11 : -1;
+    if (node->kind != TE_NODE_DROPOUT_ADD) return -1;
+    return node->numbers[0] > 0 || node->numbers[1] > 0 ? 3 : -1;
+}
+
+/* Adds the random pairs of nodes that drop, where they are not there. */
+static inline void graph_draw(graph *g)
+{
+    const te_extent two = {.align = 1, .add = 2};
+    for (int32_t n = 0; n < g->desc.node_count; n++) {
+        int at = graph_pair_at(&g->nodes[n]);
+        if (at < 0 || g->nodes[n].inputs[at] >= 0) continue;
+        g->inputs[n][at] = graph_tensor(g, "rng", TE_VALUE_INPUT, TE_DTYPE_I64, 1, &two);
+    }
+}
+
 static inline void graph_make(graph *g)
 {
+    graph_draw(g);
     for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
         OK(te_plan_make(&g->desc, (te_direction)d, &g->plans[d]));
     }
@@ -334,6 +354,26 @@ static inline void graph_fill_mask(const graph *g, plan_memory *memory, int32_t 
 }
 
 /* Lengths of sequences, from 0 to what there is of queries or keys. */
+/* The pair that a node is given, (seed, offset). */
+static inline void graph_pair(int32_t node, int64_t pair[2])
+{
+    pair[0] = (int64_t)(0x9e3779b97f4a7c15U * (uint64_t)(node + 1));
+    pair[1] = 1000000007 * (int64_t)(node % 5);
+}
+
+static inline void graph_fill_pair(const graph *g, plan_memory *memory, int32_t value)
+{
+    for (int32_t n = 0; n < g->desc.node_count; n++) {
+        int at = graph_pair_at(&g->nodes[n]);
+        int64_t pair[2];
+        if (at < 0 || g->nodes[n].inputs[at] != value) continue;
+        graph_pair(n, pair);
+        for (int i = 0; i < 2; i++) {
+            memcpy(graph_element(g, memory, TE_LINK_VALUE, value, i), &pair[i], sizeof pair[i]);
+        }
+    }
+}
+
 static inline void graph_fill_lengths(const graph *g, plan_memory *memory, int32_t value)
 {
     int64_t most = 0;

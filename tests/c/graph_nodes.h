@@ -173,13 +173,6 @@ static inline void graph_softcap_row(graph *g, const te_node_desc *node, int64_t
     }
 }
 
-/* The pair that a node draws, (seed, offset). */
-static inline void graph_pair(int32_t node, int64_t pair[2])
-{
-    pair[0] = (int64_t)(0x9e3779b97f4a7c15U * (uint64_t)(node + 1));
-    pair[1] = 1000000007 * (int64_t)(node % 5);
-}
-
 /* What dropout and drop path multiply an element by. */
 static inline double graph_kept(const graph *g, const te_node_desc *node, int64_t row, int64_t i)
 {

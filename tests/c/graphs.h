@@ -32,7 +32,7 @@ static inline void graph_refer(graph *g, plan_memory *memory)
 {
     g->sizes = memory->sizes;
     for (int32_t v = 0; v < g->desc.value_count; v++) {
-        int64_t count = graph_count(g, v, &g->sizes);
+        int64_t count = g->values[v].dtype == TE_DTYPE_I64 ? 0 : graph_count(g, v, &g->sizes);
         g->value[v] = calloc((size_t)count + 1, sizeof(double));
         g->grad[v] = calloc((size_t)count + 1, sizeof(double));
         EXPECT(g->value[v] != NULL && g->grad[v] != NULL, "no memory");

@@ -277,7 +277,15 @@ static void check_heads(void)
     /* packed sequences */
     REFUSE_HEADS(nodes[0].flags, TE_NODE_PACKED, INVALID, "rope: no offsets for sequences that");
     REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: offsets -1, -1, of");
-    /* dropout + add */
+    /* dropout + add; random pairs */
+    REFUSE_HEADS(numbers[2][0], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");
+    REFUSE_HEADS(numbers[2][1], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");
+    REFUSE_HEADS(numbers[1][1], 0.5, INVALID, "node 1: inputs[11] = -1, expected an input i64 [2]");
+    REFUSE_HEADS(inputs[2][3], 1, INVALID, "node 2: inputs[3] = 1, expected none");
+    make_attention(&g);
+    g.numbers[2][0] = 0.5;
+    g.inputs[2][3] = 1;
+    refuse(&g, TE_ERROR_INVALID, "node 2: inputs[3] = 1, expected an input i64 [2]");
     REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability 1.5");
     REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability");
     REFUSE_HEADS(inputs[2][1], 5, INVALID, "dropout + add: bias: bias is no parameter");

@@ -408,6 +408,7 @@ static void check_damage(void)
     for (int i = 0; i < DAMAGED_GRAPHS; i++) {
         test_seed = (uint64_t)i + 1;
         (void)make_random(&g);
+        graph_draw(&g);
         for (int k = 0; k < 3; k++) damage(&g);
         for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
             te_plan *plan = NULL;

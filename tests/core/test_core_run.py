@@ -179,18 +179,14 @@ def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
     given = {"angles": torch.randn(rows, native.HEAD), "input": torch.randn(rows, 1, width)}
     given |= dict(zip(("scale", "history"), state(), strict=True))
     given |= {"grad_output": torch.randn(rows, 1, graph.values[1].shape[1])}
+    given |= {"add_rng": torch.tensor([0, 0])}
     for value in graph.values:
         if value.flags & core.VALUE_PARAMETER:
             given[value.name] = torch.randn(value.shape)
 
     def run(run, plan, *saved):
-        tensors = [given[n] for n in native.buffers_of(core, plan, "input", "parameter", "state")]
-        external = [s.name for s in core.plan_describe(plan).stages if s.external]
-        if not external:
-            return run(plan, 0, 0, *tensors, *saved)
-        numbers = native.numbers_of(core, plan)
-        draw = {name: lambda lend: lend(numbers["add_rng"]).zero_() for name in external}
-        return run_staged(core, plan, draw, None, *tensors)
+        names = native.buffers_of(core, plan, "input", "parameter", "state")
+        return run(plan, 0, 0, *(given[name] for name in names), *saved)
 
     *_, saved = run(core.run, forward)
     before = saved.clone()
@@ -363,11 +359,9 @@ def attention_tensors():
 def run_attention(core, given):
     """Results of the forward of the graph of attention; dropout by the pair (7, 11)."""
     plan = native.attention_graph(core, core.RECIPE_NONE).plan(0)
-    number = native.numbers_of(core, plan)
-    pair = torch.tensor([7, 11])
-    functions = {"add_draw": lambda lend: lend(number["add_rng"]).copy_(pair)}
+    given = given | {"add_rng": torch.tensor([7, 11])}
     names = native.buffers_of(core, plan, "input", "parameter")
-    return run_staged(core, plan, functions, None, *(given[name] for name in names))
+    return core.run(plan, 0, 0, *(given[name] for name in names))
 
 
 def attended(given):

@@ -25,6 +25,8 @@ _SEQUENCES = tuple(
 _OFFSETS = 4
 """Where those of queries are among an attention's limits, before those of keys."""
 _PREFIXES = ("query_", "key_")
+_PAIR = 11
+"""Where the random pair of a dropout is among the inputs of an attention."""
 
 
 class AttentionSpec(NamedTuple):
@@ -245,6 +247,8 @@ def add_dropout(
     dtypes = {graph.values[x].dtype, graph.values[residual].dtype}
     dtype = min(dtypes) if len(dtypes) == 1 else _core.DTYPE_F32
     made = graph.value(output, dtype, (ROWS, graph.values[x].shape[1]))
+    if any(rates):
+        inputs = (*inputs, graph.pair(f"{name}rng"))
     graph.node(_core.NODE_DROPOUT_ADD, inputs, made, name=name, numbers=rates)
     return made
 
@@ -270,6 +274,9 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     if attention.quantization is not None:
         casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
         cast = {"quantization": casts, "owner": owner}
+    if attention.dropout:
+        absent = (-1,) * (_PAIR - len(inputs))
+        inputs = (*inputs, *absent, graph.pair(f"{name}rng"))
     graph.node(
         _core.NODE_ATTENTION,
         inputs,

@@ -128,7 +128,7 @@ class Graph:
         self.weights: list[int] = []  # value of each one's weight
         # The number of its input as a quantized operand; those of weight and gradient follow.
         self.operands: list[int] = []
-        self.drawn: list[Link] = []  # random pairs of linear layers
+        self.drawn: list[Link] = []  # random pairs, in the order of the nodes that read them
 
     def _content(self) -> tuple:
         known = self.tensors, self.results, self.parts
@@ -188,6 +188,12 @@ class Graph:
         """Add a value that a call is given."""
         number = self.value(*value)
         self.tensors.append(("value", number))
+        return number
+
+    def pair(self, name: str) -> int:
+        """Add a random pair (seed, offset), which each call draws."""
+        number = self.value(name, _core.DTYPE_I64, (2,), _core.VALUE_INPUT)
+        self.drawn.append(("value", number))
         return number
 
     def absent(self) -> int:
@@ -360,9 +366,7 @@ class Graph:
         """Add a linear layer, which has the slots of its part of the module's."""
         if spec.quantization.grad.options & _core.CAST_STOCHASTIC:
             of = ("rng", "grad_input_rng")[: 1 + bool(spec.flags & RETURN_GRAD)]
-            pairs = [self.value(name + o, _core.DTYPE_I64, (2,), _core.VALUE_INPUT) for o in of]
-            self.drawn += [("value", pair) for pair in pairs]
-            inputs = (*inputs, *pairs)
+            inputs = (*inputs, *(self.pair(name + each) for each in of))
         flags = spec.quantization.fast | flags_of(
             (
                 (_core.LINEAR_SAVE_INPUT, spec.flags & SAVE_INPUT),

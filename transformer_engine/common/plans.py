@@ -164,8 +164,8 @@ class CallPlans:
         sources = list(self.tensors)
         for i in self.reads_caches:
             sources += caches[i]
-        # Random pairs of a call, which its backward reads.
-        read = () if self.backward is None else {a.link for a in _arguments(self.backward)}
+        # Random pairs that a call draws, in this order: those that one of its plans reads.
+        read = {a.link for plan in (self.forward, self.backward) if plan for a in _arguments(plan)}
         self.drawn = tuple(link for link in graph.drawn if link in read)
         sources += self.drawn
         # From the tensors and caches of a call.

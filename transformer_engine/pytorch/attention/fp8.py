@@ -8,7 +8,6 @@ in the dtype of the queries. What is saved is in FP8. Which backward follows is 
 
 import operator
 from collections.abc import Callable
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
 from transformer_engine.common.operand_casts import Quantization
-from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.attention.fp8_recipe import (
@@ -35,14 +33,11 @@ from transformer_engine.pytorch.attention.native import (
 from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
-from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.execution.recompute_frames import unread_history
-from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.call_key import keep
-from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import prepare_device
@@ -51,7 +46,6 @@ from transformer_engine.pytorch.torchside.modes import (
     exporting,
     graph_task,
     in_transform,
-    selective,
     without_memory,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
@@ -250,8 +244,6 @@ def in_layer(
 class _Call(ModuleCall):
     """One call of an attention by itself."""
 
-    draws: Staged | None = None  # the random pair of its dropout, in the forward
-
     def _returned(self, made: tuple) -> Any:
         """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
         from transformer_engine.pytorch.tensor.recipes import format_of
@@ -270,22 +262,6 @@ class _Call(ModuleCall):
         shape = tuple(forms[0].shape)
         fields = {**row.fields(quantizer, tuple(forms), shape), "_quantizer": quantizer}
         return row.tensor._made(fields, _core.torch_dtype(graph.values[0].dtype), shape)
-
-    def _run(
-        self,
-        plan: Plan,
-        slots: tuple,
-        given: Any,
-        written: int,
-        packed: tuple = (),
-        staged: Staged | None = None,
-    ) -> tuple:
-        draws = self.draws if plan is self.plans.forward else None
-        return super()._run(plan, slots, given, written, packed, draws)
-
-
-_DRAWING = Attending((), tuple, (), None, None)
-"""Its pair is drawn as all others are."""
 
 
 def _flat(heads: Heads) -> list[Tensor]:
@@ -318,7 +294,7 @@ def attend(
             "DotProductAttention: fp8_output=True (or fp8_mha) in a transform of torch.func: leave "
             "it out there"
         )
-    # No graph holds the stage that draws numbers, and none passes quantized tensors on.
+    # Graphs have no dropout of these plans, and pass no quantized tensors on.
     if traced and (dropout > 0.0 or more.fp8_output):
         if exporting():
             what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
@@ -369,7 +345,6 @@ def attend(
     records = call.plans.backward is not None
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
-    call.draws = _draws(call.plans, like) if dropout > 0.0 else None
     offsets = () if limits.packed is None else lengths_and_offsets(limits.packed)[1]
     run = run_call if records else run_without_backward
     out = run(call, *_flat(heads), *where, *offsets)
@@ -381,14 +356,6 @@ def attend(
 
 
 _attend_outside = Outside(attend)
-
-
-def _draws(plans: CallPlans, like: Tensor) -> Staged | None:
-    """What draws the random pair; now, where a selective checkpoint may leave out the stage."""
-    how = _DRAWING
-    if selective():
-        how = how._replace(draw=methodcaller("copy_", draw_pair(like)))
-    return draws_of(plans, [how])
 
 
 def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:

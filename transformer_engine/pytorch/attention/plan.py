@@ -26,7 +26,7 @@ from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.call import LayerCall
 from transformer_engine.pytorch.module.call_key import Recurrence, keep
-from transformer_engine.pytorch.module.layer_call import Attending, draws_of
+from transformer_engine.pytorch.module.layer_call import Attending, fills_of
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     dispatch_modes,
@@ -286,7 +286,7 @@ def _bind(
     else:
         call = LayerCall(plans, None, label)
     call.set_owners(())
-    call.draws = draws_of(plans, (attends,))
+    call.fills = fills_of(plans, (attends,))
     return call, None if plans.backward is None else apply_of(label)
 
 

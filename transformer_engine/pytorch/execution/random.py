@@ -6,6 +6,9 @@ state trackers and captured graphs mean what they mean for torch's own operators
 pointer; it is saved for the backward in place of a mask.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,14 +36,33 @@ plan_ops.define(
 )
 
 
-def draw_pairs(like: Tensor, count: int) -> list[Tensor]:
-    """Draw several pairs, in order: a compiler would reorder operators that draw one each."""
+def draw_pairs(
+    like: Tensor, count: int, fills: Sequence[Callable[[Tensor], Any] | None] = ()
+) -> list[Tensor]:
+    """Draw several pairs, in order: a compiler would reorder operators that draw one each.
+
+    `fills` are what fills each of them, where the current generator is not what draws all; None: it
+    draws this one. No graph holds them.
+    """
     if plan_ops.behind_operators(like):
         return torch.ops.transformer_engine.draw_pairs(like, count)
     if not selective():
-        return [_draw(like) for _ in range(count)]
+        return _draw_all(like, count, fills)
     with real_tensors():
-        return recompute.same_pairs([_draw(like) for _ in range(count)])
+        return recompute.same_pairs(_draw_all(like, count, fills))
+
+
+def _draw_all(like: Tensor, count: int, fills: Sequence) -> list[Tensor]:
+    if not fills:
+        return [_draw(like) for _ in range(count)]
+    pairs = []
+    for fill in fills:
+        pairs.append(torch.empty(2, dtype=torch.int64, device=like.device))
+        if fill is None:
+            pairs[-1].random_()
+        else:
+            fill(pairs[-1])
+    return pairs
 
 
 def draw_pair(like: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class ModuleCall:
     all are."""
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
+    fills: tuple = ()  # what draws each of its random pairs, as of `draw_pairs`
     recipe: Any = None  # in force, of modules that take and give quantized tensors
     quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
     traced = False
@@ -102,14 +103,12 @@ class ModuleCall:
         given: Sequence,
         written: int,
         packed: tuple = (),
-        staged: Staged | None = None,
     ) -> tuple:
         """Run a plan, which writes to none but the last `written` of what it is given.
 
-        Returns its outputs and what it packs for the backward. `staged`: as of this call, but for
-        those of one run.
+        Returns its outputs and what it packs for the backward.
         """
-        staged = staged or self.staged
+        staged = self.staged
         if self.traced or (dispatch_modes() and plan_ops.watched()):
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
@@ -151,7 +150,7 @@ class ModuleCall:
             for i in plans.reads_caches:
                 tensors = (*tensors, *own.caches[i])
         if plans.drawn:
-            tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn)))
+            tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn), self.fills))
         if self.unread:
             draw_pairs(tensors[0], self.unread)
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
@@ -269,7 +268,6 @@ class LayerCall(ModuleCall):
 
     first_module = (0, 0)
     """Begin and end of the gradients of the first module, among what `run_backward` gives."""
-    draws: Staged | None = None  # the random pairs of dropouts, in the forward
 
     def set_owners(self, owners: tuple) -> None:
         """Take the slots of the modules, which stay what and where they are."""
@@ -286,7 +284,7 @@ class LayerCall(ModuleCall):
     def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
         state = self._state[0]  # scales are among those that are said to be written
         given = (*given, *state)
-        return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
+        return self._run(self.plans.forward, self._slots[0], given, len(state))
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
         if not self.traced:

@@ -45,7 +45,7 @@ from transformer_engine.pytorch.torchside.modes import (
     only_forwards,
 )
 
-__all__ = ["Attending", "ByModules", "LayerCalls", "Value", "draws_of", "given_to"]
+__all__ = ["Attending", "ByModules", "LayerCalls", "Value", "fills_of", "given_to"]
 
 _UNKNOWN: Any = object()
 
@@ -577,8 +577,6 @@ class LayerCalls:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
         except ByModules:
             return None
-        if not _draws_in_order(plans):
-            return None
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
         cores = tuple(how.core for how in attending if how.core is not None)
@@ -590,7 +588,7 @@ class LayerCalls:
         call.splits = nodes.splits()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.draws, call.staged = staged_of(plans, attending, nodes.functions)
+        call.fills, call.staged = fills_of(plans, attending), staged_of(plans, nodes.functions)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -640,25 +638,15 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
-def staged_of(
-    plans: CallPlans, attending: Sequence, functions: dict
-) -> tuple[Staged | None, Staged | None]:
-    """What runs the external stages of a forward and of a backward; None where there are none."""
-    draws, found = draws_of(plans, attending), []
-    for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient)):
-        stages = () if plan is None else plan.stages
-        found.append(
-            {
-                stage.name: partial(run, *functions[stage.node], stage.buffers)
-                for stage in stages
-                if stage.node in functions and stage.external
-            }
-        )
-    forward, backward = found
-    if draws is not None:
-        forward |= draws.functions
-    forward, backward = (Staged(each, None, _lending) if each else None for each in found)
-    return forward, backward
+def staged_of(plans: CallPlans, functions: dict) -> Staged | None:
+    """What runs the functions of a program, in a forward and in a backward; None without any."""
+    found = {
+        stage.name: partial(run, *functions[stage.node], stage.buffers)
+        for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient))
+        for stage in (() if plan is None else plan.stages)
+        if stage.node in functions and stage.external
+    }
+    return Staged(found, None, _lending) if found else None
 
 
 def _run_function(
@@ -686,44 +674,20 @@ def _run_gradient(
         into.zero_() if made is None else into.copy_(made)
 
 
-def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
-    """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
-    nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
-    known = dict(zip(nodes, (how.draw for how in attending), strict=True))
-    own = plans.forward.graph.numbers_of(_core.NODE_FUNCTION)
-    found = {
-        stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
-        for stage in plans.forward.stages
-        if stage.external and stage.node not in own
-    }
-    return Staged(found, None, _lending) if found else None
-
-
-def _draws_in_order(plans: CallPlans) -> bool:
-    """Whether a call draws its random pairs in the order in which its modules would.
-
-    Those of linear layers, which round gradients by chance, are drawn before the plan runs.
-    """
-    if not plans.drawn:
-        return True
+def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
+    """What draws each random pair of a call (see `draw_pairs`), where an attention says how."""
     graph = plans.forward.graph
-    last, own = (graph.numbers_of(kind) for kind in (_core.NODE_LINEAR, _core.NODE_FUNCTION))
-    drawn = (s.node for s in plans.forward.stages if s.external)
-    return all(node > max(last) for node in drawn if node not in own)
+    nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
+    draws = (how.draw for how in attending)
+    known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
+    fills = tuple(known.get(number) for _, number in plans.drawn)
+    return fills if any(fills) else ()
 
 
 def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
     """What these functions get: the function that lends a buffer by its number."""
     del plan, sizes
     return lend
-
-
-def _draw_into(draw: Callable | None, number: int, lend: Callable[[int], Tensor]) -> None:
-    pair = lend(number)
-    if draw is None:
-        pair.random_()
-    else:
-        draw(pair)
 
 
 def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
