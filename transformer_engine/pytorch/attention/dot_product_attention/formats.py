@@ -79,7 +79,8 @@ def _with_gaps(options: AttentionOptions, key: Any, batch: int, length: int) -> 
     sums = options.cu_seqlens_q
     if sums is not None and sums.shape[0] - 1 != batch:
         raise ValueError(
-            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}"
+            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}: "
+            "expected the same number"
         )
     starts = None
     if isinstance(key, Tensor):

@@ -86,7 +86,10 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
         )
     if of_keys is None:
         if queries != keys:
-            raise ValueError(f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys")
+            raise ValueError(
+                f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys: give the "
+                "lengths of the keys"
+            )
         of_keys = of_queries
     _check(of_queries, None, "cu_seqlens_q")
     if of_keys is not of_queries:
