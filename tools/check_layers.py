@@ -96,8 +96,15 @@ def modules():
 
 
 def imports(path, known):
-    """Yield the modules among `known` that a file imports by an import statement."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the modules among `known` that a file imports, but for those that types alone need."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in set(ast.walk(tree)) - skipped:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):

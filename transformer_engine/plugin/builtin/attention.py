@@ -56,14 +56,24 @@ class Problem(NamedTuple):
     """Which keys a query attends, as numbers and tensors of `_core.attention`."""
 
     fields: dict[str, Any]
-    by_sequence: tuple[str, str]  # formats of queries, and of keys
+    forms: tuple[str, str]  # formats of queries, and of keys and values
 
-    def seen(self, tensor: Tensor, is_query: bool) -> Tensor:
+    def seen(self, tensor: Tensor, is_query: bool = True) -> Tensor:
         """A tensor [batch, sequence, heads, channels], as native code reads it."""
-        form = self.by_sequence[0 if is_query else 1]
+        form = self.forms[0 if is_query else 1]
         if form == "thd":
             return tensor.unsqueeze(0)
         return tensor.transpose(0, 1) if form == "sbhd" else tensor
+
+    def shown(self, tensor: Tensor) -> Tensor:
+        """Undo `seen`, of what is like the queries."""
+        if self.forms[0] == "thd":
+            return tensor[0]
+        return tensor.transpose(0, 1) if self.forms[0] == "sbhd" else tensor
+
+    def shown_statistics(self, sums: Tensor) -> Tensor:
+        """[b, heads, s, 1] of native code's [b, heads, s], [tokens, heads, 1] of packed ones."""
+        return sums[0, ..., None] if self.forms[0] == "thd" else sums[..., None]
 
 
 def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
@@ -109,9 +119,10 @@ def _sequences(
     return found
 
 
-def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) -> dict[str, Any]:
+def _added(
+    op: str, bias_type: Any, softmax_type: Any, q: Tensor, bias: Tensor | None, offset: Any
+) -> dict[str, Any]:
     """Bias, slopes and sink."""
-    bias, offset = given
     found: dict[str, Any] = {}
     kind = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
     if kind == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
@@ -132,6 +143,43 @@ def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) 
             raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")
         found["sink"] = offset.detach().reshape(-1).float()
     return found
+
+
+def problem_of(
+    op: str,
+    kinds: tuple,
+    scale: float,
+    counted: tuple,
+    padded: tuple,
+    longest: tuple,
+    query: Tensor,
+    added: tuple[Tensor | None, Tensor | None],
+) -> Problem:
+    """The problem that arguments of an operator describe.
+
+    `kinds` are qkv_layout, bias_type, attn_mask_type, softmax_type and window_size, `counted` and
+    `padded` cu_seqlens of queries and keys, `longest` the longest sequences, `added` Bias and
+    SoftmaxOffset.
+    """
+    qkv_layout, bias_type, mask_type, softmax_type, window = kinds
+    forms = formats(op, qkv_layout)
+    padding, bottom_right, left, right = limits(op, mask_type, window)
+    fields = {
+        "scale": float(scale),
+        "window_left": left,
+        "window_right": right,
+        "bottom_right": int(bottom_right),
+    }
+    fields |= _sequences(forms, padding, counted, padded, longest)
+    return Problem(fields | _added(op, bias_type, softmax_type, query, *added), forms)
+
+
+def added_of(bias_type: Any, aux: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Bias and SoftmaxOffset of the forward, by what it gave its backward."""
+    rest = list(aux[2:])
+    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    bias = rest.pop(0) if has_bias and rest else None
+    return bias, rest.pop(0) if rest else None
 
 
 def _heads(op: str, **given: Any) -> list[Tensor]:
@@ -309,56 +357,44 @@ def fused_attn_fwd(
     del set_zero, fake_dtype, rng_elts_per_thread
     refuse(_FORWARD, page_table_k=page_table_k, page_table_v=page_table_v, s_quantizer=s_quantizer)
     query, key, value = _heads(_FORWARD, Q=Q, K=K, V=V)
-    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
-    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
-    kinds = qkv_layout, attn_mask_type, window_size
-    problem = _problem(_FORWARD, kinds, attn_scale, counted, packed, longest)
-    added = _added(_FORWARD, bias_type, softmax_type, query, (Bias, SoftmaxOffset))
+    problem = problem_of(
+        _FORWARD,
+        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
+        attn_scale,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        query,
+        (Bias, SoftmaxOffset),
+    )
     probability = float(p_dropout) if is_training else 0.0
     rng = torch.zeros(2, dtype=torch.int64, device=query.device)
     if probability > 0.0:
         rng.random_(generator=rng_gen)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    seen = problem.seen(query, True)
+    seen = problem.seen(query)
     batch, queries, heads, _ = seen.shape
-    shape = (1, queries, heads) if "query_offsets" in problem.fields else (batch, heads, queries)
+    shape = (1, queries, heads) if problem.forms[0] == "thd" else (batch, heads, queries)
     statistics = query.new_empty(shape, dtype=torch.float32)
     top = query.new_empty(heads, dtype=torch.float32) if return_max_logit else None
     _core.attention(
         seen,
         problem.seen(key, False),
         problem.seen(value, False),
-        problem.seen(output, True),
+        problem.seen(output),
         statistics=statistics,
         top=top,
         rng=rng if probability > 0.0 else None,
         dropout=probability,
         **problem.fields,
-        **added,
     )
     results = [quantized(_FORWARD, output, o_quantizer)]
     if return_max_logit:
         results.append(top)
     if is_training:
-        by_token = "query_offsets" in problem.fields
-        results += [statistics[0, ..., None] if by_token else statistics[..., None], rng]
+        results += [problem.shown_statistics(statistics), rng]
         results += [each for each in (Bias, SoftmaxOffset) if each is not None]
     return results
-
-
-def _problem(
-    op: str, kinds: tuple, scale: float, counted: tuple, padded: tuple, longest: tuple
-) -> Problem:
-    qkv_layout, mask_type, window = kinds
-    forms = formats(op, qkv_layout)
-    padding, bottom_right, left, right = limits(op, mask_type, window)
-    fields = {
-        "scale": float(scale),
-        "window_left": left,
-        "window_right": right,
-        "bottom_right": int(bottom_right),
-    }
-    return Problem(fields | _sequences(forms, padding, counted, padded, longest), forms)
 
 
 def fused_attn_bwd(
@@ -403,27 +439,30 @@ def fused_attn_bwd(
             f"{_BACKWARD}: Aux_CTX_Tensors: {len(Aux_CTX_Tensors)} tensors, expected those of the "
             "forward: statistics, seed and offset, ..."
         )
-    statistics, rng, *rest = Aux_CTX_Tensors
-    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
-    bias = rest.pop(0) if has_bias and rest else None
-    offset = rest.pop(0) if rest else None
-    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
-    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
-    kinds = qkv_layout, attn_mask_type, window_size
-    problem = _problem(_BACKWARD, kinds, attn_scale, counted, packed, longest)
-    added = _added(_BACKWARD, bias_type, softmax_type, query, (bias, offset))
+    statistics, rng = Aux_CTX_Tensors[:2]
+    bias, offset = added_of(bias_type, Aux_CTX_Tensors)
+    problem = problem_of(
+        _BACKWARD,
+        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
+        attn_scale,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        query,
+        (bias, offset),
+    )
     made = [torch.empty(t.shape, dtype=grad.dtype, device=t.device) for t in (query, key, value)]
-    grad_bias = None if bias is None else torch.empty_like(added["bias"])
-    grad_sink = None if offset is None else torch.empty_like(added["sink"])
-    by_token = "query_offsets" in problem.fields
+    grad_bias = None if bias is None else torch.empty_like(problem.fields["bias"])
+    grad_sink = None if offset is None else torch.empty_like(problem.fields["sink"])
+    statistics = statistics[..., 0]
     _core.attention_backward(
-        problem.seen(grad, True),
-        problem.seen(query, True),
+        problem.seen(grad),
+        problem.seen(query),
         problem.seen(key, False),
         problem.seen(value, False),
-        problem.seen(output, True),
-        statistics[None, ..., 0].contiguous() if by_token else statistics[..., 0].contiguous(),
-        grad_query=problem.seen(made[0], True),
+        problem.seen(output),
+        (statistics[None] if problem.forms[0] == "thd" else statistics).contiguous(),
+        grad_query=problem.seen(made[0]),
         grad_key=problem.seen(made[1], False),
         grad_value=problem.seen(made[2], False),
         grad_bias=grad_bias,
@@ -432,7 +471,6 @@ def fused_attn_bwd(
         dropout=float(p_dropout),
         deterministic=int(deterministic),
         **problem.fields,
-        **added,
     )
     made = [quantized(_BACKWARD, each, dqkv_quantizer) for each in made]
     return [*made, grad_bias, None if grad_sink is None else grad_sink.view(offset.shape)]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.selections import WITH_CLASS
+from transformer_engine.common.selections import CLASSES
 
 __all__ = [
     "ATTENTION_CLASS",
@@ -44,7 +44,7 @@ class Mapped(NamedTuple):
 
     op: str  # of the C library
     names: tuple[str, ...]  # of `transformer_engine_torch`
-    adapter: str  # module of this package, and its function: (choices) -> (function, fields)
+    adapter: str  # module of this package, and its function of choices and fields of a call
 
 
 _UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -133,37 +133,6 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
     return refuse(name, asked)
 
 
-def _slot(run: Callable, asked: str) -> Callable:
-    """What a module's call runs, asking nobody while it does, and in the dtypes of its tensors.
-
-    What an implementation has raised says whose it is. Of an error that what one returned has led
-    to, a note says who was asked.
-    """
-    from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-    from transformer_engine.pytorch.execution.overrides import native
-    from transformer_engine.pytorch.torchside.modes import (
-        any_autocast,
-        below_autograd,
-        in_own_dtypes,
-        with_autograd,
-    )
-
-    run_apart = in_own_dtypes(with_autograd(run))
-
-    @native
-    def slot(fields: Mapping[str, Any]) -> Any:
-        try:
-            return run_apart(fields) if any_autocast() or below_autograd() else run(fields)
-        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
-            raise
-        except Exception as error:
-            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"in what came from {asked}")
-            raise
-
-    return slot
-
-
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
     asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
@@ -198,22 +167,19 @@ def selection(
     """
     if not overriding and not closed:
         return None
-    from transformer_engine.plugin.slots.fields import Choices
-
     slots: list[tuple[str, Callable, tuple | None]] = []
     for name, op in _LIBRARY.items():
         found = overriding.get(name, ())
         slots += ((op, one.function, None) for one in found)
         if name in closed:
             slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
+    fields = importlib.import_module(f"{__name__}.fields")  # imports torch
     for row in MAPPED:
-        own = Choices(overriding, row.names, closed, refuse)
+        own = fields.Choices(overriding, row.names, closed, refuse)
         if own:
-            module, _, function = row.adapter.partition(":")
-            make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-            run, fields = make(own)
-            slots.append((row.op, _slot(run, own.implementations()), fields))
+            slots.append((row.op, *fields.adapted(row, own)))
     made = _core.Selection(tuple(slots))
     if ATTENTION_CLASS in overriding:
-        WITH_CLASS.add(made.number)
+        asked = importlib.import_module("transformer_engine.plugin.builtin.flash_attention")
+        CLASSES[made.number] = asked.class_in_force
     return made

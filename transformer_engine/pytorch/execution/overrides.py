@@ -17,7 +17,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.selections import GENERATION, WITH_CLASS
+from transformer_engine.common.selections import CLASSES, GENERATION
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 __all__ = [
@@ -110,13 +110,8 @@ def attention_class() -> type | None:
 
     It is what `get_flash_attention_class` gives under the policy in force.
     """
-    if _core.selection_number() not in WITH_CLASS:
-        return None
-    from transformer_engine.plugin.builtin.flash_attention import FlashAttention
-    from transformer_engine.plugin.core.manager import get_default_manager
-
-    found = get_default_manager().operator("get_flash_attention_class")()
-    return None if found is FlashAttention else found
+    asked = CLASSES.get(_core.selection_number())
+    return None if asked is None else asked()
 
 
 def attention_class_name() -> str:
