@@ -112,7 +112,7 @@ def test_a_step_whose_number_would_be_captured(monkeypatch):
     optimizers = [FusedAdam([param]), FusedAdam([param], capturable=True)]
     optimizers.append(FusedAdam([param], bias_correction=False))
     monkeypatch.setattr(fused_adam, "is_capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match="capturable=False: replays would have the number"):
+    with pytest.raises(RuntimeError, match="capturable=False: every replay would correct"):
         optimizers[0].step()
     assert param.tolist() == [1.0] * 3 and "step" not in optimizers[0].param_groups[0]
     for optimizer in optimizers[1:]:
@@ -128,7 +128,7 @@ def test_states_that_replays_would_begin_anew(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checks, "is_capturing", lambda device: True)
         for optimizer in (adam, sgd, begun):  # the last has no number of its step
-            with pytest.raises(RuntimeError, match="states are missing: replays would begin them"):
+            with pytest.raises(RuntimeError, match="states are missing: every replay would make"):
                 optimizer.step()
         FusedSGD([param], 0.0).step()
     assert param.tolist() == [1.0] * 3 and not adam.state[param] and not sgd.state[param]

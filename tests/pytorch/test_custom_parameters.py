@@ -360,7 +360,7 @@ def test_a_form_that_was_dropped_is_an_error_where_it_is_read(device, name, drop
     if dropped == "columnwise":
         with torch.no_grad(), te.autocast(recipe=recipe):
             assert_same_bits(module(x), expected)
-    with pytest.raises(RuntimeError, match=f"{dropped} form was dropped, which a GEMM reads"):
+    with pytest.raises(RuntimeError, match=f"a GEMM reads its {dropped} form, which was dropped"):
         step(module, x, recipe)
 
 

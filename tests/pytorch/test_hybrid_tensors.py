@@ -150,7 +150,7 @@ def test_storages_of_other_forms_are_not_copied(device):
     _, tensor = cast(device, "tiles")
     other = tensor.clone()
     other.update_usage(columnwise_usage=False)
-    with pytest.raises(ValueError, match="src has other forms than this one"):
+    with pytest.raises(ValueError, match="src lacks a form that this tensor has"):
         tensor.copy_from_storage(other)
 
 

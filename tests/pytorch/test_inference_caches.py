@@ -239,7 +239,7 @@ def test_pages_that_there_are_not(device):
     manager.allocate_sequence("a", LONGEST)
     with pytest.raises(ValueError, match="'a' has pages already"):
         manager.allocate_sequence("a", 1)
-    with pytest.raises(ValueError, match="'a' has 6 pages and gets 1: max_seqlen is that of 6"):
+    with pytest.raises(ValueError, match="'a' has 6 pages and gets 1: max_seqlen allows 6"):
         manager.allocate_page("a")
     with pytest.raises(RuntimeError, match="2 pages are needed and 1 of 7 are free"):
         manager.allocate_sequence("b", PAGE + 1)
@@ -250,11 +250,13 @@ def test_pages_that_there_are_not(device):
     manager.deallocate_sequence("a")
     for id_ in "cd"[: ROWS - 1]:
         manager.allocate_page(id_)
-    with pytest.raises(ValueError, match="3 sequences have pages: max_batch_size"):
+    with pytest.raises(ValueError, match="3 sequences have pages, as many as max_batch_size"):
         manager.allocate_page("e")
     page = inference.Page(7)
     page.allocate_page()
-    with pytest.raises(RuntimeError, match=r"Page\(7, allocated=True\) is a sequence's already"):
+    with pytest.raises(
+        RuntimeError, match=r"Page\(7, allocated=True\) belongs to a sequence already"
+    ):
         page.allocate_page()
     page.deallocate_page()
     assert repr(page) == "Page(7, allocated=False)"
@@ -433,11 +435,9 @@ def test_wrong_calls(device):
     with pytest.raises(ValueError, match="made for torch.float32"):
         core(query.bfloat16(), key.detach().bfloat16(), value.bfloat16(), **call)
     params.pre_step(OrderedDict(a=1, b=2))
-    with pytest.raises(
-        ValueError, match=r"1 tokens of each sequence, .*pre_step\(\) was told of 2"
-    ):
+    with pytest.raises(ValueError, match=r"1 tokens of each sequence, .*pre_step\(\) announced 2"):
         core(query, key.detach(), value, **call)
-    with pytest.raises(ValueError, match=r"2 tokens in all, and pre_step\(\) was told of 3"):
+    with pytest.raises(ValueError, match=r"2 tokens in all, but pre_step\(\) announced 3"):
         core(query[:, 0], key[:, 0].detach(), value[:, 0], qkv_format="thd", **call)
     core.layer_number = None
     with pytest.raises(ValueError, match="needs a layer_number"):

@@ -76,7 +76,9 @@ def test_square_tiles_are_turned_and_others_are_not(device, shape):
     assert_same_tensor(tensor, te.Float8BlockQuantizer(E4M3)(source))
     for name in ("lines", "rows"):
         tensor = TILED[name](E4M3, columnwise=False)(source)
-        with pytest.raises(RuntimeError, match="it has no column-wise data, which are not made"):
+        with pytest.raises(
+            RuntimeError, match="it has no column-wise data, and they can not be made"
+        ):
             tensor.update_usage(columnwise_usage=True)
 
 

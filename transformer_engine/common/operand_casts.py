@@ -112,12 +112,15 @@ def _quantization_of_casts(recipe: Recipe) -> Quantization:
     """`quantization_of` a recipe without ``backward_override``."""
     if recipe.custom():
         raise NotImplementedError(
-            f"{type(recipe).__name__}: each module asks it for quantizers of its own, and this "
-            "caller for none"
+            f"{type(recipe).__name__}: it makes quantizers for the roles of a module, and this "
+            "call has no role: use another recipe here"
         )
     for name in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, name) and (recipe.mxfp8() or recipe.nvfp4()):
-            raise NotImplementedError(f"{type(recipe).__name__}: {name}=True")
+            raise NotImplementedError(
+                f"{type(recipe).__name__}: {name}=True: attention has no kernels for this format; "
+                "leave it out, or set TE_DPA_FP8_RECIPE to DelayedScaling or Float8CurrentScaling"
+            )
     if recipe.nvfp4():
         return _nvfp4_quantization(recipe)
     forward = _FP8_CODES[recipe.fp8_format.dtype_name("fwd")]
@@ -234,7 +237,10 @@ def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
             "fp4_quant_fwd_weight, and not beside fp4_2d_quantization"
         )
     if (inp.options | weight.options) & _core.CAST_STOCHASTIC:
-        raise NotImplementedError(f"{name}: stochastic_rounding of anything but fp4_quant_bwd_grad")
+        raise NotImplementedError(
+            f"{name}: stochastic_rounding of anything but fp4_quant_bwd_grad is not built: set "
+            "it there only"
+        )
     for cast, what in zip((inp, weight), ("activations", "weights"), strict=True):
         if cast.options & _core.CAST_FOUR_OVER_SIX and cast.options & _core.CAST_HADAMARD:
             raise ValueError(
@@ -242,7 +248,10 @@ def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
                 "disable_rht=True"
             )
     if inp.options & _core.CAST_ROW_SCALED and inp.options & _core.CAST_TILES_2D:
-        raise ValueError(f"{name}: row_scaled_activation with fp4_2d_quantization of inputs")
+        raise ValueError(
+            f"{name}: row_scaled_activation with fp4_2d_quantization of inputs: an amax for each "
+            "row needs groups inside of a row; set one of the two to False"
+        )
 
 
 def _kind_of(recipe: Recipe) -> int:

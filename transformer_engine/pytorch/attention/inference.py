@@ -239,14 +239,17 @@ class InferenceParams:
         self._catch_up()
         if len(step_dict) > self.max_batch_size:
             raise ValueError(
-                f"{_NAME}: {len(step_dict)} sequences, max_batch_size={self.max_batch_size}"
+                f"{_NAME}: {len(step_dict)} sequences, max_batch_size={self.max_batch_size}: let "
+                "sequences finish first, or make it with a larger max_batch_size"
             )
         manager = self.cache_manager  # a program may have taken a sequence out of ours
         known = manager.sequences if isinstance(manager, OwnManager) else self.sequences
         before = [known.get(id_, 0) for id_ in step_dict]
         for (id_, count), start in zip(step_dict.items(), before, strict=True):
             if not isinstance(count, int) or count < 0:
-                raise ValueError(f"{_NAME}: sequence {id_!r} gets {count!r} tokens")
+                raise ValueError(
+                    f"{_NAME}: sequence {id_!r} gets {count!r} tokens, expected an int from 0 on"
+                )
             if start + count > self.max_sequence_length:
                 raise ValueError(
                     f"{_NAME}: sequence {id_!r} has {start} tokens and gets {count}, "
@@ -266,7 +269,8 @@ class InferenceParams:
         if list(step_dict) != list(self.sequences) or len(counts) > 1:
             raise RuntimeError(
                 f"{_NAME}: in a captured step the sequences are those of the step before, "
-                f"{list(self.sequences)}, with as many tokens each; got {dict(step_dict)}"
+                f"{list(self.sequences)}, each with the same number of tokens; got "
+                f"{dict(step_dict)}"
             )
         if self.is_paged and not self._is_reserved():
             raise RuntimeError(
@@ -314,7 +318,7 @@ class InferenceParams:
             if isinstance(manager, PagedKVCacheManager) and length > manager.room_of(id_):
                 raise RuntimeError(
                     f"{told}, which has pages for {manager.room_of(id_)}: their results are wrong: "
-                    "call reserve() before replays, for new sequences too"
+                    "call reserve() before replays, also after new sequences have begun"
                 )
         self.sequences = OrderedDict(zip(self.sequences, after, strict=True))
         self.cache_manager.sequences = OrderedDict(self.sequences)
@@ -362,8 +366,8 @@ class InferenceParams:
         if given < needed:
             whose = "in all" if packed else "of each sequence"
             raise ValueError(
-                f"{_NAME}: {given} tokens {whose}, and pre_step() was told of {needed}: give each "
-                "sequence those that it gets"
+                f"{_NAME}: {given} tokens {whose}, but pre_step() announced {needed}: pass the "
+                "tokens that pre_step() names"
             )
 
     def positions_of(self, length: int) -> int:

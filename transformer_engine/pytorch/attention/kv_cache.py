@@ -297,7 +297,7 @@ class Page:
     def allocate_page(self) -> None:
         """Let a sequence have it; RuntimeError where one does."""
         if self.allocated:
-            raise RuntimeError(f"{self} is a sequence's already")
+            raise RuntimeError(f"{self} belongs to a sequence already: deallocate it first")
         self.allocated = True
 
     def deallocate_page(self) -> None:
@@ -478,11 +478,14 @@ class PagedKVCacheManager(OwnManager):
         """Give a sequence more pages."""
         rows, has = self.page_table.shape[0], self._pages.get(seq, [])
         if seq not in self._pages and len(self._pages) == rows:
-            raise ValueError(f"PagedKVCacheManager: {rows} sequences have pages: max_batch_size")
+            raise ValueError(
+                f"PagedKVCacheManager: {rows} sequences have pages, as many as max_batch_size "
+                "allows: deallocate one first"
+            )
         if not 0 <= count <= self.max_pages_per_seq - len(has):
             raise ValueError(
                 f"PagedKVCacheManager: sequence {seq!r} has {len(has)} pages and gets {count}: "
-                f"max_seqlen is that of {self.max_pages_per_seq}"
+                f"max_seqlen allows {self.max_pages_per_seq}"
             )
         self._check_free(count, len(self._free))
         self._pages[seq] = [*has, *self._taken(count)]

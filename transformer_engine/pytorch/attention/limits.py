@@ -209,7 +209,9 @@ def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
         which = "needs core_attention_bias" if takes else "takes no core_attention_bias"
         raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} {which}")
     if kind != "alibi" and options.alibi_slopes is not None:
-        raise ValueError(f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes")
+        raise ValueError(
+            f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes: 'alibi' does"
+        )
     if takes and (
         bias.dim() != 4
         or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))

@@ -181,7 +181,10 @@ def sequence_lengths(
     if queries == keys and (of_keys is None or of_keys is of_queries):
         return first, first
     if of_keys is None:
-        raise ValueError(f"cu_seqlens_kv: None, with {queries} queries and {keys} keys")
+        raise ValueError(
+            f"cu_seqlens_kv: None, with {queries} queries and {keys} keys: give the lengths of "
+            "the keys"
+        )
     return first, lengths_of(of_keys, batch, "cu_seqlens_kv")
 
 

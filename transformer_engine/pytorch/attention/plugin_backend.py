@@ -19,8 +19,8 @@ def _module_of(core: Any) -> torch.nn.Module:
     kind = overrides.attention_class()
     if kind is None:
         raise RuntimeError(
-            "DotProductAttention: the class of a plug-in is selected no longer, which "
-            "torch.compile has not noticed: call torch.compiler.reset() after the change"
+            "DotProductAttention: this graph was compiled for the attention class of a plug-in, "
+            "which the policy no longer selects: call torch.compiler.reset() after such a change"
         )
     made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, native.deterministic())
     if key not in made:

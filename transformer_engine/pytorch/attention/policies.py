@@ -41,13 +41,19 @@ def split_by_policy(
     given = options.thd_attention_policies
     if options.inference_params is not None:
         raise NotImplementedError(
-            f"{_NAME}: thd_attention_policies with inference_params: a cache has one mask type"
+            f"{_NAME}: thd_attention_policies with inference_params: a cache has one mask type; "
+            "leave one of the two out"
         )
     if qkv_format != "thd":
-        raise ValueError(f"{_NAME}: thd_attention_policies with qkv_format={qkv_format!r}: 'thd'")
+        raise ValueError(
+            f"{_NAME}: thd_attention_policies with qkv_format={qkv_format!r}, expected 'thd'"
+        )
     for name in ("attn_mask_type", "window_size"):
         if getattr(options, name) is not None:
-            raise ValueError(f"{_NAME}: thd_attention_policies with {name}: each has its own")
+            raise ValueError(
+                f"{_NAME}: thd_attention_policies with {name}: each policy has its own; leave "
+                f"{name} out"
+            )
     if not isinstance(given, list | tuple) or len(given) == 0:
         raise TypeError(f"{_NAME}: thd_attention_policies: {given!r}, expected a list of dicts")
     batch, *longest = sizes_of(options, *tokens)

@@ -251,7 +251,8 @@ def _with_gaps(options: AttentionOptions, key: Any, batch: int, length: int) -> 
     sums = options.cu_seqlens_q
     if sums is not None and sums.shape[0] - 1 != batch:
         raise ValueError(
-            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}"
+            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}: "
+            "expected the same number"
         )
     starts = None
     if isinstance(key, Tensor):
@@ -373,7 +374,10 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
         )
     if of_keys is None:
         if queries != keys:
-            raise ValueError(f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys")
+            raise ValueError(
+                f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys: give the "
+                "lengths of the keys"
+            )
         of_keys = of_queries
     _check(of_queries, None, "cu_seqlens_q")
     if of_keys is not of_queries:

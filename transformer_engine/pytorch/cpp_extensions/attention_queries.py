@@ -147,7 +147,10 @@ def _dtype_of(params: AttentionParams) -> torch.dtype:
         dtype = torch.bfloat16 if params.nominal_dtype is None else params.nominal_dtype
     cache = params.inference_params
     if dtype not in DTYPES or (cache is not None and cache.dtype is not dtype):
-        raise TypeError(f"get_attention_backend: qkv_dtype={params.qkv_dtype}")
+        expected = (
+            "torch.float32, torch.float16 or torch.bfloat16" if cache is None else cache.dtype
+        )
+        raise TypeError(f"get_attention_backend: qkv_dtype={params.qkv_dtype}, expected {expected}")
     return dtype
 
 

@@ -189,7 +189,7 @@ def of_graph(number: int, forward: bool) -> Any:
         return None
     if forward and number != _core.selection_number() and graph_task() == -1:
         raise RuntimeError(
-            "a compiled module was traced while other implementations were selected than are now, "
-            "which torch.compile has not noticed: call torch.compiler.reset() after the change"
+            "a compiled module was traced while other implementations were selected than are now: "
+            "call torch.compiler.reset() after a change of the policy or of registrations"
         )
     return of_forward(_KEPT[number] if number else None)

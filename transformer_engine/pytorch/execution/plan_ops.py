@@ -141,8 +141,8 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise NotImplementedError(
-            f"transformer_engine::{ctx.name} can not be differentiated: a module has first "
-            "derivatives alone, and a program of torch.export has a forward alone: take first "
+            f"transformer_engine::{ctx.name} can not be differentiated here: a module has "
+            "first derivatives only, and a program of torch.export has a forward only: take first "
             "derivatives of the module itself"
         )
 

@@ -463,10 +463,14 @@ def checkpoint(
 
     _require_callables(function, get_rng_state_tracker, kwargs.get("context_fn"))
     if distribute_saved_activations:
-        raise NotImplementedError("checkpoint: distribute_saved_activations")
+        raise NotImplementedError(
+            "checkpoint: distribute_saved_activations=True is not built: leave it out"
+        )
     if torch.compiler.is_compiling():
         if get_rng_state_tracker is not None:
-            raise NotImplementedError("checkpoint: get_rng_state_tracker under torch.compile")
+            raise NotImplementedError(
+                "checkpoint: get_rng_state_tracker under torch.compile is not built: leave it out"
+            )
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     frame = Frame()
     options = {

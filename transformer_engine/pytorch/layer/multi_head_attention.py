@@ -495,13 +495,16 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         """`attend`, module by module."""
         if options.inference_params is not None and self.attention_type != "self":
             raise ValueError(
-                f"{_NAME}: inference_params with attention_type='cross': keys and values of "
-                "encoder_output are no part of a cache: leave it out"
+                f"{_NAME}: inference_params with attention_type='cross': a cache does not hold "
+                "keys and values of encoder_output: leave inference_params out"
             )
         first, source = options.is_first_microbatch, options.encoder_output
         to_itself = self.attention_type == "self"
         if to_itself and source is not None:
-            raise ValueError(f"{_NAME}: encoder_output with attention_type='self'")
+            raise ValueError(
+                f"{_NAME}: encoder_output with attention_type='self': leave it out, or make the "
+                "module with attention_type='cross'"
+            )
         if not to_itself and source is None:
             raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator

@@ -303,7 +303,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             An option that is not there yet.
         """
         if encoder_output is not None and self.layer_type == "encoder":
-            raise ValueError(f"{_NAME}: encoder_output with layer_type='encoder'")
+            raise ValueError(
+                f"{_NAME}: encoder_output with layer_type='encoder': leave it out, or make the "
+                "layer with layer_type='decoder'"
+            )
         if thd_attention_policy_dispatch != "auto":
             check_dispatch(thd_attention_policy_dispatch)
         options = AttentionOptions(

@@ -135,8 +135,8 @@ class Fp8Module(ModuleNames, NativeModule):
             return Region(state, entry.recipe, entry, record, traced, frame=replay)
         if recipe is not None and graph_task() != -1:
             raise RuntimeError(
-                f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
-                "that is known: which scales the first forward used can not be told. Use "
+                f"{type(self).__name__}: FP8 forward inside a backward, but not under a known "
+                "checkpoint, so the scales of the first forward are not known. Use "
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
         return Region(state, recipe, None, record, traced)

@@ -234,9 +234,15 @@ def ask(recipe: Any, role: QuantizerRole, kind: str) -> Any:
 
     where, given = f"{kind}: CustomRecipe.qfactory({role})", recipe.qfactory(role)
     if given is None:
-        raise ValueError(f"{where} gave None, expected a quantizer: IdentityQuantizer() casts not")
+        raise ValueError(
+            f"{where} gave None, expected a quantizer: IdentityQuantizer() leaves the role in high "
+            "precision"
+        )
     if isinstance(given, QuantizerRequest) and not isinstance(given, DelayedScalingRequest):
-        raise NotImplementedError(f"{where} gave a {type(given).__name__}: only delayed scaling is")
+        raise NotImplementedError(
+            f"{where} gave a {type(given).__name__}: of requests only DelayedScalingRequest is "
+            "built"
+        )
     if not isinstance(given, Quantizer | QuantizerRequest):
         raise TypeError(f"{where} gave a {type(given).__name__}, expected a quantizer or a request")
     return given
@@ -254,8 +260,8 @@ def common_request(kind: str, requests: list[DelayedScalingRequest]) -> DelayedS
     """The one that all of a module are; ValueError where they differ."""
     if any(request != requests[0] for request in requests):
         raise ValueError(
-            f"{kind}: CustomRecipe.qfactory gave requests that differ: {requests}; all of a module "
-            "are the same"
+            f"{kind}: CustomRecipe.qfactory gave requests that differ: {requests}; all requests of "
+            "a module must be the same"
         )
     return requests[0]
 
@@ -382,7 +388,7 @@ class _Outside:
         for form, wanted in (("rowwise", row), ("columnwise", column and apart)):
             if wanted and not there[form]:
                 raise RuntimeError(
-                    f"{type(self.given).__name__}: its {form} form was dropped, which a GEMM reads"
+                    f"{type(self.given).__name__}: a GEMM reads its {form} form, which was dropped"
                 )
         return self.given
 
@@ -398,8 +404,8 @@ def _column_wise(made: Any) -> Any:
         return made
     if getattr(getattr(made, "_columnwise_storage", None), "_with_rht", False):
         raise NotImplementedError(
-            "HybridQuantizer: columnwise_quantizer=NVFP4Quantizer(with_rht=True): its transformed "
-            "values are not multiplied with others: give with_rht=False"
+            "HybridQuantizer: columnwise_quantizer=NVFP4Quantizer(with_rht=True): transformed "
+            "values can not be multiplied with values that are not transformed: give with_rht=False"
         )
     made = made.detach()
     made.update_usage(rowwise_usage=False)

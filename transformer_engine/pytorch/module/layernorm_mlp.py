@@ -132,7 +132,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(tp_group, tp_size, symmetric_ar_type=symmetric_ar_type)
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
-            raise NotImplementedError("LayerNormMLP: checkpoint=True with delay_wgrad_compute=True")
+            raise NotImplementedError(
+                "LayerNormMLP: checkpoint=True with delay_wgrad_compute=True is not built: "
+                "choose one"
+            )
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
         self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)

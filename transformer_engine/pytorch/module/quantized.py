@@ -139,9 +139,9 @@ def given_forms(
                 caches[i], bits = forms_of(weight, "weight", columns)
             if columns and caches[i][1] is None and not bits & graphs.WEIGHT_ROWS:
                 raise RuntimeError(
-                    f"{type(weight).__name__}: it has no column-wise data, which the gradient of "
-                    "what it is multiplied by reads, and which are not made of the row-wise ones: "
-                    "make the weight where gradients are enabled, or run without them"
+                    f"{type(weight).__name__}: it has no column-wise data. The gradient of the "
+                    "input reads them, and they can not be made from the row-wise data. Make the "
+                    "weight where gradients are enabled, or run without gradients"
                 )
             flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
     if arrives:

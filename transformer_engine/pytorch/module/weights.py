@@ -57,7 +57,7 @@ class WeightModule(TensorParallel, LinearBase):
         if self._split is not None and self.fuse_wgrad_accumulation:
             raise ValueError(
                 f"{kind}: fuse_wgrad_accumulation and parameters_split: the split weights have no "
-                "common main_grad"
+                "common main_grad: leave one of them out"
             )
 
     def _make_parameters(self, device: torch.device, dtype: torch.dtype) -> None:

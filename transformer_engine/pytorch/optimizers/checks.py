@@ -66,8 +66,8 @@ def check_beginning(optimizer: str, device: torch.device) -> None:
     """RuntimeError where states that are made now would be made anew by every replay of a graph."""
     if is_capturing(device):
         raise RuntimeError(
-            f"{optimizer}.step: a CUDA graph is captured, and states are missing: replays would "
-            "begin them anew: take a step before"
+            f"{optimizer}.step: a CUDA graph is captured, and states are missing: every replay "
+            "would make new ones: take a step before the capture"
         )
 
 

@@ -370,7 +370,7 @@ class FusedAdam(torch.optim.Optimizer):
             if (value.dtype is torch.int16) != (kept.dtype is torch.int16):
                 raise ValueError(
                     f"{_NAME}.load_state_dict: {name} of {value.dtype}, here it is {kept.dtype}: "
-                    "set store_param_remainders as it was"
+                    "set store_param_remainders as in the optimizer that saved the state"
                 )
             self.set_scaled_state(param, name, value.to(param.device))
 
@@ -397,8 +397,8 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.capturable and is_capturing(self._dummy_overflow_buf.device):
             if any(group["bias_correction"] for group in self.param_groups):
                 raise RuntimeError(
-                    f"{_NAME}.step: a CUDA graph is captured and capturable=False: replays would "
-                    "have the number of this step: set capturable=True"
+                    f"{_NAME}.step: a CUDA graph is captured and capturable=False: every replay "
+                    "would correct the bias for this one step: set capturable=True"
                 )
         ready = self._ready(grad_scaler is not None)  # what can not be updated raises there
         found = None if grad_scaler is None else grad_scaler._check_inf_per_device(self)

@@ -55,7 +55,10 @@ def rule_of(recipe: DelayedScaling) -> Rule:
     algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     for name in ("scaling_factor_compute_algo", "fp8_dpa", "fp8_mha"):
         if recipe.measure_first and getattr(recipe, name):
-            raise NotImplementedError(f"DelayedScaling: measure_first=True with {name}")
+            raise NotImplementedError(
+                f"DelayedScaling: measure_first=True with {name} is not built: leave one of them "
+                "out"
+            )
     return Rule(
         identity=repr(recipe),
         length=recipe.amax_history_len,

@@ -259,7 +259,7 @@ def _refuse_capture(device: torch.device) -> None:
     """State made while a graph is captured would live in the graph's own memory pool."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a module meets this FP8 recipe for the first time while a CUDA graph is being "
+            "a module runs under this FP8 recipe for the first time while a CUDA graph is being "
             "captured; run it once before the capture (warm-up), with the same recipe"
         )
 

@@ -186,7 +186,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
         if _present(src) != _present(self):
-            raise ValueError(f"{type(self).__name__}: src has other forms than this one")
+            raise ValueError(f"{type(self).__name__}: src lacks a form that this tensor has")
         for mine, other in zip(self._storages, src._storages, strict=True):
             # Not as the formats have it, which would make one form of the other.
             QuantizedTensorStorage.copy_from_storage(mine, other)
@@ -213,7 +213,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         for name, wanted in zip(self._SETTINGS, (rowwise_usage, columnwise_usage), strict=True):
             if wanted and getattr(self, name) is None:
                 raise RuntimeError(
-                    f"{type(self).__name__}: {name} was dropped, and is not made of the other one"
+                    f"{type(self).__name__}: {name} was dropped, and can not be made from the "
+                    "other form: quantize with both usages"
                 )
             if wanted is False:
                 setattr(self, name, None)

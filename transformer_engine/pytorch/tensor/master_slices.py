@@ -413,12 +413,13 @@ def slices_of(weight: Any, part: Tensor, start: int, shards: Shards) -> list[Sli
         if any(shard is not None for shard in shards):
             raise ValueError(
                 f"quantize_master_weights: a shard for a {type(storage).__name__}, a class of the "
-                "program, of whose bytes nothing is known: give None, and each rank casts all of it"
+                "program whose bytes this library does not know: give None, and each rank casts "
+                "all of it"
             )
     elif storage is None or getattr(storage, field) is None:
         raise ValueError(
-            f"quantize_master_weights: a {type(weight).__name__} without row-wise data, of which "
-            "ranks write slices: keep them, update_usage(rowwise_usage=True) before"
+            f"quantize_master_weights: a {type(weight).__name__} without row-wise data, where "
+            "ranks write their slices: call update_usage(rowwise_usage=True) before"
         )
     made = [_kind_of(storage)(storage, part, start, shards)]
     if shards.column is not None and (storage is not weight or not made[0].in_order):

@@ -123,7 +123,7 @@ class NVFP4TensorStorage(TwoFormStorage):
         if self._rowwise_data is None and self._columnwise_data is not None and self._with_rht:
             raise RuntimeError(
                 f"{type(self).__name__}: its column-wise data are of transformed values, and the "
-                "row-wise ones were dropped"
+                "row-wise ones were dropped: keep them to read the values"
             )
         return super()._decoded(dtype, shape)
 

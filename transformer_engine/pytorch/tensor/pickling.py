@@ -49,7 +49,10 @@ def rebuild_quantized(
     taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
     if taken:
         label = f"a pickled {made.__name__}"
-        raise ValueError(f"{label}: attributes {taken}: the class has these names")
+        raise ValueError(
+            f"{label}: attributes {taken}: the class itself has these names, and they are not "
+            "overwritten"
+        )
     tensor = made._made(fields, dtype, shape, requires_grad)
     tensor._written()
     tensor.__dict__.update(attributes)

@@ -191,7 +191,10 @@ class QuantizedTensorStorage:
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
         """Fields with other row-wise data, and no others."""
         del fields, data
-        raise NotImplementedError(f"{cls.__name__}.make_like: data: it has no one format")
+        raise NotImplementedError(
+            f"{cls.__name__}.make_like: data: this class has not one format for all its data: "
+            "leave data out"
+        )
 
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
@@ -374,8 +377,8 @@ class QuantizedTensorStorage:
                     continue
                 if others[name] is None:
                     raise ValueError(
-                        f"{type(self).__name__}: its quantizer makes no {name}: drop that form, "
-                        "update_usage"
+                        f"{type(self).__name__}: its quantizer makes no {name}: drop that form "
+                        "with update_usage(), or set the quantizer's usage"
                     )
                 values = others[name]
                 if noop is not None:
@@ -426,7 +429,10 @@ class QuantizedTensorStorage:
                 if mine is None:
                     continue
                 if other is None:
-                    raise ValueError(f"{type(self).__name__}: src has other forms than this one")
+                    raise ValueError(
+                        f"{type(self).__name__}: src lacks a form that this tensor has: give one "
+                        "with the same forms"
+                    )
                 mine.copy_(other)
         self._count_write()
         self._written()

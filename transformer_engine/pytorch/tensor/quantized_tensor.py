@@ -271,7 +271,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         if out is None:
             return whole, (whole,)
         if out.data_ptr() != whole.data_ptr():
-            raise RuntimeError("fsdp_post_all_gather: FSDP2 gathered to other memory than before")
+            raise RuntimeError(
+                "fsdp_post_all_gather: FSDP2 gathered to memory other than out; this version of "
+                "torch is not supported"
+            )
         return None
 
     def _write(

@@ -190,7 +190,8 @@ def _is_fp4_of(tensor: Any, quantization: Quantization, role: str) -> bool:
 def _rows(tensor: Any, data: Tensor | None) -> Tensor:
     if data is None:
         raise RuntimeError(
-            f"{type(tensor).__name__}: its row-wise data were dropped, which a forward reads"
+            f"{type(tensor).__name__}: its row-wise data were dropped, which a forward reads: keep "
+            "them, update_usage(rowwise_usage=True)"
         )
     return _elements(tensor, data)
 

@@ -154,7 +154,7 @@ class TwoFormStorage(QuantizedTensorStorage):
 
     def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         if self._rowwise_data is None and self._columnwise_data is None:
-            raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
+            raise RuntimeError(f"{type(self).__name__}: it has no data: both forms were dropped")
         data = self.get_data_tensors()
         to_256 = self._scales_to_256()
         return casts.dequantize(data, self._mode(), self._code(), shape, dtype, to_256)
@@ -220,8 +220,8 @@ class TwoFormStorage(QuantizedTensorStorage):
 
     def _refuse(self, form: str) -> None:
         raise RuntimeError(
-            f"{type(self).__name__}: it has no {form} data, which are not made of the others: "
-            "quantize with both usages"
+            f"{type(self).__name__}: it has no {form} data, and they can not be made from the "
+            "other form: quantize with both usages"
         )
 
     def get_usages(self) -> dict[str, bool]:
