@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from transformer_engine import _core
@@ -11,8 +10,8 @@ from transformer_engine.plugin.slots.fields import Choices, Fields, apart, reads
 from transformer_engine.plugin.slots.values import (
     CAST_FIELDS,
     are_cast,
-    are_elsewhere,
     deliver,
+    ours,
 )
 
 _KINDS = tuple(_core.activation_names())
@@ -48,14 +47,10 @@ def forward(choices: Choices, fields: Fields) -> Any:
     choice, numbers = choices.get(kind), _numbers(kind, fields)
     made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
     if made is NotImplemented:
-        if not are_elsewhere(fields, choices):
-            return NotImplemented
-        columns = inp.shape[1] // (2 if kind.endswith("glu") else 1)
-        made = torch.empty(inp.shape[0], columns, dtype=torch.float32, device=inp.device)
-        given = {name: fields[name] for name in _NUMBERS}
-        _core.activation(inp, fields["kind"], wide=made, **given)
-    deliver(kind, fields, made, choices)
-    return None
+        shape = inp.shape[0], inp.shape[1] // (2 if kind.endswith("glu") else 1)
+        given = {name: fields[name] for name in ("kind", *_NUMBERS)}
+        made = ours(_core.activation, shape, fields, choices, inp, **given)
+    return deliver(kind, fields, made, choices)
 
 
 @reads("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
@@ -72,27 +67,18 @@ def backward(choices: Choices, fields: Fields) -> Any:
     if found is not NotImplemented:
         total, made = found
         written(f"dbias_{name}", "the gradient of the bias", sums, total)
-        deliver(name, {**fields, "bias_grad": None}, made, choices)
-        return None
+        return deliver(name, {**fields, "bias_grad": None}, made, choices)
     place = _place(fields, grad, inp)
     made = _made(choice, name, choices, (grad, inp), numbers, place)
     if made is NotImplemented:
-        if not are_elsewhere(fields, choices):
-            return NotImplemented
-        made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-        given = {name: fields[name] for name in _NUMBERS}
-        _core.activation_backward(grad, inp, fields["kind"], wide=made, **given)
-    deliver(name, fields, made, choices)
-    return None
+        given = {name: fields[name] for name in ("kind", *_NUMBERS)}
+        made = ours(_core.activation_backward, inp.shape, fields, choices, grad, inp, **given)
+    return deliver(name, fields, made, choices)
 
 
 @reads("input", "cap", "grad_output", *CAST_FIELDS[:-1])
 def softcap(choices: Choices, fields: Fields) -> Any:
     """A softcap of this library, whose cast is somebody else's."""
-    if not are_elsewhere(fields, choices):
-        return NotImplemented
-    inp = fields["input"]
-    made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-    _core.softcap(inp, cap=fields["cap"], grad_output=fields["grad_output"], wide=made)
-    deliver("softcap", fields, made, choices)
-    return None
+    inp, given = fields["input"], {name: fields[name] for name in ("cap", "grad_output")}
+    made = ours(_core.softcap, inp.shape, fields, choices, inp, **given)
+    return deliver("softcap", fields, made, choices)

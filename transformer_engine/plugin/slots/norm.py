@@ -11,12 +11,16 @@ from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matri
 from transformer_engine.plugin.slots.values import (
     CAST_FIELDS,
     are_cast,
-    are_elsewhere,
     asked_for,
     deliver,
+    ours,
 )
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
+_OF_NORM = (
+    *("kind", "gamma", "beta", "mean", "rsigma"),
+    *("eps", "zero_centered", "statistics_given"),
+)
 
 
 def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
@@ -27,10 +31,7 @@ def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
     return make(inp.shape[-1], dtype=inp.dtype, device=inp.device)
 
 
-@reads(
-    *("input", "kind", "gamma", "beta", "mean", "rsigma", *CAST_FIELDS[:-1]),
-    *("eps", "zero_centered", "statistics_given"),
-)
+@reads("input", *_OF_NORM, *CAST_FIELDS[:-1])
 def forward(choices: Choices, fields: Fields) -> Any:
     """A norm, cast as asked.
 
@@ -59,25 +60,16 @@ def forward(choices: Choices, fields: Fields) -> Any:
         options = fields["eps"], out, quantizer, otype, 0, zero_centered
         values = choice(*given, *options, out=(out, *wanted))
     if values is NotImplemented:
-        if not are_elsewhere(fields, choices):
-            return NotImplemented
-        values = _native(fields)
+        given = {name: fields[name] for name in _OF_NORM}
+        made = ours(_core.norm, inp.shape, fields, choices, inp, **given)
+        values = made, given["mean"], given["rsigma"]
     made, mean, rsigma = values
+    if made is NotImplemented:
+        return NotImplemented
     op = f"{_NAMES.get(kind, 'norm')}_fwd"
     written(op, "mu", wanted[0], mean)
     written(op, "rsigma", wanted[1], rsigma)
-    deliver(op, fields, made, choices, place)
-    return None
-
-
-def _native(fields: Fields) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What this library computes, in fp32, of which somebody else makes what is wanted."""
-    inp = fields["input"]
-    made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-    given = {name: fields[name] for name in ("gamma", "beta", "mean", "rsigma", "eps")}
-    flags = {name: fields[name] for name in ("zero_centered", "statistics_given")}
-    _core.norm(inp, fields["kind"], wide=made, **given, **flags)
-    return made, fields["mean"], fields["rsigma"]
+    return deliver(op, fields, made, choices, place)
 
 
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:

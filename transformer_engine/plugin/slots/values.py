@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What operators compute and cast: values, and the forms in which a call wants them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots import casts, state
 from transformer_engine.plugin.slots.fields import Fields, fields_of, matrix, written
 
-__all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver"]
+__all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver", "ours"]
 
 _OWN = ("wide", "amax_partials")
 CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))
@@ -46,20 +47,42 @@ def asked_for(
     return casts.place_of(fields, shape)
 
 
+def ours(
+    run: Callable[..., None],
+    shape: Sequence[int],
+    fields: Fields,
+    choices: Mapping[str, Any],
+    *tensors: Tensor,
+    **given: Any,
+) -> Any:
+    """What this library computes, in fp32, of which somebody else makes what is wanted.
+
+    NotImplemented where nobody else does.
+    """
+    if not are_elsewhere(fields, choices):
+        return NotImplemented
+    made = tensors[0].new_empty(shape, dtype=torch.float32)
+    run(*tensors, wide=made, **given)
+    return made
+
+
 def deliver(
     op: str,
     fields: Fields,
     values: Any,
     choices: Mapping[str, Any],
     place: casts.Place | None = None,
-) -> None:
+) -> Any:
     """Put the values that an operator has computed where a call wants them, as it wants them.
 
-    An implementation that was asked to cast them may have left that to us.
+    An implementation that was asked to cast them may have left that to us. NotImplemented is
+    passed on.
     """
+    if values is NotImplemented:
+        return NotImplemented
     if place is not None and hasattr(type(values), "_dequantized"):
         casts.settle(fields, place, values)
-        return
+        return None
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
     rows = matrix(values)
@@ -69,6 +92,7 @@ def deliver(
     sums = fields.get("bias_grad")
     if sums is not None or (are_cast(fields) and fields["amax_partials"] is None):
         casts.cast_values(rows, fields, choices)
+    return None
 
 
 def _measure(values: Tensor, partials: Tensor, choices: Mapping[str, Any]) -> None:
