@@ -116,6 +116,7 @@ static int module_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
     if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Plan", state->plan_type) != 0) return -1;
+    if (tepy_records_add(module) != 0) return -1;
     if (tepy_dispatch_add(module) != 0) return -1;
     if ((state->native_slot_type = tepy_native_slot_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "NativeSlot", state->native_slot_type) != 0) return -1;

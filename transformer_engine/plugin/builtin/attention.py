@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import quantized, refuse, torch_dtype
+from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
 from transformer_engine.plugin.core.ops import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
     NVTE_Softmax_Type,
     qkv_format_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
 from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.torchside.device import (
     get_device_compute_capability,
@@ -32,24 +30,6 @@ from transformer_engine.pytorch.torchside.device import (
 )
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
-
-
-def formats(op: str, qkv_layout: Any) -> tuple[str, str]:
-    """Formats of queries, and of keys and values; NotImplementedError for a cache in pages."""
-    try:
-        name = qkv_layout if isinstance(qkv_layout, str) else NVTE_QKV_Layout(qkv_layout).name
-    except ValueError:
-        name = str(qkv_layout)
-    found = name.lower().removeprefix("nvte_")
-    if found.startswith("paged"):
-        raise NotImplementedError(
-            f"{op}: qkv_layout={name}: not built yet; te.DotProductAttention with InferenceParams "
-            "attends to caches in pages"
-        )
-    try:
-        return layout_parts(found)
-    except ValueError as error:
-        raise ValueError(f"{op}: {error}") from None
 
 
 class Problem(NamedTuple):
@@ -60,37 +40,11 @@ class Problem(NamedTuple):
 
     def seen(self, tensor: Tensor, is_query: bool = True) -> Tensor:
         """A tensor [batch, sequence, heads, channels], as native code reads it."""
-        form = self.forms[0 if is_query else 1]
-        if form == "thd":
-            return tensor.unsqueeze(0)
-        return tensor.transpose(0, 1) if form == "sbhd" else tensor
-
-    def shown(self, tensor: Tensor) -> Tensor:
-        """Undo `seen`, of what is like the queries."""
-        if self.forms[0] == "thd":
-            return tensor[0]
-        return tensor.transpose(0, 1) if self.forms[0] == "sbhd" else tensor
+        return in_batches(tensor, self.forms[0 if is_query else 1])
 
     def shown_statistics(self, sums: Tensor) -> Tensor:
         """[b, heads, s, 1] of native code's [b, heads, s], [tokens, heads, 1] of packed ones."""
         return sums[0, ..., None] if self.forms[0] == "thd" else sums[..., None]
-
-
-def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
-    """An enumerator, given as one or as its number."""
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{op}: {name}={value!r}, expected a {kind.__name__}") from None
-
-
-def limits(op: str, mask_type: Any, window: Sequence[int]) -> tuple[bool, bool, int, int]:
-    """(sequences end where cu_seqlens say, bottom right corner, window to the left, right)."""
-    name = enumerated(op, NVTE_Mask_Type, "attn_mask_type", mask_type).name
-    left, right = (int(each) for each in (window or (-1, -1)))
-    if "CAUSAL" in name:
-        right = 0
-    return "PADDING" in name, "BOTTOM_RIGHT" in name, left, right
 
 
 def _lengths(cu_seqlens: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import wide, written
+from transformer_engine.pytorch.cpp_extensions.values import wide, written
 from transformer_engine.pytorch.execution.random import draw_pair
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.attention import formats
+from transformer_engine.plugin.attention_kinds import formats
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
 from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, native

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.attention_kinds import kinds_of
 from transformer_engine.plugin.conformance.cases import Draw
 
 __all__ = ["Problem", "Setting", "backward_arguments", "forward_arguments"]
@@ -36,16 +37,8 @@ class Setting:
     @property
     def kinds(self) -> tuple:
         """As the operators take them: layout, bias, mask, softmax, window."""
-        from transformer_engine.plugin.core import ops
-
         mask = self.mask.removesuffix("_mask")
-        return (
-            ops.NVTE_QKV_Layout[f"NVTE_{self.layout.upper()}"],
-            ops.NVTE_Bias_Type[f"NVTE_{self.bias.upper()}"],
-            ops.NVTE_Mask_Type[f"NVTE_{mask.upper()}_MASK"],
-            ops.NVTE_Softmax_Type[f"NVTE_{self.softmax.upper()}_SOFTMAX"],
-            self.window,
-        )
+        return *kinds_of(self.layout, self.bias, mask, self.softmax), self.window
 
 
 class Problem:

@@ -104,7 +104,7 @@ class Case:
         or a function of what the call returned that gives a sequence of `Wanted`.
     kwargs : dict, optional
         Keyword arguments.
-    written : tuple of Tensor, optional
+    written : tuple of Tensor or of lists of Tensor, optional
         Arguments that the call may write to; all others it has to leave alone.
     left : tuple of (Tensor, Result), optional
         Likewise, and what is in them then is compared with what the definition leaves there.

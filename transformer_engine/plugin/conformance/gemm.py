@@ -2,7 +2,6 @@
 """Cases of `generic_gemm`: layouts, epilogues, accumulation and quantized operands."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import combinations, permutations, product
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of
-from transformer_engine.plugin.conformance.casts import quantizers_of_values
+from transformer_engine.plugin.conformance.casts import quantizers, quantizers_of_values
 
 _SIZES = (
     *((16, 32, 48), (1, 16, 64), (33, 65, 17), (128, 96, 256)),
@@ -116,36 +115,26 @@ def _options(
 
 
 def _quantized(draw: Draw) -> Iterator[Case]:
-    import transformer_engine.pytorch.tensor as tensors
-    from transformer_engine.pytorch.constants import DType
+    device, bf16 = draw.device, torch.bfloat16
+    kinds = "current", "tiles", "square tiles", "mxfp8", "nvfp4"
 
-    code, device, bf16 = DType.kFloat8E4M3, draw.device, torch.bfloat16
-    tiles = partial(tensors.Float8BlockQuantizer, code, rowwise=True, columnwise=True)
-    makers = {
-        "one scale": lambda: tensors.Float8CurrentScalingQuantizer(code, device),
-        "tiles": tiles,
-        "tiles of rows": lambda: tiles(block_scaling_dim=1),
-        "mxfp8": lambda: tensors.MXFP8Quantizer(code),
-        "nvfp4": lambda: tensors.NVFP4Quantizer(),
-    }
-    for name, make in makers.items():
-        A, B = (make()(draw.normal((rows, 64), bf16)) for rows in (48, 32))
-        yield _case(f"quantized, {name}", (A, True, B, False), bf16)
-        bias = draw.normal((48,), bf16)
-        yield _case(
-            f"quantized, {name}, bias and gelu", (A, True, B, False), bf16, bias=bias, gelu=True
-        )
+    def operands(one: str, other: str, sign: bool = False) -> tuple:
+        made = [draw.normal((rows, 64), bf16) for rows in (48, 32)]
+        pairs = zip((one, other), made, strict=True)
+        A, B = (quantizers(device)[kind](t.sign() if sign else t) for kind, t in pairs)
+        return A, True, B, False
+
+    for kind in kinds:
+        name, bias = f"quantized, {kind}", draw.normal((48,), bf16)
+        yield _case(name, operands(kind, kind), bf16)
+        yield _case(f"{name}, bias and gelu", operands(kind, kind), bf16, bias=bias, gelu=True)
         # Sums of 1 and -1 are exact however they are added, so the bias shows how it was rounded.
-        A, B = (make()(draw.normal((rows, 64), bf16).sign()) for rows in (48, 32))
-        bias = draw.normal((48,), torch.float32, 8.0)
-        operands = A, True, B, False
-        yield _case(f"quantized, {name}, bias in float32", operands, torch.float32, bias=bias)
-    for one, other in combinations(makers, 2):
-        A = makers[one]()(draw.normal((48, 64), bf16))
-        B = makers[other]()(draw.normal((32, 64), bf16))
+        bias, signs = draw.normal((48,), torch.float32, 8.0), operands(kind, kind, True)
+        yield _case(f"{name}, bias in float32", signs, torch.float32, bias=bias)
+    for one, other in combinations(kinds, 2):
         for gelu in (False, True):
             name = f"{one} times {other}{', gelu' * gelu}"
-            yield _case(name, (A, True, B, False), bf16, gelu=gelu)
+            yield _case(name, operands(one, other), bf16, gelu=gelu)
 
 
 def _mixed(draw: Draw) -> Iterator[Case]:

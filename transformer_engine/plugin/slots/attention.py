@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.core.ops import (
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
+from transformer_engine.plugin.attention_kinds import in_format, kinds_of
 from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
 from transformer_engine.pytorch.attention.dot_product_attention.masks import alibi_bias
 
@@ -30,7 +25,7 @@ class _Problem(NamedTuple):
     """A call as the operators have it."""
 
     form: str  # "sbhd", "bshd" or "thd"
-    mask: NVTE_Mask_Type
+    mask: str
     window: tuple[int, int]
     counted: tuple[Tensor, Tensor]  # cu_seqlens of queries and keys
     padded: tuple[Tensor | None, Tensor | None]
@@ -41,19 +36,13 @@ class _Problem(NamedTuple):
     @property
     def kinds(self) -> tuple:
         """Layout, type of bias, of mask and of softmax, window."""
-        layout = NVTE_QKV_Layout["_".join(["NVTE", *[self.form.upper()] * 3])]
-        bias, softmax = NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        if self.bias is not None:
-            bias = NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
-        if self.sink is not None:
-            softmax = NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
-        return layout, bias, self.mask, softmax, self.window
+        bias = "no_bias" if self.bias is None else "post_scale_bias"
+        softmax = "vanilla" if self.sink is None else "learnable"
+        return *kinds_of("_".join([self.form] * 3), bias, self.mask, softmax), self.window
 
     def viewed(self, tensor: Tensor) -> Tensor:
         """A tensor of the call [batch, sequence, heads, channels] in the order of the dims."""
-        if self.form == "thd":
-            return tensor[0]
-        return tensor.transpose(0, 1) if self.form == "sbhd" else tensor
+        return in_format(tensor, self.form)
 
 
 def _problem(fields: Fields) -> _Problem | None:
@@ -92,21 +81,21 @@ def _problem(fields: Fields) -> _Problem | None:
     return _Problem(form, *limits, counted, padded, longest, bias, sink)
 
 
-def _limits(fields: Fields) -> tuple[NVTE_Mask_Type, tuple[int, int]] | None:
-    """Type of mask, and the window; None where the diagonal is one of no type."""
+def _limits(fields: Fields) -> tuple[str, tuple[int, int]] | None:
+    """Name of the type of mask, and the window; None where the diagonal is one of no type."""
     window = max(fields["window_left"], -1), max(fields["window_right"], -1)
     lengths = [fields[f"{of}_lengths"] for of in ("query", "key")]
     padding = fields["query_offsets"] is not None or any(each is not None for each in lengths)
     square = not padding and fields["query"].shape[1] == fields["key"].shape[1]
     corner = bool(fields["bottom_right"]) and not square
     if window[1] == 0:
-        name = "CAUSAL_BOTTOM_RIGHT" if corner else "CAUSAL"
-        name = f"PADDING_{name}" if padding else name
+        name = "causal_bottom_right" if corner else "causal"
+        name = f"padding_{name}" if padding else name
     elif corner and window != (-1, -1):
         return None
     else:
-        name = "PADDING" if padding else "NO"
-    return NVTE_Mask_Type[f"NVTE_{name}_MASK"], window
+        name = "padding" if padding else "no"
+    return name, window
 
 
 def _summed(fields: Fields, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:

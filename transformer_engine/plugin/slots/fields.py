@@ -16,8 +16,8 @@ from transformer_engine.plugin.slots import PLACED, UNEXPRESSED, Mapped
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
-    below_autograd,
     in_own_dtypes,
+    inside_operator,
     with_autograd,
 )
 
@@ -111,7 +111,7 @@ def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     @native
     def slot(fields: Fields) -> Any:
         try:
-            return run_apart(fields) if any_autocast() or below_autograd() else run(fields)
+            return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
         except (NotImplementedError, NobodyError):  # no one takes the call, or is there
             raise
         except Exception as error:

@@ -651,7 +651,7 @@ def staged_of(
             {
                 stage.name: partial(run, *functions[stage.node], stage.buffers)
                 for stage in stages
-                if stage.node in functions and stage.operator == "external"
+                if stage.node in functions and stage.external
             }
         )
     forward, backward = found
@@ -694,7 +694,7 @@ def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
     found = {
         stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
         for stage in plans.forward.stages
-        if stage.operator == "external" and stage.node not in own
+        if stage.external and stage.node not in own
     }
     return Staged(found, None, _lending) if found else None
 
@@ -708,7 +708,7 @@ def _draws_in_order(plans: CallPlans) -> bool:
         return True
     graph = plans.forward.graph
     last, own = (graph.numbers_of(kind) for kind in (_core.NODE_LINEAR, _core.NODE_FUNCTION))
-    drawn = (s.node for s in plans.forward.stages if s.operator == "external")
+    drawn = (s.node for s in plans.forward.stages if s.external)
     return all(node > max(last) for node in drawn if node not in own)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from transformer_engine.plugin.builtin import activation as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import checked, exact, quantized
+from transformer_engine.pytorch.cpp_extensions.values import checked, exact, quantized
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from transformer_engine.plugin.attention_kinds import in_format
 from transformer_engine.plugin.builtin import attention as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact, quantized, refuse
 from transformer_engine.plugin.core.ops import qkv_format_name
+from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
 
@@ -124,7 +125,7 @@ def fused_attn_fwd(call: SimpleNamespace) -> list:
     refuse(op, s_quantizer=call.s_quantizer, p_dropout=call.is_training and call.p_dropout > 0.0)
     problem = _problem(op, call, call.Bias, call.SoftmaxOffset)
     out, sums, top = _attended(problem, [exact(op, "", t) for t in (call.Q, call.K, call.V)])
-    results = [quantized(op, problem.shown(out).to(call.Q.dtype), call.o_quantizer)]
+    results = [quantized(op, in_format(out, problem.forms[0]).to(call.Q.dtype), call.o_quantizer)]
     results += [top] * call.return_max_logit
     if call.is_training:
         rng = torch.zeros(2, dtype=torch.int64, device=call.Q.device)
@@ -149,7 +150,9 @@ def fused_attn_bwd(call: SimpleNamespace) -> list:
             problem.fields["sink"] = wide[4].reshape(-1)
         out, *_ = _attended(problem, wide[:3])
         leaves = [t for t in wide if t is not None]
-        found = torch.autograd.grad(problem.shown(out), leaves, exact(op, "dO", call.dO))
+        found = torch.autograd.grad(
+            in_format(out, problem.forms[0]), leaves, exact(op, "dO", call.dO)
+        )
     left = iter(found)
     made = [None if t is None else next(left).to(t.dtype) for t in given]
     return [*(quantized(op, each, call.dqkv_quantizer) for each in made[:3]), *made[3:]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import dropout as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import checked, exact, written
+from transformer_engine.pytorch.cpp_extensions.values import checked, exact, written
 
 
 @defines(native.dropout_fwd)

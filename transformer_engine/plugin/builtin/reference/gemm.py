@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from transformer_engine.plugin.builtin import gemm as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact, quantized, refuse, torch_dtype
+from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse, torch_dtype
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
 

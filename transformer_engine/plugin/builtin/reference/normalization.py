@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import normalization as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact, quantized, torch_dtype
+from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, torch_dtype
 
 
 def _forward(op: str, call: SimpleNamespace, bias: Tensor | None, mu: Any) -> tuple[Any, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import quantization as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
 @defines(native.fp8_transpose)

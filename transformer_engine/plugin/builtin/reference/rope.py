@@ -10,8 +10,8 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import rope as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact
 from transformer_engine.plugin.core.ops import qkv_format_name
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
 def _positions(

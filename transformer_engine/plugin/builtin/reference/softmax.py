@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import softmax as native
 from transformer_engine.plugin.builtin.reference import defines
-from transformer_engine.plugin.builtin.values import exact
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
 def _softmax(input: Tensor, masked: Tensor, scale: float) -> Tensor:
@@ -57,11 +57,6 @@ def _backward(call: SimpleNamespace) -> Tensor:
     return made.to(call.softmax_output.dtype)
 
 
-scaled_softmax_backward = defines(native.scaled_softmax_backward)(_backward)
-scaled_masked_softmax_backward = defines(native.scaled_masked_softmax_backward)(_backward)
-scaled_upper_triang_masked_softmax_backward = defines(
-    native.scaled_upper_triang_masked_softmax_backward
-)(_backward)
-scaled_aligned_causal_masked_softmax_backward = defines(
-    native.scaled_aligned_causal_masked_softmax_backward
-)(_backward)
+for _name in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_"):
+    _name = f"scaled_{_name}softmax_backward"
+    globals()[_name] = defines(getattr(native, _name))(_backward)
