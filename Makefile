@@ -24,14 +24,16 @@ CLIENTS_PY = $$(cat $(ENV)-clients)
 LINT_PATH = PATH="$$(dirname "$(LINT_PY)"):$$PATH"
 
 C_FILES = $$(find csrc tests/c tests/cudnn \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
-# The sanitizers keep freed memory aside, so the tests that weigh the heap (test_core_leaks.py) stay out.
+# The sanitizers keep freed memory aside, so the tests that weigh the heap (leaks) stay out; those of Python alone
+# (the others) have nothing for them to see.
+UNSANITIZED = $(foreach name,core_leaks config recipe recipe_identity tols unread_variables,--ignore=tests/core/test_$(name).py)
 SANITIZED = TE_CUDA=0 TE_SANITIZE=address,undefined
 UBSAN_ENV = UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSAFEPATH=1 \
 	PYTHONPATH="$(CURDIR)/build/sanitize/lib" \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
 
-.PHONY: help demo test test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
+.PHONY: help demo test test-all test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
 # Build in place, and install the package, once and editable, where make made the environment.
@@ -52,6 +54,9 @@ test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 	$(call BUILD,$(TEST_PY))
 	$(TEST_PY) -m pytest -q $(SPREAD) $(ARGS) $(TESTS)
 	@$(TEST_PY) tools/editable_install.py --say
+
+test-all: override ARGS += --nightly
+test-all: test ## run the long sweeps too that `make test` leaves out, those of the mark nightly
 
 test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
 	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
@@ -102,7 +107,7 @@ sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and
 	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q $(SPREAD) -m "not gpu" tests/c
 	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q $(SPREAD) -p only_sanitized \
 		-o pythonpath="build/sanitize/lib . tests tools" -m "not gpu" \
-		--ignore=tests/core/test_core_leaks.py $(ARGS) $(SANITIZE_TESTS)
+		$(UNSANITIZED) $(ARGS) $(SANITIZE_TESTS)
 
 cuda-headers: build/cuda-headers/.stamp ## fetch the cuBLAS and cuDNN headers (900 MB pass by) to build against
 

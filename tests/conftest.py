@@ -5,7 +5,10 @@ A run draws one seed; every test makes its own from it and its name. `pytest --s
 run, in any selection and order of tests.
 """
 
+import functools
 import gc
+import logging
+import re
 import secrets
 import zlib
 
@@ -24,9 +27,14 @@ hypothesis.settings.load_profile("te")
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=None, help="seed of the random test data")
+    parser.addoption("--nightly", action="store_true", help="run the tests of the mark nightly too")
 
 
 def pytest_configure(config):
+    # pytest gives a handler to each logger that does not propagate, six times a test; torch has 40.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     if config.getoption("seed") is None:
         sent = getattr(config, "workerinput", {})
         config.option.seed = sent.get("seed", secrets.randbits(31))
@@ -39,15 +47,42 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    return f"test data: --seed {config.getoption('seed')}"
+    lines = [f"test data: --seed {config.getoption('seed')}"]
+    return lines + [f"left out: {mark} ({reason})" for mark, reason in left_out(config).items()]
+
+
+def pytest_collection():
+    """Thousands of tests are made, and none goes: no collection of garbage finds any."""
+    gc.disable()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave tests out whose marks can not run, or are not asked for: skipping each takes longer."""
+    marks = left_out(config).keys()
+    kept, left = [], []
+    for item in items:
+        (left if marks & {mark.name for mark in item.iter_markers()} else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 def pytest_collection_finish():
     """Keep torch and the list of tests out of every later collection: many tests make one."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
+def left_out(config):
+    """Marks whose tests this run leaves out, with the reason: those that `-m` does not name."""
+    reasons = {mark: missing(mark) for mark in ("gpu", "multigpu")}
+    reasons["nightly"] = None if config.getoption("nightly") else "--nightly runs them"
+    named = re.findall(r"\w+", config.getoption("markexpr"))
+    return {mark: reason for mark, reason in reasons.items() if reason and mark not in named}
+
+
+@functools.cache
 def missing(marker):
     """Say why tests of this mark can not run here; None where they can."""
     needed = {"gpu": 1, "multigpu": 2}[marker]
@@ -77,7 +112,9 @@ def seed(request):
     run = request.config.getoption("seed")
     number = zlib.crc32(f"{run} {request.node.nodeid}".encode())
     print(f"seed {number} (pytest --seed {run})")
-    torch.manual_seed(number)
+    # Without a GPU torch.manual_seed keeps each seed for one to come, and the stack as text.
+    manual_seed = torch.default_generator.manual_seed if missing("gpu") else torch.manual_seed
+    manual_seed(number)
     return number
 
 

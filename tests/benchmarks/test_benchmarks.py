@@ -15,7 +15,7 @@ from transformer_engine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
-BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes")
+BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes", "host_calls")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -318,3 +318,17 @@ def test_import_time_check_fails_on_what_should_not_be(tmp_path):
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "os.system" in done.stdout
+
+
+def test_host_calls(results):
+    """Each module in each way; `torch.autocast` does not take a call off the path of plain ones."""
+    rows = only_table(results, "host_calls")
+    modules = ["torch.nn.Linear", "Linear", "LayerNormLinear", "LayerNormMLP"]
+    modules += ["LayerNorm", "RMSNorm", "TransformerLayer"]
+    assert list(dict.fromkeys(row["module"] for row in rows)) == modules
+    for row in rows:
+        assert positive(row, "forward_us", "backward_us", "step_ratio", "forward_frames")
+        assert row["backward_frames"] >= 0
+    frames = {(row["module"], row["way"]): row["forward_frames"] for row in rows}
+    for module in modules[1:4]:
+        assert frames[module, "amp"] < 2 * frames[module, "plain"]

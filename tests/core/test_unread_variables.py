@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import processes
 import pytest
 
 from transformer_engine.common import config
@@ -94,11 +95,8 @@ print(*(each.message for each in said), sep="\\n")
 ])  # fmt: skip
 def test_a_program_is_told_at_its_first_module(make):
     pytest.importorskip("torch")
-    env = {**os.environ, "NVTE_DEBUG": "1", "NVTE_TORCH_COMPILE": "0", "NVTE_CUDA_ARCHS": "90"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(make=make)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    env = {"NVTE_DEBUG": "1", "NVTE_TORCH_COMPILE": "0", "NVTE_CUDA_ARCHS": "90"}
+    done = processes.run(PROGRAM.format(make=make), folder=ROOT, **env)
     (entry,) = (each for each in RUN if "NVTE_DEBUG" in each.names.split())
     assert done.stdout.splitlines() == [entry.line("NVTE_DEBUG", "1")]
 

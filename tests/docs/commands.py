@@ -14,6 +14,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import processes
+
 ROOT = Path(__file__).resolve().parents[2]
 ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 OPERATORS = {"&&", "||", "|", ";"}
@@ -34,13 +36,13 @@ def split(text: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
-def run(command: list[str], given: str = "") -> str:
+def run(command: list[str]) -> str:
     """Run a command at the root; return what it said where it failed."""
     outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of the make that runs these tests
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
     done = subprocess.run(
-        command, cwd=ROOT, input=given, capture_output=True, text=True, timeout=300,
+        command, cwd=ROOT, input="", capture_output=True, text=True, timeout=300,
         env={**environment, "PYTHONPATH": path},
     )  # fmt: skip
     return done.stdout + done.stderr if done.returncode else ""
@@ -109,5 +111,8 @@ def check(text: str) -> list[str]:
         programs += parsed
     if programs and not faults:
         parser = Path(__file__).with_name("parse_commands.py")
-        faults += filter(None, [run([sys.executable, str(parser)], json.dumps(programs))])
+        done = processes.run(
+            parser, folder=ROOT, path=[ROOT], input=json.dumps(programs), check=False
+        )
+        faults += [done.stdout + done.stderr] if done.returncode else []
     return faults

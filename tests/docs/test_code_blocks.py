@@ -14,10 +14,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
+import torch
 from markdown_pages import ROOT, Block, blocks, guides
 
 HERE = Path(__file__).parent
@@ -71,11 +72,10 @@ def provide(needs):
 
 def run_python(found, folder, *paths):
     """Run blocks as one program; return its status and what it said."""
-    path = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH"), str(ROOT)]))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_pieces.py")], cwd=folder, timeout=300,
-        input=json.dumps([piece for block in found for piece in block.pieces()]),
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    on_gpu = torch.cuda.is_available()
+    done = processes.run(
+        HERE / "run_pieces.py", folder=folder, path=[*paths, ROOT], limit=300, check=False,
+        input=json.dumps([piece for block in found for piece in block.pieces()]), fresh=on_gpu,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

@@ -2,12 +2,11 @@
 """The page on several GPUs runs on several ranks (test_code_blocks.py runs it on one)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
+import torch
 from markdown_pages import ROOT, blocks
 
 PAGE = ROOT / "docs/several_gpus.md"
@@ -16,32 +15,20 @@ RUN = Path(__file__).with_name("run_pieces.py")
 
 def run_ranks(pieces, folder, size=2):
     """Run pieces of Python in as many processes; return the status and the words of each."""
-    running = []
-    for rank in range(size):
-        said = open(folder / f"said-{rank}", "w+")  # noqa: SIM115 - closed below
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size),
-            "STORE": str(folder / "store"), "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        process = subprocess.Popen(
-            [sys.executable, str(RUN)], cwd=folder, env=env,
-            stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        process.stdin.write(json.dumps(pieces))
-        process.stdin.close()
-        running.append((process, said))
-    results = []
+    fresh = torch.cuda.is_available()
+    running = [
+        processes.start(
+            RUN, folder=folder, path=[ROOT], input=json.dumps(pieces), fresh=fresh,
+            RANK=str(rank), WORLD_SIZE=str(size), STORE=str(folder / "store"),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
     try:
-        for process, _ in running:
-            process.wait(timeout=200)
+        ended = [process.wait(200, check=False) for process in running]
     finally:
-        for process, said in running:
+        for process in running:
             process.kill()
-            process.wait()
-            said.seek(0)
-            results.append((process.returncode, said.read()))
-            said.close()
-    return results
+    return [(done.returncode, done.stdout + done.stderr) for done in ended]
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="docs are not part of an installed package")

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generation example: caches change nothing of what a trained model writes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from comparators import assert_nmse
@@ -81,13 +79,17 @@ def test_prompts_by_themselves_are_written_on_alike(device, generator):
 
 
 def run(model_file, device, *words, folder=None):
-    command = [sys.executable, str(EXAMPLES / "generate.py"), "--device", device, *words]
+    words = ["--device", device, *words]
     if model_file is not None:
-        command += ["--model", str(model_file)]
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder
+        words += ["--model", str(model_file)]
+    return processes.run(
+        EXAMPLES / "generate.py",
+        *words,
+        folder=folder,
+        limit=300,
+        check=False,
+        fresh=device != "cpu",
+        OMP_NUM_THREADS="1",
     )
 
 

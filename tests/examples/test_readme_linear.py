@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/readme_linear.py: runs as a program, and does in FP8 what it says."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -33,10 +31,5 @@ def test_step(example, old_names):
 
 
 def test_program():
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = processes.run(PROGRAM, limit=300, fresh=torch.cuda.is_available())
     assert done.stdout.count("GEMMs: 2 in FP8, 0 in high precision") == 2

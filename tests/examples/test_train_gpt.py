@@ -4,14 +4,12 @@
 import io
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -37,18 +35,14 @@ def arguments(device, text, out, *flags):
 
 def train(device, text, out, *flags, check=True):
     """Run the example in a process of its own."""
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py")]
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments(device, text, out, *flags)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return processes.run(
+        EXAMPLES / "train_gpt.py",
+        *arguments(device, text, out, *flags),
+        limit=300,
+        check=check,
+        fresh=device != "cpu",
+        OMP_NUM_THREADS="1",
     )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def high(device):

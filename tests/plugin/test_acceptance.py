@@ -5,13 +5,10 @@ The other files of this folder take each apart. That all 113 signatures round-tr
 test_tex_operators.py; what a call costs `make report` tells, and no test decides.
 """
 
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import processes
 import pytest
 import torch
 from comparators import assert_bits
@@ -52,13 +49,7 @@ def relu():
 
 def run(program, **variables):
     """Run a program in a process of its own; what it printed, and what it complained of."""
-    path = os.pathsep.join(filter(None, [variables.pop("path", ""), *sys.path]))
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = processes.run(program, **variables)
     return done.stdout.split(), done.stderr
 
 
@@ -211,7 +202,7 @@ def test_a_forked_child_goes_on(tmp_path):
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         """,
-        path=str(tmp_path), TE_FL_PLUGIN_MODULES="te_forked_plugin", TE_FL_PREFER="vendor",
+        path=[tmp_path], TE_FL_PLUGIN_MODULES="te_forked_plugin", TE_FL_PREFER="vendor",
     )  # fmt: skip
     assert said == ["registers", "mine", "mine"] and not complaints
 
@@ -228,7 +219,7 @@ def test_a_plug_in_that_fails_is_told_once(tmp_path):
             te.RMSNorm(16)(torch.ones(2, 16))
         print("done")
         """,
-        path=str(tmp_path), TE_FL_PLUGIN_MODULES="te_broken_plugin",
+        path=[tmp_path], TE_FL_PLUGIN_MODULES="te_broken_plugin",
     )  # fmt: skip
     assert said == ["done"]
     assert complaints.count("te_broken_plugin") == 1 and "a_library_that_is_not_there" in complaints

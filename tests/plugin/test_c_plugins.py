@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from c_plugins import build, needs_compiler, usual
@@ -322,9 +323,8 @@ def test_sixteen_threads(tmp_path):
 
 
 def run(program, **variables):
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", **variables}
-    program = textwrap.dedent(program)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, env=environment)
+    quiet = "import warnings\nwarnings.simplefilter('ignore')\n"  # of forks where there are threads
+    processes.run(quiet + textwrap.dedent(program), **variables)
 
 
 def test_a_forked_child_goes_on(tmp_path):

@@ -6,11 +6,9 @@ The sample for JAX waits for `transformer_engine.jax`, which is not built yet.
 
 import ast
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -21,18 +19,7 @@ SETUP = Path(__file__).parents[2] / "setup.py"
 
 def run(code, tmp_path, **environment):
     """What a program prints, run in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = processes.run(code, folder=tmp_path, path=[tmp_path], **environment)
     return done.stdout.split()
 
 
@@ -195,12 +182,8 @@ def test_skipping_cuda(tmp_path):
 
 @pytest.mark.parametrize(("level", "is_told"), [("", True), ("error", True), ("CRITICAL", False)])
 def test_levels_of_the_logger(level, is_told, tmp_path):
-    command = [sys.executable, "-c", WHO_RAN]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TEFL_LOG_LEVEL": level,
-                   "TE_FL_PLUGIN_MODULES": "no_such_module"}  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
+    given = {"TEFL_LOG_LEVEL": level, "TE_FL_PLUGIN_MODULES": "no_such_module"}
+    done = processes.run(WHO_RAN, folder=tmp_path, **given)
     assert done.stdout.split() == ["gelu/default.native"]
     assert ("no_such_module (env_module) did not register" in done.stderr) is is_told
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from plugged import FFN, HIDDEN, RECIPES, TOKENS, data, distance, made, native, register, same, step
 from tols import BF16, F32, tol
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine import _core
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin import slots
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 pytestmark = pytest.mark.usefixtures("manager")
 

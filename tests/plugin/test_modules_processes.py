@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plug-ins under modules in processes of their own, and while others register."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
+import processes
 import pytest
 
 pytestmark = pytest.mark.usefixtures("manager")
@@ -21,11 +19,8 @@ norm, x = te.RMSNorm(16), torch.ones(2, 16)
 
 
 def run(program, folder=None, **variables):
-    environment = {**os.environ, **variables}
-    if folder is not None:
-        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    code = HEAD + textwrap.dedent(program)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
+    path = [] if folder is None else [folder]
+    processes.run(HEAD + textwrap.dedent(program), path=path, **variables)
 
 
 def test_nothing_is_loaded_where_nobody_asks():

@@ -4,12 +4,9 @@
 import copy
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -341,7 +338,7 @@ def test_registering_imports_no_torch():
         assert tex.relu(-torch.ones(2, 2), None).sum() == 0
         assert get_manager().call("get_num_cublas_streams") == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    processes.run(program, fresh=True)
 
 
 def test_operators_of_a_manager_that_was_reset():
@@ -358,7 +355,7 @@ def test_operators_of_a_manager_that_was_reset():
         with with_preference("reference"):
             assert op() == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+    processes.run(program)
 
 
 @pytest.mark.parametrize("prefer", ["flagos", "reference"])
@@ -371,9 +368,7 @@ def test_the_environment_chooses(prefer):
         kind = "reference.torch" if os.environ["TE_FL_PREFER"] == "reference" else "default.native"
         assert get_manager().counts() == {f"silu/{kind}": 1}
     """
-    environment = {**os.environ, "TE_FL_PREFER": prefer}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    subprocess.run(command, check=True, env=environment)
+    processes.run(program, TE_FL_PREFER=prefer)
 
 
 def test_first_calls_of_many_threads():
@@ -397,4 +392,4 @@ def test_first_calls_of_many_threads():
             runs = [pool.submit(imports if i % 2 else explains) for i in range(9)]
             assert [run.result(60) for run in runs] == [4.0] * 9
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    processes.run(program, fresh=True)

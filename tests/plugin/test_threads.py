@@ -4,11 +4,9 @@
 Each program is a process of its own, which a deadlock ends by its time limit.
 """
 
-import os
-import subprocess
-import sys
 import textwrap
 
+import processes
 import pytest
 
 from transformer_engine.plugin import core as plugin
@@ -30,9 +28,7 @@ def in_thread(function, *arguments):
 
 
 def run(program, **variables):
-    environment = {**os.environ, **variables}
-    code = HEAD + textwrap.dedent(program)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
+    processes.run(HEAD + textwrap.dedent(program), **variables)
 
 
 def test_everything_changes_at_once():

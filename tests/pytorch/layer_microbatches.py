@@ -23,7 +23,7 @@ from pytorch.module_cases import quantized
 from tols import F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 
 NORMED = {"input_layernorm": True, "return_layernorm_output": True}
 LAYERS = {
@@ -52,7 +52,7 @@ def make(kind, device, dtype):
 
 
 def linears_of(layer):
-    return [module for module in layer.modules() if isinstance(module, ComposedModule)]
+    return [module for module in layer.modules() if isinstance(module, LinearBase)]
 
 
 def weights_of(layer):

@@ -3,12 +3,14 @@
 
 import contextlib
 import io
-import multiprocessing
+import socket
+import subprocess
 import tempfile
 import traceback
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import Client, Connection
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,9 +33,11 @@ def _unpacked(data):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _serve(rank, size, device, folder, connection):
+def serve(rank, size, device, folder):
+    """Run functions, as rank `rank` of a group, until there are no more."""
     import transformer_engine.pytorch as te
 
+    connection = Client(f"{folder}/{rank}")
     torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":
@@ -70,17 +74,20 @@ class Ranks:
         self._processes = []
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._connections = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self.device, Path(self._folder.name), theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        folder = self._folder.name
+        with contextlib.ExitStack() as stack:
+            waiting = []
+            for rank in range(self.size):
+                waiting.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+                waiting[-1].bind(f"{folder}/{rank}")
+                waiting[-1].listen()
+                waiting[-1].settimeout(LIMIT)
+                arguments = rank, self.size, self.device, folder
+                program = f"from pytorch.ranks import serve\nserve(*{arguments})"
+                fresh = self.device != "cpu"
+                self._processes.append(processes.start(program, fresh=fresh))
+            self._connections = [Connection(one.accept()[0].detach()) for one in waiting]
 
     def run(self, function, *arguments):
         """Run ``function(device, *arguments)`` in every process; return the results by rank.
@@ -112,9 +119,7 @@ class Ranks:
             return
         for connection, process in zip(self._connections, self._processes, strict=True):
             connection.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10, check=False)
         self._processes = []
         self._folder.cleanup()

@@ -7,9 +7,8 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 
+import processes
 import pytest
 import torch
 import torch._dynamo.utils
@@ -400,13 +399,15 @@ def test_a_plan_of_more_results_than_any_module_has():
 
 
 CACHED = """
-import json, sys, torch
+import json, os, sys, torch
+device, seed, os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1:]
+os.environ.update(TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_COMPILE_THREADS="1")
 from torch._dynamo.utils import counters
 import transformer_engine.pytorch as te
-torch.manual_seed(int(sys.argv[2]))
-layer = te.LayerNormMLP(48, 64, device=sys.argv[1])
+torch.manual_seed(int(seed))
+layer = te.LayerNormMLP(48, 64, device=device)
 compiled = torch.compile(lambda x: layer(x), fullgraph=True)
-x = torch.randn(8, 48, device=sys.argv[1], requires_grad=True)
+x = torch.randn(8, 48, device=device, requires_grad=True)
 with te.autocast(recipe=te.recipe.DelayedScaling()):
     out = compiled(x)
 out.square().sum().backward()
@@ -420,17 +421,9 @@ def test_cached_graphs_of_another_process(device, seed, tmp_path):
     """They hold operators that a process defines when it traces calls: before it looks for them."""
     if device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("Inductor on a CPU needs a C++ compiler")
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     results = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", CACHED, device, str(seed)],
-            env=os.environ | cache,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
+        done = processes.run(CACHED, device, seed, tmp_path, limit=300, fresh=device != "cpu")
         results.append(json.loads(done.stdout))
     (misses, *first), (hits, *second) = results
     assert misses == 0 and hits == 2

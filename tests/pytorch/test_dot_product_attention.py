@@ -10,19 +10,20 @@ from attention_reference import drop_factors
 from comparators import assert_grad64, assert_nmse
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits
+from thinning import pairs_first
 from tols import BF16, F16, F32, tol
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
-    Situation,
+    CallKind,
     choose_backend,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
-from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.masks import mask_type
+from transformer_engine.pytorch.attention.scores import scaled_softmax
 from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
@@ -127,7 +128,7 @@ def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dt
     on, of = other.pop("on", (True, True, True)), other.pop("device", "cuda")
     problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
     other = {"channels": (64, 64), "capability": 90, "cudnn": 91900, **other}
-    return choose_backend(Situation(*problem, **other))
+    return choose_backend(CallKind(*problem, **other))
 
 
 @pytest.mark.parametrize("mask", ["no_mask", "padding_causal", "arbitrary", "causal_bottom_right"])
@@ -288,10 +289,17 @@ def unaligned(shape, where, device):
     return torch.randn(1 + math.prod(shape), device=device, dtype=F16)[1:].view(shape)
 
 
-@pytest.mark.parametrize("where", ["lines", "memory"])
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("which", ["q", "k", "v", "qkv", "grad", "qkv grad"])
-@pytest.mark.parametrize("backend", ["native", "sdpa", "unfused"], indirect=True)
+# Each tensor is copied by itself, by its own address and strides, before a backend is called.
+@pytest.mark.parametrize(
+    ("backend", "which", "way", "where"),
+    pairs_first(
+        ["native", "sdpa", "unfused"],
+        ["q", "k", "v", "qkv", "grad", "qkv grad"],
+        ["eager", "compiled"],
+        ["lines", "memory"],
+    ),
+    indirect=["backend"],
+)
 def test_views_without_alignment(device, backend, which, way, where):
     """Kernels of other libraries read 16 bytes at once: what does not begin there is copied."""
     torch._dynamo.reset()
@@ -524,8 +532,12 @@ def test_checkpoint_core_attention(device, backend):
     assert saved[1] < saved[0]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("mask", ["causal", "padding", "lengths"])
+# The mask is an argument of a backend; recompute is a checkpoint around its call.
+@pytest.mark.parametrize(
+    ("backend", "mask", "recompute"),
+    pairs_first(["native", "sdpa", "unfused"], ["causal", "padding", "lengths"], [False, True]),
+    indirect=["backend"],
+)
 def test_compiled_equals_eager(device, backend, mask, recompute):
     kind = "padding" if mask == "lengths" else mask
     module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.0, attn_mask_type=kind)

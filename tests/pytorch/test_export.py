@@ -3,9 +3,8 @@
 
 import contextlib
 import itertools
-import subprocess
-import sys
 
+import processes
 import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
@@ -160,13 +159,7 @@ def test_programs_run_in_a_new_process(device, tmp_path):
         torch.export.save(exported(layer, recipe, "outside", False, x), folders[-1] / "program.pt2")
         x = torch.randn(17, BATCH, WIDTH, device=device)
         torch.save((x, as_tuple(run(layer, recipe, x))), folders[-1] / "data.pt")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, *map(str, folders)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    processes.run(LOAD, *folders, fresh=device != "cpu")
 
 
 def test_decompositions_and_other_operators(device):
@@ -257,14 +250,7 @@ for line in sys.stdin:
 def test_a_text_gives_the_same_plan_in_another_process():
     layer, x = MAKERS["mlp"]("cpu"), torch.randn(TOKENS, WIDTH)
     texts = [text for recipe in (None, *RECIPES) for text in texts_of(layer, x, recipe)]
-    done = subprocess.run(
-        [sys.executable, "-c", OWN],
-        input="\n".join(texts),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = processes.run(OWN, input="\n".join(texts))
     expected = [plan_text.plan_of(text).native.id for text in texts]
     assert [int(line) for line in done.stdout.split()] == expected
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch modes see what modules run: counters of FLOPs and loggers, with the same results."""
 
-import subprocess
-import sys
-
+import processes
 import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
@@ -285,5 +283,4 @@ def test_whoever_is_imported_first(order):
         "with FlopCounterMode(display=False) as counter:\n    layer(torch.ones(2, 4))\n"
         "assert counter.get_total_flops() == 2 * 2 * 4 * 8, counter.get_total_flops()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    processes.run(code)

@@ -30,7 +30,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
+from transformer_engine.pytorch.attention.fp8 import BLOCK
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 WIDTH = HEADS * CHANNELS

@@ -9,6 +9,7 @@ import contextlib
 
 import pytest
 import torch
+from pytorch.helpers import assert_same_bits
 from pytorch.layer_ways import (
     HIDDEN,
     LENGTH,
@@ -24,6 +25,7 @@ from torch.nn.utils import parametrize, prune
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
@@ -377,3 +379,26 @@ def test_stages_of_a_part(device):
     seen = []
     assert_counts(make_layer(device, dtype_of(device)), change, False, undo=undo)
     assert seen
+
+
+def test_a_hook_does_not_make_a_layer_look_at_its_modules_anew(device, monkeypatch):
+    """Nor does it hide what changes: the layer runs as one plan again once the hook is gone."""
+    off = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = te.TransformerLayer(32, 64, 2, **off, device=device)
+    x = torch.randn(4, 2, 32, device=device)
+    expected, made = layer(x), []
+    real = LayerCalls._find_parents
+    monkeypatch.setattr(LayerCalls, "_find_parents", lambda *a: (made.append(a), real(*a))[1])
+    seen = []
+    hook = layer.self_attention.proj.register_forward_hook(lambda *a: seen.append(a))
+    for _ in range(4):
+        assert_same_bits(layer(x), expected)
+    assert len(seen) == 4 and len(made) <= 2  # of the layer, and of its attention
+    hook.remove()
+    assert_same_bits(layer(x), expected)
+    assert len(seen) == 4 and LayerCalls.of(layer) is not None
+    parametrize.register_parametrization(layer.self_attention.proj, "weight", torch.nn.Identity())
+    assert_same_bits(layer(x), expected)
+    parametrize.remove_parametrizations(layer.self_attention.proj, "weight")
+    assert_same_bits(layer(x), expected)
+    assert LayerCalls.of(layer) is not None

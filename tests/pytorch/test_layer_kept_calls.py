@@ -26,8 +26,8 @@ from tols import BF16
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.plans import plans_of
+from transformer_engine.pytorch.module.call_key import KEPT
 from transformer_engine.pytorch.module.norm import L2Normalization
-from transformer_engine.pytorch.module.situation import KEPT
 
 
 def assert_same_step(layer, inp, **given):
@@ -240,7 +240,7 @@ def test_a_dropout_by_a_schedule_makes_few_plans(device):
         assert_same_bits(*pair, f"step {step}: ")
 
 
-def test_a_situation_that_comes_again_after_many_has_its_call(device):
+def test_a_key_that_comes_again_after_many_has_its_call(device):
     layer = make_layer(device, dtype_of(device))
     inp = states(layer)
     for step in range(2 * KEPT):

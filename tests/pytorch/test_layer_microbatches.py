@@ -47,8 +47,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.linear_base import LinearBase
 
 # ---- weights kept in FP8 -------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ def test_weights_that_another_thread_has_kept_meanwhile(device, way, monkeypatch
     """Between the look for kept weights and the choice of plans; later calls are as ever."""
     layer = make("encoder", device, BF16)
     x = states(layer).detach()
-    owner, name = (LayerCalls, "_bind") if way == "whole" else (ComposedModule, "_decide")
+    owner, name = (LayerCalls, "_bind") if way == "whole" else (LinearBase, "_decide")
     choose, raced = getattr(owner, name), []
 
     def race(*given):

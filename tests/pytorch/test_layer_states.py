@@ -176,7 +176,7 @@ def test_recipes_by_turns(device):
 
 @pytest.mark.parametrize("name", ["hidden_", "self_attention.core_attention.attention_"])
 def test_kept_calls_are_few(device, name):
-    """Sixteen situations, whatever a program does."""
+    """Calls of sixteen keys, whatever a program does."""
     layer = make_layer(device, dtype_of(device))
     x = states(layer)
     for step in range(40):

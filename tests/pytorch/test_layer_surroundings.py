@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is active around a layer or its backward: what its modules would do there, it does.
 
-Calls that keep their situation stay one call; where something watches or transforms operators the
+Calls that keep their key stay one call; where something watches or transforms operators the
 layer calls its modules. Bits are the same throughout.
 """
 

@@ -271,7 +271,7 @@ def test_calls_of_several_dtypes_are_found_again(device, name, use, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_converted_is_decided_anew(device, name):
+def test_what_is_converted_is_converted_at_each_call(device, name):
     """An input of fp64, and parameters of a norm of two dtypes: read in others than their own."""
     module = normed(name, device, BF16, BF16)
     x = torch.randn(32, 64, device=device, dtype=BF16)

@@ -14,7 +14,7 @@ from transformer_engine import _core
 from transformer_engine.common import plan_text, plans
 from transformer_engine.common.graphs import Norm
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.module.situation import KEPT
+from transformer_engine.pytorch.module.call_key import KEPT
 
 WIDTH, TOKENS = 16, 8
 CACHES = (plans.plans_of, plan_text.plan_of)

@@ -9,7 +9,6 @@ from comparators import assert_nmse
 from pytorch.helpers import assert_same_bits
 from pytorch.module_cases import batch, make, step
 from tols import BF16, F32, tol
-from transformer_engine.pytorch.transformer import DropPath
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -34,6 +33,7 @@ from transformer_engine.pytorch import (
 )
 from transformer_engine.pytorch.attention import custom_ops
 from transformer_engine.pytorch.module import _common, base
+from transformer_engine.pytorch.transformer import DropPath
 
 FP8 = constants.DType.kFloat8E4M3
 

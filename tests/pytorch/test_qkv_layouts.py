@@ -124,9 +124,11 @@ def test_nothing_is_copied(device, form, together, dim):
 @LAYOUT
 def test_compiled(device, form, together, dim):
     torch.compiler.reset()
+    # Forms differ in shapes alone: on a CPU, where Inductor takes seconds, it compiles one of them.
+    options = {} if device == "cuda" or form == "sbhd" else {"backend": "aot_eager"}
     module, leaves, given = problem(form, together, dim, F32 if device == "cpu" else BF16, device)
     made = []
-    for function in (module, torch.compile(module, fullgraph=True)):
+    for function in (module, torch.compile(module, fullgraph=True, **options)):
         out = function(**given)
         made.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     assert_bits(made[1][0], made[0][0])

@@ -93,7 +93,7 @@ def call(operator, argument, tensor, others, seed):
             named[other.name] = value
         else:
             positional.append(value)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
     return operator(*positional, **named)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.recompute_cases import CHECKPOINTS, PROGRAMS, ROWS, WIDTH, Block, plain
+from thinning import pairs_first
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -69,9 +70,10 @@ def pair(device, count, kind="linear"):
     return blocks, copy.deepcopy(blocks), torch.randn(ROWS, WIDTH, device=device)
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", OWN)
+# A checkpoint repeats calls of operators, which hold what recipe and kind of module ask for.
+@pytest.mark.parametrize(
+    ("name", "recipe", "kind"), pairs_first(OWN, list(RECIPES), ["linear", "mlp"])
+)
 def test_backward_outside_of_the_region(device, name, recipe, kind):
     """Two compiled blocks around one that is not; scales change between forward and repetition."""
     blocks, same, x = pair(device, 3, kind)

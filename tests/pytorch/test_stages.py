@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-import torch.multiprocessing
 from comparators import assert_nmse
 from pytorch.helpers import quantize_like_the_library, same_draws
+from pytorch.ranks import Ranks
 from tols import tol
 
 import transformer_engine.pytorch as te
@@ -103,12 +103,9 @@ def test_unknown_stage_and_missing_function(device):
         _core.run_staged(plan.native, 0, 0, *Staged({}).of(plan), x, w, scale, history)
 
 
-def _gather_worker(rank, world, store, seed, results):
+def _gather(device, seed):
     """Each rank quantizes its rows; the FP8 bytes are gathered before the GEMM."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-    )
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x, w, scale = _gather_problem(seed)
     rows = x.shape[0] // world
     history = torch.zeros(4, 256)
@@ -134,8 +131,7 @@ def _gather_worker(rank, world, store, seed, results):
     plan = call_plans(CallSpec((spec,))).forward
     out, _ = _core.run_staged(plan.native, 0, 0, *staged.of(plan), mine, w, scale, history)
     torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
-    results[rank] = (out, history[0].clone())
-    torch.distributed.destroy_process_group()
+    return out, history[0].clone()
 
 
 def _gather_problem(seed):
@@ -146,20 +142,17 @@ def _gather_problem(seed):
     return x, w, scale
 
 
-def test_gather_between_quantize_and_gemm_equals_one_process(tmp_path, seed):
-    world = 2
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(
-            _gather_worker, args=(world, tmp_path / "store", seed, results), nprocs=world
-        )
-        results = dict(results)
+def test_gather_between_quantize_and_gemm_equals_one_process(seed):
+    group = Ranks("cpu", 2)
+    try:
+        results = group.run(_gather, seed)
+    finally:
+        group.close()
     x, w, scale = _gather_problem(seed)
     history = torch.zeros(4, 256)
     spec = LinearSpec(32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0)
     plan = call_plans(CallSpec((spec,))).forward
     expected, _ = _core.run(plan.native, 0, 0, x, w, scale, history)
-    for rank in range(world):
-        out, amax = results[rank]
+    for out, amax in results:
         assert torch.equal(out, expected)
         assert torch.equal(amax, history[0])

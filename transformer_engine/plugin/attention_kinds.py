@@ -17,7 +17,7 @@ from transformer_engine.plugin.core.ops import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
+from transformer_engine.pytorch.attention.problem import layout_parts
 
 __all__ = ["enumerated", "formats", "in_batches", "in_format", "kinds_of", "limits"]
 

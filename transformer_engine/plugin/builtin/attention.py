@@ -21,7 +21,7 @@ from transformer_engine.plugin.core.ops import (
     NVTE_Softmax_Type,
     qkv_format_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.torchside.device import (

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformer_engine.plugin.attention_kinds import formats
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, native
+from transformer_engine.pytorch.attention import native
+from transformer_engine.pytorch.attention.core import DotProductAttention
 
 
 class FlashAttention(FlashAttentionBase):

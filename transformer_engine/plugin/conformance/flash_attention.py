@@ -38,7 +38,7 @@ _SETTINGS = (
 def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     """Make a module, call it, and ask for gradients."""
     from transformer_engine.plugin.core.ops import FlashAttentionBase
-    from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+    from transformer_engine.pytorch.attention.masks import (
         default_alibi_slopes,
     )
 

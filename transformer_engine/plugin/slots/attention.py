@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_engine.plugin.attention_kinds import in_format, kinds_of
 from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
-from transformer_engine.pytorch.attention.dot_product_attention.masks import alibi_bias
+from transformer_engine.pytorch.attention.masks import alibi_bias
 
 __all__ = ["backward", "forward"]
 

@@ -66,9 +66,8 @@ def find() -> None:
     made = getattr(manager, "_default", None) is not None
     policy = sys.modules.get("transformer_engine.plugin.core.policy")
     if made or (policy is not None and policy.is_used()) or _are_wanted():
-        from transformer_engine.plugin.core.manager import obey_default_manager
-
-        obey_default_manager()
+        manager = importlib.import_module("transformer_engine.plugin.core.manager")  # it registers
+        manager.obey_default_manager()
 
 
 _core.find_selections(find)

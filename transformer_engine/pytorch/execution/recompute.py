@@ -146,14 +146,16 @@ _own_depth = _Depth()
 """Checkpoints of this package that this thread is inside of."""
 
 
-def may_record(gradients: bool, fp8: bool) -> bool:
-    """Whether a checkpoint may have to know of a module call; cheap, and true where one has to.
+def may_concern(gradients: bool, fp8: bool) -> bool:
+    """Whether a checkpoint may record or repeat a module call; cheap, and true where one does.
 
     A non-reentrant checkpoint hooks saved tensors, also for functions that switch gradients off for
     a part of what they do; a reentrant one switches gradients off itself. False: no checkpoint is
     around the call, or none that records it (see `Frame`). `gradients` is the grad mode, `fp8`
     whether the call runs in FP8.
     """
+    if graph_task() != -1:
+        return True
     if gradients or not fp8:
         return top_saved_hooks(False) is not None or (not gradients and _own_depth.value > 0)
     return not torch.is_inference_mode_enabled()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls, given_to
 from transformer_engine.pytorch.module.layernorm import LayerNorm
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.program_names import PlainNames
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
@@ -47,7 +47,7 @@ class CompositeLayer(PlainNames, torch.nn.Module):
         """Set an attribute; a linear module that is replaced by a foreign one adds its bias."""
         replaced = self.__dict__.get("_modules", {}).get(name)
         super().__setattr__(name, value)
-        if isinstance(replaced, ComposedModule) and not isinstance(value, ComposedModule):
+        if isinstance(replaced, LinearBase) and not isinstance(value, LinearBase):
             replaced.add_bias()
 
     def plans_of(self, *args: Any, **kwargs: Any) -> list[tuple[str, Plan]]:

@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
-from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
-from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
+from transformer_engine.pytorch.attention.core import DotProductAttention
+from transformer_engine.pytorch.attention.plan import attention_node, sink_of
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    CoreOptions,
+    Heads,
+    check_dispatch,
+    sizes_of,
+    starts_of,
+)
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import (
     Attending,
     Bias,
@@ -31,7 +37,6 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.torchside.modes import only_forwards
 
 __all__ = ["MultiheadAttention"]
@@ -441,7 +446,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         given = (() if source is None else (source,), angles, *pairs)
         about = inp.device.type, inp.shape[s]
         over = self._hands_over(core)
-        return attending(core, how, slices, given, about=about, hands_over=over)
+        return attention_node(core, how, slices, given, about=about, hands_over=over)
 
     def _hands_over(self, core: DotProductAttention) -> bool:
         """Whether the projection is handed the output of attention in FP8."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import (
     ByModules,
     LayerCalls,
@@ -17,7 +18,6 @@ from transformer_engine.pytorch.module.layer_call import (
     asked,
 )
 from transformer_engine.pytorch.module.norm import NormModule
-from transformer_engine.pytorch.module.situation import keep
 
 __all__ = ["PlannedModule"]
 

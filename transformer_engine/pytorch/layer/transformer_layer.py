@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
-from transformer_engine.pytorch.attention.dot_product_attention.formats import FORMATS
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.problem import FORMATS, AttentionOptions, check_dispatch
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.layer.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention

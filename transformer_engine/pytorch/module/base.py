@@ -119,9 +119,7 @@ class Fp8Module(ModuleNames, NativeModule):
             )
         self._note_recipe(recipe)
         recipe = self._resolved(recipe, False)
-        in_backward = graph_task() != -1
-        fp8 = recipe is not None
-        if not in_backward and not recompute.may_record(torch.is_grad_enabled(), fp8):
+        if not recompute.may_concern(torch.is_grad_enabled(), recipe is not None):
             return Region(state, recipe, None, _NO_FRAMES, traced)
         record, replay = recompute.frames()
         if replay is not None:
@@ -135,7 +133,7 @@ class Fp8Module(ModuleNames, NativeModule):
                     "at each call"
                 )
             return Region(state, entry.recipe, entry, record, traced, frame=replay)
-        if in_backward and recipe is not None:
+        if recipe is not None and graph_task() != -1:
             raise RuntimeError(
                 f"{type(self).__name__}: FP8 forward inside a backward, but not under a checkpoint "
                 "that is known: which scales the first forward used can not be told. Use "

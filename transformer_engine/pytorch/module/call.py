@@ -63,6 +63,15 @@ class ModuleCall:
 
     splits: tuple[SplitTensors, ...] = ()
     """Weights and biases that come as several tensors, and so do their gradients; by place."""
+    dtypes: tuple[torch.dtype | None, ...] = ()
+    """What each tensor is converted to before a run, None for one that is read as it is; () where
+    all are."""
+    queue: deque | None = None  # where deferred weight gradients go
+    staged: Staged | None = None  # Python functions of external stages, and an observer
+    recipe: Any = None  # in force, of modules that take and give quantized tensors
+    quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
+    traced = False
+    # What a run has of its own: of a call that is made again, see `CallRun`.
     scales: Tensor | None = None
     """Forward scales of the call that this one repeats, or of an exported program."""
     unread_history: Tensor | None = None  # where one that repeats records amaxes, if it does
@@ -70,13 +79,8 @@ class ModuleCall:
     domain: Domain | None = None  # what that touches
     caches: Sequence = ()
     """Per part the quantized weight (row-wise, column-wise, scales) or None. A list where a forward
-    writes to it; of a call that is made again each run has its own, as it has `weights`."""
+    writes to it."""
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
-    queue: deque | None = None  # where deferred weight gradients go
-    staged: Staged | None = None  # Python functions of external stages, and an observer
-    recipe: Any = None  # in force, of modules that take and give quantized tensors
-    quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
-    traced = False
     unread = 0
     """Random pairs that a forward draws for nobody: whether its backward reads them a first forward
     under a reentrant checkpoint can not tell, and its repetition has to draw as many."""
@@ -132,23 +136,26 @@ class ModuleCall:
         return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     def run_forward(
-        self, tensors: tuple[Tensor | None, ...], caches: Sequence | None = None
+        self, tensors: tuple[Tensor | None, ...], run: "CallRun | None" = None
     ) -> tuple[Any, Sequence[Tensor]]:
-        """Run the forward over the tensors that ``plans.tensors`` names."""
+        """Run the forward over the tensors that ``plans.tensors`` names.
+
+        `run` has what is its own; None: this call has.
+        """
         plans, parts = self.plans, tensors
-        caches = self.caches if caches is None else caches
+        own = self if run is None else run
         if self.splits:
             for split in reversed(self.splits):
                 tensors = split.join(tensors, self.traced)
         if plans.reads_caches:
             for i in plans.reads_caches:
-                tensors = (*tensors, *caches[i])
+                tensors = (*tensors, *own.caches[i])
         if plans.drawn:
             tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn)))
         if self.unread:
             draw_pairs(tensors[0], self.unread)
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
-        results = self._run_forward(given)
+        results = self._run_forward(given, own)
         count = plans.result_count
         if plans.returned:
             out = self._returned(results)
@@ -157,7 +164,7 @@ class ModuleCall:
             out = results[0] if count == 1 else results[:count]
         if plans.writes_caches:
             for i, places in plans.writes_caches:
-                caches[i] = tuple([None if at is None else results[at] for at in places])
+                own.caches[i] = tuple([None if at is None else results[at] for at in places])
         if plans.backward is None:
             return out, ()
         saved = plans.pick_saved((*results, *tensors), self.traced)
@@ -167,24 +174,25 @@ class ModuleCall:
         """The first result, a quantized tensor, of what the forward's plan has made."""
         return quantized.returned(self, made, self.plans.returned, gradient=False)
 
-    def _run_forward(self, given: tuple) -> tuple:
+    def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
         """Run the forward's plan, over the scaling state too."""
         plan, slots = self.plans.forward, self.owners[0]
         if not self.plans.forward_state:  # nothing is cast, or by scales of its own
             return self._run(plan, (0,), given, 0)
-        if self.scales is not None:
-            if self.unread_history is None:
-                return self._run(plan, (0,), (*given, self.scales), 0)
-            return self._run(plan, (0,), (*given, self.scales, self.unread_history), 1)
+        if own.scales is not None:
+            if own.unread_history is None:
+                return self._run(plan, (0,), (*given, own.scales), 0)
+            return self._run(plan, (0,), (*given, own.scales, own.unread_history), 1)
         given = (*given, slots.forward_scale, slots.forward_history)
         return self._run(plan, (slots.forward_slot,), given, 1)
 
     def run_backward(
-        self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], weights: tuple | None = None
+        self, grads: tuple[Tensor, ...], saved: Sequence[Tensor], run: "CallRun | None" = None
     ) -> tuple[Tensor | None, ...]:
         """Run the backward: None, then the gradient of each tensor of the forward."""
         plans = self.plans
-        weights = self.weights if weights is None else weights
+        own = self if run is None else run
+        weights = own.weights
         if self.splits:
             saved = self._join_saved(saved)
         packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
@@ -206,8 +214,8 @@ class ModuleCall:
             saved_packed = packed[0] if packed else None
             scope = None if self.traced else _core.selected()
             self.queue.append(Deferred(plans, list(inputs), saved_packed, rows, weights, scope))
-        if self.first:
-            scaling.update("backward", self.domain)
+        if own.first:
+            scaling.update("backward", own.domain)
         if plans.all_gradients and not self.splits:
             return None, *results[:-1]
         found: Sequence = [None if at < 0 else results[at] for at in plans.places]
@@ -275,7 +283,7 @@ class LayerCall(ModuleCall):
             for way, _ in ways
         )
 
-    def _run_forward(self, given: tuple) -> tuple:
+    def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
         state = self._state[0]  # scales are among those that are said to be written
         given = (*given, *state)
         return self._run(self.plans.forward, self._slots[0], given, len(state), (), self.draws)
@@ -291,14 +299,16 @@ class LayerCall(ModuleCall):
 class CallRun:
     """A run of a call that is made again (see `autograd.Call`), with what is its own.
 
-    `caches` and `weights` are as of `ModuleCall`.
+    The attributes but `call` are as of `ModuleCall`.
     """
 
-    __slots__ = ("caches", "call", "weights")
+    __slots__ = ("caches", "call", "domain", "first", "scales", "unread_history", "weights")
     traced = False
 
-    def __init__(self, call: LayerCall, caches: Sequence = (), weights: tuple = ()) -> None:
+    def __init__(self, call: ModuleCall, caches: Sequence = (), weights: tuple = ()) -> None:
         self.call, self.caches, self.weights = call, caches, weights
+        self.first, self.domain = call.first, call.domain
+        self.scales = self.unread_history = None
 
     @property
     def label(self) -> str:
@@ -307,22 +317,24 @@ class CallRun:
 
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor]]:
         """Run the forward."""
-        result = self.call.run_forward(tensors, self.caches)
-        self.caches = ()
+        result = self.call.run_forward(tensors, self)
+        self.caches, self.scales, self.unread_history = (), None, None
         return result
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple:
         """Run the backward: None, then the gradient of each tensor of the forward."""
-        weights, unused = self.weights, False
+        run, unused = self, False
         if len(grads) > 1:  # None for a result that nobody has used
             unused = grads[0] is None
             some = grads[1] if unused else grads[0]
             grads = tuple([some.new_zeros(some.shape) if g is None else g for g in grads])
             main = [i for i, _ in self.call.plans.main_grads if i > 0] if unused else ()
             for i in main:  # nobody wants the gradients behind the first module
+                weights = run.weights
                 nowhere = SimpleNamespace(main_grad=torch.zeros_like(main_grad_of(weights[i])))
-                weights = (*weights[:i], nowhere, *weights[i + 1 :])
-        found = self.call.run_backward(grads, saved, weights)
+                run = CallRun(self.call, (), (*weights[:i], nowhere, *weights[i + 1 :]))
+                run.first, run.domain = self.first, self.domain
+        found = self.call.run_backward(grads, saved, run)
         if not unused:
             return found
         begin, end = self.call.first_module

@@ -33,6 +33,7 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = [
     "ask",
+    "calls_back",
     "common_request",
     "functions_of",
     "identity_of",
@@ -101,6 +102,11 @@ def is_custom(recipe: Recipe) -> bool:
 def name_of(recipe: Recipe) -> str:
     """The class of a recipe, as the user gave it."""
     return (CustomRecipe if is_custom(recipe) else type(recipe)).__name__
+
+
+def calls_back(recipe: Recipe | None) -> bool:
+    """Whether a call under it runs functions of the program, or reads tensors that these made."""
+    return isinstance(recipe, _Resolved) and bool(recipe.functions or recipe.weights)
 
 
 # ---- weights that are kept quantized -------------------------------------------------------------

@@ -23,7 +23,7 @@ _SHOWN = (
 
 
 class Inspected:
-    """What `composed.ComposedModule` has for tools (`explain`, `observe`) and for frameworks."""
+    """What `linear_base.LinearBase` has for tools (`explain`, `observe`) and for frameworks."""
 
     def plans_of(
         self, inp: Tensor, is_first_microbatch: bool | None = None

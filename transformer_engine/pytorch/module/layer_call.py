@@ -4,7 +4,7 @@
 A layer says in ``_emit(nodes, x, options, part)`` which modules follow each other, and how their
 results go together. That runs over an `Outline`, which notes the modules, and over an `Emission`,
 which makes the graph of one kind of call. Where the modules do nothing but what their classes
-define, and the situation has a key (see `situation`), the layer runs as one plan per direction;
+define, and the call has a key (see `call_key`), the layer runs as one plan per direction;
 else it calls its modules, with the same bits.
 """
 
@@ -27,11 +27,11 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES
-from transformer_engine.pytorch.module.situation import Recurrence, in_force, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
     microbatch,
@@ -77,7 +77,7 @@ class Value(NamedTuple):
 class Bias(NamedTuple):
     """A bias that a module returns, for the layer to add."""
 
-    module: ComposedModule
+    module: LinearBase
     name: str  # of its parameter
 
 
@@ -92,7 +92,7 @@ class Outline:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
-        self.modules: list[ComposedModule] = []  # those with linear layers, which have slots
+        self.modules: list[LinearBase] = []  # those with linear layers, which have slots
         self.norms: list[NormModule] = []  # of the heads of queries and of keys
         self.others: list[torch.nn.Module] = []
         """Further modules whose forwards the layer does the work of."""
@@ -119,7 +119,7 @@ class Outline:
         is the name of its result.
         """
         del x, name, output
-        if not isinstance(module, ComposedModule):
+        if not isinstance(module, LinearBase):
             raise ByModules
         self.modules.append(module)
         for parameter in module._parameter_names():
@@ -148,7 +148,7 @@ class Outline:
         del function, xs
         return Value()
 
-    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
+    def attends(self, module: Any, over: LinearBase, options: Any = None) -> int:
         """Note an attention between projections; return its number.
 
         `module` says in ``_attending(inp, options, dtype)`` how a call attends, `over` is the first
@@ -237,7 +237,7 @@ class Emission:
         """As of `Outline`."""
 
     def linear(
-        self, module: ComposedModule, x: Value, name: str, output: str = "output"
+        self, module: LinearBase, x: Value, name: str, output: str = "output"
     ) -> tuple[Value, Value]:
         """As of `Outline`."""
         given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
@@ -299,7 +299,7 @@ class Emission:
         graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
         return self._value(made, any(x.wanted for x in xs))
 
-    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
+    def attends(self, module: Any, over: LinearBase, options: Any = None) -> int:
         """As of `Outline`."""
         del module, over, options
         self._sites += 1
@@ -385,7 +385,7 @@ class Emission:
 
 
 class _BoundLayer(NamedTuple):
-    """A call of a layer that can be made again (see `situation.Bound`)."""
+    """A call of a layer that can be made again (see `call_key.KeptCall`)."""
 
     call: LayerCall
     first: LayerCall  # the same as the region's first one that records a backward
@@ -514,9 +514,9 @@ class LayerCalls:
 
         None where the layer has to call its modules.
         """
-        key, tensors = situation_of(state, inp, self._places, True)
+        key, tensors = layer_key(state, inp, self._places)
         if self._held:
-            key, tensors = quantized.filled(key, tensors, self._held, state)
+            key, tensors = quantized.filled(key, tensors, self._held, state.enabled)
         if key is None or not layer._is_planned(inp, options) or dispatch_modes():
             return None
         attending: list[Attending] = []
@@ -730,7 +730,7 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
-def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> ModuleCall | None:
+def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
@@ -738,7 +738,7 @@ def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> Modul
     if region.replay is not None or region.record:
         return None
     tensors, owners = module._promote(given, region.recipe)
-    module._find_present(tensors.flat())
+    module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
         return None
     call = module._prepare(tensors, region, first, owners)

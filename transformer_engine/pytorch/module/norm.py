@@ -22,13 +22,19 @@ from transformer_engine.common.graphs import (
 )
 from transformer_engine.common.plans import CallPlans, norm_plans
 from transformer_engine.pytorch.execution import plan_ops
-from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
+from transformer_engine.pytorch.execution.autograd import (
+    run_call,
+    run_forward_alone,
+    run_without_backward,
+)
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.call_key import KeptCall, call_key, converted, keep
 from transformer_engine.pytorch.module.operands import (
     DTYPES,
     check_dtypes,
     check_input,
+    conversions,
     one_dtype,
     refuse_memory,
 )
@@ -39,13 +45,13 @@ from transformer_engine.pytorch.module.parameters import (
     have_memory,
     initialise,
 )
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
     exporting,
     faking,
+    forward_gradients,
     without_memory,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
@@ -53,21 +59,39 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
 
+_SETTINGS = ("eps", "follows_input", "normalized_shape", "zero_centered_gamma")
+"""Attributes that a call depends on and that users set after construction."""
+
 
 class NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
     KIND: int
+    HAS_WEIGHT = HAS_BIAS = False
     eps: float | None
     zero_centered_gamma = False
 
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[tuple, CallPlans] = {}
+        self._bound: dict[tuple, KeptCall] = {}
+        self._places: dict[tuple, tuple] | None = None  # see `_find_places`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a setting counts from the next call on."""
+        super().__setattr__(name, value)
+        if name in _SETTINGS:  # calls were kept under the old one
+            self.__dict__.update(_bound={}, _places=None)
 
     def __getstate__(self) -> dict:
-        """Copy and pickle without plans."""
-        return {**self.__dict__, "_plans": {}}
+        """Copy and pickle without plans and calls."""
+        return {**self.__dict__, "_plans": {}, "_bound": {}, "_places": None}
+
+    def _replicate_for_data_parallel(self) -> "NormModule":
+        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
+        made = super()._replicate_for_data_parallel()
+        made.__dict__.update(_bound={}, _places=None)
+        return made
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
         """Load; the incumbent's norms have an ``_extra_state`` of nothing, which is dropped."""
@@ -130,6 +154,45 @@ class NormModule(NativeModule):
         eps = DEFAULT_EPS if self.eps is None else self.eps
         return Norm(self.KIND, _core.dtype_code(dtype), eps), flags
 
+    def _find_places(self) -> dict[tuple[bool, bool], tuple]:
+        """Where the parameters of a call stand, by whether weight and bias are None.
+
+        Nothing for a norm over several dims: it reads other tensors than its own.
+        """
+        if len(getattr(self, "normalized_shape", (1,))) > 1:
+            return {}
+        here = self._parameters
+        return {
+            (no_weight, no_bias): (
+                (here, "weight") if self.HAS_WEIGHT and not no_weight else None,
+                (here, "bias") if self.HAS_BIAS and not no_bias else None,
+            )
+            for no_weight in (False, True)
+            for no_bias in (False, True)
+        }
+
+    def _find(self, inp: Any) -> tuple[tuple | None, tuple]:
+        """Key of a call, None where it has none, and its tensors; no graph is being traced."""
+        own = self.__dict__
+        places, here = own["_places"], own["_parameters"]
+        if places is None:
+            places = own["_places"] = self._find_places()
+        # A parameter that is no attribute of its own has a place, and is not found there.
+        absent = here.get("weight", places) is None, here.get("bias", places) is None
+        found = places.get(absent)
+        return (None, ()) if found is None else call_key(absent, inp, found)
+
+    def _run_bound(self, key: tuple | None, tensors: tuple) -> Any:
+        """Run the call that is kept by a key; `NotImplemented` where there is none."""
+        bound = self.__dict__["_bound"].get(key)
+        if bound is None or not (bound.records or not forward_gradients()):
+            return NotImplemented
+        if bound.dtypes:
+            tensors = converted(tensors, bound.dtypes)
+        if bound.records:
+            return bound.apply(bound.call, *tensors)
+        return run_forward_alone(bound.call, tensors)
+
     def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
         """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
         kind = type(self).__name__
@@ -163,8 +226,12 @@ class NormModule(NativeModule):
         gamma: Tensor | None,
         beta: Tensor | None,
         out: torch.dtype | None = None,
+        found: tuple[tuple | None, tuple] = (None, ()),
     ) -> Tensor:
-        """Normalize the last dim of `inp`, in fp32, to a dtype; None: that of gamma."""
+        """Normalize the last dim of `inp`, in fp32, to a dtype; None: that of gamma.
+
+        `found` is what `_find` has found.
+        """
         traced = torch.compiler.is_compiling()
         eps = DEFAULT_EPS if self.eps is None else self.eps
         if traced:
@@ -183,6 +250,9 @@ class NormModule(NativeModule):
         label = type(self).__name__
         call = ModuleCall(plans, None, label)
         call.traced = traced or blank
+        if found[0] is not None and not call.traced:
+            call.dtypes = conversions(found[1], (inp, gamma, beta))
+            keep(self._bound, found[0], KeptCall(call))
         run = run_without_backward if plans.backward is None else run_call
         return run(call, inp, gamma, beta)
 
@@ -206,7 +276,7 @@ class NormModule(NativeModule):
 class AffineNorm(NormModule):
     """Base of the norms with parameters."""
 
-    HAS_BIAS: bool
+    HAS_WEIGHT = True
     EPS_IS_OPTIONAL = False
 
     def __init__(
@@ -288,6 +358,12 @@ class AffineNorm(NormModule):
         that of the input), the gradients those of what they belong to. ValueError where the last
         dims are not `normalized_shape`, TypeError for other dtypes or kinds of tensors.
         """
+        found: tuple = (None, ())
+        if not torch.compiler.is_compiling():
+            found = self._find(inp)
+            made = self._run_bound(*found)
+            if made is not NotImplemented:
+                return made
         dims = len(self.normalized_shape)
         self._check(inp, self.normalized_shape)
         gamma, beta = self.weight, self.bias if self.HAS_BIAS else None
@@ -306,7 +382,7 @@ class AffineNorm(NormModule):
         if gamma is not None:
             gamma, beta = one_dtype(gamma, beta)
         if dims == 1:
-            return self._run(inp, gamma, beta, out)
+            return self._run(inp, gamma, beta, out, found)
         size = math.prod(self.normalized_shape)
         flat = inp.reshape(*inp.shape[:-dims], size)
         flat_parameters = [p if p is None else p.reshape(size) for p in (gamma, beta)]
@@ -332,7 +408,13 @@ class L2Normalization(NormModule):
 
     def forward(self, inp: Tensor) -> Tensor:
         """Normalize the last dim of [..., features]."""
+        found: tuple = (None, ())
+        if not torch.compiler.is_compiling():
+            found = self._find(inp)
+            made = self._run_bound(*found)
+            if made is not NotImplemented:
+                return made
         self._check(inp, tuple(getattr(inp, "shape", ())[-1:]) or (1,))
-        return self._run(inp, None, None)
+        return self._run(inp, None, None, None, found)
 
     _FORWARD = forward

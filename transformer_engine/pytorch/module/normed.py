@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.operands import CallTensors
 from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
 
@@ -14,7 +14,7 @@ NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
 _obeying_norm = _core.obeying("norm")
 
 
-class NormedModule(ComposedModule):
+class NormedModule(LinearBase):
     """Base of modules that begin with a norm of their own."""
 
     def _set_norm(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a call of a composed module computes with, and the rules of their dtypes."""
+"""The tensors that a call of linear layers computes with, and the rules of their dtypes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ class CallTensors(NamedTuple):
     """(gamma, beta or None) of the norm before the first layer; None without a norm."""
     parts: tuple[PartTensors, ...]  # the linear layers
     output_dtype: torch.dtype  # of the result
+    given: tuple[Tensor | None, ...] = ()  # these as they were before a conversion, as of `flat`
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """Return them in the order of ``CallPlans.tensors``, None for what there is not."""
@@ -42,6 +43,13 @@ class CallTensors(NamedTuple):
             flat += weights
             flat += biases or (None,)
         return tuple(flat)
+
+
+def conversions(given: tuple, read: tuple) -> tuple[torch.dtype | None, ...]:
+    """What each of the tensors that are given is read as; None: as it is, () where all are."""
+    pairs = zip(given, read, strict=True)
+    dtypes = tuple([None if g is None or g.dtype == r.dtype else r.dtype for g, r in pairs])
+    return dtypes if any(dtypes) else ()
 
 
 def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:

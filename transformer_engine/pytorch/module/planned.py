@@ -10,14 +10,14 @@ from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module import custom
 from transformer_engine.pytorch.module.call import Ran
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.operands import check_dtypes
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 
 class Planned:
-    """What `composed.ComposedModule` has to make the plans of its calls."""
+    """What `linear_base.LinearBase` has to make the plans of its calls."""
 
     def _plans_for(
         self, key: tuple, quantization: tuple[Quantization, ...], traced: bool

@@ -306,7 +306,7 @@ class Held(NamedTuple):
 def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
     """Where the plain parameters of a call stand, and its quantized weights.
 
-    `places` are those of all, as of `situation.situation_of`.
+    `places` are those of all, as of `call_key.call_key`.
     """
     held = [
         Held(at + 1, *place)
@@ -318,14 +318,14 @@ def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
 
 
 def filled(
-    key: tuple | None, tensors: tuple, held: tuple[Held, ...], state: RegionState
+    key: tuple | None, tensors: tuple, held: tuple[Held, ...], fp8: bool
 ) -> tuple[tuple | None, tuple]:
-    """Key and tensors of a situation, with the quantized weights among them.
+    """Key and tensors of a call, with the quantized weights among them.
 
     (None, ()) where the call has to be decided by itself: without FP8, or where a weight is none of
     that kind any more. What is decided by is the class of a quantizer and of a tensor, not values.
     """
-    if key is None or not state.enabled:
+    if key is None or not fp8:
         return None, ()
     tensors, facts = list(tensors), []
     for at, parameters, name in held:
@@ -356,7 +356,8 @@ def forms_held(
     for _, own in zip(modules, parts, strict=True):
         for part in own:
             if is_quantized(part.weights[0]):
-                caches[at], _ = forms_of(part.weights[0], "weight", columns)
+                with unseen():  # as in `given_forms`
+                    caches[at], _ = forms_of(part.weights[0], "weight", columns)
             at += 1
 
 

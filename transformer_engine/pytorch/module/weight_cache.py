@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.quantized import forms_held
+from transformer_engine.pytorch.torchside.modes import dispatch_modes
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 
@@ -138,27 +139,51 @@ def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: An
         module.__dict__["_weight_caches"] = tuple(kept)  # torch's setattr takes longer
 
 
+def caches_to_repeat(replay: Any, count: int, watched: bool) -> list[tuple | None]:
+    """Of each part the quantized weight that a repeated call reads; None where it casts.
+
+    `replay` is the `recompute_frames.Entry` of the call that it repeats. Where a dispatch mode has
+    `watched` that one, it casts again what that one cast, so that the same operators run.
+    """
+    caches = [None] * count if replay.cache is None else [*replay.cache[:count]]
+    if watched:
+        for part in replay.kept:
+            caches[part] = None
+    return caches
+
+
 def microbatch_of(
     modules: Sequence,
     first: bool | Microbatch | None,
     state: RegionState,
     key: tuple,
     tensors: tuple = (),
+    region: Any = None,
 ) -> tuple[tuple[Sequence, tuple], tuple]:
     """What a run has of its own, caches and weights, and the key with what depends on these.
 
-    As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the situation;
-    `tensors` are all of the call, where there are quantized weights among those of the modules.
+    As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the call; `tensors` are
+    all of the call, where there are quantized weights among those of the modules. `region` is as of
+    `call_key.KeptCall.holds`; one that repeats a call is of one module.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
+    replay = None
+    if region is not None:
+        recipe, replay = region.recipe, region.replay
     parts = [module._part_tensors() for module in modules]
-    if (first is not None or tensors) and recipe is not None:
+    reads_caches = replay.cache is not None if replay is not None else first is not None
+    if (reads_caches or tensors) and recipe is not None:
         for module, own in zip(modules, parts, strict=True):
-            none = [None] * len(own)
-            caches += none if first is None else held_caches(module, first, own, recipe)
+            if not reads_caches:
+                caches += [None] * len(own)
+            elif replay is None:
+                caches += held_caches(module, first, own, recipe)
+            else:
+                caches += caches_to_repeat(replay, len(own), dispatch_modes() > 0)
         if tensors:
             forms_held(modules, parts, caches, recipe, tensors)
         key = (key, *[None if cache is None else cache[1] is None for cache in caches])
+        key = (*key, replay.kept) if replay is not None else key
     if any(module.fuse_wgrad_accumulation for module in modules):
         weights = tuple([part.weights[0] for own in parts for part in own])
         main = [getattr(weight, "main_grad", None) for weight in weights]

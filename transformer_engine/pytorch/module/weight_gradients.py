@@ -12,7 +12,7 @@ _MAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightGradients:
-    """What `composed.ComposedModule` has for fuse_wgrad_accumulation and delay_wgrad_compute."""
+    """What `linear_base.LinearBase` has for fuse_wgrad_accumulation and delay_wgrad_compute."""
 
     def _wgrad_flags(self, owner: Tensor, is_first_microbatch: bool | None) -> int:
         """Where the weight gradient goes."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
-from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.operands import PartTensors
 from transformer_engine.pytorch.module.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.module.parameters import (
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.module.parameters import (
 )
 
 
-class WeightModule(TensorParallel, ComposedModule):
+class WeightModule(TensorParallel, LinearBase):
     """Base of modules around one weight [out_features, in_features] and bias [out_features].
 
     The subclass calls `_set_linear`, then `_make_parameters`.

@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.tools.skip import check_model
 
 _FP8 = {"e4m3", "e5m2"}
@@ -100,13 +100,13 @@ def scales(module: torch.nn.Module) -> dict[str, Scaling]:
     check_model("scales", module, "module")
     found = {}
     for path, inner in module.named_modules():
-        if isinstance(inner, ComposedModule):
+        if isinstance(inner, LinearBase):
             prefix = f"{path}." if path else ""
             found.update({prefix + name: value for name, value in _scales_of(inner).items()})
     return found
 
 
-def _scales_of(module: ComposedModule) -> dict[str, Scaling]:
+def _scales_of(module: LinearBase) -> dict[str, Scaling]:
     values = module._state_values()
     if values is None:
         return {}

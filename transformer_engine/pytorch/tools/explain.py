@@ -12,7 +12,7 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import extent_value
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.layer.composite import CompositeLayer
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.torchside.device import is_mxfp8_available, is_nvfp4_available
 
 
@@ -53,8 +53,8 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         raise TypeError(
             f"explain: module: {type(module).__name__}, expected a module of this package"
         )
-    if not isinstance(module, ComposedModule | CompositeLayer):
-        inner = [name for name, m in module.named_modules() if isinstance(m, ComposedModule)]
+    if not isinstance(module, LinearBase | CompositeLayer):
+        inner = [name for name, m in module.named_modules() if isinstance(m, LinearBase)]
         hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
         raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
     inp = args[0] if args else kwargs.get("inp", kwargs.get("hidden_states"))
@@ -72,6 +72,6 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     for title, plan in plans:
         lines += _plan_text(title, plan, sizes)
     if not plans:
-        inner = [name for name, m in module.named_modules() if isinstance(m, ComposedModule)]
+        inner = [name for name, m in module.named_modules() if isinstance(m, LinearBase)]
         lines.append(f"it calls its modules; explain them: {', '.join(inner)}")
     print("\n".join(lines), file=file or sys.stdout)

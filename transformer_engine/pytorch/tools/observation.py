@@ -18,7 +18,7 @@ from transformer_engine.common.contexts import Context
 from transformer_engine.common.graphs import forms_of
 from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.pytorch.execution.stages import StageBuffers
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.tools.scale_matrix import scale_matrix, scaling_mode
 from transformer_engine.pytorch.tools.skip import check_model
 from transformer_engine.pytorch.torchside.modes import graph_task
@@ -206,7 +206,7 @@ class observe(Context):  # noqa: N801 - reads as what it does, as `autocast`
         self.records: dict[Module, ModuleRecord] = {}
 
     def _enter(self) -> "observe":
-        modules = [m for m in self._model.modules() if isinstance(m, ComposedModule)]
+        modules = [m for m in self._model.modules() if isinstance(m, LinearBase)]
         if any(module._observer is not None for module in modules):
             raise RuntimeError("observe: a module of the model is being observed already")
         self.records = {module: ModuleRecord() for module in modules}

@@ -14,7 +14,7 @@ from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, Li
 from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import Ran
-from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import AffineNorm
 from transformer_engine.pytorch.tools.conversion import counterpart_of
 from transformer_engine.pytorch.tools.counts import scales
@@ -117,7 +117,7 @@ def report(
         raise TypeError(f"report: observed: {kind}, expected what te.observe(model) gives")
     layers: list[LayerReport] = []
     for path, module in model.named_modules():
-        if isinstance(module, ComposedModule):
+        if isinstance(module, LinearBase):
             layers += _linear_layers(path, module, observed)
         elif isinstance(module, AffineNorm):
             layers.append(_norm(path, module))
@@ -133,7 +133,7 @@ def report(
 
 
 def _linear_layers(
-    path: str, module: ComposedModule, observed: observe | None
+    path: str, module: LinearBase, observed: observe | None
 ) -> Iterator[LayerReport]:
     ran = module._ran
     record = None if observed is None else observed.records.get(module)
@@ -247,7 +247,7 @@ def _why_not(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
 
 
 def _known(
-    module: ComposedModule, prefix: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
+    module: LinearBase, prefix: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> Iterator[TensorReport]:
     """Each tensor that is cast, as far as it is known without a measurement."""
     casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)

@@ -2,7 +2,7 @@
 """What a `DotProductAttention` finds out about a call: its kind, which backend runs it, its limits.
 
 `backends.py` has the table that chooses; here the arguments of a call, the module's settings and
-what is in force become the `Situation` that the table is asked about.
+what is in force become the `CallKind` that the table is asked about.
 """
 
 from collections.abc import Iterator
@@ -19,31 +19,29 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    check_softcap,
-    check_tensors,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import fp8, masks
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     Choice,
     choose_backend,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.cached import options_for_cache
-from transformer_engine.pytorch.attention.dot_product_attention.formats import (
-    check_format,
-    in_one_format,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import unbuilt_name
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import (
+from transformer_engine.pytorch.attention.cache_adapter import options_for_cache
+from transformer_engine.pytorch.attention.fp8_recipe import unbuilt_name
+from transformer_engine.pytorch.attention.limits import (
+    CallKind,
     Limits,
-    Situation,
     constant_limits,
     limits_of,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Heads,
+    check_format,
+    check_softcap,
+    check_tensors,
+    in_one_format,
+)
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
@@ -76,7 +74,7 @@ def _device_facts(device: torch.device) -> tuple[int, int]:
 class _Decision(NamedTuple):
     """What was found out about calls of one kind; `limits` is None where each call has its own."""
 
-    situation: Situation
+    call_kind: CallKind
     choice: Choice
     limits: Limits | None
 
@@ -114,7 +112,7 @@ def _are_apart(slopes: Tensor | None) -> bool:
     return slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
 
 
-class Choosing:
+class BackendChoice:
     """The part of `DotProductAttention` that chooses a backend for its calls."""
 
     attn_mask_type: str
@@ -134,7 +132,7 @@ class Choosing:
     training: bool
     _decisions: dict[tuple, _Decision]
 
-    def situation_of(
+    def call_kind_of(
         self,
         query: Any,
         key: Any,
@@ -142,7 +140,7 @@ class Choosing:
         options: AttentionOptions,
         qkv_format: str | None = None,
         modified: bool = False,
-    ) -> Situation:
+    ) -> CallKind:
         """The kind of a call, as `attend` would find it: of tensors, or what has their shapes.
 
         `modified`: with a `score_mod`.
@@ -158,7 +156,7 @@ class Choosing:
             options = options._replace(cu_seqlens_kv=of_keys, max_seqlen_kv=longest)
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         of = options, sizes, query, qkv_format == "thd", modified
-        return self._situation(self._kind_of(*of))
+        return self._call_kind(self._kind_of(*of))
 
     def limits_for(
         self,
@@ -174,18 +172,18 @@ class Choosing:
         `tokens` are all queries and keys of packed sequences.
         """
         of = options, sizes, query, tokens is not None, score_mod is not None
-        situation, choice, limits = self._decision_for(*of)
+        call_kind, choice, limits = self._decision_for(*of)
         if (
             limits is None
             or options.core_attention_bias is not None
             or options.alibi_slopes is not None
         ):
-            given = (situation, options, sizes, self.softmax_scale, query)
+            given = (call_kind, options, sizes, self.softmax_scale, query)
             limits = limits_of(*given, (0, 0) if tokens is None else tokens)
         if score_mod is not None:
             limits = limits.but(score_mod=score_mod)
-        if situation.softcap:
-            in_cap = situation.bias == "pre_scale_bias"
+        if call_kind.softcap:
+            in_cap = call_kind.bias == "pre_scale_bias"
             limits = limits.but(softcap=self._cap_of(options), bias_in_cap=in_cap)
         sink = self._sink(query)
         return choice, limits if sink is None else limits.but(sink=sink)
@@ -257,7 +255,7 @@ class Choosing:
             capped,
         )
 
-    def _situation(self, key: tuple) -> Situation:
+    def _call_kind(self, key: tuple) -> CallKind:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
         packed, are_full, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
@@ -271,7 +269,7 @@ class Choosing:
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        return Situation(
+        return CallKind(
             kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
             *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
             self.softmax_type, self.return_max_logit, in_fp8, has_mask and kind.padding, one_query,
@@ -280,8 +278,8 @@ class Choosing:
 
     def _decide(self, key: tuple) -> _Decision:
         """Find out what applies to calls of a kind."""
-        situation = self._situation(key)
-        return _Decision(situation, choose_backend(situation), constant_limits(situation))
+        call_kind = self._call_kind(key)
+        return _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
 
     def get_qkv_quantization_capabilities(self) -> dict[str, bool]:
         """By which recipes this attention casts queries, keys and values, by their classes' names.
@@ -300,8 +298,8 @@ class Choosing:
 
     def _mildest_calls(
         self, device: torch.device = _CPU, switches: AttentionSwitches = _ALL_ON
-    ) -> Iterator[Situation]:
+    ) -> Iterator[CallKind]:
         """The kinds of call that ask the least of a backend, one of each dtype."""
         for dtype in DTYPES:
             key = "no_mask", None, None, "no_bias", True, dtype, device, switches, ""
-            yield self._situation((*key, *[False] * 9, "", "", False, False))
+            yield self._call_kind((*key, *[False] * 9, "", "", False, False))

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.problem import AttentionOptions, sizes_of, starts_of
 
-__all__ = ["by_policy", "joined"]
+__all__ = ["split_by_policy", "joined"]
 
 _NAME = "DotProductAttention"
 _NEEDED = {"sequence_ids", "mask_type", "window_size"}
@@ -31,7 +30,7 @@ class _Policy(NamedTuple):
     bottom_right: bool | None
 
 
-def by_policy(
+def split_by_policy(
     options: AttentionOptions, qkv_format: str, tokens: tuple[int, int]
 ) -> list[AttentionOptions]:
     """The options of one attention for each policy that differs, over so many queries and keys.

@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.formats import keys_as
-from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
     mask_type,
     padding_form,
     window_of,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.packed import Sequences
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import AttentionOptions, Sequences, keys_as
 
 _NAME = "DotProductAttention"
 

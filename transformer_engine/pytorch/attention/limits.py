@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import AttentionSwitches
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.cached import cached_sequences
-from transformer_engine.pytorch.attention.dot_product_attention.packed import (
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.cache_adapter import cached_sequences
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
     Sequences,
     sequences_of,
 )
-from transformer_engine.pytorch.attention.options import AttentionOptions
 
 _NAME = "DotProductAttention"
 
 
-class Situation(NamedTuple):
+class CallKind(NamedTuple):
     """A kind of call: what the choice of a backend depends on."""
 
-    kind: masks.MaskType
+    mask_type: masks.MaskType
     """As `masks.mask_type` gives it, but with padding where lengths or a mask of it are there."""
     window: tuple[int, int]  # as `masks.window_of` gives it
     bottom_right: bool  # as `masks.diagonal_of` gives it
@@ -68,7 +68,7 @@ class Limits(NamedTuple):
     sink: Tensor | None = None  # [heads] fp32: scores without a key
     wants_top: bool = False  # the largest score of each head is a second result
     cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
-    score_mod: Any = None  # changes the scaled scores before bias and mask (`score_mod.ScoreMod`)
+    score_mod: Any = None  # changes the scaled scores before bias and mask (`scores.ScoreMod`)
     softcap: float = 0.0  # the scaled scores become softcap tanh(scores / softcap); 0: as they are
     bias_in_cap: bool = False  # the bias is a part of the scores that are capped
 
@@ -85,7 +85,7 @@ class Limits(NamedTuple):
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
         return self._without_slopes(queries, keys)._without_lengths(queries, keys)
 
-    def fit(self, queries: int, keys: int) -> Tensor:
+    def lengths_fit(self, queries: int, keys: int) -> Tensor:
         """Whether the lengths of each sequence are within these, [batch] bool."""
         of_queries, of_keys = self.query_lengths, self.key_lengths
         is_wrong = (of_queries < 0) | (of_queries > queries) | (of_keys < 0) | (of_keys > keys)
@@ -133,17 +133,17 @@ def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor 
     return (lengths[1] - lengths[0])[:, None, None, None]
 
 
-def constant_limits(situation: Situation) -> Limits | None:
+def constant_limits(call_kind: CallKind) -> Limits | None:
     """Limits that all calls of a kind have; None where they depend on tensors."""
-    kind = situation.kind
-    if kind.padding or kind.name == "arbitrary" or situation.bias != "no_bias":
+    kind = call_kind.mask_type
+    if kind.padding or kind.name == "arbitrary" or call_kind.bias != "no_bias":
         return None
-    window, corner = situation.window, situation.bottom_right
-    return Limits(None, None, window, corner, wants_top=situation.max_logit)
+    window, corner = call_kind.window, call_kind.bottom_right
+    return Limits(None, None, window, corner, wants_top=call_kind.max_logit)
 
 
 def limits_of(
-    situation: Situation,
+    call_kind: CallKind,
     options: AttentionOptions,
     sizes: tuple,
     scale: float,
@@ -157,15 +157,15 @@ def limits_of(
     ValueError where a tensor of the options is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
-    kind, corner, shift = situation.kind, situation.bottom_right, None
-    limits = Limits(None, None, situation.window, corner, wants_top=situation.max_logit)
+    kind, corner, shift = call_kind.mask_type, call_kind.bottom_right, None
+    limits = Limits(None, None, call_kind.window, corner, wants_top=call_kind.max_logit)
     if options.inference_params is not None:
         now = options.inference_params.lengths
-        if situation.packed:
+        if call_kind.packed:
             limits = limits.but(packed=cached_sequences(options.inference_params, sizes))
         else:
             limits = limits.but(query_lengths=now.counts, key_lengths=now.totals)
-    elif situation.packed:
+    elif call_kind.packed:
         limits = limits.but(packed=sequences_of(options, sizes, tokens))
     elif kind.name == "arbitrary":
         limits = limits.but(mask=masks.arbitrary_mask(options.attention_mask, sizes))
@@ -178,27 +178,25 @@ def limits_of(
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
         lengths = masks.sequence_lengths(cumulative, batch, queries, keys)
         limits = limits.but(query_lengths=lengths[0], key_lengths=lengths[1])
-    bias = _bias(situation.bias, options, sizes)
-    if situation.bias == "pre_scale_bias":
+    bias = _bias(call_kind.bias, options, sizes)
+    if call_kind.bias == "pre_scale_bias":
         return limits.but(bias=bias.float() * scale)
-    if situation.bias != "alibi":
+    if call_kind.bias != "alibi":
         return limits.but(bias=bias)
     slopes = _slopes(options.alibi_slopes, sizes, query)
-    return _with_slopes(limits.but(slopes=slopes), situation, sizes, shift)
+    return _with_slopes(limits.but(slopes=slopes), call_kind, sizes, shift)
 
 
-def _with_slopes(
-    limits: Limits, situation: Situation, sizes: tuple, shift: Tensor | None
-) -> Limits:
+def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tensor | None) -> Limits:
     """With slopes of ALiBi as they are, or as a bias where the operator does not take them."""
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
         return limits.but(bias=limits._sloped(queries, keys, shift), slopes=None)
-    if situation.device == "cpu" or situation.packed:
+    if call_kind.device == "cpu" or call_kind.packed:
         return limits
     # cuDNN's kernels count from the top left corner, with one slope of a head.
     from_corner = not limits.bottom_right or (queries == keys and limits.query_lengths is None)
-    if from_corner and not situation.slopes_apart:
+    if from_corner and not call_kind.slopes_apart:
         return limits
     return limits._without_slopes(queries, keys)
 

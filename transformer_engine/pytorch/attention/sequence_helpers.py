@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.formats import (
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.problem import (
     MIXED,
     check_format,
     layout_parts,

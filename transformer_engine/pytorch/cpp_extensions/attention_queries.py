@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`get_attention_backend`: which backend a program's attention would run by.
 
-Beside it stands what programs ask of lengths, masks and layouts (`questions.py`).
+What programs ask of lengths, masks and layouts is in `attention/sequence_helpers.py`.
 """
 
 import logging
@@ -10,63 +10,36 @@ from typing import Any
 
 import torch
 
-from transformer_engine.common import absent
 from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    Described,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+from transformer_engine.pytorch.attention.core import (
     DotProductAttention,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+from transformer_engine.pytorch.attention.fp8_recipe import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.fused_params import (
-    FusedAttentionParams,
+from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Described,
+    layout_parts,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
-from transformer_engine.pytorch.attention.dot_product_attention.questions import (
-    check_set_window_size,
-    get_cu_seqlens,
-    get_cu_seqlens_and_indices,
-    get_full_cu_seqlens,
-    get_indices,
-    get_padding_mask,
-    get_qkv_format,
-    get_qkv_layout,
-    maybe_contiguous,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "AttentionLogging",
     "AttentionParams",
-    "FusedAttentionParams",
-    "check_set_window_size",
     "get_attention_backend",
-    "get_cu_seqlens",
-    "get_cu_seqlens_and_indices",
-    "get_full_cu_seqlens",
-    "get_indices",
-    "get_padding_mask",
-    "get_qkv_format",
-    "get_qkv_layout",
-    "maybe_contiguous",
     "no_op_logger",
-    *absent.names_of(__name__),
 ]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -104,7 +77,7 @@ class AttentionParams:
     The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
     `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
     `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
-    "paged_kv_bshd_bshd_bshd" (`formats.LAYOUTS`). With `fp8` the attention is in a region of
+    "paged_kv_bshd_bshd_bshd" (`problem.LAYOUTS`). With `fp8` the attention is in a region of
     ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
     none, whichever is in force. A call of a padding type is one with lengths of its sequences.
 
@@ -189,7 +162,7 @@ def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tupl
     return (counted[0],), (counted[1],)
 
 
-def _situation_of(params: AttentionParams) -> Situation:
+def _call_kind_of(params: AttentionParams) -> CallKind:
     """The kind of call that is described; raises what `DotProductAttention` would."""
     refuse_options(
         "get_attention_backend", context_parallel=(params.context_parallel, False),
@@ -238,13 +211,13 @@ def _situation_of(params: AttentionParams) -> Situation:
         described(*lead[1], groups, params.head_dim_qk),
         described(*lead[1], groups, params.head_dim_v),
     )
-    situation = module.situation_of(*tensors, options, "thd" if packed else "bshd", modified)
+    call_kind = module.call_kind_of(*tensors, options, "thd" if packed else "bshd", modified)
     if params.deterministic:
-        switches = situation.switches._replace(nondeterministic=False)
-        situation = situation._replace(switches=switches)
+        switches = call_kind.switches._replace(nondeterministic=False)
+        call_kind = call_kind._replace(switches=switches)
     recipe = _recipe_of(params, module)
     in_fp8 = recipe is not None
-    return situation._replace(
+    return call_kind._replace(
         fp8=in_fp8,
         drops=in_fp8 and params.is_training and params.attention_dropout > 0.0,
         fp8_unbuilt=unbuilt_name(recipe),
@@ -291,11 +264,11 @@ def get_attention_backend(
     params = AttentionParams() if attention_params is None else attention_params
     _check_names(params)
     try:
-        situation = _situation_of(params)
+        call_kind = _call_kind_of(params)
     except (NotImplementedError, TypeError, ValueError) as error:
         AttentionLogging.fa_logger.info("no backend: %s", error)
         return False, None, False, None, False, [False, False, False]
-    found = refusals(situation)
+    found = refusals(call_kind)
     for name, refusal in found.items():
         if refusal is not None:
             AttentionLogging.fa_logger.debug("not %s: %s", name, refusal)
@@ -303,7 +276,7 @@ def get_attention_backend(
     chosen = runs[0] if runs else None
     AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
-    own = FP8 if situation.fp8 else F16_ARBITRARY_SEQLEN
+    own = FP8 if call_kind.fp8 else F16_ARBITRARY_SEQLEN
     number = own if chosen == "native" else None
     available = [False, bool(fused), "unfused" in runs]
     return False, None, chosen in fused, number, chosen == "unfused", available

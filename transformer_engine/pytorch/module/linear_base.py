@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modules around linear layers share: how a call finds its plans, and runs them."""
+"""Base of the modules with linear layers: how a call is found by its key, or decided, and run."""
 
 from abc import abstractmethod
 from collections import deque
@@ -19,6 +19,7 @@ from transformer_engine.pytorch.execution.autograd import (
     run_forward_alone,
     run_without_backward,
 )
+from transformer_engine.pytorch.execution.recompute import may_concern
 from transformer_engine.pytorch.execution.recompute_frames import unread_history
 from transformer_engine.pytorch.execution.stages import Observer, Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
@@ -26,21 +27,23 @@ from transformer_engine.pytorch.module import custom, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
 from transformer_engine.pytorch.module.call import CallRun, ModuleCall, Ran
+from transformer_engine.pytorch.module.call_key import (
+    KeptCall,
+    call_key,
+    converted,
+    keep,
+    key_of_quantized,
+)
 from transformer_engine.pytorch.module.inspected import Inspected
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
     PartTensors,
+    conversions,
     promoted,
 )
 from transformer_engine.pytorch.module.parameters import reset_linear
 from transformer_engine.pytorch.module.planned import Planned
-from transformer_engine.pytorch.module.situation import (
-    Bound,
-    keep,
-    situation_of,
-    situation_of_quantized,
-)
 from transformer_engine.pytorch.module.weight_gradients import WeightGradients
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -92,7 +95,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
+class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -135,7 +138,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
         self._external = (frozenset[int](),) * len(self.PARTS)
-        self._bound: dict[tuple, Bound] = {}
+        self._bound: dict[tuple, KeptCall] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()
         self._ran: Ran | None = None
@@ -226,7 +229,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         if self._held or is_quantized(self._parameters[name]):
             self._present, self._held = None, ()
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "ComposedModule":
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.PARTS)
         self._bound = {}
@@ -249,7 +252,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         state["_wgrads"] = deque()
         return state
 
-    def _replicate_for_data_parallel(self) -> "ComposedModule":
+    def _replicate_for_data_parallel(self) -> "LinearBase":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
         made.__dict__.update(_bound={}, _present=None, _held=())
@@ -263,39 +266,93 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
         """
         if torch.compiler.is_compiling():
-            left_out = self._left_out(is_first_microbatch, returns)
-            if left_out and exporting():
-                kind = type(self).__name__
-                raise NotImplementedError(f"{kind}: {left_out} in torch.export: leave it out there")
-            if left_out:
-                return _call_outside(self, inp, is_first_microbatch, returns)
-            return self._decide(inp, is_first_microbatch, True, returns)[0]
+            return self._call_traced(inp, is_first_microbatch, returns)
         state = current_state()
         own = self.__dict__  # a class with __getattr__ takes longer for each
         if own.get("cache_weights"):
             is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
+        recipe, region = state.recipe if state.enabled else None, None
+        custom_made = recipe is not None and recipe.custom()
+        if custom_made or may_concern(torch.is_grad_enabled(), recipe is not None):
+            region = self._region(False)
+            recipe = region.recipe
         key, tensors, shared = None, (), ((), ())
         if own["_present"] is not None:
-            key, tensors, shared = self._situation(state, inp, is_first_microbatch)
+            key, tensors, shared = self._find_key(state, recipe, region, inp, is_first_microbatch)
         if returns and key is not None:
             key = (key, returns)
         bound = None if key is None else own["_bound"].get(key)
-        call = None if bound is None else bound.call_in(self, state)
-        if call is None or not (bound.records or not forward_gradients()):
-            out, made = self._decide(inp, is_first_microbatch, False, returns)
-            if key is not None and made is not None and weight_cache.reads(made, shared[0]):
-                keep(self._bound, key, Bound(made, self))
-            return out
+        if (
+            bound is None
+            or not (bound.records or not forward_gradients())
+            or not bound.holds(self, state, region)
+        ):
+            found = key, shared[0]
+            return self._decide(inp, is_first_microbatch, False, returns, region, found)
+        if recipe is None and state.calibrating:
+            record_amaxes(self, state, self._promote(inp, None)[0])
         own["_ran"] = bound.ran
         if bound.quantized:
             own["_quantization"] = bound.quantization
-        run = CallRun(call, *shared) if shared[0] or shared[1] else call
+        if bound.dtypes:
+            tensors = converted(tensors, bound.dtypes)
+        run = call = bound.call
+        if region is not None or shared[0] or shared[1] or (state.first and bound.updates):
+            run = self._run_of(bound, state, region, shared)
         out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
-        if call.first:
-            state.first = False
-        if call.plans.writes_caches:
-            weight_cache.keep_caches((self,), shared[0], (self._part_tensors(),), state.recipe)
+        if run is not call:
+            self._finish(call, run.first, state, region, shared[0])
         return out
+
+    def _run_of(
+        self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
+    ) -> CallRun:
+        """A run of a call that was made before; `shared` are its caches and main gradients."""
+        run = CallRun(bound.call, *shared)
+        if region is None:
+            run.first, run.domain = state.first and bound.updates, state.domain
+            return run
+        replay = region.replay
+        run.first = bound.quantized and self._is_first(region, bound.records)
+        run.domain = (replay or state).domain
+        if replay is not None:
+            run.scales, run.unread_history = replay.scales, unread_history(replay)
+        return run
+
+    def _finish(
+        self,
+        call: ModuleCall,
+        first: bool,
+        state: RegionState,
+        region: Region | None,
+        caches: Sequence,
+        parts: tuple[PartTensors, ...] | None = None,
+    ) -> None:
+        """Take over what a run has made, and leave to checkpoints what its repetition needs.
+
+        `caches` are those of the run, `parts` what it computed with, where that is no parameter.
+        """
+        repeats = region is not None and region.replay is not None
+        kept = tuple([part for part, _ in call.plans.writes_caches])
+        if first and not repeats:
+            state.first = False
+        if kept and not repeats:
+            recipe = state.recipe if region is None else region.recipe
+            of = self._part_tensors() if parts is None else parts
+            weight_cache.keep_caches((self,), caches, (of,), recipe)
+        if region is not None and region.record:
+            cache = caches if kept or call.plans.reads_caches else None
+            self._record(region, call.slots, first, cache, kept)
+
+    def _call_traced(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
+        """`_call` while a graph is traced."""
+        left_out = self._left_out(is_first_microbatch, returns)
+        if left_out and exporting():
+            kind = type(self).__name__
+            raise NotImplementedError(f"{kind}: {left_out} in torch.export: leave it out there")
+        if left_out:
+            return _call_outside(self, inp, is_first_microbatch, returns)
+        return self._decide(inp, is_first_microbatch, True, returns)
 
     def _left_out(self, is_first_microbatch: bool | None, returns: int) -> str:
         """What of a call no graph of torch.compile holds; "" where one does.
@@ -318,22 +375,36 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             return "is_first_microbatch"
         return ""
 
-    def _situation(
-        self, state: RegionState, inp: Tensor, is_first_microbatch: bool | None
+    def _find_key(
+        self,
+        state: RegionState,
+        recipe: Any,
+        region: Region | None,
+        inp: Tensor,
+        is_first_microbatch: bool | None,
     ) -> tuple[tuple | None, tuple, tuple]:
-        """Key of the situation of a call, its tensors, and what a run has of its own."""
+        """Key of a call, its tensors, and what a run has of its own: caches and weights."""
         own, shared, forms = self.__dict__, ((), ()), ()
+        if region is not None and custom.calls_back(recipe):
+            return None, (), shared
         if type(inp) is Tensor or self.NORM is not None:
-            key, tensors = situation_of(state, inp, own["_present"], self.NORM is not None)
+            if recipe is None:
+                identity, wide = (state.depth > 0) + 2 * state.calibrating, True
+            else:
+                identity, wide = recipe.__repr__(), recipe.backward_override is not None
+            key, tensors = call_key(identity, inp, own["_present"], wide, region)
         else:
-            key, tensors, forms = situation_of_quantized(state, inp, own["_present"], self)
+            key, tensors, forms = key_of_quantized(recipe, region, inp, own["_present"], self)
         held = own["_held"]
         if held:
-            key, tensors = quantized.filled(key, tensors, held, state)
+            fp8 = recipe is not None and not recipe.custom()
+            key, tensors = quantized.filled(key, tensors, held, fp8)
         shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
+        if region is not None and region.replay is not None:
+            shares = shares or region.replay.cache is not None
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, tensors if held else ()
+                (self,), is_first_microbatch, state, key, tensors if held else (), region
             )
         if forms:
             shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
@@ -362,10 +433,21 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         self._present, self._held = quantized.apart(places) if own else (None, ())
 
     def _decide(
-        self, inp: Tensor, is_first_microbatch: bool | None, traced: bool, returns: int = 0
-    ) -> tuple[Any, ModuleCall | None]:
-        """Find out what applies to a call, and run it: the output, and the call to keep or None."""
-        region = self._region(traced)
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None,
+        traced: bool,
+        returns: int = 0,
+        region: Region | None = None,
+        found: tuple[tuple | None, Sequence] = (None, ()),
+    ) -> Any:
+        """Find out what applies to a call, keep that, and run it.
+
+        `region` is what is in force, where the caller has asked: a checkpoint counts the questions.
+        `found` are the key to keep it by, None for a call that has none, and its caches.
+        """
+        if region is None:
+            region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
         tensors, owners = self._promote(inp, region.recipe, traced)
@@ -373,31 +455,31 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
         run = run_without_backward if call.plans.backward is None else run_call
-        flat = tensors.flat()
-        out = run(call, *flat)
-        if call.first and region.replay is None:
-            region.state.first = False
-        kept = tuple([part for part, _ in call.plans.writes_caches])
-        if kept and region.replay is None:
-            weight_cache.keep_caches((self,), call.caches, (tensors.parts,), region.recipe)
-        if region.record:
-            caches = call.caches if kept or call.plans.reads_caches else None
-            self._record(region, call.slots, call.first, caches, kept)
-        if call.traced:
-            return out, None
-        reason = region.state.why() if region.recipe is None else None
-        self.__dict__["_ran"] = Ran(call.plans, reason)
-        if self._present is None:
-            self._find_present(flat)
-        kept = region.replay is None and not region.record and self._reads_given(inp, tensors)
-        return out, call if kept else None
+        ran = None
+        if not call.traced:
+            ran = Ran(call.plans, region.state.why() if region.recipe is None else None)
+            self._keep(found, call, ran, tensors)
+        out = run(call, *tensors.flat())
+        self._finish(call, call.first, region.state, region, call.caches, tensors.parts)
+        if ran is not None:
+            self.__dict__["_ran"] = ran
+        return out
 
-    def _reads_given(self, inp: Tensor, tensors: CallTensors) -> bool:
-        """Whether a call reads its input and its norm in the dtypes that they have."""
-        norm = self._norm_tensors()
-        return tensors.input.dtype is inp.dtype and (
-            norm is None or all(own is read for own, read in zip(norm, tensors.norm, strict=True))
-        )
+    def _keep(
+        self, found: tuple[tuple | None, Sequence], call: ModuleCall, ran: Ran, tensors: CallTensors
+    ) -> None:
+        """Keep a call by its key, before it runs: a checkpoint may end a repetition in the middle.
+
+        Not one that repeats a call over former slots, which it would keep alive.
+        """
+        if self._present is None:
+            self._find_present(tensors.given)
+        key, caches = found
+        if key is None or not weight_cache.reads(call, caches):
+            return
+        if call.slots is None or call.slots is self._slots:
+            call.dtypes = conversions(tensors.given, tensors.flat())
+            keep(self._bound, key, KeptCall(call, ran, self._quantization))
 
     def _promote(
         self, inp: Tensor, recipe: Any, traced: bool = False
@@ -417,6 +499,8 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         usable = quantized.usable_parts(kind, parts, recipe, quantization)
         given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
         tensors = promoted(kind, self._sizes()[0][0], given, recipe)
+        if not traced:
+            tensors = tensors._replace(given=CallTensors(*given, tensors.output_dtype).flat())
         return tensors, tuple(part.weights[0] for part in parts)
 
     def _prepare(
@@ -557,12 +641,12 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:
-            caches = [None] * count if replay.cache is None else [*replay.cache[:count]]
+            watched = dispatch_modes() > 0
+            caches = weight_cache.caches_to_repeat(replay, count, watched)
             ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
             history = unread_history(replay)
-            if dispatch_modes():  # so that the same operators run
-                for part in replay.kept:
-                    ways[part], caches[part] = graphs.WEIGHT_KEPT, None
+            for part in replay.kept if watched else ():
+                ways[part] = graphs.WEIGHT_KEPT
             no_amax = replay.scales is not None and history is None
             common |= replay.measures | graphs.NO_AMAX * no_amax
             flags = tuple([common | way for way in ways])
@@ -601,5 +685,5 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
 
 
 @Outside
-def _call_outside(module: ComposedModule, *arguments: Any) -> Any:
+def _call_outside(module: LinearBase, *arguments: Any) -> Any:
     return module._call(*arguments)

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from transformer_engine.plugin.builtin.attention import no_backend_because
 from transformer_engine.plugin.core.ops import (
     DType,
     NVTE_Bias_Type,
@@ -85,8 +86,6 @@ class FusedAttentionParams:
 
 def why_none(params: FusedAttentionParams) -> str:
     """Why no fused attention takes a call that is described, where none does."""
-    from transformer_engine.plugin.builtin.attention import no_backend_because  # imports this
-
     reason = no_backend_because(
         (params.qkv_dtype, params.qkv_dtype), params.qkv_layout, params.bias_type,
         (params.num_attn_heads, params.num_gqa_groups), (params.head_dim_qk, params.head_dim_v),

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import masks, native
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention import masks, native
+from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
 from transformer_engine.pytorch.execution import overrides
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 
@@ -23,7 +22,7 @@ def _module_of(core: Any) -> torch.nn.Module:
             "DotProductAttention: the class of a plug-in is selected no longer, which "
             "torch.compile has not noticed: call torch.compiler.reset() after the change"
         )
-    made, key = core.__dict__.setdefault("_of_plugins", {}), (kind, native.deterministic())
+    made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, native.deterministic())
     if key not in made:
         made[key] = kind(
             core.softmax_scale,

@@ -11,42 +11,37 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention.dot_product_attention import (
-    fp8,
-    masks,
-    of_plugins,
-    policies,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    check_dispatch,
-    check_softcap,
-    check_splits,
-    check_tensors,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import fp8, masks, plugin_backend, policies
+from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
     check_constructible,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.cached import (
+from transformer_engine.pytorch.attention.cache_adapter import (
     append_and_view,
     check_new,
     options_for_cache,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.choosing import Choosing
-from transformer_engine.pytorch.attention.dot_product_attention.formats import (
-    MIXED,
-    check_format,
-    in_one_format,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, heads_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import (
+from transformer_engine.pytorch.attention.choice import BackendChoice
+from transformer_engine.pytorch.attention.limits import (
     Limits,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
-from transformer_engine.pytorch.attention.dot_product_attention.score_mod import score_mod_of
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention.plan import KeptCalls
+from transformer_engine.pytorch.attention.problem import (
+    MIXED,
+    AttentionOptions,
+    CoreOptions,
+    Heads,
+    check_dispatch,
+    check_format,
+    check_softcap,
+    check_splits,
+    check_tensors,
+    heads_of,
+    in_one_format,
+)
+from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -65,6 +60,9 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
 
+_attention_backends: dict[str, bool] = {"backend_selection_requires_update": False}
+"""Programs set the entry after they have changed a variable; here every call reads them."""
+
 _NAME = "DotProductAttention"
 _PLAIN = CoreOptions()
 
@@ -74,7 +72,7 @@ _OF_CALLS = (
 """Attributes that calls set, or that are part of what they are kept by."""
 
 
-class DotProductAttention(Choosing, ContextParallel, Fp8Module):
+class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -210,18 +208,18 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
         if name not in _OF_CALLS:  # a call is not kept by the others
-            self.__dict__["_kept"], self.__dict__["_decisions"] = CoreCalls(), {}
-            self.__dict__["_of_plugins"] = {}  # attention by their classes
+            self.__dict__["_kept"], self.__dict__["_decisions"] = KeptCalls(), {}
+            self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        without = {"_kept": CoreCalls(), "_plans": {}, "_custom": None, "_of_plugins": {}}
+        without = {"_kept": KeptCalls(), "_plans": {}, "_custom": None, "_plugin_modules": {}}
         return {**super().__getstate__(), **without}
 
     def _replicate_for_data_parallel(self) -> "DotProductAttention":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__["_kept"] = CoreCalls()
+        made.__dict__["_kept"] = KeptCalls()
         return made
 
     def reset_parameters(self) -> None:
@@ -463,11 +461,11 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         found_by: tuple | None = None,
         more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in three; `found_by` is a key of `CoreCalls`.
+        """`forward` with its other arguments in three; `found_by` is a key of `KeptCalls`.
 
         Without one the call runs in no plan.
         """
-        if torch.compiler.is_compiling() and fp8.is_left_out():
+        if torch.compiler.is_compiling() and fp8.is_outside_graphs():
             _refuse_export("FP8 under CustomRecipe in torch.export: leave it out there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
@@ -478,7 +476,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
             heads, options, qkv_format = in_one_format(heads, options, qkv_format)
             found_by = None
         if options.inference_params is not None:
-            heads, options = self._go_on(heads, options, qkv_format)
+            heads, options = self._extend_cache(heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -498,7 +496,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         dropout = self.attention_dropout if self.training else 0.0
         if self._get_tracker is not None or options.checkpoint_core_attention:
             recompute = options.checkpoint_core_attention
-            out = self._attend_specially(run, heads, qkv_format, limits, dropout, recompute)
+            out = self._attend_in_fork(run, heads, qkv_format, limits, dropout, recompute)
         else:
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
         if is_quantized(out):
@@ -512,7 +510,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
     ) -> Any:
         """`attend` of packed sequences with policies of their own: once for each policy."""
         query, key, _ = heads.split()
-        calls = policies.by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
+        calls = policies.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
@@ -527,7 +525,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         if backend == "plugin":
 
             def of_class(heads: Heads, qkv_format: str, *_: Any) -> Any:
-                return of_plugins.attend(self, heads, options, qkv_format)
+                return plugin_backend.attend(self, heads, options, qkv_format)
 
             return of_class
         if not fp8.in_force(self):
@@ -539,14 +537,14 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
 
             return run
         # Few ask for it, and what it loads.
-        from transformer_engine.pytorch.attention.dot_product_attention import fp8_emulated
+        from transformer_engine.pytorch.attention import fp8_emulated
 
         def emulate(*given: Any) -> Any:
             return fp8_emulated.attend(self, *given)
 
         return emulate
 
-    def _go_on(
+    def _extend_cache(
         self, heads: Heads, options: AttentionOptions, qkv_format: str
     ) -> tuple[Heads, AttentionOptions]:
         """Put new keys and values into their cache: all of them, and the options for these."""
@@ -559,7 +557,7 @@ class DotProductAttention(Choosing, ContextParallel, Fp8Module):
         of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
         return Heads((query, *made)), options._replace(**of_keys)
 
-    def _attend_specially(
+    def _attend_in_fork(
         self,
         run: Callable,
         heads: Heads,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is found by its situation is the one that would be decided on, in whatever order.
+"""A call that is found by its key is the one that would be decided on, in whatever order.
 
 Random programs run twice over equal modules: as they are, and with every call decided anew.
 Outputs, gradients, scaling state and errors must be the same, bit for bit.
 """
 
+import contextlib
 import gc
 import weakref
 
@@ -14,13 +15,21 @@ from pytorch.helpers import assert_same_bits, states_of
 from pytorch.module_cases import quantized
 from pytorch.random_programs import CALLS, CURRENT, DELAYED, MODES, REGIONS, steps_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.module import composed, situation
+from transformer_engine.common.recipe import CustomRecipe, DelayedScaling
+from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
+    current_scaling_factory,
+    delayed_scaling_factory,
+)
+from transformer_engine.pytorch.module import call_key, linear_base, norm
 
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:Linear. its weight is quantized"),
+]
 
 MODULES = {
     "linear": lambda **where: te.Linear(16, 16, **where),
@@ -34,7 +43,48 @@ MODULES = {
     ),
 }
 
+# Modules that a test of all ways takes besides.
+NORMS = {
+    "layer_norm": lambda **where: te.LayerNorm(16, **where),
+    "rms_norm": lambda **where: te.RMSNorm(16, **where),
+    "bare_norm": lambda **where: te.LayerNorm(16, bias=False, **where),
+}
+MORE = {
+    "cached": lambda **where: caching(te.Linear(16, 16, **where)),
+    "held": lambda **where: quantized_linear(**where),
+    "again": lambda **where: te.LayerNormMLP(16, 32, checkpoint=True, **where),
+}
+# Quantizers of a program, which cast inside of the plan.
+CUSTOM = {
+    "custom": CustomRecipe(current_scaling_factory),
+    "custom delayed": CustomRecipe(delayed_scaling_factory),
+}
+WIDER = REGIONS | {
+    name: lambda recipe=recipe: te.autocast(recipe=recipe) for name, recipe in CUSTOM.items()
+}
+# Checkpoints in checkpoints.
+NESTED = CALLS | {
+    f"{outer} in {inner}": lambda f, x, outer=outer, inner=inner: CALLS[inner](
+        lambda y: CALLS[outer](f, y), x
+    )
+    for outer in CALLS
+    for inner in CALLS
+    if "direct" not in (outer, inner)
+}
+
 PLAIN = ["linear", "split", "norm_linear", "mlp"]
+
+
+def caching(module):
+    """The module, which keeps the casts of its weights by itself."""
+    module.cache_weights = True
+    return module
+
+
+def quantized_linear(**where):
+    """A linear layer whose weight is a quantized tensor."""
+    with te.quantized_model_init(recipe=DELAYED):
+        return te.Linear(16, 16, **where)
 
 
 def programs(seed):
@@ -58,6 +108,28 @@ def programs(seed):
     return (step for _, step in steps_of(seed, draw, 0.6))
 
 
+def ways(seed):
+    """Steps of a random program of AMP, checkpoints in one another, and recipes by turns."""
+
+    def draw(rng):
+        return {
+            "mode": rng.choice(["plain", "plain", "plain", "no_grad", "inference", "saved hooks"]),
+            "outer": rng.choice(list(WIDER)),
+            "inner": rng.choice(["none", "none", "none", *WIDER]),
+            "call": rng.choice(list(NESTED)),
+            "cast": rng.choice([False, True]),
+            "cast_inside": rng.choice([None, None, torch.bfloat16, torch.float16]),
+            "wants": rng.random() < 0.7,
+            "times": rng.choice([1, 2]),
+            "backward": rng.random() < 0.8,
+            "shape": rng.choice([(4, 16), (2, 3, 16)]),
+            "change": rng.choice([None] * 8 + ["freeze", "thaw"]),
+            "first": rng.choice([None] * 3 + [True, False]),
+        }
+
+    return (step for _, step in steps_of(seed, draw, 0.35))
+
+
 def change(module, what):
     """Something that a user does to a module between two calls."""
     parameters = list(module.named_parameters())
@@ -77,20 +149,23 @@ def run_step(module, step, x):
     for parameter in module.parameters():
         parameter.grad = None
 
+    kind, inside = x.device.type, step.get("cast_inside")
+    plain = step["first"] is None or isinstance(module, te.LayerNorm | te.RMSNorm)
+
     def function(inp):
-        with REGIONS[step["inner"]]():
+        amp = torch.autocast(kind, inside or torch.bfloat16, enabled=inside is not None)
+        with WIDER[step["inner"]](), amp if inside else contextlib.nullcontext():
             for _ in range(step["times"]):
-                if step["first"] is None:
+                if plain:
                     out = module(inp)
                 else:
                     out = module(inp, is_first_microbatch=step["first"])
         return out
 
     try:
-        kind = x.device.type
         with MODES[step["mode"]](), torch.autocast(kind, torch.bfloat16, enabled=step["cast"]):
-            with REGIONS[step["outer"]]():
-                out = CALLS[step["call"]](function, x)
+            with WIDER[step["outer"]]():
+                out = NESTED[step["call"]](function, x)
         if step["backward"] and out.requires_grad:
             out.float().square().sum().backward()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -107,18 +182,18 @@ def main_grads_of(module):
     return [weight.main_grad for weight in weights]
 
 
-def run_program(make, seed, device):
+def run_program(make, seed, device, steps=programs):
     """Results of every step, how much it cast, and what state and main gradients are after it."""
     torch.manual_seed(seed)
     module = make(device=device)
     results = []
-    for step in programs(seed):
+    for step in steps(seed):
         change(module, step["change"])
         x = torch.randn(step["shape"], device=device, requires_grad=step["wants"])
         main = main_grads_of(module)
         _core.reset_counters()
         result = run_step(module, step, x)
-        while module._wgrads:
+        while getattr(module, "_wgrads", ()):
             module.backward_dw()
         left = [p.grad for p in module.parameters()] + [grad.clone() for grad in main]
         results.append((step, result, [torch.tensor(quantized()), states_of(module), left]))
@@ -129,7 +204,7 @@ def run_program(make, seed, device):
 @pytest.mark.parametrize("seed", range(12))
 def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monkeypatch):
     as_it_is = run_program(MODULES[kind], seed, device)
-    monkeypatch.setattr(composed, "situation_of", lambda *_: (None, ()))
+    monkeypatch.setattr(linear_base, "call_key", lambda *_: (None, ()))
     long_way = run_program(MODULES[kind], seed, device)
     for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
         assert isinstance(ours, str) == isinstance(theirs, str), (step, ours, theirs)
@@ -140,19 +215,123 @@ def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monk
         assert_same_bits(state, expected, str(step))
 
 
+@pytest.mark.parametrize("kind", [*PLAIN, *NORMS, *MORE])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_ways_find_the_calls_that_would_be_decided_on(kind, seed, device, monkeypatch):
+    """AMP of several dtypes, checkpoints in one another and around AMP, quantizers of a program."""
+    make = {**MODULES, **NORMS, **MORE}[kind]
+    as_it_is = run_program(make, seed, device, ways)
+    for owner in (linear_base, norm):
+        monkeypatch.setattr(owner, "call_key", lambda *_: (None, ()))
+    long_way = run_program(make, seed, device, ways)
+    for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
+        assert isinstance(ours, str) == isinstance(theirs, str), (step, ours, theirs)
+        if isinstance(ours, str):
+            assert ours == theirs, step
+        else:
+            assert_same_bits(ours, theirs, str(step))
+        assert_same_bits(state, expected, str(step))
+
+
+FOUND_WAYS = {
+    "amp": lambda m, x: within(torch.autocast(x.device.type, torch.bfloat16), m, x),
+    "own": lambda m, x: te.checkpoint(m, x),
+    "own, hooked": lambda m, x: te.checkpoint(m, x, use_reentrant=False),
+    "torch": lambda m, x: torch_checkpoint(m, x, use_reentrant=True),
+    "torch, hooked": lambda m, x: torch_checkpoint(m, x, use_reentrant=False),
+    "amp in a checkpoint": lambda m, x: te.checkpoint(FOUND_WAYS["amp"], m, x),
+    "calibrating": lambda m, x: within(
+        te.autocast(enabled=False, calibrating=True, recipe=DELAYED), m, x
+    ),
+    "custom": lambda m, x: within(te.autocast(recipe=CUSTOM["custom delayed"]), m, x),
+    "saved hooks": lambda m, x: within(MODES["saved hooks"](), m, x),
+}
+
+
+def within(block, module, x):
+    """Call a module in a block."""
+    with block:
+        return module(x)
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED], ids=["", "delayed"])
+@pytest.mark.parametrize("way", FOUND_WAYS)
+@pytest.mark.parametrize("kind", ["linear", "split", "norm_linear", "mlp", "cached", "held"])
+def test_each_way_is_found(device, kind, way, recipe, monkeypatch):
+    """After two steps nothing is decided anew, forwards that are repeated included."""
+    module = {**MODULES, **MORE}[kind](device=device)
+    if kind == "held" and (recipe is None or way in ("calibrating", "custom")):
+        pytest.skip("without FP8 a quantized weight is dequantized at each call")
+    decided, found = linear_base.LinearBase._decide, []
+    monkeypatch.setattr(
+        linear_base.LinearBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+    )
+    for number in range(6):
+        x = torch.randn(16, 16, device=device, requires_grad=True)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out = FOUND_WAYS[way](module, x)
+        out.float().sum().backward()
+        if number == 1:
+            assert found
+            found.clear()
+    assert not found
+
+
+@pytest.mark.parametrize("way", [None, "amp", "own", "torch, hooked"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_found(device, kind, way, monkeypatch):
+    module, made = NORMS[kind](device=device), []
+    real = norm.ModuleCall
+    monkeypatch.setattr(norm, "ModuleCall", lambda *a: (made.append(a), real(*a))[1])
+    results = []
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    for _ in range(4):
+        x.grad = None
+        module.zero_grad()
+        out = module(x) if way is None else FOUND_WAYS[way](module, x)
+        out.float().square().sum().backward()
+        results.append([out.detach(), x.grad, *(p.grad for p in module.parameters())])
+    assert len(made) == (2 if way in ("own",) else 1)
+    for found in results[1:]:
+        assert_same_bits(found, results[0])
+
+
+def test_settings_and_parameters_of_a_norm_count_from_the_next_call_on(device):
+    x = torch.randn(4, 16, device=device)
+    module = te.LayerNorm(16, device=device)
+    for _ in range(2):
+        first = module(x)
+    module.eps = 1.0
+    assert not torch.equal(module(x), first)
+    module.eps = 1e-5
+    assert_same_bits(module(x), first)
+    module.zero_centered_gamma = True
+    doubled = module(x)
+    module.zero_centered_gamma = False
+    module.weight = torch.nn.Parameter(module.weight.detach() + 1.0)
+    assert_same_bits(module(x), doubled)
+    module._parameters["bias"] = None  # as frameworks take parameters away
+    without = module(x)
+    module._parameters["bias"] = torch.nn.Parameter(torch.ones(16, device=device))
+    assert_same_bits(module(x), without + 1.0)
+    assert module(x.bfloat16()).dtype is torch.float32
+    module.follows_input = True
+    assert module(x.bfloat16()).dtype is torch.bfloat16
+
+
 def test_the_programs_find_calls(device, monkeypatch):
     taken = []
-    real = situation.Bound.call_in
+    real = call_key.KeptCall.holds
 
     def noted(*arguments):
-        call = real(*arguments)
-        taken.append(call is not None)
-        return call
+        holds = real(*arguments)
+        taken.append(holds)
+        return holds
 
-    decided = composed.ComposedModule._decide
-    monkeypatch.setattr(situation.Bound, "call_in", noted)
+    decided = linear_base.LinearBase._decide
+    monkeypatch.setattr(call_key.KeptCall, "holds", noted)
     monkeypatch.setattr(
-        composed.ComposedModule, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
+        linear_base.LinearBase, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
     )
     for seed in range(12):
         run_program(MODULES["linear"], seed, device)
@@ -165,9 +344,9 @@ def test_microbatches_are_found(device, kind, first, monkeypatch):
     """From the third one on nothing is decided anew."""
     module = MODULES[kind](device=device)
     main_grads_of(module)
-    decided, found = composed.ComposedModule._decide, []
+    decided, found = linear_base.LinearBase._decide, []
     monkeypatch.setattr(
-        composed.ComposedModule, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+        linear_base.LinearBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
     )
     for _ in range(6):
         x = torch.randn(16, 16, device=device, requires_grad=True)
@@ -206,7 +385,7 @@ def step(module, x, recipe):
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_the_last_call_is_the_one_that_is_told_of(device, kind):
-    """By turns in FP8 and without, both situations being known."""
+    """By turns in FP8 and without, both keys being known."""
     module, x = MODULES[kind](device=device), torch.randn(16, 16, device=device, requires_grad=True)
     for recipe in (DELAYED, None, CURRENT) * 3:
         step(module, x, recipe)

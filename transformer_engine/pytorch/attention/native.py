@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, joined_shape
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.packed import Sequences
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.problem import Heads, Sequences, joined_shape
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.execution.random import draw_pair
@@ -97,7 +96,7 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
-def told_of(packed: tuple[Sequences, Sequences]) -> tuple[tuple, tuple]:
+def lengths_and_offsets(packed: tuple[Sequences, Sequences]) -> tuple[tuple, tuple]:
     """Lengths, or None twice, and offsets of packed queries and keys, as the operator reads."""
     queries, keys = packed
     lengths: tuple = (None, None)
@@ -159,7 +158,7 @@ def attend(heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout:
         where = limits.query_lengths, limits.key_lengths, None, None
         longest = 0, 0
     else:
-        lengths, offsets = told_of(packed)
+        lengths, offsets = lengths_and_offsets(packed)
         where, longest = (*lengths, *offsets), (packed[0].longest, packed[1].longest)
     joined = heads.joined
     how = limits.wants_top, *grads, deterministic(), joined, heads.dim

@@ -21,19 +21,18 @@ from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import (
+from transformer_engine.pytorch.attention.fp8_recipe import (
     asks_for_it,
     hands_over,
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads, slices_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.native import (
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.native import (
     deterministic,
-    told_of,
+    lengths_and_offsets,
 )
-from transformer_engine.pytorch.attention.options import CoreOptions
+from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.execution.random import draw_pair
@@ -42,9 +41,9 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import Attending, draws_of
 from transformer_engine.pytorch.module.quantized import measures_first
-from transformer_engine.pytorch.module.situation import keep
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -67,12 +66,12 @@ __all__ = [
     "in_force",
     "in_layer",
     "is_asked_for",
-    "is_left_out",
+    "is_outside_graphs",
     "recipe_of",
     "settings",
     "state_of",
     "unbuilt",
-    "wide_because",
+    "why_in_high_precision",
 ]
 
 SLOTS = (9, 6)
@@ -81,7 +80,7 @@ OUTPUT_SLOT = 3
 """The one of the output, among those of the forward."""
 
 
-def is_left_out() -> bool:
+def is_outside_graphs() -> bool:
     """Whether no graph holds attention in the region of this thread: quantizers are asked for."""
     state = current_state()
     return state.enabled and asks_for_it(state.recipe) and state.recipe.custom()
@@ -191,7 +190,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
 values and output as they were saved in FP8."""
 
 
-def wide_because(facts: Facts) -> str:
+def why_in_high_precision(facts: Facts) -> str:
     """Why the backward of an attention in FP8 runs in high precision; "": it runs in FP8."""
     return next((clause.reason for clause in GRADIENT_RULE if clause.holds(facts)), "")
 
@@ -210,7 +209,7 @@ def gradient_of(recipe: Recipe, limits: Limits, **problem: Any) -> bool:
     """Whether the backward of a call runs in FP8; `problem` as of `facts_of`, but for limits."""
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
-    return not wide_because(facts_of(recipe, limited=limited, packed=packed, **problem))
+    return not why_in_high_precision(facts_of(recipe, limited=limited, packed=packed, **problem))
 
 
 def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
@@ -371,7 +370,7 @@ def attend(
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
     call.draws = _draws(call.plans, like) if dropout > 0.0 else None
-    offsets = () if limits.packed is None else told_of(limits.packed)[1]
+    offsets = () if limits.packed is None else lengths_and_offsets(limits.packed)[1]
     run = run_call if records else run_without_backward
     out = run(call, *_flat(heads), *where, *offsets)
     if call.first and region.replay is None:
@@ -397,7 +396,7 @@ def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | N
     if limits.packed is None:
         both = limits.query_lengths, limits.key_lengths
         return tuple(each for each in both if each is not None), None
-    lengths, offsets = told_of(limits.packed)
+    lengths, offsets = lengths_and_offsets(limits.packed)
     queries, keys = limits.packed
     packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
     return tuple(each for each in lengths if each is not None), packed

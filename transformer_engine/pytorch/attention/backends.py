@@ -4,7 +4,7 @@
 From `FEATURES` come the choice at a call (`choose_backend`), what no backend runs and so is refused
 when a module is made (`check_constructible`), the answers of `te.explain_attention` and of
 `utils.get_attention_backend`. What a backend learns to run leaves its row; a new feature of a call
-is a field of `Situation` and a row here.
+is a field of `CallKind` and a row here.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,16 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.common import absent
-from transformer_engine.pytorch.attention.dot_product_attention import native, sdpa, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.by_heads import by_heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
-from transformer_engine.pytorch.attention.dot_product_attention.masks import (
+from transformer_engine.pytorch.attention import native, torch_backends
+from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
 )
 
-__getattr__, __dir__ = absent.attach(globals())
 __all__ = [
     "BACKENDS",
     "BIAS_TYPES",
@@ -30,11 +27,10 @@ __all__ = [
     "Choice",
     "Feature",
     "Refusal",
-    "Situation",
+    "CallKind",
     "check_constructible",
     "choose_backend",
     "refusals",
-    *absent.names_of(__name__),
 ]
 
 OLDEST_CUDNN = 91900  # as of csrc/cuda/cudnn_library.c
@@ -45,23 +41,23 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class Feature(NamedTuple):
     """A row of the table: what a call may have, and who does not run it."""
 
-    name: str  # a format of the situation's fields, which makes it concrete
-    present: Callable[[Situation], bool]
+    name: str  # a format of the fields of `CallKind`, which makes it concrete
+    present: Callable[[CallKind], bool]
     lacking: dict[str, str]
     """Why not, by who does not run it: a key of `BACKENDS`, or "cudnn", which is behind `native` on
     CUDA, or "cpu", behind it elsewhere. Formats too; "": the name says it all."""
 
 
-def _always(situation: Situation) -> bool:
-    del situation
+def _always(call_kind: CallKind) -> bool:
+    del call_kind
     return True
 
 
-def _corner_untold(situation: Situation) -> bool:
+def _corner_untold(call_kind: CallKind) -> bool:
     """Whether what a query attends depends on a diagonal that its mask type does not tell."""
-    if not situation.bottom_right or situation.square or situation.kind.bottom_right:
+    if not call_kind.bottom_right or call_kind.square or call_kind.mask_type.bottom_right:
         return False
-    return situation.window != NO_WINDOW or situation.bias == "alibi"
+    return call_kind.window != NO_WINDOW or call_kind.bias == "alibi"
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -117,7 +113,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "mask type arbitrary in FP8",
-        lambda s: s.fp8 and s.kind.name == "arbitrary",
+        lambda s: s.fp8 and s.mask_type.name == "arbitrary",
         {"native": "the operator takes no mask there"},
     ),
     Feature(
@@ -230,13 +226,13 @@ FEATURES: tuple[Feature, ...] = (
         {"native": "it adds a bias to what is capped"},
     ),
     Feature(
-        "mask type {kind.name}",
-        lambda s: s.kind.padding or s.kind.name == "arbitrary",
+        "mask type {mask_type.name}",
+        lambda s: s.mask_type.padding or s.mask_type.name == "arbitrary",
         {"sdpa": "it would take a mask of the size of the scores"},
     ),
     Feature(
         "mask type arbitrary of a class",
-        lambda s: s.kind.name == "arbitrary",
+        lambda s: s.mask_type.name == "arbitrary",
         {"plugin": "masks of such classes are those of padding"},
     ),
     Feature(
@@ -262,7 +258,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "a causal mask whose diagonal does not begin in the top left corner",
-        lambda s: s.kind.causal and s.bottom_right and not s.square,
+        lambda s: s.mask_type.causal and s.bottom_right and not s.square,
         {"sdpa": "its causal masks begin there"},
     ),
     Feature(
@@ -283,7 +279,7 @@ class Backend(NamedTuple):
 
     run: Callable | None
     title: str
-    is_there: Callable[[Situation], bool] = _always  # else nobody is told why it does not run
+    is_there: Callable[[CallKind], bool] = _always  # else nobody is told why it does not run
 
 
 BACKENDS = {
@@ -293,8 +289,14 @@ BACKENDS = {
         lambda s: bool(s.plugin),
     ),
     "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
-    "sdpa": Backend(by_heads(sdpa.attend), "torch's scaled_dot_product_attention"),
-    "unfused": Backend(by_heads(unfused.attend), "two batched products and the library's softmax"),
+    "sdpa": Backend(
+        torch_backends.attend_by_sdpa,
+        "torch's scaled_dot_product_attention",
+    ),
+    "unfused": Backend(
+        torch_backends.attend_in_steps,
+        "two batched products and the library's softmax",
+    ),
     "flash": Backend(None, "the flash-attn package"),
 }
 """By name, in order of preference."""
@@ -318,54 +320,54 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
 
 
-def _refusal(backend: str, situation: Situation) -> Refusal | None:
-    """The first feature of a situation that a backend lacks; None: it runs it."""
-    behind = ("cpu" if situation.device == "cpu" else "cudnn") if backend == "native" else backend
+def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
+    """The first feature of a kind of call that a backend lacks; None: it runs it."""
+    behind = ("cpu" if call_kind.device == "cpu" else "cudnn") if backend == "native" else backend
     for name, present, lacking in FEATURES:
         column = backend if backend in lacking else behind
-        if column in lacking and present(situation):
+        if column in lacking and present(call_kind):
             template = f"{name}: {lacking[column]}" if lacking[column] else name
             texts = (name, lacking[column], template)
-            return Refusal(*(text.format(**_fields(situation)) for text in texts))
+            return Refusal(*(text.format(**_fields(call_kind)) for text in texts))
     return None
 
 
-def _fields(situation: Situation) -> dict:
+def _fields(call_kind: CallKind) -> dict:
     """What names and reasons of the table may speak of."""
-    return {**situation._asdict(), "capability_text": f"{situation.capability / 10:.1f}"}
+    return {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
 
 
-def refusals(situation: Situation) -> dict[str, Refusal | None]:
+def refusals(call_kind: CallKind) -> dict[str, Refusal | None]:
     """Why each backend does not run a kind of call, by name; None: it does."""
-    return {name: _refusal(name, situation) for name in BACKENDS}
+    return {name: _refusal(name, call_kind) for name in BACKENDS}
 
 
-def choose_backend(situation: Situation) -> Choice:
+def choose_backend(call_kind: CallKind) -> Choice:
     """Choose the first backend that lacks nothing, and say why the ones before it were passed over.
 
     ValueError where none is left: the message has the feature that each lacks.
     """
     reasons: dict[str, str] = {}
     for name, backend in BACKENDS.items():
-        if not backend.is_there(situation):
+        if not backend.is_there(call_kind):
             continue
-        refusal = _refusal(name, situation)
+        refusal = _refusal(name, call_kind)
         if refusal is None:
             return Choice(name, reasons)
         reasons[name] = refusal.text
     found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     fix = ""
-    if not situation.switches.unfused:
+    if not call_kind.switches.unfused:
         fix = ". Unset these variables, or set NVTE_UNFUSED_ATTN=1: that backend runs most"
     raise ValueError(f"DotProductAttention: no backend is left ({found}){fix}")
 
 
-def check_constructible(situations: Iterable[Situation]) -> None:
+def check_constructible(call_kinds: Iterable[CallKind]) -> None:
     """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
     error = None
-    for situation in situations:
+    for call_kind in call_kinds:
         try:
-            choose_backend(situation)
+            choose_backend(call_kind)
             return
         except ValueError as refused:
             error = refused

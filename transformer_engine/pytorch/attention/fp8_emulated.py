@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in FP8 emulated: what FP8 would round is rounded, and multiplied in high precision.
 
-By `unfused`, so for every mask, bias and softmax, on every device. Queries, keys, values, weights
-and output are cast and read again, with the scales and slots of state that attention in FP8 has
-(`fp8.py`). The backward is in high precision, of what was read: casts pass gradients through.
+By `torch_backends.attend_in_steps`, so for every mask, bias and softmax, on every device. Queries,
+keys, values, weights and output are cast and read again, with the scales and slots of state that
+attention in FP8 has (`fp8.py`). The backward is in high precision, of what was read: casts pass
+gradients through.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import fp8, unfused
-from transformer_engine.pytorch.attention.dot_product_attention.by_heads import by_heads
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_recipe import recipe_of
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
+from transformer_engine.pytorch.attention import fp8, torch_backends
+from transformer_engine.pytorch.attention.fp8_recipe import recipe_of
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.problem import Heads
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import exporting, unseen, without_memory
@@ -25,8 +25,6 @@ _HEADS, _OUTPUT, _WEIGHTS = 2, 3, 8
 """Slots of the forward's state, as of ``csrc/layer/heads_fp8.c``."""
 _E4M3 = torch.float8_e4m3fn
 _MAX = 448.0  # of it
-
-_run = by_heads(unfused.attend)
 
 
 class _Through(torch.autograd.Function):
@@ -126,12 +124,16 @@ def attend(
         dtype = torch.get_autocast_dtype(like.device.type)
         tensors = tuple(tensor.to(dtype) for tensor in tensors)
     if without_memory(like):
-        return _run(heads._replace(tensors=tensors), qkv_format, limits, scale, dropout)
+        return torch_backends.attend_in_steps(
+            heads._replace(tensors=tensors), qkv_format, limits, scale, dropout
+        )
     module._quantization_of(region.recipe, False)  # what programs read of it
     state = fp8.state_of(module, region, like)
     casts = _Casts(region.recipe, state, like.device, dropout)
     given = heads._replace(tensors=tuple(map(casts.heads, tensors)))
-    out = _run(given, qkv_format, limits.but(cast=casts.weights), scale, dropout)
+    out = torch_backends.attend_in_steps(
+        given, qkv_format, limits.but(cast=casts.weights), scale, dropout
+    )
     out, *top = out if limits.wants_top else (out,)
     out = casts.output(out)
     if region.record:

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of a module is decided by, as one key; and the calls that a module keeps by it.
+
+A training loop calls a layer thousands of times in a few ways. `call_key` puts the facts that
+`LinearBase._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
+tensors, the dtype of `torch.autocast`, whether a checkpoint records the call or repeats one. What
+was decided once for it is a `KeptCall`, which a later call finds under the same key. What differs
+between two calls of one key belongs to a run (`call.CallRun`): quantized weights that are kept,
+scales of the call that a checkpoint repeats, main gradients. Settings of the module are no part of
+the key: one that is set takes its kept calls away. Without a key, and decided anew, are calls in
+transforms of `torch.func`, on tensors without memory, and on tensors of other classes.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.operand_casts import is_backward_wide
+from transformer_engine.pytorch.execution.autograd import apply_of
+from transformer_engine.pytorch.execution.recompute import (
+    anywhere,
+    in_reentrant_forward,
+    may_concern,
+)
+from transformer_engine.pytorch.execution.thread_state import RegionState
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.scaling_state.scaling import Slots
+from transformer_engine.pytorch.torchside.modes import (
+    allows_tf32,
+    any_autocast,
+    dispatch_modes,
+    faking,
+    graph_task,
+    in_transform,
+    unseen,
+)
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
+
+__all__ = [
+    "KeptCall",
+    "Recurrence",
+    "call_key",
+    "converted",
+    "in_force",
+    "keep",
+    "key_of_quantized",
+    "layer_key",
+]
+
+KEPT = 16
+"""Keys that a module, or a layer, keeps calls and plans by."""
+
+_grad_enabled = torch.is_grad_enabled
+
+
+def keep(kept: dict, key: Any, value: Any) -> Any:
+    """Keep a value by its key, among at most `KEPT`; return it."""
+    if len(kept) >= KEPT:
+        kept.clear()
+    kept[key] = value
+    return value
+
+
+class Recurrence:
+    """Whether a call is kept by a new key, which takes plans.
+
+    To make them takes longer than a call, so a setting that changes all the time, a dropout by a
+    schedule, must not make some at each step: the more there were, the more often a key has to
+    come in a row.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0  # how many keys calls were kept by
+        self._new: Any = None  # the last one that there was no call for,
+        self._row = 0  # and how often it came in a row
+
+    def is_met(self, key: tuple) -> bool:
+        """Note that a key has come that no call is kept by; whether to keep one."""
+        self._row = self._row + 1 if key == self._new else 1
+        self._new = key
+        if self._row <= self._made // KEPT:
+            return False
+        self._made += 1
+        return True
+
+
+class KeptCall:
+    """A call that a module makes and can make again, with the tensors that it has then."""
+
+    __slots__ = (
+        "apply",
+        "call",
+        "dtypes",
+        "quantization",
+        "quantized",
+        "ran",
+        "records",
+        "updates",
+    )
+
+    def __init__(
+        self, call: ModuleCall, ran: Any = None, quantization: tuple | None = None
+    ) -> None:
+        self.call = copy.copy(call)
+        # Each run has its own.
+        self.call.caches = self.call.weights = ()
+        self.call.scales = self.call.unread_history = self.call.domain = None
+        self.call.first = False
+        self.dtypes = call.dtypes
+        self.records = call.plans.backward is not None
+        self.quantized = call.plans.quantized
+        self.updates = self.quantized and self.records  # the backward state, as a region's first
+        self.apply = apply_of(call.label)  # runs it and records its backward
+        self.ran = ran  # what the module tells of its last call, and of the last in FP8
+        self.quantization = quantization if self.quantized else None
+
+    def holds(self, module: Any, state: RegionState, region: Any) -> bool:
+        """Whether the state that it is bound to is in force; `region` is a `base.Region` or None.
+
+        None where the state of the thread alone says what is in force.
+        """
+        slots = self.call.slots
+        if region is None:
+            return slots is None or in_force(slots, module, state)
+        recipe, replay = region.recipe, region.replay
+        if recipe is not None and recipe.custom() and recipe is not self.quantization[2]:
+            return False  # its functions have the same texts as others
+        if replay is not None:
+            return slots is replay.slots and (slots is None or slots is module._slots)
+        return slots is None or in_force(slots, module, state, bool(region.record))
+
+
+def in_force(slots: Slots, module: Any, state: RegionState, recorded: bool = False) -> bool:
+    """Whether a module still has these slots, and a call in this state takes them.
+
+    `recorded`: a checkpoint records the call.
+    """
+    return (
+        slots is module._slots
+        and slots.current
+        and slots.group is state.group
+        and (
+            slots.domain.label == state.label
+            or not (_grad_enabled() or state.calibrating or (recorded and in_reentrant_forward()))
+        )
+        and module._loaded_state is None
+    )
+
+
+def converted(tensors: tuple, dtypes: tuple[torch.dtype | None, ...]) -> tuple:
+    """Tensors in the dtypes that a call reads them in; None for one that it reads as it is."""
+    pairs = zip(tensors, dtypes, strict=True)
+    return tuple([t if dtype is None else t.to(dtype) for t, dtype in pairs])
+
+
+def call_key(
+    identity: Any,
+    inp: Tensor,
+    places: tuple[tuple[dict, str] | None, ...],
+    wide: bool = False,
+    region: Any = None,
+) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
+    """Key of a call, and its tensors: the input and those of the module.
+
+    No graph is being traced. `identity` is the text of the recipe that it quantizes by, or what
+    else its module goes by. `places` say where the parameters that a call reads stand, in the order
+    of its tensors; None for one that it lacks. `wide`: it has GEMMs in high precision. `region` is
+    as of `KeptCall.holds`. (None, ()) where the call has to be decided by itself.
+    """
+    facts, tensors = _core.tensors_of_call(inp, places)
+    if facts is None or (dispatch_modes() and faking()) or in_transform():
+        return None, ()
+    dtype = None
+    if any_autocast():
+        kind = "cpu" if facts[1] < 0 else "cuda"
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if wide and facts[1] >= 0:
+        # On a GPU, whether fp32 may use TF32 can change.
+        fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
+        if fp32 or (dtype is None and facts[4] is not None):
+            facts = (*facts, allows_tf32())
+    around = None if region is None else _around(region)
+    return (identity, _grad_enabled(), facts, dtype, around), tensors
+
+
+def _around(region: Any) -> tuple | bool:
+    """What a key holds of the checkpoints around a call."""
+    replay = region.replay
+    if replay is None:
+        return bool(region.record)
+    return replay.measures, replay.scales is None, dispatch_modes() > 0
+
+
+def layer_key(
+    state: RegionState,
+    inp: Tensor,
+    places: tuple[tuple[dict, str] | None, ...],
+) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
+    """`call_key` of a call of a layer, which calls its modules in what else there is.
+
+    That is `torch.autocast`, checkpoints, calibration and quantizers of the program.
+    """
+    recipe = state.recipe if state.enabled else None
+    if (recipe is None and state.calibrating) or (recipe is not None and recipe.custom()):
+        return None, ()
+    gradients = _grad_enabled()
+    if (
+        any_autocast()
+        or graph_task() != -1
+        or (may_concern(gradients, recipe is not None) and (gradients or anywhere()))
+    ):
+        return None, ()
+    identity = state.depth > 0 if recipe is None else recipe.__repr__()
+    return call_key(identity, inp, places, recipe is None or recipe.backward_override is not None)
+
+
+def key_of_quantized(
+    recipe: Any, region: Any, inp: Any, places: tuple, module: Any
+) -> tuple[tuple | None, tuple, tuple]:
+    """`call_key` of a call of a module whose input arrives quantized, and what is read of it."""
+    if recipe is None or recipe.custom() or not is_quantized(inp):
+        return None, (), ()
+    from transformer_engine.pytorch.tensor.recipes import forms_of, reads
+
+    if not reads(inp, module._quantization_of(recipe, False), "input"):
+        return None, (), ()
+    own = next((place[0].get(place[1]) for place in places if place is not None), None)
+    if own is None:
+        return None, (), ()
+    # A parameter stands for the input, which has the nominal dtype of a call that was made.
+    wide = is_backward_wide(recipe)
+    key, tensors = call_key(recipe.__repr__(), own.detach(), places, wide, region)
+    if key is None:
+        return None, (), ()
+    columns = _grad_enabled() and not wide
+    with unseen():  # as in `quantized.given_forms`
+        forms, bits = forms_of(inp, "input", columns)
+    facts = type(inp), inp.dtype, inp.device, inp.shape[-1], inp.requires_grad, bits
+    return (key, *facts, *inp._kind()), (inp, *tensors[1:]), forms
