@@ -13,6 +13,7 @@ from page_tables import ROOT, keep, rows
 
 sys.path.insert(0, str(ROOT))
 import transformer_engine_torch as tex
+from transformer_engine.common import absent
 from transformer_engine.plugin import builtin
 from transformer_engine.plugin.core import ops
 
@@ -82,7 +83,7 @@ def main():
     """Write or check both; return an exit status."""
     found = list(_operators())
     quantizers = [name for name in tex.__all__ if name.endswith("Quantizer")]
-    names = [n for n in tex.__all__ if n in ops.__all__ and n in vars(ops)]
+    names = [n for n in tex.__all__ if n in ops.__all__ and n not in absent.names_of(tex.__name__)]
     head = HEAD.format(
         names=", ".join(f"{n} as {n}" for n in sorted(names)),
         flash=_signature(tex.flash_attention).replace("-> Any", "-> torch.nn.Module"),

@@ -10,57 +10,29 @@ from typing import Any
 
 from transformer_engine.common import absent, config
 from transformer_engine.plugin.builtin import OPERATORS
-from transformer_engine.plugin.core import resets
+from transformer_engine.plugin.core import ops, resets
 from transformer_engine.plugin.core.manager import get_default_manager
-from transformer_engine.plugin.core.ops import (
-    CommGemmOverlapRole,
-    CommOverlapAlgo,
-    CommOverlapType,
-    DType,
-    Float8BlockScaleTensorFormat,
-    FP8BwdTensors,
-    FP8FwdTensors,
-    FP8TensorMeta,
-    NVTE_Activation_Type,
-    NVTE_Bias_Type,
-    NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
 
+_OPS = (
+    "CommGemmOverlapRole CommOverlapAlgo CommOverlapType DType FP8BwdTensors FP8FwdTensors "
+    "FP8TensorMeta Float8BlockScaleTensorFormat NVTE_Activation_Type NVTE_Bias_Type "
+    "NVTE_Fused_Attn_Backend NVTE_Mask_Type NVTE_QKV_Format NVTE_QKV_Layout NVTE_Softmax_Type"
+)
 _QUANTIZERS = (
-    "Float8Quantizer",
-    "Float8CurrentScalingQuantizer",
-    "Float8BlockQuantizer",
-    "MXFP8Quantizer",
-    "NVFP4Quantizer",
+    "Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer MXFP8Quantizer "
+    "NVFP4Quantizer"
 )
 _BY_PARAMS = ("get_fused_attn_backend",)
 """Operators that this module gives another form, too."""
-_LAZY = dict.fromkeys(_QUANTIZERS, "transformer_engine.pytorch.tensor")
+_LAZY = dict.fromkeys(_QUANTIZERS.split(), "transformer_engine.pytorch.tensor")
 
+globals().update({name: getattr(ops, name) for name in _OPS.split()})
 __getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 __all__ = [
-    "CommGemmOverlapRole",
-    "CommOverlapAlgo",
-    "CommOverlapType",
-    "DType",
-    "FP8BwdTensors",
-    "FP8FwdTensors",
-    "FP8TensorMeta",
-    "Float8BlockScaleTensorFormat",
-    "NVTE_Activation_Type",
-    "NVTE_Bias_Type",
-    "NVTE_Fused_Attn_Backend",
-    "NVTE_Mask_Type",
-    "NVTE_QKV_Format",
-    "NVTE_QKV_Layout",
-    "NVTE_Softmax_Type",
     "bind_operators",
     "flash_attention",
     *_LAZY,
+    *_OPS.split(),
     *OPERATORS,
     *absent.names_of(__name__),
 ]
@@ -119,7 +91,7 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
             f"get_fused_attn_backend: {type(params).__name__}, expected a FusedAttentionParams"
         )
     kind = ask(**params.scalars())
-    none = kind == NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    none = kind == ops.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     return kind, fused_attention_params.why_none(params) if none else ""
 
 

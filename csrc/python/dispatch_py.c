@@ -51,13 +51,10 @@ static int implementation_clear(PyObject *object)
 
 static void implementation_dealloc(PyObject *object)
 {
-    implementation *self = (implementation *)object;
-    PyObject_GC_UnTrack(object);
-    (void)implementation_clear(object);
-    Py_XDECREF(self->op);
-    Py_XDECREF(self->impl_id);
-    Py_XDECREF(self->reason);
-    tepy_free(object);
+    const implementation *self = (const implementation *)object;
+    PyObject *const held[] = {self->op, self->impl_id, self->reason, self->function,
+                              self->supports};
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -250,11 +247,9 @@ static int operator_clear(PyObject *object)
 
 static void operator_dealloc(PyObject *object)
 {
-    operator_object *self = (operator_object *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF((PyObject *)self->dispatcher);
-    Py_XDECREF(self->name);
-    tepy_free(object);
+    const operator_object *self = (const operator_object *)object;
+    PyObject *const held[] = {(PyObject *)self->dispatcher, self->name};
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *operator_repr(PyObject *object)
@@ -354,13 +349,10 @@ static int choice_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void choice_dealloc(PyObject *object)
 {
-    choice *self = (choice *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->name);
-    Py_XDECREF(self->implementations);
-    Py_XDECREF(self->refuse);
+    const choice *self = (const choice *)object;
+    PyObject *const held[] = {self->name, self->implementations, self->refuse};
     free(self->keywords);
-    tepy_free(object);
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -455,14 +447,10 @@ static int dispatcher_clear(PyObject *object)
 
 static void dispatcher_dealloc(PyObject *object)
 {
-    tepy_dispatcher *self = (tepy_dispatcher *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->table);
-    Py_XDECREF(self->resolve);
-    Py_XDECREF(self->refuse);
-    Py_XDECREF(self->describe);
-    Py_XDECREF(self->module);
-    tepy_free(object);
+    const tepy_dispatcher *self = (const tepy_dispatcher *)object;
+    PyObject *const held[] = {self->table, self->resolve, self->refuse, self->describe,
+                              self->module};
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -27,10 +27,13 @@ typedef struct tepy_dispatcher {
         "__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, NULL                   \
     }
 
-/* The end of a dealloc: the memory of an instance of a heap type, and its reference to that. */
-static inline void tepy_free(PyObject *object)
+/* A dealloc: drops the memory of an instance of a heap type, its reference to that, and what it
+ * holds, of which some may be NULL. */
+static inline void tepy_dispose(PyObject *object, PyObject *const *held, size_t count)
 {
     PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    for (size_t i = 0; i < count; i++) Py_XDECREF(held[i]);
     TEPY_FREE(object);
     Py_DECREF(type);
 }

@@ -61,9 +61,9 @@ static int native_slot_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void native_slot_dealloc(PyObject *object)
 {
-    PyObject_GC_UnTrack(object);
+    PyObject_GC_UnTrack(object); /* what a plug-in does at its end may collect garbage */
     te_plugin_release(((native_slot *)object)->plugin);
-    tepy_free(object);
+    tepy_dispose(object, NULL, 0);
 }
 
 static const te_plugin_slot *slot_of(PyObject *object)

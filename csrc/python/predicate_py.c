@@ -180,12 +180,9 @@ static int predicate_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void predicate_dealloc(PyObject *object)
 {
-    predicate *self = (predicate *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->fits);
-    Py_XDECREF(self->supports);
-    Py_XDECREF(self->module);
-    tepy_free(object);
+    const predicate *self = (const predicate *)object;
+    PyObject *const held[] = {self->fits, self->supports, self->module};
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -181,14 +181,9 @@ static int scope_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void scope_dealloc(PyObject *object)
 {
-    scope *self = (scope *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->policy);
-    Py_XDECREF(self->of);
-    Py_XDECREF(self->table);
-    Py_XDECREF(self->label);
-    Py_XDECREF(self->module);
-    tepy_free(object);
+    const scope *self = (const scope *)object;
+    PyObject *const held[] = {self->policy, self->of, self->table, self->label, self->module};
+    tepy_dispose(object, held, sizeof held / sizeof *held);
 }
 
 static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

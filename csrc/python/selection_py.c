@@ -49,7 +49,7 @@ static void selection_dealloc(PyObject *object)
     free(self->slots);
     free(self->backends);
     free(self->ordered);
-    tepy_free(object);
+    tepy_dispose(object, NULL, 0);
 }
 
 /* The fields that a function names, as bits; -1 with an exception. */

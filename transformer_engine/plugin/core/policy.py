@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from transformer_engine import _core
 from transformer_engine.common import config
@@ -191,8 +191,7 @@ def when_used(make_manager: Callable[[], Any]) -> None:
 
 def is_used() -> bool:
     """Whether a program has said, outside of the environment, how operators are chosen."""
-    made = PolicyManager._instance
-    return _core.policy_in_force() is not None or (made is not None and made._policy_is_set)
+    return _core.policy_in_force() is not None or _policies._policy_is_set
 
 
 def _scope(policy: SelectionPolicy) -> _core.Scope:
@@ -207,9 +206,6 @@ class PolicyManager:
     The global one is that of the environment until a program sets one.
     """
 
-    _instance: ClassVar["PolicyManager | None"] = None
-    _making = ForkSafeLock()
-
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._policy: SelectionPolicy | None = None
@@ -217,13 +213,10 @@ class PolicyManager:
         self._epoch = 0
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @classmethod
-    def get_instance(cls) -> "PolicyManager":
+    @staticmethod
+    def get_instance() -> "PolicyManager":
         """The one of the process."""
-        with cls._making:
-            if cls._instance is None:
-                cls._instance = cls()
-            return cls._instance
+        return _policies
 
     def get_policy(self) -> SelectionPolicy:
         """The policy in force for this thread."""
@@ -262,7 +255,7 @@ class PolicyManager:
         return self._epoch
 
     def bump_policy_epoch(self) -> int:
-        """Let managers choose anew."""
+        """Let managers choose anew; the number of changes."""
         with self._lock:
             self._epoch += 1
             epoch, listeners = self._epoch, tuple(self._listeners)
@@ -276,29 +269,12 @@ class PolicyManager:
             self._listeners.add(listener)
 
 
-def get_policy() -> SelectionPolicy:
-    """The policy in force for this thread."""
-    return PolicyManager.get_instance().get_policy()
-
-
-def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
-    """Put a policy in force outside of contexts; the former one is returned."""
-    return PolicyManager.get_instance().set_global_policy(policy)
-
-
-def reset_global_policy() -> None:
-    """Read the environment anew, at the next use."""
-    PolicyManager.get_instance().reset_global_policy()
-
-
-def get_policy_epoch() -> int:
-    """How often the global policy has changed."""
-    return PolicyManager.get_instance().get_policy_epoch()
-
-
-def bump_policy_epoch() -> int:
-    """Let managers choose anew; the number of changes."""
-    return PolicyManager.get_instance().bump_policy_epoch()
+_policies = PolicyManager()
+get_policy = _policies.get_policy
+set_global_policy = _policies.set_global_policy
+reset_global_policy = _policies.reset_global_policy
+get_policy_epoch = _policies.get_policy_epoch
+bump_policy_epoch = _policies.bump_policy_epoch
 
 
 # ---- contexts ------------------------------------------------------------------------------------

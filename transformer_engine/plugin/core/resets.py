@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from transformer_engine.plugin.core import manager
 
-__all__ = ["BINDERS", "reset_default_manager", "reset_registry"]
+__all__ = ["reset_default_manager", "reset_registry"]
 
 BINDERS: list[Callable[[], None]] = []
 """What takes the operators of the manager anew: that of ``transformer_engine_torch``."""
