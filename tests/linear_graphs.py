@@ -24,14 +24,14 @@ def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=Fal
 
 def buffers(plan, *roles):
     """Links of its buffers of these roles, in the order of a call."""
-    return [tuple(b[5:7]) for b in plan.described["buffers"] if b[1] in roles]
+    return [(b.link, b.of) for b in plan.described.buffers if b.role in roles]
 
 
 def run(plan, memory, packed=None):
     """Run a plan over what is in `memory` by link; put its outputs there, return what it packs."""
     given = [memory[link] for link in buffers(plan, "input", "parameter", "state")]
-    forward = plan.described["direction"] == "forward"
-    leads = any(b[1] == "input" and b[3] for b in plan.described["buffers"])
+    forward = plan.described.direction == "forward"
+    leads = any(b.role == "input" and b.leading for b in plan.described.buffers)
     rows = () if leads else (ROWS,)
     extra = () if forward or not buffers(plan, "saved") else (packed,)
     *outputs, made = _core.run(plan.native, 0, 0, *given, *extra, *rows)

@@ -3,12 +3,11 @@
 
 import importlib.machinery
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from transformer_engine import _core as shared
-from transformer_engine.common.plan_text import Node
 
 K, N, ROWS, SLOTS = 24, 40, 6, 8
 
@@ -24,14 +23,9 @@ def fresh_core(bind: bool = True):
     return core
 
 
-class Value(NamedTuple):
-    """A value as make_plan takes it."""
-
-    name: str
-    flags: int
-    dtype: int
-    grad_dtype: int
-    shape: tuple
+def rows_dim(core) -> shared.Extent:
+    """The leading dims of the first input."""
+    return shared.Extent(symbol=core.SYMBOL_ROWS, multiply=1)
 
 
 class Graph:
@@ -39,18 +33,18 @@ class Graph:
 
     def __init__(self, core, recipe: int = 1, flags: int = 0):
         self.core, self.recipe, self.flags = core, recipe, flags
-        self.values: list[Value] = []
-        self.nodes: list[Node] = []
+        self.values: list[shared.Value] = []
+        self.nodes: list[shared.Node] = []
 
     def value(self, name: str, shape: tuple, flags: int = 0) -> int:
         """Add a value; return its number."""
         f32 = self.core.DTYPE_F32
-        self.values.append(Value(name, flags, f32, f32, shape))
+        self.values.append(shared.Value(name, flags, f32, f32, shape))
         return len(self.values) - 1
 
     def rows(self, name: str, columns: int, flags: int = 0) -> int:
         """Add a value with the leading dims of the first input."""
-        shape = ((self.core.SYMBOL_ROWS, 1, 1), columns)
+        shape = (rows_dim(self.core), columns)
         return self.value(name, shape, flags | self.core.VALUE_LEADING)
 
     def input(self, columns: int = K, name: str = "input") -> int:
@@ -70,9 +64,11 @@ class Graph:
         """Add a node; fields by name."""
         recipe = self.recipe if kind == self.core.NODE_LINEAR else self.core.RECIPE_NONE
         dtypes = (self.core.DTYPE_E4M3, self.core.DTYPE_E4M3, self.core.DTYPE_E5M2)
-        quantization = (*((recipe, dtype, 0.0, 0, 0) for dtype in dtypes), 0)
-        node = Node(name, kind, 0, 0, inputs, output, (), (), quantization, 0, (0, 0), 1, 0)
-        self.nodes.append(node._replace(**fields))
+        casts = tuple(shared.OperandCast(recipe, dtype) for dtype in dtypes)
+        fields = {"quantization": shared.Quantization(casts)} | fields
+        fields["slices"] = tuple(shared.Slice(*each) for each in fields.get("slices", ()))
+        node = {"name": name, "kind": kind, "inputs": inputs, "output": output}
+        self.nodes.append(shared.Node(**node, **fields))
 
     def linear(self, x: int, y: int, name: str = "", bias: bool = True, **fields) -> None:
         """Add a linear node with its parameters; weight_flags are its weight's."""
@@ -91,7 +87,7 @@ class Graph:
 
     def arguments(self, direction: int) -> list:
         """Arguments of make_plan."""
-        return [direction, self.flags, tuple(self.values), tuple(self.nodes)]
+        return [direction, self]
 
     def plan(self, direction: int) -> Any:
         """Make a plan."""
@@ -174,12 +170,17 @@ def chain_graph(core, depth: int, recipe: int = 1) -> Graph:
 
 def buffers_of(core, plan: int, *roles: str) -> list[str]:
     """Names of a plan's buffers of some roles, in plan order."""
-    return [name for name, role, *_ in core.plan_describe(plan)["buffers"] if role in roles]
+    return [b.name for b in core.plan_describe(plan).buffers if b.role in roles]
 
 
-def stage_bit(core, name: str) -> int:
-    """Bit of a stage in a node's `external`."""
-    return 1 << core.LINEAR_STAGES.index(name)
+def numbers_of(core, plan: int) -> dict[str, int]:
+    """Numbers of a plan's buffers by name."""
+    return {b.name: i for i, b in enumerate(core.plan_describe(plan).buffers)}
+
+
+def external(core, *names: str) -> tuple[int, ...]:
+    """A node's `external` with stages by name."""
+    return tuple(sorted(map(core.LINEAR_STAGES.index, names)))
 
 
 def state() -> tuple[torch.Tensor, torch.Tensor]:

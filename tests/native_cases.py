@@ -17,11 +17,12 @@ from native import (
     ROWS,
     K,
     N,
+    external,
     fp8,
     linear_plan,
     linear_tensors,
     mlp_graph,
-    stage_bit,
+    numbers_of,
     state,
 )
 
@@ -50,14 +51,18 @@ def _bind(core):
     return Case([torch, None])
 
 
-def _make_plan(core):
+def _of_graph(core):
     return Case(mlp_graph(core).arguments(core.DIRECTION_FORWARD))
+
+
+def _read_graph(core):
+    return Case([core.write_graph(core.DIRECTION_BACKWARD, mlp_graph(core))])
 
 
 def _run_staged(core):
     """The first stage in Python: whatever is wrong shows before anything has changed."""
-    plan = linear_plan(core, core.DIRECTION_FORWARD, external=stage_bit(core, "quantize_input"))
-    number = {name: i for i, (name, *_) in enumerate(core.plan_describe(plan)["buffers"])}
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=external(core, "quantize_input"))
+    number = numbers_of(core, plan)
 
     def quantize(lend):
         lend(number["input_row"]).view(torch.uint8).zero_()
@@ -337,7 +342,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "op_fields": lambda core: Case(["gemm"]),
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
-    "make_plan": _make_plan,
+    "make_plan": _of_graph,
+    "write_graph": _of_graph,
+    "read_graph": _read_graph,
     "plan_count": lambda core: Case([]),
     "plan_describe": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD)]),
     "plan_infer": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD), ROWS]),

@@ -96,8 +96,15 @@ def modules():
 
 
 def imports(path, known):
-    """Yield the modules among `known` that a file imports by an import statement."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the modules among `known` that a file imports, but for those that types alone need."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in set(ast.walk(tree)) - skipped:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -133,6 +140,20 @@ def out_of_order(edges):
                 yield f"{name}: imports {other}: {folder} comes before {folder_of(other)}"
 
 
+def bound_twice(path):
+    """Yield a problem for each name that a module binds twice at its top level."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names = [getattr(node, "name", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in filter(None, names):
+            if name in found:
+                yield f"{path.relative_to(ROOT)}: {name} is bound twice"
+            found.add(name)
+
+
 def main():
     """Check the includes of csrc and the calls between its objects; the imports of the package."""
     headers, problems = include_edges(), []
@@ -145,6 +166,8 @@ def main():
     for what, graph in [("include", headers), *(("call", call_edges(name)) for name in LAYERS)]:
         if cycle := find_cycle(graph):
             problems.append(f"csrc: a circle of {what}s: {' -> '.join(cycle)}")
+    for path in modules().values():
+        problems += bound_twice(path)
     edges = import_edges()
     problems += out_of_order(edges)
     if cycle := find_cycle(edges):

@@ -15,7 +15,7 @@ context, external stages; or a failing device), and whatever a Python backend ra
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Final, TypedDict, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -103,45 +103,150 @@ class Plan:
     def id(self) -> int:
         """The same for the same graph in every process."""
 
-def make_plan(
-    direction: int, flags: int, values: tuple[tuple, ...], nodes: tuple[tuple, ...], /
-) -> Plan:
-    """A plan of a graph (te_graph_desc). All who make it share what is native of it.
+# The structs of the C header (csrc/layer/records.c has their members), with what each means there.
+# Fields that are not given have the values that they have in C. Functions take any object with these
+# attributes, and dicts.
 
-    direction: DIRECTION_*; flags: GRAPH_*. A value is (name, VALUE_* flags, dtype, dtype of the
-    gradient, shape), a dim of the shape being an int or (SYMBOL_*, multiply, align). A node is (name,
-    NODE_* kind, variant, flags, inputs, output, numbers, slices, (RECIPE_*, forward FP8 dtype, backward
-    FP8 dtype, power-of-2 bits, 3 amax epsilons, bits of 2-dim. tiles, of the Hadamard transform, of
-    stochastic rounding), owner, 2 slots, gather, external stages), with numbers
-    of values as inputs (-1: not there) and output; a slice is (heads, channels, offset, stride) and
-    maybe how many heads lie together.
-    te_value_desc and te_node_desc say what each means.
+class Extent(NamedTuple):
+    """multiply * roundup(value of SYMBOL_*, align) / divide + add; te_extent.
+
+    Of a constant `add`, where 2**31 - 1 (ANY_LENGTH) stands for any length; an int is one too.
+    """
+
+    symbol: int = 0
+    multiply: int = 0
+    align: int = 1
+    add: int = 0
+    divide: int = 0
+
+class Value(NamedTuple):
+    """A tensor of a graph: VALUE_* flags, DTYPE_* of it and of its gradient; te_value_desc."""
+
+    name: str = ""
+    flags: int = 0
+    dtype: int = 0
+    grad_dtype: int = 0
+    shape: Sequence[Any] = ()
+
+class OperandCast(NamedTuple):
+    """RECIPE_*, DTYPE_* and CAST_* options of an operand; te_operand_cast."""
+
+    recipe: int = 0
+    dtype: int = 0
+    amax_epsilon: float = 0.0
+    options: int = 0
+    margin: int = 0
+
+class Quantization(NamedTuple):
+    """Casts of input, weight and gradient of the output, and BACKWARD_*; te_quantization."""
+
+    casts: Sequence[Any] = ...
+    backward: int = 0
+
+class Slice(NamedTuple):
+    """Heads of a matrix of rows; te_slice."""
+
+    heads: int = 0
+    channels: int = 0
+    offset: int = 0
+    stride: int = 0
+    together: int = 0
+
+class Node(NamedTuple):
+    """A node of NODE_* kind: values as inputs (-1: not there) and output; te_node_desc.
+
+    external: its steps that the caller runs, ascending: numbers of LINEAR_STAGES.
+    """
+
+    name: str = ""
+    kind: int = 0
+    variant: int = 0
+    flags: int = 0
+    inputs: Sequence[int] = ()
+    output: int = 0
+    numbers: Sequence[float] = ()
+    slices: Sequence[Any] = ()
+    quantization: Any = ...
+    owner: int = 0
+    slots: Sequence[int] = (0, 0)
+    gather: int = 1
+    external: Sequence[int] = ()
+
+class Graph(NamedTuple):
+    """GRAPH_* flags, values and nodes; te_graph_desc."""
+
+    flags: int = 0
+    values: Sequence[Any] = ()
+    nodes: Sequence[Any] = ()
+
+class Buffer(NamedTuple):
+    """A buffer of a plan; te_buffer_info.
+
+    role: "input", "parameter", "state", "output", "saved", "scratch" or "view". link and `of` say
+    what it is, the same in every plan of a graph (TE_LINKS): the "gradient" of value `of`, the "row"
+    form of operand `of`, ... written: 1 where the run changes a state. leading: 1 where shape[0]
+    stands for the leading dims. The last four are of a view.
+    """
+
+    name: str = ""
+    role: str = ...
+    link: str = ...
+    of: int = 0
+    dtype: int = 0
+    written: int = 0
+    leading: int = 0
+    shape: tuple[Extent, ...] = ()
+    base: int = 0
+    view: int = 0
+    offset: int = 0
+    strides: tuple[Extent, ...] = ()
+
+class Stage(NamedTuple):
+    """A stage of a plan; te_stage_info.
+
+    op: the operator that runs it, or would where it is external; buffers: numbers of those that it
+    reads or writes; node: that it belongs to, or -1; step: number of LINEAR_STAGES, or -1.
+    """
+
+    name: str = ""
+    op: str = ...
+    external: int = 0
+    buffers: tuple[int, ...] = ()
+    node: int = 0
+    step: int = 0
+
+class PlanDescription(NamedTuple):
+    """A plan; te_plan_info.
+
+    direction: "forward", "backward" or "deferred"; quantized: 1 where GEMMs of it run in FP8;
+    saved_bytes: their sum is the size of the packed saved buffer; owners: how many modules' slots it
+    takes; symbols: bits of the SYMBOL_* that a call has to give.
+    """
+
+    id: int = 0
+    direction: str = ...
+    buffers: tuple[Buffer, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    quantized: int = 0
+    saved_bytes: tuple[Extent, ...] = ...
+    owners: int = 0
+    symbols: int = 0
+
+def make_plan(direction: int, graph: Any, /) -> Plan:
+    """A plan of a graph (see Graph). All who make it share what is native of it; DIRECTION_*.
 
     ValueError or TypeError for a graph that can not be, NotImplementedError for gradients that no plan
     has.
     """
 
-class PlanDescription(TypedDict):
-    """What `plan_describe` returns."""
+def write_graph(direction: int, graph: Any, /) -> str:
+    """A graph and a direction as a line of text (te_graph_write): equal ones have equal texts.
 
-    direction: str
-    """"forward", "backward" or "deferred"."""
-    buffers: tuple[
-        tuple[str, str, int, int, tuple[tuple[int, int, int, int, int], ...], str, int, int], ...
-    ]
-    """(name, role, dtype code, leading, shape, link, of, written). role: "input", "parameter", "state",
-    "output", "saved", "scratch" or "view". An extent (multiply, align, add, symbol, divide) is multiply *
-    roundup(value of SYMBOL_*, align) / divide + add; add = 2**31 - 1 in a state buffer stands for any length. leading: 1 where shape[0] stands for
-    the leading dims. link and `of` say what it is, the same in every plan of a graph (TE_LINKS): the
-    "gradient" of value `of`, the "row" form of operand `of`, ... written: 1 where the run changes a
-    state."""
-    stages: tuple[tuple[str, str, int, tuple[int, ...], str, int], ...]
-    """(stage name, operator name or "external", node or -1, numbers of its buffers, operator name,
-    number of LINEAR_STAGES or -1)."""
-    saved_bytes: tuple[int, int, int, int, int]
-    """Size of the packed saved buffer, an extent; of what does not vary with a source."""
-    quantized: bool
-    """GEMMs of it run in FP8."""
+    Whether there is such a plan is not checked.
+    """
+
+def read_graph(text: str, /) -> tuple[int, Graph]:
+    """Direction and graph of a text of `write_graph`; ValueError for any other text."""
 
 def plan_count() -> int:
     """How many plans somebody in the process holds."""
@@ -261,11 +366,16 @@ class Implementation:
     def calls(self) -> int:
         """How often it was called."""
 
+    @property
+    def reason(self) -> str | None:
+        """Why it did not take the last call that it did not take, where `supports` gave a text."""
+
 @final
 class Predicate:
     """Whether a call is taken: `fits` of dtype and device of its first tensor, asked once for each
     pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. Where
-    it gives None the next tensor is asked about. A call without tensors fits.
+    it gives None the next tensor is asked about. A call without tensors fits. A text that `supports`
+    gives is why a call is not taken, and the answer.
     """
 
     def __new__(
@@ -274,7 +384,7 @@ class Predicate:
         supports: Callable[..., Any] | None = None,
         by_device: bool = True,
     ) -> Predicate: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> bool: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> bool | str: ...
 
 @final
 class Operator:
@@ -286,6 +396,10 @@ class Operator:
 
     @property
     def __name__(self) -> str: ...
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function that has its signature and its docstring, by the dispatcher's `describe`."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Scope:
@@ -419,12 +533,14 @@ class Dispatcher:
 
     ``resolve(policy)`` makes the table of a policy, None: of that outside of every `Scope`; it is
     asked where a policy or `publish` is new to a thread. ``refuse(name, asked)`` raises.
+    ``describe(name)`` gives a function that has the signature of an operator.
     """
 
     def __new__(
         cls,
         resolve: Callable[[Any], tuple[tuple[Implementation, ...], ...]],
         refuse: Callable[[str, tuple[Implementation, ...]], Any],
+        describe: Callable[[str], Callable[..., Any]] | None = None,
     ) -> Dispatcher: ...
     def publish(self, table: tuple[tuple[Implementation, ...], ...] | None, /) -> None:
         """Put a table in force outside of every scope; None: it is made at the next call."""

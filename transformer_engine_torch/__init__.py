@@ -8,8 +8,9 @@ What is not built yet raises when it is called.
 
 from typing import Any
 
-from transformer_engine.common import absent
+from transformer_engine.common import absent, config
 from transformer_engine.plugin.builtin import OPERATORS
+from transformer_engine.plugin.core import resets
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import (
     CommGemmOverlapRole,
@@ -73,6 +74,7 @@ def bind_operators() -> None:
 
 
 bind_operators()
+resets.BINDERS[:] = [bind_operators]
 
 
 def flash_attention(
@@ -119,3 +121,9 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
     kind = ask(**params.scalars())
     none = kind == NVTE_Fused_Attn_Backend.NVTE_No_Backend
     return kind, fused_attention_params.why_none(params) if none else ""
+
+
+if config.NVTE_PLUGIN.get():  # it may put another module in place of this one
+    from transformer_engine.plugin.core import replacement
+
+    replacement.load()

@@ -368,6 +368,7 @@ TE_API void te_counters_reset(void);
 #endif
 
 #include "transformer_engine_plans.h" /* needs all of the above */
+#include "transformer_engine_records.h"
 #include "transformer_engine_updates.h"
 
 #endif

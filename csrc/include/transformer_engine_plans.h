@@ -201,6 +201,8 @@ typedef enum te_node_kind {
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual; x and residual in the dtype of the output, or
                             of any other where that is f32 */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
+    TE_NODE_FUNCTION,    /* the caller's, of rows: up to 4 different inputs; external stages
+                            "function" and "function_backward" (node_function.c: their buffers) */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -249,17 +251,17 @@ typedef struct te_node_desc {
      * window to the left and to the right, packed: bounds of queries and of keys; softcap. Dropout
      * + add: dropout, drop path */
     const double *numbers;
-    const te_slice *slices; /* attention, rope, norm of heads: of the first inputs */
-    int32_t input_count, number_count, slice_count;
+    const te_slice *slices;  /* attention, rope, norm of heads: of the first inputs */
+    const int32_t *external; /* steps that the caller runs, ascending; linear: te_linear_stage */
+    int32_t input_count, number_count, slice_count, external_count;
     te_quantization quantization; /* linear, attention */
     int32_t owner;                /* the same: module of the call whose slots it takes */
-    int32_t slots[2];  /* of the node in the owner's slots of the forward and backward chunk. A
-                          linear layer has 3 and 2: input, weight, output; gradients of output and
-                          of input. An attention has 9 and 6: 2, queries, keys and values; 3, output;
-                          8, weights  (recorded alone); 0, their gradients; 3, that of the output; 5,
-                          that of the  scores */
-    int32_t gather;    /* linear, > 1: the quantized input is gathered from that many ranks */
-    uint32_t external; /* linear: 1 << te_linear_stage that the caller runs */
+    int32_t slots[2]; /* of the node in the owner's slots of the forward and backward chunk. A
+                         linear layer has 3 and 2: input, weight, output; gradients of output and
+                         of input. An attention has 9 and 6: 2, queries, keys and values; 3, output;
+                         8, weights  (recorded alone); 0, their gradients; 3, that of the output; 5,
+                         that of the  scores */
+    int32_t gather;   /* linear, > 1: the quantized input is gathered from that many ranks */
 } te_node_desc;
 
 /* Stages of a linear node, in order of execution: X(ENUM, name). A plan has those it needs. */

@@ -60,8 +60,9 @@ struct te_node_rules {
     const char *name; /* of the stage that runs it alone */
     /* Entries of a node's lists that it reads; the slices are of the first inputs. */
     int inputs, numbers, slices;
-    uint32_t flags, external; /* that it knows */
-    int casts;                /* it has a recipe */
+    uint32_t flags; /* that it knows */
+    int steps;      /* its steps that a caller may run, from 0 on */
+    int casts;      /* it has a recipe */
     te_status (*check)(const te_graph_desc *graph, int32_t node);
     void (*forward)(te_build *build, int32_t node);
     void (*backward)(te_build *build, int32_t node);
@@ -96,7 +97,7 @@ te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *w
 te_status te_check_affine(const te_graph_desc *graph, int32_t node, int64_t columns);
 
 extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules, te_softcap_rules,
-    te_attention_rules, te_rope_rules, te_dropout_add_rules, te_head_norm_rules;
+    te_attention_rules, te_rope_rules, te_dropout_add_rules, te_head_norm_rules, te_function_rules;
 
 static inline const te_node_desc *te_node(const te_build *build, int32_t node)
 {
@@ -109,6 +110,14 @@ static inline const te_value_desc *te_value(const te_build *build, int32_t value
 static inline const te_node_rules *te_rules_of(const te_build *build, int32_t node)
 {
     return build->rules[te_node(build, node)->kind];
+}
+/* Whether the caller runs a step of the node. */
+static inline int te_is_external(const te_node_desc *node, int32_t step)
+{
+    for (int32_t i = 0; i < node->external_count; i++) {
+        if (node->external[i] == step) return 1;
+    }
+    return 0;
 }
 /* Number of a quantized operand, for te_link. */
 static inline int32_t te_operand_of(int32_t node, te_operand_role role)

@@ -15,6 +15,7 @@ const te_node_rules *const te_rules[TE_NODE_KINDS] = {
     [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
     [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules, [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
+    [TE_NODE_FUNCTION] = &te_function_rules,
 };
 
 /* What keeps every size of a plan within 64 bits: elements of a value, by row where rows vary. */
@@ -167,13 +168,20 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
         if (te_recipe_exists(recipe)) continue;
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n, recipe);
     }
-    if ((node->flags & ~of->flags) != 0 || (node->external & ~of->external) != 0 ||
-        (!of->casts && te_is_quantized(&node->quantization))) {
+    if ((node->flags & ~of->flags) != 0 || (!of->casts && te_is_quantized(&node->quantization))) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): flags 0x%x, external 0x%x and recipe %d, of which it "
-                       "knows 0x%x, 0x%x and %s",
-                       n, of->name, node->flags, node->external, node->quantization.casts[0].recipe,
-                       of->flags, of->external, of->casts ? "any" : "none");
+                       "graph: node %d (%s): flags 0x%x and recipe %d, of which it knows 0x%x and "
+                       "%s",
+                       n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
+                       of->casts ? "any" : "none");
+    }
+    for (int32_t i = 0; i < node->external_count; i++) {
+        int32_t step = node->external[i], before = i == 0 ? -1 : node->external[i - 1];
+        if (step > before && step < of->steps) continue;
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): step %d is external, expected steps below %d in "
+                       "ascending order",
+                       n, of->name, step, of->steps);
     }
     for (int i = 0; i < node->input_count; i++) {
         if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {

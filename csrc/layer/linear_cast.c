@@ -9,7 +9,7 @@ static const char *const stage_names[] = {
 
 int te_linear_is_external(const te_build *build, int32_t k, te_linear_stage number)
 {
-    return (te_node(build, k)->external >> number & 1U) != 0;
+    return te_is_external(te_node(build, k), (int32_t)number);
 }
 
 static te_stage *mark_stage(te_build *build, int32_t k, te_linear_stage number, te_stage *stage)

@@ -101,7 +101,7 @@ static te_status check_gather(const te_node_desc *node)
     const te_quantization *q = &node->quantization;
     if (node->gather < 1 || node->gather > INT16_MAX ||
         (node->gather > 1 &&
-         (!te_is_quantized(q) || (node->external >> TE_LINEAR_STAGE_GATHER_INPUT & 1U) == 0))) {
+         (!te_is_quantized(q) || !te_is_external(node, TE_LINEAR_STAGE_GATHER_INPUT)))) {
         return TE_FAIL(
             TE_ERROR_INVALID,
             "linear: gather = %d: at least 1; more needs a recipe and the external stage "
@@ -180,7 +180,7 @@ static te_status check_outside(const te_graph_desc *graph, const te_node_desc *n
     const te_quantization *q = &node->quantization;
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         if (!te_is_made_outside(q, (te_operand_role)role)) continue;
-        if ((node->external >> stages[role] & 1U) != 0 && node->gather == 1 &&
+        if (te_is_external(node, (int32_t)stages[role]) && node->gather == 1 &&
             q->casts[role].dtype == graph->values[node->output].dtype) {
             continue;
         }

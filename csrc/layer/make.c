@@ -18,7 +18,6 @@
 typedef struct graph_copy {
     te_graph_desc graph;
     te_node_desc *nodes;
-    size_t bytes; /* of the block */
 } graph_copy;
 
 static te_status check_lists(const te_node_desc *node, int32_t n)
@@ -30,16 +29,18 @@ static te_status check_lists(const te_node_desc *node, int32_t n)
     of = te_rules[node->kind];
     if (node->input_count < 0 || node->input_count > of->inputs || node->number_count < 0 ||
         node->number_count > of->numbers || node->slice_count < 0 ||
-        node->slice_count > of->slices) {
+        node->slice_count > of->slices || node->external_count < 0 ||
+        node->external_count > of->steps) {
         return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): %d inputs, %d numbers and %d slices, expected at most "
-                       "%d, %d and %d",
+                       "graph: node %d (%s): %d inputs, %d numbers, %d slices and %d external "
+                       "steps, expected at most %d, %d, %d and %d",
                        n, of->name, node->input_count, node->number_count, node->slice_count,
-                       of->inputs, of->numbers, of->slices);
+                       node->external_count, of->inputs, of->numbers, of->slices, of->steps);
     }
     if ((node->input_count > 0 && node->inputs == NULL) ||
         (node->number_count > 0 && node->numbers == NULL) ||
-        (node->slice_count > 0 && node->slices == NULL)) {
+        (node->slice_count > 0 && node->slices == NULL) ||
+        (node->external_count > 0 && node->external == NULL)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
     }
     return TE_OK;
@@ -56,19 +57,18 @@ static void *append(char **at, const void *from, int32_t count, int32_t entries,
 
 static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
 {
-    size_t nodes = (size_t)graph->node_count * sizeof *copy->nodes;
+    size_t nodes = (size_t)graph->node_count * sizeof *copy->nodes, bytes = nodes;
     int32_t *inputs;
     char *at;
-    copy->bytes = nodes;
     for (int32_t n = 0; n < graph->node_count; n++) {
         const te_node_rules *of;
         TE_TRY(check_lists(&graph->nodes[n], n));
         of = te_rules[graph->nodes[n].kind];
-        copy->bytes += (size_t)of->numbers * sizeof(double) +
-                       (size_t)of->slices * sizeof(te_slice) +
-                       (size_t)te_round_up(of->inputs, 2) * sizeof *inputs;
+        bytes += (size_t)of->numbers * sizeof(double) + (size_t)of->slices * sizeof(te_slice) +
+                 (size_t)te_round_up(of->inputs, 2) * sizeof *inputs +
+                 (size_t)te_round_up(graph->nodes[n].external_count, 2) * sizeof *inputs;
     }
-    copy->nodes = calloc(1, copy->bytes);
+    copy->nodes = calloc(1, bytes);
     if (copy->nodes == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
     at = (char *)copy->nodes + nodes;
     for (int32_t n = 0; n < graph->node_count; n++) {
@@ -82,6 +82,8 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         inputs = append(&at, from->inputs, from->input_count, even, sizeof *inputs);
         for (int32_t i = from->input_count; i < even; i++) inputs[i] = -1;
         node->inputs = inputs;
+        even = (int32_t)te_round_up(from->external_count, 2);
+        node->external = append(&at, from->external, from->external_count, even, sizeof *inputs);
         node->input_count = of->inputs;
         node->number_count = of->numbers;
         node->slice_count = of->slices;
@@ -214,52 +216,16 @@ static te_status build_plan(te_build *build, te_direction direction)
     return te_plan_finish(&build->plan);
 }
 
-/* ---- canonical bytes ------------------------------------------------------------------------ */
+/* ---- identity ----------------------------------------------------------------------------- */
 
-/* What lies behind the end of a name is no part of it. */
-static void end_name(char *name)
+/* The text of a graph, by which its plan is known: new memory. */
+static te_status describe(const te_graph_desc *graph, te_direction direction, char **text,
+                          size_t *bytes)
 {
-    size_t length = strlen(name);
-    memset(name + length, 0, TE_NAME_BYTES - length);
-}
-
-/* Nor what lies behind the fields of a node, nor where its lists are. */
-static void end_node(te_node_desc *node)
-{
-    char *end = (char *)(&node->external + 1);
-    memset(end, 0, (size_t)((char *)(node + 1) - end));
-    end_name(node->name);
-    node->inputs = NULL;
-    node->numbers = NULL;
-    node->slices = NULL;
-}
-
-/* New memory with direction, flags, values, nodes and their lists one after the other, and zeros
- * where the caller's structs may hold anything. */
-static void *describe(const graph_copy *copy, te_direction direction, size_t *bytes)
-{
-    const te_graph_desc *graph = &copy->graph;
-    size_t values = (size_t)graph->value_count * sizeof *graph->values;
-    const uint32_t head[4] = {(uint32_t)direction, graph->flags, (uint32_t)graph->value_count,
-                              (uint32_t)graph->node_count};
-    char *desc;
-    *bytes = sizeof head + values + copy->bytes;
-    desc = malloc(*bytes);
-    if (desc == NULL) return NULL;
-    memcpy(desc, head, sizeof head);
-    memcpy(desc + sizeof head, graph->values, values);
-    memcpy(desc + sizeof head + values, copy->nodes, copy->bytes);
-    for (int32_t v = 0; v < graph->value_count; v++) {
-        te_value_desc *value = (te_value_desc *)(void *)(desc + sizeof head) + v;
-        end_name(value->name);
-        for (int32_t d = value->ndim; d < TE_MAX_DIMS; d++) {
-            memset(&value->shape[d], 0, sizeof value->shape[d]);
-        }
-    }
-    for (int32_t n = 0; n < graph->node_count; n++) {
-        end_node((te_node_desc *)(void *)(desc + sizeof head + values) + n);
-    }
-    return desc;
+    TE_TRY(te_graph_write(graph, direction, NULL, 0, bytes));
+    *text = malloc(*bytes + 1);
+    if (*text == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+    return te_graph_write(graph, direction, *text, *bytes + 1, bytes);
 }
 
 te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_plan **plan)
@@ -267,7 +233,7 @@ te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_pl
     graph_copy copy;
     te_build build;
     size_t bytes = 0;
-    void *desc = NULL;
+    char *desc = NULL;
     te_status st;
     if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
     *plan = NULL;
@@ -277,18 +243,18 @@ te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_pl
     build.graph = &copy.graph;
     build.rules = te_rules;
     build.values = calloc((size_t)graph->value_count, sizeof *build.values);
-    if (build.values == NULL) goto no_memory;
+    if (build.values == NULL) {
+        st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+        goto done;
+    }
     st = te_check_graph(&copy.graph, build.values);
     if (st != TE_OK) goto done;
-    desc = describe(&copy, direction, &bytes);
-    if (desc == NULL) goto no_memory;
+    st = describe(&copy.graph, direction, &desc, &bytes);
+    if (st != TE_OK) goto done;
     st = te_plan_find_desc(desc, bytes, plan);
     if (st != TE_OK || *plan != NULL) goto done;
     st = build_plan(&build, direction);
     if (st == TE_OK) st = te_plan_intern(&build.plan, desc, bytes, plan);
-    goto done;
-no_memory:
-    st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
 done:
     te_plan_clear(&build.plan);
     free(build.saved.items);

@@ -388,7 +388,7 @@ const te_node_rules te_linear_rules = {
     .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
              TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT |
              TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED,
-    .external = (1U << TE_LINEAR_STAGE_COUNT) - 1,
+    .steps = TE_LINEAR_STAGE_COUNT,
     .casts = 1,
     .check = te_check_linear,
     .forward = forward,

@@ -13,12 +13,12 @@
 
 te_extent te_constant(int64_t value)
 {
-    return (te_extent){.symbol = TE_SYMBOL_NONE, .align = 1, .add = value};
+    return (te_extent){.symbol = TE_SYMBOL_NONE, .align = 1, .add = value, .divide = 1};
 }
 
 te_extent te_multiple(int32_t symbol, int64_t multiply)
 {
-    return (te_extent){.symbol = symbol, .align = 1, .multiply = multiply};
+    return (te_extent){.symbol = symbol, .align = 1, .multiply = multiply, .divide = 1};
 }
 
 int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes)
@@ -267,6 +267,10 @@ static te_status make_infos(te_plan *plan)
         const te_buffer_info *info = &plan->buffers[i].info;
         plan->buffer_infos[i] = *info;
         plan->buffer_infos[i].name = plan->buffers[i].name;
+        for (int32_t d = 0; d < TE_MAX_DIMS; d++) {
+            te_extent *extent = &plan->buffer_infos[i].shape[d];
+            if (extent->divide == 0) extent->divide = 1;
+        }
         for (int32_t d = 0; d < info->ndim; d++) {
             name_symbol(plan, info->shape[d].symbol);
         }

@@ -63,7 +63,7 @@ struct te_plan {
     te_extent saved_bytes[TE_SEQUENCES];
     int32_t owners;
     uint32_t symbols; /* 1 << te_symbol of those that it names */
-    void *desc;       /* canonical bytes, to tell a hash collision */
+    void *desc;       /* the text of its graph, to tell a hash collision */
     size_t desc_bytes;
     _Atomic(te_layout *) layouts; /* of the first sizes that were met */
     te_status status;             /* of the first step of its making that failed */

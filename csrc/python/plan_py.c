@@ -6,6 +6,8 @@
 
 #include <string.h>
 
+#include "python/records_py.h"
+
 /* ---- the type ---- */
 
 static int examine(tepy_plan *plan)
@@ -112,13 +114,6 @@ PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
 
 /* ---- describing and sizing ---- */
 
-static PyObject *extent_tuple(const te_extent *extent)
-{
-    return Py_BuildValue("(LiLiL)", (long long)extent->multiply, (int)extent->align,
-                         (long long)extent->add, (int)extent->symbol,
-                         extent->divide > 1 ? (long long)extent->divide : 1LL);
-}
-
 /* New reference: a tuple of `count` items; the reference that make gives is taken. */
 static PyObject *tuple_of(int32_t count, PyObject *(*make)(const void *of, int32_t i),
                           const void *of)
@@ -134,53 +129,11 @@ static PyObject *tuple_of(int32_t count, PyObject *(*make)(const void *of, int32
     return tuple;
 }
 
-static PyObject *shape_item(const void *of, int32_t i)
-{
-    return extent_tuple(&((const te_buffer_info *)of)->shape[i]);
-}
-
-static PyObject *buffer_item(const void *of, int32_t i)
-{
-    static const char *const roles[] = {
-#define X(NAME, name) #name,
-        TE_BUFFER_ROLES(X)
-#undef X
-    };
-    static const char *const links[] = {
-#define X(NAME, name, number) #name,
-        TE_LINKS(X)
-#undef X
-    };
-    const te_buffer_info *info = &((const te_plan_info *)of)->buffers[i];
-    return Py_BuildValue("(ssiiNsii)", info->name, roles[info->role], (int)info->dtype,
-                         (int)info->leading, tuple_of(info->ndim, shape_item, info),
-                         links[info->link], (int)info->of, (int)info->written);
-}
-
-static PyObject *number_item(const void *of, int32_t i)
-{
-    return PyLong_FromLong(((const te_stage_info *)of)->buffers[i]);
-}
-
-static PyObject *stage_item(const void *of, int32_t i)
-{
-    const te_stage_info *stage = &((const te_plan_info *)of)->stages[i];
-    return Py_BuildValue("(ssiNsi)", stage->name,
-                         stage->external ? "external" : te_op_name(stage->op), (int)stage->node,
-                         tuple_of(stage->buffer_count, number_item, stage), te_op_name(stage->op),
-                         (int)stage->step);
-}
-
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
 {
-    static const char *const directions[] = {"forward", "backward", "deferred"};
-    const tepy_plan *plan = tepy_plan_of(tepy_state_of(module), arg, "plan_describe");
-    if (plan == NULL) return NULL;
-    return Py_BuildValue("{sssNsNsNsO}", "direction", directions[plan->info.direction], "buffers",
-                         tuple_of(plan->info.buffer_count, buffer_item, &plan->info), "stages",
-                         tuple_of(plan->info.stage_count, stage_item, &plan->info), "saved_bytes",
-                         extent_tuple(&plan->info.saved_bytes[0]), "quantized",
-                         plan->info.quantized ? Py_True : Py_False);
+    const tepy_state *state = tepy_state_of(module);
+    const tepy_plan *plan = tepy_plan_of(state, arg, "plan_describe");
+    return plan == NULL ? NULL : tepy_give_record(state, TE_RECORD_PLAN, &plan->info);
 }
 
 static PyObject *offset_item(const void *of, int32_t i)

@@ -59,7 +59,8 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
     X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
-    X(field_names, TE_OP_COUNT, INIT) /* names of the fields of each operator, interned */
+    X(field_names, TE_OP_COUNT, INIT)      /* names of the fields of each operator, interned */    \
+    X(record_types, TE_RECORD_COUNT, INIT) /* named tuples by te_record_number */
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
 typedef struct tepy_frame tepy_frame;     /* scope_py.c */
@@ -77,6 +78,7 @@ typedef struct tepy_state {
     Py_tss_t *frames;     /* of each thread: the scopes that it is in; NULL: none any more */
     tepy_frame *entered;  /* linked list of the frames of all threads */
     int found_dispatcher; /* find_dispatcher was called, and found none */
+    unsigned long long published;       /* how often tables were; from 1 on */
     unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 
@@ -172,6 +174,7 @@ PyObject *tepy_context_make_type(PyObject *module);
 
 /* Creates the type of Plan; new reference. */
 PyObject *tepy_plan_make_type(PyObject *module);
+int tepy_records_add(PyObject *module);
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
 void tepy_backends_clear(tepy_state *state);
 /* Adds a function per operator; what they are made of lives in the state for as long as they do. */
@@ -243,8 +246,9 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     X(op_names, NONE, "/", "Names of the operators, in the order of the operator table.")          \
     X(activation_names, NONE, "/", "Names of the activations, in the order of their numbers.")     \
     X(has_cuda, NONE, "/", "True where the library was built with its CUDA backend.")              \
-    X(make_plan, FAST, "direction, flags, values, nodes, /",                                       \
-      "A plan of a graph, which all who make it share.")                                           \
+    X(make_plan, FAST, "direction, graph, /", "A plan of a graph, which all who make it share.")   \
+    X(write_graph, FAST, "direction, graph, /", "A graph as text, for read_graph.")                \
+    X(read_graph, ONE, "text, /", "(direction, graph) of a text of write_graph.")                  \
     X(plan_count, NONE, "/", "How many plans somebody in the process holds.")                      \
     X(plan_describe, ONE, "plan, /", "Buffers and stages of a plan, in plan order.")               \
     X(plan_infer, FAST, "plan, rows, /",                                                           \

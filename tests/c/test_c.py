@@ -67,6 +67,17 @@ def test_program(source, library, tmp_path):
     assert status == 0, said
 
 
+@pytest.mark.skipif(shutil.which("localedef") is None, reason="makes a locale by localedef")
+def test_texts_of_graphs_do_not_go_by_the_locale(library, tmp_path, monkeypatch):
+    made = run("localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8"))
+    if not (tmp_path / "de_DE.UTF-8").exists():
+        pytest.skip(f"no sources of locales: {made}")
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    source = Path(__file__).with_name("test_graph_text.c")
+    status, said = run_program(library, tmp_path / "text", source)
+    assert status == 0 and "texts in de_DE" in said, said
+
+
 NO_MEMBARRIER = """
 long syscall(long number, ...);
 long syscall(long number, ...) { (void)number; return -1; }

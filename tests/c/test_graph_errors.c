@@ -39,6 +39,15 @@ static void refuse(const graph *g, te_status status, const char *text)
     } while (0)
 /* Of the small one (x, a, b, y, weight, bias, gamma, beta; linear, GELU, norm). */
 #define REFUSE(field, wrong, status, text) REFUSE_OF(make_small, field, wrong, status, text)
+/* Of its node n, with these external steps. */
+#define REFUSE_STEPS(n, count, first, second, text)                                                \
+    do {                                                                                           \
+        static const int32_t steps[] = {first, second};                                            \
+        make_small(&g);                                                                            \
+        g.nodes[n].external = steps;                                                               \
+        g.nodes[n].external_count = count;                                                         \
+        refuse(&g, TE_ERROR_INVALID, text);                                                        \
+    } while (0)
 
 static void check_refusals(void)
 {
@@ -80,7 +89,8 @@ static void check_refusals(void)
     REFUSE(inputs[0][1], 8, INVALID, "node 0: there is no value 8");
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
     REFUSE(nodes[0].input_count, 6, INVALID,
-           "node 0 (gemm): 6 inputs, 0 numbers and 0 slices, expected at most 5, 0 and 0");
+           "node 0 (gemm): 6 inputs, 0 numbers, 0 slices and 0 external steps, expected at most "
+           "5, 0, 0 and 31");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
     REFUSE(nodes[0].input_count, 0, INVALID, "node 0: name, input -1");
@@ -89,14 +99,21 @@ static void check_refusals(void)
     REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
     REFUSE(nodes[2].number_count, -1, INVALID, "-1 numbers");
     REFUSE(nodes[2].quantization.casts[0].recipe, 1, INVALID,
-           "recipe 1, of which it knows 0x40, 0x0 and none");
+           "recipe 1, of which it knows 0x40 and none");
     REFUSE(nodes[2].numbers, NULL, INVALID, "node 2 (norm): a list is NULL");
-    REFUSE(nodes[1].slice_count, 1, INVALID, "1 slices, expected at most 1, 3 and 0");
+    REFUSE(nodes[1].slice_count, 1, INVALID,
+           "1 slices and 0 external steps, expected at most 1, 3, 0 and 0");
     REFUSE(nodes[1].slice_count, -1, INVALID, "-1 slices");
     REFUSE(nodes[0].output, 8, INVALID, "output 8");
     REFUSE(nodes[0].output, 3, INVALID, "reads a, which nobody has made");
     REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is there already");
-    REFUSE(nodes[0].external, 1U << 31, INVALID, "external 0x80000000");
+    REFUSE(nodes[0].external_count, 1, INVALID, "node 0 (gemm): a list is NULL");
+    REFUSE(nodes[0].external_count, TE_LINEAR_STAGE_COUNT + 1, INVALID, "external steps, expected");
+    REFUSE(nodes[0].external_count, -1, INVALID, "-1 external steps");
+    REFUSE_STEPS(0, 1, TE_LINEAR_STAGE_COUNT, 0, "step 31 is external, expected");
+    REFUSE_STEPS(0, 1, -1, 0, "step -1 is external");
+    REFUSE_STEPS(0, 2, 3, 3, "step 3 is external, expected steps below 31 in asc");
+    REFUSE(nodes[1].external_count, 1, INVALID, "1 external steps, expected at most 1, 3, 0 and 0");
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
@@ -222,7 +239,7 @@ static void check_heads(void)
     REFUSE_HEADS(numbers[1][6], -1, INVALID, "attention: inputs 2, 0, 0, dropout 0, window -1");
     REFUSE_HEADS(numbers[1][6], INFINITY, INVALID, "softcap inf");
     REFUSE_HEADS(numbers[1][6], 1e-60, INVALID, "softcap 1e-60");
-    REFUSE_HEADS(nodes[1].external, 1, INVALID, "node 1 (attention): flags 0x0, external 0x1");
+    REFUSE_HEADS(nodes[1].external_count, 1, INVALID, "node 1 (attention): 11 inputs");
     REFUSE_HEADS(numbers[1][1], 1.5, INVALID, "dropout 1.5,");
     REFUSE_HEADS(numbers[1][1], -0.1, INVALID, "dropout -0.1,");
     REFUSE_HEADS(numbers[1][1], (double)NAN, INVALID, "dropout ");
@@ -334,7 +351,7 @@ static void check_identity(void)
 {
     static graph g;
     static double numbers[2];
-    const size_t end = offsetof(te_node_desc, external) + sizeof g.nodes[0].external;
+    const size_t end = offsetof(te_node_desc, gather) + sizeof g.nodes[0].gather;
     te_plan *first = NULL, *second = NULL;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));

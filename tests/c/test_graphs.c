@@ -153,15 +153,18 @@ static void check_reductions(void)
 {
     static graph g;
     static plan_memory memory;
-    const uint32_t reduces =
-        1U << TE_LINEAR_STAGE_REDUCE_OUTPUT | 1U << TE_LINEAR_STAGE_REDUCE_GRAD_INPUT;
+    static const int32_t reduces[] = {TE_LINEAR_STAGE_REDUCE_OUTPUT,
+                                      TE_LINEAR_STAGE_REDUCE_GRAD_INPUT};
+    te_node_desc *node;
     te_plan_info info[2];
     const te_sizes five = te_sizes_of_rows(5);
     int32_t x, y;
     graph_start(&g, TE_RECIPE_DELAYED, 0);
     x = graph_input(&g, "x", WIDTH);
     y = rows_of(&g, "y", TE_VALUE_RESULT, WIDTH);
-    graph_linear(&g, "", x, y, 0)->external = reduces;
+    node = graph_linear(&g, "", x, y, 0);
+    node->external = reduces;
+    node->external_count = 2;
     graph_make(&g);
     start_memory(&memory, &g, &five);
     fill(&g, &memory);
@@ -187,6 +190,7 @@ static void check_gather(void)
 {
     static graph g;
     static plan_memory memory;
+    static const int32_t gathers = TE_LINEAR_STAGE_GATHER_INPUT;
     te_node_desc *node;
     te_plan *plan = NULL;
     const te_sizes five = te_sizes_of_rows(5);
@@ -197,7 +201,8 @@ static void check_gather(void)
     g.values[y].shape[0].multiply = 2;
     node = graph_linear(&g, "", x, y, 0);
     node->gather = 2;
-    node->external = 1U << TE_LINEAR_STAGE_GATHER_INPUT;
+    node->external = &gathers;
+    node->external_count = 1;
     EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_UNSUPPORTED &&
                strstr(te_last_error(), "gradients of a gathered input") != NULL,
            "%s", te_last_error());

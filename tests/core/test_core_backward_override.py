@@ -16,10 +16,9 @@ GRAD = 2  # its operand
 def overridden(backward, flags=0, recipe=_core.RECIPE_CURRENT, **options):
     """A linear layer with such a backward."""
     graph = graph_of(flags, recipe, **options)
-    at = next(i for i, node in enumerate(graph.nodes) if node[1] == _core.NODE_LINEAR)
-    node = list(graph.nodes[at])
-    node[8] = (*node[8][:-1], backward)
-    graph.nodes[at] = tuple(node)
+    at = next(i for i, node in enumerate(graph.nodes) if node.kind == _core.NODE_LINEAR)
+    quantization = graph.nodes[at].quantization._replace(backward=backward)
+    graph.nodes[at] = graph.nodes[at]._replace(quantization=quantization)
     return graph
 
 

@@ -89,8 +89,10 @@ def test_references_of_wrong_arguments(value):
         lambda: core.gemm(value, a=value, b=value, context=value),
         lambda: core.register_backend(value, value, value, value),
         lambda: core.plan_infer(value, value),
-        lambda: core.make_plan(0, 0, value, value),
-        lambda: core.make_plan(0, 0, (value,), (value,)),
+        lambda: core.make_plan(0, value),
+        lambda: core.make_plan(0, {"values": value, "nodes": value}),
+        lambda: core.make_plan(0, {"values": (value,), "nodes": (value,)}),
+        lambda: core.read_graph(value),
         lambda: core.run_staged(linear_plan(core, 0), 0, 0, value, value, value, value),
         lambda: core.dtype_code(value),
     ]
@@ -350,7 +352,7 @@ def test_operators_name_argument_value_and_fix(at):
 
 def test_run_staged_arguments():
     name = "gemm_output"
-    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.stage_bit(core, name))
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.external(core, name))
     tensors = linear_tensors()
     good = [plan, 0, 0, {name: print}, None, lambda *_: None, *tensors]
     before = snapshot(tensors)
@@ -376,7 +378,7 @@ def test_a_stage_asks_for_a_buffer_that_is_not_there(number):
     def gemm(lend):
         return lend(number)
 
-    plan = linear_plan(core, 0, external=native.stage_bit(core, "gemm_output"))
+    plan = linear_plan(core, 0, external=native.external(core, "gemm_output"))
     functions = {"gemm_output": gemm}
     with pytest.raises((ValueError, TypeError), match="run_staged: buffers:"):
         core.run_staged(plan, 0, 0, functions, None, lambda lend, *_: lend, *linear_tensors())

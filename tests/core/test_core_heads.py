@@ -127,9 +127,14 @@ def test_a_run_names_what_is_wrong(core, at, change, text):
         core.run(plan, 0, 0, *tensors)
 
 
+def dim(symbol, multiply=1):
+    """A multiple of the value of a symbol."""
+    return {"symbol": symbol, "multiply": multiply}
+
+
 def heads_graph(core, *, shape=None, slice_=None, flags=0, kind=None):
     """A graph of attention of one value of heads to another two, with something changed."""
-    lead = (core.SYMBOL_DIM_0, 1, 1), (core.SYMBOL_DIM_1, 1, 1)
+    lead = tuple(dim(s) for s in (core.SYMBOL_DIM_0, core.SYMBOL_DIM_1))
     graph, shape = Graph(), shape or (*lead, HEADS, CHANNELS)
     given = [graph.tensor(name, core.DTYPE_F32, shape, input_flags(1)) for name in "qkv"]
     out = graph.value("out", core.DTYPE_F32, (ROWS, HEADS * CHANNELS), RESULT)
@@ -144,9 +149,7 @@ def heads_graph(core, *, shape=None, slice_=None, flags=0, kind=None):
 
 
 def test_graphs_of_heads_that_can_not_be(core):
-    dim_0, dim_1, rows = (
-        (s, 1, 1) for s in (core.SYMBOL_DIM_0, core.SYMBOL_DIM_1, core.SYMBOL_ROWS)
-    )
+    dim_0, dim_1, rows = map(dim, (core.SYMBOL_DIM_0, core.SYMBOL_DIM_1, core.SYMBOL_ROWS))
     assert heads_graph(core).make(0)
     no_rows = "q: leading dims that are no number of rows"
     for changes, text in (
@@ -161,7 +164,7 @@ def test_graphs_of_heads_that_can_not_be(core):
         (dict(shape=(dim_1, dim_0, HEADS, CHANNELS)), no_rows),
         (dict(shape=(rows, dim_1, HEADS, CHANNELS)), no_rows),
         (dict(shape=(dim_0, 3, HEADS, CHANNELS)), no_rows),
-        (dict(shape=((core.SYMBOL_ROWS, 2, 1), HEADS, CHANNELS)), no_rows),
+        (dict(shape=(dim(core.SYMBOL_ROWS, 2), HEADS, CHANNELS)), no_rows),
     ):
         with pytest.raises(ValueError, match=text):
             heads_graph(core, **changes).make(0)

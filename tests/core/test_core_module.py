@@ -35,8 +35,9 @@ def public(core):
 
 def test_every_callable_has_a_case(core):
     callables = {name for name in public(core) if callable(getattr(core, name))}
+    records = {name for name in callables if hasattr(getattr(core, name), "_fields")}
     # These are made by make_plan, dispatchers and load_plugin.
-    assert callables == {*CASES, "Plan", "Operator", "NativeSlot"}
+    assert callables == {*CASES, *records, "Plan", "Operator", "NativeSlot"}
 
 
 def test_every_operator_has_an_entry_point(core):
@@ -57,8 +58,24 @@ def test_the_stub_has_the_names_of_the_module(core):
             declared.append(node.target.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             declared.append(node.name)
-    declared.remove("PlanDescription")
     assert sorted(declared) == sorted(public(core))
+
+
+def test_the_stub_has_the_fields_of_records(core):
+    records = [name for name in public(core) if hasattr(getattr(core, name), "_fields")]
+    assert len(records) == 10
+    for node in STUB:
+        if not isinstance(node, ast.ClassDef) or node.name not in records:
+            continue
+        records.remove(node.name)
+        record = getattr(core, node.name)
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        assert tuple(each.target.id for each in fields) == record._fields
+        defaults = record._field_defaults
+        for each in fields:
+            if not isinstance(each.value, ast.Constant) or each.value.value is not ...:
+                assert ast.literal_eval(each.value) == defaults[each.target.id]
+    assert not records
 
 
 def test_the_stub_has_the_signatures_of_the_module(core):

@@ -40,9 +40,9 @@ def test_operands_that_arrive_have_the_bits_of_a_cast(recipe, given, how):
     found = results(run_all(graph, own))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     stages = [
-        stage[0]
+        stage.name
         for direction in range(2 + graph.defers)
-        for stage in graph.make(direction).described["stages"]
+        for stage in graph.make(direction).stages
     ]
     for role, name in enumerate(("input", "weight", "grad_output")):
         cast = any(stage in (f"quantize_{name}", f"requantize_{name}") for stage in stages)
@@ -67,7 +67,7 @@ def test_a_missing_or_wrong_form_is_named():
     links = buffers(plan, "input", "parameter", "state")
     given = [memory[link] for link in links]
     _core.run(plan.native, 0, 0, *given)
-    names = [b[0] for b in plan.described["buffers"]][: len(given)]
+    names = [buffer.name for buffer in plan.described.buffers][: len(given)]
     assert {"input_column", "weight_column", "grad_output_row", "input_scales"} <= set(names)
     with pytest.raises(
         TypeError, match=f"run: expected {len(given)} tensors, got {len(given) - 1}"
@@ -90,8 +90,8 @@ def test_what_has_no_quantized_forms():
         graph_of(graphs.INPUT_GIVEN | graphs.INPUT_KEPT).make(0)
     graph = graph_of(0)
     made = graph.value("normed", _core.DTYPE_F32, (graphs.ROWS, K))
-    name, flags, *rest = graph.values[0]
-    graph.values[0] = (name, flags | _core.VALUE_QUANTIZED, *rest)
+    x = graph.values[0]
+    graph.values[0] = x._replace(flags=x.flags | _core.VALUE_QUANTIZED)
     graph.add_norm(graphs.Norm(_core.NORM_L2, _core.DTYPE_F32, 0.0), (0,), made, 0)
     with pytest.raises(ValueError, match="node 1: input has flags"):
         graph.make(0)

@@ -168,7 +168,8 @@ def test_a_stochastic_gradient_that_is_returned_has_a_random_pair_of_its_own(ret
     backward = graph.make(_core.DIRECTION_BACKWARD)
     read = [link for link in graph.drawn if link in buffers(backward, "input")]
     assert len(graph.drawn) == len(read) == pairs
-    name, kind, variant, flags, inputs, *rest = graph.nodes[0]
+    node = graph.nodes[0]
+    inputs = node.inputs
     wrong = [(*inputs[:3], -1, *inputs[4:])] if stochastic else [(*inputs, inputs[0])]
     if pairs == 2:
         wrong += [inputs[:4], (*inputs[:4], 0), (*inputs[:4], 1)]
@@ -177,6 +178,6 @@ def test_a_stochastic_gradient_that_is_returned_has_a_random_pair_of_its_own(ret
     else:
         wrong += [(*inputs, -1, 0)]
     for given in wrong:
-        graph.nodes[0] = (name, kind, variant, flags, given, *rest)
+        graph.nodes[0] = node._replace(inputs=given)
         with pytest.raises(ValueError, match=r"expected an input i64 \[2\] where gradients are"):
             graph.make(_core.DIRECTION_BACKWARD)

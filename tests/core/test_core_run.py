@@ -162,7 +162,7 @@ def test_more_buffers_than_a_run_has_at_hand(core):
     for grad, exact in zip(grads, expected, strict=True):
         assert_nmse(grad, exact, 2 * depth * tol("sum", torch.float32, K))
     described = core.plan_describe(native.chain_graph(core, depth).plan(core.DIRECTION_BACKWARD))
-    assert len(described["buffers"]) > 56 and len(described["stages"]) > 40 and none is None
+    assert len(described.buffers) > 56 and len(described.stages) > 40 and none is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 6, 130])
@@ -185,11 +185,11 @@ def test_a_run_that_consumes_what_was_saved(core, make, recipe, rows):
 
     def run(run, plan, *saved):
         tensors = [given[n] for n in native.buffers_of(core, plan, "input", "parameter", "state")]
-        external = [name for name, op, *_ in core.plan_describe(plan)["stages"] if op == "external"]
+        external = [s.name for s in core.plan_describe(plan).stages if s.external]
         if not external:
             return run(plan, 0, 0, *tensors, *saved)
-        numbers = [name for name, *_ in core.plan_describe(plan)["buffers"]]
-        draw = {name: lambda lend: lend(numbers.index("add_rng")).zero_() for name in external}
+        numbers = native.numbers_of(core, plan)
+        draw = {name: lambda lend: lend(numbers["add_rng"]).zero_() for name in external}
         return run_staged(core, plan, draw, None, *tensors)
 
     *_, saved = run(core.run, forward)
@@ -214,7 +214,7 @@ def test_a_forward_consumes_nothing(core):
 def test_a_plan_that_does_nothing(core):
     """Rows are its only argument, and there is no tensor to tell a device."""
     plan = linear_plan(core, core.DIRECTION_DEFERRED, core.RECIPE_NONE)
-    assert core.plan_describe(plan)["stages"] == () and core.plan_infer(plan, 3) == (0, 0, ())
+    assert core.plan_describe(plan).stages == () and core.plan_infer(plan, 3) == (0, 0, ())
     assert core.run(plan, 0, 0, ROWS) == (None,)
 
 
@@ -231,28 +231,28 @@ def test_an_observer_sees_every_stage_and_changes_nothing(core):
     plan = linear_plan(core, core.DIRECTION_FORWARD)
     output, saved = core.run(plan, 0, 0, *tensors)
     described, seen = core.plan_describe(plan), []
-    output_number = [name for name, *_ in described["buffers"]].index("output")
+    output_number = native.numbers_of(core, plan)["output"]
 
     def look(stage, lend, done):
         seen.append((stage, done))
-        if (described["stages"][stage][0], done) == ("gemm_output", True):
+        if (described.stages[stage].name, done) == ("gemm_output", True):
             assert torch.equal(lend(output_number), output)
 
     history = torch.zeros_like(tensors[4])
     again = run_staged(core, plan, {}, look, *tensors[:4], history)
     assert torch.equal(again[0], output) and torch.equal(history, tensors[4])
     assert again[1].shape == saved.shape
-    assert seen == [(s, done) for s in range(len(described["stages"])) for done in (False, True)]
+    assert seen == [(s, done) for s in range(len(described.stages)) for done in (False, True)]
 
 
 def test_an_external_stage_is_called(core):
     name = "quantize_input"
-    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.stage_bit(core, name))
+    plan = linear_plan(core, core.DIRECTION_FORWARD, external=native.external(core, name))
     described = core.plan_describe(plan)
-    assert (name, "external", 0) in [stage[:3] for stage in described["stages"]]
+    assert (name, True, 0) in [(s.name, bool(s.external), s.node) for s in described.stages]
     with pytest.raises(RuntimeError, match="run: plan: it has external stages: use run_staged"):
         core.run(plan, 0, 0, *linear_tensors())
-    numbers = {buffer[0]: i for i, buffer in enumerate(described["buffers"])}
+    numbers = native.numbers_of(core, plan)
     tensors, calls, kept = linear_tensors(), [], []
 
     def make_buffers(lend, *rest):
@@ -284,9 +284,9 @@ def test_a_run_within_a_run(core):
     """The function of a stage runs the same plan; each run has buffers of its own."""
     name = "gemm_output"
     plan = linear_plan(
-        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.external(core, name)
     )
-    numbers = {buffer[0]: i for i, buffer in enumerate(core.plan_describe(plan)["buffers"])}
+    numbers = native.numbers_of(core, plan)
     tensors = linear_tensors()[:3]
 
     def inner(lend):
@@ -310,7 +310,7 @@ def test_an_exception_of_a_stage_is_the_callers(core):
 
     name = "gemm_output"
     plan = linear_plan(
-        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.stage_bit(core, name)
+        core, core.DIRECTION_FORWARD, core.RECIPE_NONE, external=native.external(core, name)
     )
     tensors = linear_tensors()[:3]
     with pytest.raises(Special, match="of its own"):
@@ -363,7 +363,7 @@ def attention_tensors():
 def run_attention(core, given):
     """Results of the forward of the graph of attention; dropout by the pair (7, 11)."""
     plan = native.attention_graph(core, core.RECIPE_NONE).plan(0)
-    number = {buffer[0]: i for i, buffer in enumerate(core.plan_describe(plan)["buffers"])}
+    number = native.numbers_of(core, plan)
     pair = torch.tensor([7, 11])
     functions = {"add_draw": lambda lend: lend(number["add_rng"]).copy_(pair)}
     names = native.buffers_of(core, plan, "input", "parameter")

@@ -79,13 +79,12 @@ def saved_buffers(plan, rows, packed):
     """Members of the packed saved tensor of a forward plan, by name."""
     offsets, sizes = _core.plan_infer(plan.native, rows)[2], (0, rows)
     members = {}
-    for (name, role, code, _, extents, *_), at in zip(
-        plan.described["buffers"], offsets, strict=True
-    ):
-        if role == "saved":
-            dtype, shape = _core.torch_dtype(code), [extent_value(e, sizes) for e in extents]
+    for buffer, at in zip(plan.described.buffers, offsets, strict=True):
+        if buffer.role == "saved":
+            dtype = _core.torch_dtype(buffer.dtype)
+            shape = [extent_value(extent, sizes) for extent in buffer.shape]
             size = math.prod(shape) * dtype.itemsize
-            members[name] = packed[at : at + size].view(dtype).view(shape)
+            members[buffer.name] = packed[at : at + size].view(dtype).view(shape)
     return members
 
 
@@ -121,8 +120,8 @@ class Step:
         self.buffers = saved_buffers(plan, self.rows, packed)
         self.out.backward(grad)
         pending = module._wgrads[-1]
-        described = pending.plans.wgrad.described["buffers"]
-        names = [name for name, role, *_ in described if role in ("input", "parameter")]
+        described = pending.plans.wgrad.described.buffers
+        names = [b.name for b in described if b.role in ("input", "parameter")]
         self.buffers |= zip(names, pending.inputs, strict=True)
         module.backward_dw()
         self.grads = {"x": inp.grad} | {n: p.grad for n, p in module.named_parameters()}

@@ -82,7 +82,7 @@ def plans_of(model, x, recipe):
 def test_nothing_column_wise_is_made(device, recipe, override, module):
     model, (x, _) = made(module, device), data(device)
     for plan in plans_of(model, x, RECIPES[recipe](backward_override=override)).values():
-        links = {link for _, _, _, _, _, link, _, _ in plan.described["buffers"]}
+        links = {buffer.link for buffer in plan.described.buffers}
         assert not any("column" in link for link in links), links
 
 

@@ -240,7 +240,7 @@ def test_a_text_is_the_plan(name, recipe):
     layer = MAKERS[name]("cpu")
     for text in texts_of(layer, torch.randn(TOKENS, WIDTH), recipe):
         content = plan_text.read_text(text)
-        again = plan_text.make_plan(*content)
+        again = plan_text.make_plan(content.direction, content)
         assert again.text == text
         assert plan_text.plan_of(text) is again
 
@@ -269,16 +269,22 @@ def test_a_text_gives_the_same_plan_in_another_process():
     assert [int(line) for line in done.stdout.split()] == expected
 
 
-@pytest.mark.parametrize("change", ["version", "older", "empty", "cut", "short", "call"])
+@pytest.mark.parametrize(
+    "change",
+    ["version", "older", "before", "empty", "cut", "short", "call", "more", "member"],
+)
 def test_a_text_of_another_version_or_damaged(change):
     text = texts_of(MAKERS["linear"]("cpu"), torch.randn(TOKENS, WIDTH), None)[0]
     wrong = {
-        "version": text.replace("plan/5 ", "plan/99 "),
+        "version": text.replace("plan/6 ", "plan/99 "),
         "older": "linear/1 direction=0 in_features=48",
+        "before": "plan/5 (0, 0, (), ())",
         "empty": "-",
         "cut": text[:-5],
-        "short": "plan/5 (0, 0)",
-        "call": "plan/5 print()",
+        "short": "plan/6 forward",
+        "call": "plan/6 print()",
+        "more": text + " {}",
+        "member": text.replace("nodes", "edges"),
     }[change]
     with pytest.raises(ValueError, match="export the program again"):
         plan_text.plan_of(wrong)

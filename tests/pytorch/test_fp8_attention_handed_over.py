@@ -23,7 +23,6 @@ from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.operand_casts import (
     HIGH_PRECISION,
-    quantization_fields,
     quantization_of,
 )
 from transformer_engine.common.recipe import (
@@ -329,11 +328,11 @@ def test_graphs_that_hand_over_in_vain(change):
     graph = graph.ordered(graph.tensors)
     if "quantization" in own:
         (at,) = (n for n, node in enumerate(graph.nodes) if node.kind == _core.NODE_ATTENTION)
-        cast = quantization_fields(HIGH_PRECISION)
+        cast = HIGH_PRECISION
         graph.nodes[at] = graph.nodes[at]._replace(quantization=cast)
     if other is not None:
         cast = graph.parts[-1].quantization
-        cast = quantization_fields(other(cast) if callable(other) else other)
+        cast = other(cast) if callable(other) else other
         graph.nodes[-1] = graph.nodes[-1]._replace(quantization=cast)
     with pytest.raises(ValueError, match="context is handed over in FP8|context arrives row-wise"):
         graph.make(_core.DIRECTION_FORWARD)

@@ -65,7 +65,27 @@ class Linears(te.PlannedModule):
         return x
 
 
+class Gated(te.PlannedModule):
+    """A gated MLP with an activation of the program's in the middle."""
+
+    def __init__(self, **options):
+        super().__init__()
+        wide = 2 * HIDDEN
+        self.gate = te.LayerNormLinear(HIDDEN, wide, bias=False, **options)
+        self.up = te.LayerNormLinear(HIDDEN, wide, bias=False, **options)
+        self.down = te.Linear(wide, HIDDEN, **options)
+
+    def emit(self, nodes, x):
+        gated = nodes.function(gate, nodes.run(self.gate, x), nodes.run(self.up, x))
+        return nodes.add(nodes.run(self.down, gated), x)
+
+
+def gate(x, y):
+    return torch.nn.functional.mish(x) * y
+
+
 KINDS = {
+    "gated": Gated,
     "parallel": Parallel,
     "encoder-decoder": EncoderDecoder,
     "linears": lambda **o: Linears(3, **o),
@@ -248,6 +268,71 @@ def test_copies(device):
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
         assert not calls_of(other)
         assert_same_bits(step(other, given), expected)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_functions_in_the_middle(device, unused):
+    """Of one to four values, some of which need no gradient or get none, to another width."""
+
+    class Several(te.PlannedModule):
+        def __init__(self, count):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                te.Linear(HIDDEN, 16, device=device) for _ in range(count)
+            )
+            self.last = te.Linear(24, HIDDEN, device=device)
+
+        def emit(self, nodes, x):
+            parts = [nodes.run(layer, x) for layer in self.layers]
+            return nodes.run(self.last, nodes.function(mixed, *parts))
+
+    def mixed(*parts):
+        total = sum(part.sin() * (i + 1) for i, part in enumerate(parts[unused:]))
+        return torch.cat([total, total[:, :8].cos()], 1)
+
+    for count in range(1 + unused, 5):
+        module = Several(count)
+        if count > 2:
+            module.layers[1].weight.requires_grad_(False)
+            module.layers[1].bias.requires_grad_(False)
+        x = torch.randn(TOKENS, HIDDEN, device=device)
+        twin = hooked(module)
+        for given in (x, x.clone().requires_grad_()):
+            results = []
+            for own in (module, twin):
+                out = own(given)
+                out.square().sum().backward()
+                grads = [p.grad for p in own.parameters()]
+                results.append([out.detach(), given.grad, *grads])
+                own.zero_grad()
+                given.grad = None
+            if unused:  # a plan gives zeros where autograd has nothing
+                zeros = [
+                    [torch.zeros(()) if t is None or not t.any() else t for t in found]
+                    for found in results
+                ]
+                results = zeros
+            assert_same_bits(*results)
+        assert_one_plan(module)
+
+
+def test_a_function_that_fails(device):
+    class Failing(Linears):
+        def emit(self, nodes, x):
+            return nodes.function(fails, nodes.run(self.layers[0], x))
+
+    def fails(x):
+        if not x.is_meta and x.isnan().any():
+            raise ArithmeticError("not a number")
+        return x * 2
+
+    module, x = Failing(1, device=device), torch.randn(3, HIDDEN, device=device)
+    expected = module.layers[0](x) * 2
+    assert_same_bits(module(x), expected)
+    with pytest.raises(ArithmeticError, match="not a number"):
+        module(x * torch.nan)
+    assert_same_bits(module(x), expected)
+    assert_one_plan(module)
 
 
 def test_a_module_without_emit():

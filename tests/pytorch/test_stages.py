@@ -14,7 +14,7 @@ from transformer_engine.common.graphs import CallSpec, LinearSpec
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.execution.stages import Staged, external_bits
+from transformer_engine.pytorch.execution.stages import Staged, external_steps
 
 RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
 
@@ -92,7 +92,7 @@ def test_unknown_stage_and_missing_function(device):
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
         0,
-        external=external_bits({"gemm_output": None})[0],
+        external=external_steps({"gemm_output": None})[0],
     )
     plan = call_plans(CallSpec((spec,))).forward
     x, w = torch.randn(4, 16, device=device), torch.randn(16, 16, device=device)
@@ -118,7 +118,7 @@ def _gather_worker(rank, world, store, seed, results):
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
         0,
-        external=external_bits({"gather_input": None})[0],
+        external=external_steps({"gather_input": None})[0],
         gather=world,
     )
 

@@ -13,12 +13,12 @@ from transformer_engine.common.graphs import (
     Norm,
     input_flags,
 )
-from transformer_engine.common.operand_casts import Quantization, quantization_fields
+from transformer_engine.common.operand_casts import Quantization
 
-SOURCE = (_core.SYMBOL_SOURCE_ROWS, 1, 1)
+SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)
 """Rows of the sequence that keys and values are of, where it is another one."""
 _SEQUENCES = tuple(
-    tuple((rows + dim, 1, 1) for dim in range(3))
+    tuple(_core.Extent(symbol=rows + dim, multiply=1) for dim in range(3))
     for rows in (_core.SYMBOL_ROWS, _core.SYMBOL_SOURCE_ROWS)
 )
 """Rows and the two leading dims as extents, of queries and of keys of their own."""
@@ -119,8 +119,7 @@ def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool)
 
 def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
     """[batch, heads, queries, keys] as extents."""
-    dims = (_core.SYMBOL_DIM_0, 1, 1), (_core.SYMBOL_DIM_1, 1, 1)
-    keys = (_core.SYMBOL_SOURCE_DIM_0, 1, 1), (_core.SYMBOL_SOURCE_DIM_1, 1, 1)
+    (_, *dims), (_, *keys) = _SEQUENCES
     first = not attention.sequence_first  # where the sequence stands
     return dims[not first], attention.slices[0][0], dims[first], (keys if crossed else dims)[first]
 
@@ -130,9 +129,9 @@ def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
 
 def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
     """Add the dense matrix of heads of `x`."""
-    rows, _ = graph.values[x][4]
+    rows, _ = graph.values[x].shape
     heads, channels, *_ = slice_
-    return graph.value(name, graph.values[x][2], (rows, heads * channels))
+    return graph.value(name, graph.values[x].dtype, (rows, heads * channels))
 
 
 def _order(attention: AttentionSpec) -> int:
@@ -270,7 +269,7 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     cast = {}
     if attention.quantization is not None:
         casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
-        cast = {"quantization": quantization_fields(casts), "owner": owner}
+        cast = {"quantization": casts, "owner": owner}
     graph.node(
         _core.NODE_ATTENTION,
         inputs,

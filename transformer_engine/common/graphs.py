@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.flags import flags_of
-from transformer_engine.common.operand_casts import (
-    HIGH_PRECISION,
-    Quantization,
-    quantization_fields,
-)
-from transformer_engine.common.plan_text import Node, Plan, make_plan
+from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
+from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
 """What a buffer is: its link and the number that goes with it (see te_links in the C header)."""
@@ -78,7 +74,8 @@ class LinearSpec(NamedTuple):
     quantization: Quantization  # how the operands are cast
     flags: int  # `BIAS`, `DGRAD`, `WGRAD`, ... of this call
     bias_grad: bool = False  # the bias needs a gradient
-    external: int = 0  # bits of the stages that the caller runs (``_core.LINEAR_STAGES``)
+    external: frozenset[int] = frozenset()
+    """Stages that the caller runs, numbers of ``_core.LINEAR_STAGES``."""
     gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
 
 
@@ -110,18 +107,7 @@ class CallSpec(NamedTuple):
     names: tuple[str, ...] = ("",)  # prefix of the names of each part's node and parameters
 
 
-ROWS = (_core.SYMBOL_ROWS, 1, 1)
-_NO_CAST = quantization_fields(HIGH_PRECISION)
-
-
-class Value(NamedTuple):
-    """A value as ``_core.make_plan`` takes it."""
-
-    name: str
-    flags: int  # ``_core.VALUE_*``
-    dtype: int  # ``_core.DTYPE_*``
-    grad_dtype: int  # likewise
-    shape: tuple  # extents, and integers for constant ones
+ROWS = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1)
 
 
 class Graph:
@@ -133,8 +119,8 @@ class Graph:
 
     def __init__(self, flags: int = 0) -> None:
         self.flags = flags
-        self.values: list[Value] = []
-        self.nodes: list[Node] = []
+        self.values: list[_core.Value] = []
+        self.nodes: list[_core.Node] = []
         # Inputs and parameters in the order of a call; None for one that the call lacks.
         self.tensors: list[Link | None] = []
         self.results: list[Link] = []  # what the module returns
@@ -158,8 +144,7 @@ class Graph:
 
     def make(self, direction: int) -> Plan:
         """Make a plan of it."""
-        values, nodes = tuple(map(tuple, self.values)), tuple(map(tuple, self.nodes))
-        return make_plan(direction, self.flags, values, nodes)
+        return make_plan(direction, self)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -194,7 +179,7 @@ class Graph:
     ) -> int:
         """Add a value; return its number."""
         grad = dtype if grad_dtype is None else grad_dtype
-        self.values.append(Value(name, flags, dtype, grad, shape))
+        self.values.append(_core.Value(name, flags, dtype, grad, shape))
         if flags & _core.VALUE_RESULT:
             self.results.append(("value", len(self.values) - 1))
         return len(self.values) - 1
@@ -221,15 +206,29 @@ class Graph:
         flags: int = 0,
         numbers: tuple = (),
         slices: tuple = (),
-        quantization: tuple = _NO_CAST,
+        quantization: Quantization = HIGH_PRECISION,
         owner: int = 0,
         slots: tuple[int, int] = (0, 0),
         gather: int = 1,
-        external: int = 0,
+        external: tuple = (),
     ) -> None:
-        """Add a node."""
-        node = (name, kind, variant, flags, inputs, output, numbers, slices, quantization)
-        self.nodes.append(Node(*node, owner, slots, gather, external))
+        """Add a node; `slices` are the fields of ``_core.Slice``."""
+        node = _core.Node(
+            name=name,
+            kind=kind,
+            variant=variant,
+            flags=flags,
+            inputs=inputs,
+            output=output,
+            numbers=numbers,
+            slices=tuple(_core.Slice(*each) for each in slices),
+            quantization=quantization,
+            owner=owner,
+            slots=slots,
+            gather=gather,
+            external=external,
+        )
+        self.nodes.append(node)
 
     def append(
         self, other: "Graph", x: int, prefix: str, output: str, owner: int
@@ -382,10 +381,10 @@ class Graph:
             output,
             name=name,
             flags=flags,
-            quantization=quantization_fields(spec.quantization),
+            quantization=spec.quantization,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
-            external=spec.external,
+            external=tuple(sorted(spec.external)),
         )
 
 
@@ -450,7 +449,7 @@ def call_graph(spec: CallSpec) -> Graph:
         affine = graph.norm_parameters(spec.norm, first.in_features, first.flags)
     pairs = list(zip(spec.parts, spec.names, strict=True))
     parameters = [graph.linear_parameters(part, name) for part, name in pairs]
-    rows = (_core.SYMBOL_ROWS, last.gather, 1)
+    rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=last.gather)
     forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT, GRAD_ROWS)
     forms |= _returned_flags(last, RETURN_OUTPUT, forms)
     y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)

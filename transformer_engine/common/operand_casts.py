@@ -20,7 +20,6 @@ __all__ = [
     "measuring_cast",
     "nvfp4_options",
     "overridden",
-    "quantization_fields",
     "quantization_of",
 ]
 
@@ -30,13 +29,16 @@ class OperandCast(NamedTuple):
 
     recipe: int = _core.RECIPE_NONE  # ``_core.RECIPE_*``
     dtype: int = _core.DTYPE_E4M3  # ``_core.DTYPE_*`` of its data
-    epsilon: float = 0.0  # smallest amax
+    amax_epsilon: float = 0.0  # smallest amax
     options: int = 0  # ``_core.CAST_*``
     margin: int = 0  # of MXFP8
 
 
 class Quantization(NamedTuple):
-    """What of a recipe the plans of a linear layer depend on."""
+    """What of a recipe the plans of a linear layer depend on.
+
+    `casts` and `backward` are the members of te_quantization, so that nodes take it as it is.
+    """
 
     input: OperandCast = OperandCast()
     weight: OperandCast = OperandCast()
@@ -58,7 +60,7 @@ class Quantization(NamedTuple):
     def flat(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Integers and floats of it, for graphs of torch; `of_flat` undoes it."""
         numbers = [n for c in self.casts for n in (c.recipe, c.dtype, c.options, c.margin)]
-        return (*numbers, self.fast, self.backward), tuple(c.epsilon for c in self.casts)
+        return (*numbers, self.fast, self.backward), tuple(c.amax_epsilon for c in self.casts)
 
     @classmethod
     def of_flat(cls, numbers: tuple[int, ...], epsilons: tuple[float, ...]) -> "Quantization":
@@ -252,8 +254,3 @@ def _kind_of(recipe: Recipe) -> int:
     if recipe.float8_row_scaling():
         return _core.RECIPE_ROW
     raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
-
-
-def quantization_fields(quantization: Quantization) -> tuple:
-    """Those of a node."""
-    return (*(tuple(cast) for cast in quantization.casts), quantization.backward)

@@ -40,15 +40,19 @@ class Argument(NamedTuple):
 
 def _arguments(plan: Plan) -> list[Argument]:
     return [
-        Argument((link, of), bool(written))
-        for _, role, _, _, _, link, of, written in plan.described["buffers"]
-        if role in _GIVEN
+        Argument((buffer.link, buffer.of), bool(buffer.written))
+        for buffer in plan.described.buffers
+        if buffer.role in _GIVEN
     ]
 
 
 def _links(plan: Plan, role: str) -> list[Link]:
-    buffers = plan.described["buffers"]
-    return [(link, of) for _, found, _, _, _, link, of, _ in buffers if found == role]
+    return [(b.link, b.of) for b in plan.described.buffers if b.role == role]
+
+
+def _has_rows(plan: Plan) -> bool:
+    """Whether an input of a plan has the leading dims of the call."""
+    return any(b.role == "input" and b.leading for b in plan.described.buffers)
 
 
 def leading_dims(plan: Plan, shapes: Sequence) -> list:
@@ -57,12 +61,10 @@ def leading_dims(plan: Plan, shapes: Sequence) -> list:
     `shapes` are those of the first tensors that the plan is given.
     """
     found: list = [None, None]
-    for (_, role, _, lead, extents, *_), shape in zip(
-        plan.described["buffers"], shapes, strict=False
-    ):
-        source = extents[0][3] >= _core.SYMBOL_SOURCE_ROWS
-        if role == "input" and lead and found[source] is None:
-            found[source] = shape[: -1 if len(extents) < 3 else -2]
+    for buffer, shape in zip(plan.described.buffers, shapes, strict=False):
+        source = buffer.shape[0].symbol >= _core.SYMBOL_SOURCE_ROWS
+        if buffer.role == "input" and buffer.leading and found[source] is None:
+            found[source] = shape[: -1 if len(buffer.shape) < 3 else -2]
     return found
 
 
@@ -79,15 +81,14 @@ def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
     return sizes
 
 
-def extent_value(extent: tuple[int, int, int, int, int], sizes: Sequence) -> Any:
+def extent_value(extent: _core.Extent, sizes: Sequence) -> Any:
     """Multiply * roundup(value of the symbol, align) / divide + add; `sizes` as of `sizes_of`."""
-    multiply, align, add, symbol, divide = extent
-    if multiply == 0:
-        return add
-    size = sizes[symbol]
+    if extent.multiply == 0:
+        return extent.add
+    size, align = sizes[extent.symbol], extent.align
     if align > 1:
-        size = (size + align - 1) // align * (align // divide)
-    return multiply * size + add
+        size = (size + align - 1) // align * (align // extent.divide)
+    return extent.multiply * size + extent.add
 
 
 class Picker:
@@ -228,8 +229,7 @@ class CallPlans:
             self.wgrad_inputs = tuple(a.link for a in given if not a.written)
             known = {*results, *saved, *self.gradients}
             saved += [link for link in self.wgrad_inputs if link not in known]
-            buffers = self.wgrad.described["buffers"]
-            self.wgrad_has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
+            self.wgrad_has_rows = _has_rows(self.wgrad)
             read = [a.link for a in arguments if a.link in results]
             # From (gradients..., saved..., gradients of the results).
             self.pick_deferred = Picker(self.wgrad_inputs, [*self.gradients, *saved, *read])
@@ -266,17 +266,12 @@ class CallPlans:
         return sum(stochastic) + returned - len(self.drawn)
 
     def _saves_for(self, other: "CallPlans") -> bool:
-        saved = [
-            [
-                (link, of)
-                for _, role, *_, link, of, _ in plans.forward.described["buffers"]
-                if role == "saved"
-            ]
-            for plans in (self, other)
-        ]
-        buffers = other.backward.described["buffers"]
-        has_rows = any(role == "input" and lead for _, role, _, lead, *_ in buffers)
-        return saved[0] == saved[1] and set(other.saved) <= set(self.saved) and has_rows
+        saved = [_links(plans.forward, "saved") for plans in (self, other)]
+        return (
+            saved[0] == saved[1]
+            and set(other.saved) <= set(self.saved)
+            and _has_rows(other.backward)
+        )
 
 
 def _places_of_forms(operand: int, made: Sequence[Link]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention import (  # noqa: E402 - these use the
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
+from transformer_engine.pytorch.execution import overrides  # noqa: E402
 from transformer_engine.pytorch.execution.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention  # noqa: E402
 from transformer_engine.pytorch.layer.planned_module import PlannedModule  # noqa: E402
@@ -117,3 +118,5 @@ __all__ = [
     *_LAZY,
     *absent.names_of(__name__),
 ]
+
+overrides.replace_operators()

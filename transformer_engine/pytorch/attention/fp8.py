@@ -17,7 +17,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
-from transformer_engine.common.operand_casts import OperandCast, Quantization
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
@@ -257,7 +257,7 @@ class _Call(ModuleCall):
         from transformer_engine.pytorch.tensor.recipes import format_of
 
         graph = self.plans.graph
-        cast = OperandCast(*graph.nodes[0].quantization[0])
+        cast = graph.nodes[0].quantization.input
         row = format_of(cast)
         forms = [None if place < 0 else made[place] for place in self.plans.returned]
         quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))

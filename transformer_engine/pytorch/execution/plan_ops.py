@@ -196,19 +196,19 @@ def shapes(plan: Plan, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dt
     """
     leading, sizes = leading_dims(plan, inputs), sizes_of(plan, inputs, rows)
     outputs = []
-    for _, role, code, lead, extents, *_ in plan.described["buffers"]:
-        if role != "output":
+    for buffer in plan.described.buffers:
+        if buffer.role != "output":
             continue
-        shape = [extent_value(extent, sizes) for extent in extents]
-        matrix = len(extents) < 3
-        dims = leading[extents[0][3] >= _core.SYMBOL_SOURCE_ROWS] if lead and matrix else None
+        shape, first = [extent_value(extent, sizes) for extent in buffer.shape], buffer.shape[0]
+        dims = None
+        if buffer.leading and len(buffer.shape) < 3:
+            dims = leading[first.symbol >= _core.SYMBOL_SOURCE_ROWS]
         if dims is not None:
-            gather = extents[0][0]
-            shape[:1] = [gather * dims[0], *dims[1:]] if dims else []
-        outputs.append((_core.torch_dtype(code), shape))
-    if plan.described["direction"] != "forward":
+            shape[:1] = [first.multiply * dims[0], *dims[1:]] if dims else []
+        outputs.append((_core.torch_dtype(buffer.dtype), shape))
+    if plan.described.direction != "forward":
         return outputs, 0
-    return outputs, extent_value(plan.described["saved_bytes"], sizes)
+    return outputs, sum(extent_value(each, sizes) for each in plan.described.saved_bytes)
 
 
 def run_native(
@@ -333,8 +333,8 @@ def _define_with_state(count: int) -> str:
 @constant_in_graphs
 def _with_state(text: str) -> str:
     """Name of the operator that runs a plan which writes state; defined outside of the graph."""
-    buffers = plan_of(text).described["buffers"]
-    return _define_with_state(sum(role == "output" for _, role, *_ in buffers) + 1)
+    buffers = plan_of(text).described.buffers
+    return _define_with_state(sum(buffer.role == "output" for buffer in buffers) + 1)
 
 
 def run_traced(

@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.plan_text import Plan, Stage
+from transformer_engine.common.plan_text import Plan
 
 
-def external_bits(
+def external_steps(
     stages: Mapping[str, Any] | None, prefixes: tuple[str, ...] = ("",)
-) -> tuple[int, ...]:
-    """Bits of `LinearSpec.external` of each part, one with each prefix, for stages by name.
+) -> tuple[frozenset[int], ...]:
+    """`LinearSpec.external` of each part, one with each prefix, for stages by name.
 
     ValueError for a name that is none of ``_core.LINEAR_STAGES`` with a prefix.
     """
     known = {
-        prefix + name: (part, bit)
+        prefix + name: (part, step)
         for part, prefix in enumerate(prefixes)
-        for bit, name in enumerate(_core.LINEAR_STAGES)
+        for step, name in enumerate(_core.LINEAR_STAGES)
     }
-    bits = [0] * len(prefixes)
+    steps: list[set[int]] = [set() for _ in prefixes]
     for name in stages or ():
         if name not in known:
             raise ValueError(f"stage {name!r} does not exist; there are {tuple(known)}")
-        part, bit = known[name]
-        bits[part] |= 1 << bit
-    return tuple(bits)
+        part, step = known[name]
+        steps[part].add(step)
+    return tuple(map(frozenset, steps))
 
 
 class StageBuffers(Mapping[str, Tensor]):
@@ -72,7 +72,7 @@ class StageBuffers(Mapping[str, Tensor]):
         return len(self._numbers)
 
 
-Observer = Callable[[Stage, StageBuffers, bool], Any]
+Observer = Callable[[_core.Stage, StageBuffers, bool], Any]
 """``f(stage, buffers, done)``: looks on before a stage, and when it is done."""
 
 

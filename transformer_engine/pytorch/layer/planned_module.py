@@ -47,6 +47,11 @@ class _Eager:
         out = module(x, **call)
         return out[0] if isinstance(out, tuple) else out
 
+    def function(self, function: Any, *xs: Tensor) -> Tensor:
+        """Call a function of rows."""
+        lead = xs[0].shape[:-1]
+        return function(*[x.flatten(0, -2) for x in xs]).unflatten(0, lead)
+
     def add(
         self, x: Tensor, residual: Tensor, *, dropout: float = 0.0, drop_path: float = 0.0
     ) -> Tensor:
@@ -63,7 +68,7 @@ class PlannedModule(CompositeLayer):
     into C. Where a plan can not hold a call (hooks, modules of other packages, `torch.compile`,
     caches of keys and values), ``emit`` calls its modules instead, with the same bits.
 
-    ``nodes`` has two methods:
+    ``nodes`` has three methods:
 
     ``nodes.run(module, x, ...)``
         What a module makes of `x`; further arguments are those of its forward, by name. Modules are
@@ -72,6 +77,10 @@ class PlannedModule(CompositeLayer):
     ``nodes.add(x, y, dropout=0.0, drop_path=0.0)``
         ``dropout(x) + y``; `drop_path` drops whole samples of `x`, by its first dim. Both are
         probabilities of this call: 0.0 where ``self.training`` is False.
+    ``nodes.function(f, x, ...)``
+        ``f(x, ...)`` of up to four different values, as matrices [rows, features]: a matrix of as
+        many rows. `f` is of torch's operations, without parameters and random numbers; its gradient
+        is autograd's, which repeats it. The plan calls it in its turn.
 
     The arguments of ``emit`` after `x` are those of the call: tensors may only be handed on to
     attentions (a mask, ``encoder_output``); others are numbers, strings or None, and each

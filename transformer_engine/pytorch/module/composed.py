@@ -134,7 +134,7 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         self._plans: dict[tuple, CallPlans] = {}
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
-        self._external = (0,) * len(self.PARTS)
+        self._external = (frozenset[int](),) * len(self.PARTS)
         self._bound: dict[tuple, Bound] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()

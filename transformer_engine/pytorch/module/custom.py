@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.operand_casts import (
     OperandCast,
     Quantization,
@@ -162,11 +161,12 @@ def in_dtype(quantization: Quantization, output: int) -> Quantization:
     return Quantization(*casts, *quantization[3:])
 
 
-def stages_of(quantization: Quantization) -> int:
-    """Bits of the stages that quantizers run which are called (``_core.LINEAR_STAGES``)."""
-    return flags_of(
-        (1 << _core.LINEAR_STAGES.index(stage), cast.recipe == _core.RECIPE_EXTERNAL)
+def stages_of(quantization: Quantization) -> frozenset[int]:
+    """The stages that quantizers run which are called, numbers of ``_core.LINEAR_STAGES``."""
+    return frozenset(
+        _core.LINEAR_STAGES.index(stage)
         for stage, cast in zip(_STAGES, quantization.casts, strict=True)
+        if cast.recipe == _core.RECIPE_EXTERNAL
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.execution.stages import Observer, StageBuffers, external_bits
+from transformer_engine.pytorch.execution.stages import Observer, StageBuffers, external_steps
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.torchside.modes import without_memory
@@ -59,7 +59,7 @@ class Inspected:
         the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
         so on. ValueError for a name that is no stage.
         """
-        self._external = external_bits(stages, self.PARTS)
+        self._external = external_steps(stages, self.PARTS)
         self._stages = dict(stages) or None
         self._plans = {}
         self._bound = {}

@@ -143,6 +143,11 @@ class Outline:
         self._place(module, "bias")
         return Value()
 
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """Add a function of the program's (see `rows_function`)."""
+        del function, xs
+        return Value()
+
     def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
         """Note an attention between projections; return its number.
 
@@ -210,6 +215,8 @@ class Emission:
         self._attending, self._first, self._device = attending, first, None
         self._owners = len(outline.modules)
         self._sites = self._named = 0  # how many there are so far
+        self.functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
+        """Those of the program by their nodes, each with whether its inputs have gradients."""
         self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
         self._parameters: list[Link | None] = []
         self._places = 0  # of parameters of a call, before some are joined
@@ -269,6 +276,28 @@ class Emission:
         self._places += 2
         made = numbers[plans.graph.results[0][1]]
         return self._value(made, x.wanted or plans.backward is not None)
+
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """As of `Outline`."""
+        graph, numbers = self.graph, tuple(x.number for x in xs)
+        if len({*numbers}) < len(numbers):
+            raise ByModules
+        likes = [
+            torch.empty(2, graph.values[x.number].shape[1], dtype=x.dtype, device="meta")
+            for x in xs
+        ]
+        with torch.no_grad():
+            out = function(*likes)
+        if not isinstance(out, Tensor) or out.dim() != 2 or out.dtype not in DTYPES:
+            raise ByModules
+        rows, _ = graph.values[numbers[0]].shape
+        self._named += 1
+        name = f"{self._named}_"
+        dtype = _core.dtype_code(out.dtype)
+        made = graph.value(f"{name}output", dtype, (rows, out.shape[1]))
+        self.functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
+        graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
+        return self._value(made, any(x.wanted for x in xs))
 
     def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
         """As of `Outline`."""
@@ -561,7 +590,7 @@ class LayerCalls:
         call.splits = nodes.splits()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.draws = draws_of(plans, attending)
+        call.draws, call.staged = staged_of(plans, attending, nodes.functions)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
@@ -611,14 +640,61 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
+def staged_of(
+    plans: CallPlans, attending: Sequence, functions: dict
+) -> tuple[Staged | None, Staged | None]:
+    """What runs the external stages of a forward and of a backward; None where there are none."""
+    draws, found = draws_of(plans, attending), []
+    for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient)):
+        stages = () if plan is None else plan.stages
+        found.append(
+            {
+                stage.name: partial(run, *functions[stage.node], stage.buffers)
+                for stage in stages
+                if stage.node in functions and stage.external
+            }
+        )
+    forward, backward = found
+    if draws is not None:
+        forward |= draws.functions
+    forward, backward = (Staged(each, None, _lending) if each else None for each in found)
+    return forward, backward
+
+
+def _run_function(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """A function of a program in a forward: of the inputs, to the output."""
+    del wanted
+    *inputs, output = map(lend, buffers)
+    with torch.no_grad():
+        output.copy_(function(*inputs))
+
+
+def _run_gradient(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """Its gradients, by autograd: of that of the output, and the inputs."""
+    grad, *others = map(lend, buffers)
+    inputs, grads = others[: len(wanted)], others[len(wanted) :]
+    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
+    with torch.enable_grad():
+        out = function(*inputs)
+    asked_for = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
+    for into, made in zip(grads, found, strict=True):
+        into.zero_() if made is None else into.copy_(made)
+
+
 def draws_of(plans: CallPlans, attending: Sequence) -> Staged | None:
     """What draws the (seed, offset) pairs of dropouts in a forward; None where there are none."""
     nodes = plans.forward.graph.numbers_of(_core.NODE_ATTENTION)
     known = dict(zip(nodes, (how.draw for how in attending), strict=True))
+    own = plans.forward.graph.numbers_of(_core.NODE_FUNCTION)
     found = {
         stage.name: partial(_draw_into, known.get(stage.node), stage.buffers[0])
         for stage in plans.forward.stages
-        if stage.operator == "external"
+        if stage.external and stage.node not in own
     }
     return Staged(found, None, _lending) if found else None
 
@@ -630,8 +706,10 @@ def _draws_in_order(plans: CallPlans) -> bool:
     """
     if not plans.drawn:
         return True
-    last = max(plans.forward.graph.numbers_of(_core.NODE_LINEAR))
-    return all(s.node > last for s in plans.forward.stages if s.operator == "external")
+    graph = plans.forward.graph
+    last, own = (graph.numbers_of(kind) for kind in (_core.NODE_LINEAR, _core.NODE_FUNCTION))
+    drawn = (s.node for s in plans.forward.stages if s.external)
+    return all(node > max(last) for node in drawn if node not in own)
 
 
 def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:

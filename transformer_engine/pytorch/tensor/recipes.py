@@ -98,7 +98,7 @@ def _delayed(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
 def _how(cast: OperandCast) -> dict[str, Any]:
     """How scales are found in what is cast."""
     power_2 = _has(cast, _core.CAST_POWER_2)
-    return {"force_pow_2_scales": power_2, "amax_epsilon": cast.epsilon}
+    return {"force_pow_2_scales": power_2, "amax_epsilon": cast.amax_epsilon}
 
 
 def _current(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:

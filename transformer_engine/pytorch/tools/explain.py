@@ -18,18 +18,18 @@ from transformer_engine.pytorch.torchside.device import is_mxfp8_available, is_n
 
 def _plan_text(title: str, plan: Plan, sizes: tuple[int, ...]) -> list[str]:
     """Lines about a plan; `sizes` are the values of ``_core.SYMBOL_ROWS`` and those behind it."""
-    described = plan.described
     saved, scratch, _ = _core.plan_infer(plan.native, sizes)
     of = (0, *sizes)
     names = _core.dtype_names()
     lines = [f"{title}: plan {plan.native.id}"]
-    lines.append("  stages:  " + " -> ".join(f"{n} [{op}]" for n, op, *_ in described["stages"]))
-    for name, role, code, _, extents, *_ in described["buffers"]:
+    stages = (f"{s.name} [{'external' if s.external else s.op}]" for s in plan.stages)
+    lines.append("  stages:  " + " -> ".join(stages))
+    for buffer in plan.described.buffers:
         shape = " x ".join(
-            "any" if extent[2] == _core.ANY_LENGTH else str(extent_value(extent, of))
-            for extent in extents
+            "any" if extent.add == _core.ANY_LENGTH else str(extent_value(extent, of))
+            for extent in buffer.shape
         )
-        lines.append(f"  {role:9s} {name}: {names[code]} [{shape}]")
+        lines.append(f"  {buffer.role:9s} {buffer.name}: {names[buffer.dtype]} [{shape}]")
     lines.append(f"  saved for backward: {saved} bytes; scratch: {scratch} bytes and workspaces")
     return lines
 

@@ -17,7 +17,6 @@ from transformer_engine import _core
 from transformer_engine.common.contexts import Context
 from transformer_engine.common.graphs import forms_of
 from transformer_engine.common.operand_casts import OperandCast
-from transformer_engine.common.plan_text import Stage
 from transformer_engine.pytorch.execution.stages import StageBuffers
 from transformer_engine.pytorch.module.composed import ComposedModule
 from transformer_engine.pytorch.tools.scale_matrix import scale_matrix, scaling_mode
@@ -88,7 +87,7 @@ class ModuleRecord:
         self.gemms: dict[tuple[int, int], Counter[str]] = {}
         self._before: Any = None  # of the stage that is running
 
-    def __call__(self, stage: Stage, buffers: StageBuffers, done: bool) -> None:
+    def __call__(self, stage: _core.Stage, buffers: StageBuffers, done: bool) -> None:
         """Record what a stage does."""
         if stage.step < 0:
             return
@@ -112,8 +111,8 @@ class ModuleRecord:
                 return
             dtype = (column if row is None else row).dtype
             record = self.casts.setdefault((part, role), CastRecord(dtype))
-            node = buffers.plan.graph.node(stage.node)
-            cast = OperandCast(*node.quantization[role])
+            node = buffers.plan.graph.nodes[stage.node]
+            cast = OperandCast(*node.quantization.casts[role])
             values = values.flatten(0, -2)
             if scales[0] is not None:
                 scale = scale_matrix(cast, scales[0], *values.shape, *scales[2:3])
@@ -123,9 +122,9 @@ class ModuleRecord:
                 scale = scale_matrix(cast, turned, *values.t().shape, *scales[3:4]).t()
             record.add(values, scale, dtype)
 
-    def _count_gemm(self, part: int, stage: Stage, done: bool) -> None:
+    def _count_gemm(self, part: int, stage: _core.Stage, done: bool) -> None:
         counts = self.gemms.setdefault((part, stage.step), Counter())
-        if stage.operator == "external":
+        if stage.external:
             counts["a Python function"] += done
         elif not done:
             self._before = _core.counters()
@@ -144,33 +143,33 @@ class ModuleRecord:
                     counts[" x ".join(operands) + how] += n
 
 
-def _values(stage: Stage, role: int, buffers: StageBuffers) -> Tensor:
+def _values(stage: _core.Stage, role: int, buffers: StageBuffers) -> Tensor:
     """What a stage casts, as the operator computes it before the cast: in fp32."""
     graph = buffers.plan.graph
-    linear = graph.node(stage.node)
-    if stage.native == "quantize":
+    linear = graph.nodes[stage.node]
+    if stage.op == "quantize":
         link = ("gradient", linear.output) if role == GRAD else ("value", linear.inputs[role])
         return buffers.linked(*link)
     # The operator of the node that makes the input, or of the one that reads the output.
-    nodes = [graph.node(n) for n in range(len(graph.nodes))]
+    nodes = graph.nodes
     if role == INPUT:
         node = next(node for node in nodes if node.output == linear.inputs[0])
     else:
         node = next(node for node in nodes if node.inputs[0] == linear.output)
     x, *parameters = (None if of < 0 else buffers.linked("value", of) for of in node.inputs)
     options = {"kind": node.variant}
-    if stage.native == "norm":
+    if stage.op == "norm":
         options |= zip(("gamma", "beta"), parameters, strict=False)
         options["eps"] = node.numbers[0]
         options["zero_centered"] = bool(node.flags & _core.NODE_ZERO_CENTERED)
     else:
         options |= zip(("limit", "alpha", "linear_offset"), node.numbers, strict=False)
-    columns = x.shape[-1] if role == GRAD else graph.values[node.output][4][-1]
+    columns = x.shape[-1] if role == GRAD else graph.values[node.output].shape[-1].add
     out = x.new_empty(*x.shape[:-1], columns, dtype=torch.float32)
     if role == GRAD:
         _core.activation_backward(buffers.linked("gradient", node.output), x, wide=out, **options)
     else:
-        getattr(_core, stage.native)(x, wide=out, **options)
+        getattr(_core, stage.op)(x, wide=out, **options)
     return out
 
 

@@ -167,7 +167,7 @@ def _operators(ran: Ran, part: int) -> dict[int, str]:
     plans = [plan for plan in (ran.plans.forward, ran.plans.backward, ran.plans.wgrad) if plan]
     node = plans[0].graph.numbers_of(_core.NODE_LINEAR)[part]
     stages = (stage for plan in plans for stage in plan.stages)
-    return {stage.step: stage.operator for stage in stages if stage.node == node}
+    return {s.step: "external" if s.external else s.op for s in stages if s.node == node}
 
 
 def _gemms(
@@ -291,7 +291,7 @@ def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
     mode = scaling_mode(cast)
     rows, columns = weight.shape
     options: dict[str, Any] = {
-        "amax_epsilon": cast.epsilon,
+        "amax_epsilon": cast.amax_epsilon,
         "power_2_scale": int(cast.options & _core.CAST_POWER_2 != 0),
     }
     if mode in (_core.SCALING_TENSOR, _core.SCALING_NVFP4):

@@ -40,19 +40,20 @@ def _flops_of_run(
     del slots, saved, staged, selection, state, results
     graph, made = read_text(plan), plan_of(plan)
     sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
-    stages = made.described["stages"]
-    return sum(_flops_of_stage(graph, node, operator, sizes) for _, operator, node, *_ in stages)
+    return sum(_flops_of_stage(graph, stage, sizes) for stage in made.stages if not stage.external)
 
 
-def _flops_of_stage(graph: PlanGraph, node: int, operator: str, sizes: list) -> int:
+def _flops_of_stage(graph: PlanGraph, stage: _core.Stage, sizes: list) -> int:
+    operator, node = stage.op, stage.node
     if operator == "gemm":
         out_features, in_features = graph.weight_sizes(node)
         return 2 * sizes[graph.rows_symbol(node)] * out_features * in_features
     if operator not in _PRODUCTS:
         return 0
     queries, keys = (sizes[graph.rows_symbol(node, at) :][:3] for at in (0, 1))
-    fields = graph.node(node)
-    (heads, of_query, *_), _, (_, of_value, *_) = fields.slices
+    fields = graph.nodes[node]
+    heads, of_query = fields.slices[0].heads, fields.slices[0].channels
+    of_value = fields.slices[2].channels
     if fields.flags & _core.NODE_PACKED:  # as if each had as many keys as the longest may have
         scores = heads * queries[0] * int(fields.numbers[5])
         return _flops_of_products(operator, scores, of_query, of_value)

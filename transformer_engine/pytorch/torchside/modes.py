@@ -45,7 +45,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether `torch.autocast` is on for a kind of device; public ways ask about one kind, slower."""
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-below_autograd: Callable[[], bool] = functools.partial(
+inside_operator: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD
 )
 """Whether the thread is inside of a torch operator, whose own operators autograd does not see."""

@@ -44,10 +44,14 @@ def checked(op: str, name: str, tensor: Any) -> Tensor:
 
 
 def exact(op: str, name: str, tensor: Any) -> Tensor:
-    """`checked`, in fp32: what quantized data are, not rounded to their nominal dtype."""
+    """`checked`, in fp32, or in float64 where it is that.
+
+    Quantized data are what they are, not rounded to their nominal dtype.
+    """
     if hasattr(type(tensor), "_dequantized"):
         return tensor.dequantize(dtype=torch.float32).detach()
-    return checked(op, name, tensor).float()
+    found = checked(op, name, tensor)
+    return found if found.dtype == torch.float64 else found.float()
 
 
 def wide(op: str, name: str, tensor: Any) -> Tensor:
