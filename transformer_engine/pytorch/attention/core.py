@@ -441,8 +441,14 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 qkv_layer is None, kv_layer is None, key_layer is None, qkv_interleave_dim,
                 thd_attention_policies,
             )  # fmt: skip
-            # One object is hashed and compared faster than 28.
-            found_by = calls.key_of(self, tensors, None if given == _DEFAULTS else given)
+            # One object is hashed faster than 28; a tensor is compared by operators of torch.
+            if (
+                attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is None
+                and cu_seqlens_kv_padded is core_attention_bias is alibi_slopes is None
+                and given == _DEFAULTS
+            ):
+                given = None
+            found_by = calls.key_of(self, tensors, given)
             found = None if found_by is None else calls.known(found_by)
             if found is not None:
                 self.__dict__["_ran"] = found.choice
