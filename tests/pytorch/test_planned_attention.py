@@ -266,6 +266,18 @@ def test_lengths_make_no_plans(device):
     assert kept(core) == (1, 1)
 
 
+def test_default_arguments_are_no_part_of_the_key(device):
+    """However they are given; an argument that differs is."""
+    core = make()
+    tensors = leaves_of(core, device)
+    core(*tensors)
+    core(*tensors, qkv_format=None, num_splits=1, core_attention_bias_type="no_bias")
+    assert [key[-1] for key in core._kept._by_arguments] == [None]
+    core(*tensors, attn_mask_type="no_mask")
+    keys = [key[-1] for key in core._kept._by_arguments]
+    assert len(keys) == 2 and keys[1] is not None and "no_mask" in keys[1]
+
+
 SETTINGS = [
     ("attn_mask_type", "no_mask"),
     ("attn_mask_type", "causal_bottom_right"),

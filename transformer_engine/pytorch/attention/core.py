@@ -66,6 +66,18 @@ _attention_backends: dict[str, bool] = {"backend_selection_requires_update": Fal
 _NAME = "DotProductAttention"
 _PLAIN = CoreOptions()
 
+_DEFAULTS = (
+    None, None, None, None, None, None, None, None, None, None,
+    None, None, False,
+    "no_bias", None, None, None,
+    False, 1,
+    None, None, None, None,
+    True, True, False, -3,
+    None,
+)  # fmt: skip
+"""The arguments that a call is found by, as `DotProductAttention.forward` lists them, where only
+queries, keys and values are given."""
+
 _OF_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
 )  # fmt: skip
@@ -416,10 +428,10 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             if qkv_layer is kv_layer is None:
                 tensors = (query_layer, key_layer, value_layer)
             else:
-                given = query_layer, key_layer, value_layer, kv_layer, qkv_layer
-                tensors = tuple(tensor for tensor in given if tensor is not None)[:3]
+                layers = query_layer, key_layer, value_layer, kv_layer, qkv_layer
+                tensors = tuple(tensor for tensor in layers if tensor is not None)[:3]
             calls = self.__dict__["_kept"]
-            found_by = calls.key_of(self, tensors, (
+            given = (
                 attention_mask, qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                 cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
                 bottom_right_diagonal, softcap, checkpoint_core_attention,
@@ -428,7 +440,15 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
                 qkv_layer is None, kv_layer is None, key_layer is None, qkv_interleave_dim,
                 thd_attention_policies,
-            ))  # fmt: skip
+            )  # fmt: skip
+            # One object is hashed faster than 28; a tensor is compared by operators of torch.
+            if (
+                attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is None
+                and cu_seqlens_kv_padded is core_attention_bias is alibi_slopes is None
+                and given == _DEFAULTS
+            ):
+                given = None
+            found_by = calls.key_of(self, tensors, given)
             found = None if found_by is None else calls.known(found_by)
             if found is not None:
                 self.__dict__["_ran"] = found.choice

@@ -207,11 +207,11 @@ class KeptCalls:
         self._calls: dict[tuple, tuple[LayerCall, Callable | None]] = {}
         self._recurrence = Recurrence()
 
-    def key_of(self, core: Any, tensors: tuple, arguments: tuple) -> tuple | None:
+    def key_of(self, core: Any, tensors: tuple, arguments: tuple | None) -> tuple | None:
         """What a call is found by; None for one that runs in no plan.
 
-        `tensors` hold queries, keys and values, `arguments` are all others. No graph is being
-        traced.
+        `tensors` hold queries, keys and values, `arguments` are all others, None where these are
+        the defaults. No graph is being traced.
         """
         asked = fp8.is_asked_for if graph_task() == -1 else fp8.in_force
         if asked(core) or dispatch_modes() or in_transform() or forward_gradients():
@@ -250,7 +250,7 @@ class KeptCalls:
                 return None
             made = keep(self._calls, kind, _bind(heads, attends, dtype))
         found = KeptCall(*made, attends.tensors, how[0], dtype)
-        if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1])):
+        if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
 

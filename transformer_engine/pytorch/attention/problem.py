@@ -171,7 +171,7 @@ def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) ->
 
 
 def slices_of(heads: Heads) -> tuple:
-    """Heads, channels, offset and stride of queries, keys and values (see `layer_graphs`)."""
+    """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
     slices, at = [], 0
     for i, tensor in enumerate(heads.split()):
         count, channels = tensor.shape[-2:]
