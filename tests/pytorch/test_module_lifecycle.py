@@ -228,7 +228,7 @@ def test_modules_that_die_during_an_update(device, monkeypatch):
         for length, layer in enumerate(layers, 2):
             step(layer, x, DelayedScaling(amax_history_len=length))
     assert gemms.fp8 == 12
-    survivor, native = layers.pop(), scaling.torch_ops.scaling_update
+    survivor, native = layers.pop(), scaling.plan_ops.scaling_update
     del layer
 
     def update(*arguments):
@@ -236,7 +236,7 @@ def test_modules_that_die_during_an_update(device, monkeypatch):
         gc.collect()
         native(*arguments)
 
-    monkeypatch.setattr(scaling.torch_ops, "scaling_update", update)
+    monkeypatch.setattr(scaling.plan_ops, "scaling_update", update)
     scaling.update("forward", survivor._slots.domain)
     scaling.sweep()
     assert not layers and len(arenas("forward")) == 1

@@ -6,6 +6,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.module import linear_base
 from transformer_engine.pytorch.torchside import modes
 
 MATMUL = torch.backends.cuda.matmul
@@ -74,3 +75,24 @@ def test_whether_a_thread_is_inside_of_an_operator():
     with modes.below_autograd():
         assert modes.inside_operator()
     assert not modes.inside_operator()
+
+
+@pytest.mark.gpu
+def test_calls_in_fp32_are_found_by_what_the_setting_allows(monkeypatch):
+    """Three are decided, the module's first one and one of each setting; the bits are theirs."""
+    decided, decide = [], linear_base.LinearBase._decide
+    monkeypatch.setattr(
+        linear_base.LinearBase, "_decide", lambda *a: (decided.append(a), decide(*a))[1]
+    )
+    linear, x = te.Linear(256, 256, device="cuda"), torch.randn(64, 256, device="cuda")
+    before, found = MATMUL.fp32_precision, {"ieee": [], "tf32": []}
+    try:
+        for precision in ["ieee", "tf32"] * 3:
+            MATMUL.fp32_precision = precision
+            found[precision].append(linear(x))
+    finally:
+        MATMUL.fp32_precision = before
+    assert len(decided) == 3
+    for results in found.values():
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert not torch.equal(found["ieee"][0], found["tf32"][0])
