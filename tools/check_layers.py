@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check who may know whom in csrc: by folder, and without a circle of headers or of files.
+"""Check who may know whom: by folder, and without a circle of headers or of files.
 
-A folder includes headers of its own, of csrc/include and of the folders in LAYERS. Calls between
-the files of a folder are read from the objects (`make build`), so that a file can be understood
-after those that it calls.
+In csrc a folder includes headers of its own, of csrc/include and of the folders in LAYERS. Calls
+between the files of a folder are read from the objects (`make build`), so that a file can be
+understood after those that it calls. In transformer_engine/pytorch a folder imports from those
+before it in FOLDERS, also inside of functions; what stands beside them are paths that programs
+import, which no folder needs but for LEAVES.
 """
 
+import ast
 import re
 import subprocess
 
@@ -20,6 +23,11 @@ LAYERS = {
     "layer": ("include", "core"),
     "python": ("include",),
 }
+
+PACKAGE = "transformer_engine"
+PYTORCH = f"{PACKAGE}.pytorch."
+FOLDERS = "torchside execution scaling_state tensor module attention layer optimizers tools".split()
+LEAVES = ("constants", "torch_version")
 
 
 def includes(path):
@@ -75,8 +83,79 @@ def find_cycle(edges):
     return path[path.index(path[-1]) :] if path else None
 
 
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def modules():
+    """Return {module: path} of the Python package."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path, known):
+    """Yield the modules among `known` that a file imports, but for those that types alone need."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in set(ast.walk(tree)) - skipped:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in known or node.module in known:
+                    yield name if name in known else node.module
+
+
+def import_edges():
+    """Return {module: modules that it imports} of the Python package."""
+    known = modules()
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
+
+
+def folder_of(module):
+    """Return the folder of FOLDERS that a module is in, else the module relative to PYTORCH."""
+    parts = module.removeprefix(PYTORCH).split(".")
+    return parts[0] if parts[0] in FOLDERS else ".".join(parts)
+
+
+def out_of_order(edges):
+    """Yield a problem for each import against the order of FOLDERS."""
+    for name, to in edges.items():
+        folder = folder_of(name)
+        if not name.startswith(PYTORCH) or folder not in FOLDERS:
+            continue
+        before = FOLDERS[: FOLDERS.index(folder) + 1]
+        for other in sorted(to):
+            if other.startswith(f"{PACKAGE}.plugin"):
+                yield f"{name}: imports {other}: plug-ins register with execution.overrides"
+            elif other.startswith(PYTORCH) and folder_of(other) not in (*before, *LEAVES):
+                yield f"{name}: imports {other}: {folder} comes before {folder_of(other)}"
+
+
+def bound_twice(path):
+    """Yield a problem for each name that a module binds twice at its top level."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names = [getattr(node, "name", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in filter(None, names):
+            if name in found:
+                yield f"{path.relative_to(ROOT)}: {name} is bound twice"
+            found.add(name)
+
+
 def main():
-    """Check the includes of csrc, and the calls between its objects."""
+    """Check the includes of csrc and the calls between its objects; the imports of the package."""
     headers, problems = include_edges(), []
     for name, to in headers.items():
         folder = name.split("/")[0]
@@ -87,6 +166,12 @@ def main():
     for what, graph in [("include", headers), *(("call", call_edges(name)) for name in LAYERS)]:
         if cycle := find_cycle(graph):
             problems.append(f"csrc: a circle of {what}s: {' -> '.join(cycle)}")
+    for path in modules().values():
+        problems += bound_twice(path)
+    edges = import_edges()
+    problems += out_of_order(edges)
+    if cycle := find_cycle(edges):
+        problems.append(f"{PACKAGE}: a circle of imports: {' -> '.join(cycle)}")
     finish(problems)
 
 

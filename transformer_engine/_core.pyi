@@ -366,11 +366,16 @@ class Implementation:
     def calls(self) -> int:
         """How often it was called."""
 
+    @property
+    def reason(self) -> str | None:
+        """Why it did not take the last call that it did not take, where `supports` gave a text."""
+
 @final
 class Predicate:
     """Whether a call is taken: `fits` of dtype and device of its first tensor, asked once for each
     pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. Where
-    it gives None the next tensor is asked about. A call without tensors fits.
+    it gives None the next tensor is asked about. A call without tensors fits. A text that `supports`
+    gives is why a call is not taken, and the answer.
     """
 
     def __new__(
@@ -379,7 +384,7 @@ class Predicate:
         supports: Callable[..., Any] | None = None,
         by_device: bool = True,
     ) -> Predicate: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> bool: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> bool | str: ...
 
 @final
 class Operator:
@@ -391,6 +396,10 @@ class Operator:
 
     @property
     def __name__(self) -> str: ...
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function that has its signature and its docstring, by the dispatcher's `describe`."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Scope:
@@ -524,12 +533,14 @@ class Dispatcher:
 
     ``resolve(policy)`` makes the table of a policy, None: of that outside of every `Scope`; it is
     asked where a policy or `publish` is new to a thread. ``refuse(name, asked)`` raises.
+    ``describe(name)`` gives a function that has the signature of an operator.
     """
 
     def __new__(
         cls,
         resolve: Callable[[Any], tuple[tuple[Implementation, ...], ...]],
         refuse: Callable[[str, tuple[Implementation, ...]], Any],
+        describe: Callable[[str], Callable[..., Any]] | None = None,
     ) -> Dispatcher: ...
     def publish(self, table: tuple[tuple[Implementation, ...], ...] | None, /) -> None:
         """Put a table in force outside of every scope; None: it is made at the next call."""

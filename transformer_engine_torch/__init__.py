@@ -8,8 +8,9 @@ What is not built yet raises when it is called.
 
 from typing import Any
 
-from transformer_engine.common import absent
+from transformer_engine.common import absent, config
 from transformer_engine.plugin.builtin import OPERATORS
+from transformer_engine.plugin.core import resets
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import (
     CommGemmOverlapRole,
@@ -73,6 +74,7 @@ def bind_operators() -> None:
 
 
 bind_operators()
+resets.BINDERS[:] = [bind_operators]
 
 
 def flash_attention(
@@ -105,17 +107,23 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
     message, which is "" where there is one, else why there is none. Of the arguments of the
     operator of that name, which plug-ins implement, its answer alone.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import fused_params
+    from transformer_engine.plugin.builtin import fused_attention_params
 
     ask = get_default_manager().operator("get_fused_attn_backend")
     asked = (*given, *named.values())
     if len(asked) != 1 or not set(named) <= {"fused_attn_params"}:
         return ask(*given, **named)
     (params,) = asked
-    if not isinstance(params, fused_params.FusedAttentionParams):
+    if not isinstance(params, fused_attention_params.FusedAttentionParams):
         raise TypeError(
             f"get_fused_attn_backend: {type(params).__name__}, expected a FusedAttentionParams"
         )
     kind = ask(**params.scalars())
     none = kind == NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return kind, fused_params.why_none(params) if none else ""
+    return kind, fused_attention_params.why_none(params) if none else ""
+
+
+if config.NVTE_PLUGIN.get():  # it may put another module in place of this one
+    from transformer_engine.plugin.core import replacement
+
+    replacement.load()

@@ -203,6 +203,8 @@ typedef enum te_node_kind {
                             {seed, offset}; x and residual in the dtype of the output, or
                             of any other where that is f32 */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
+    TE_NODE_FUNCTION,    /* the caller's, of rows: up to 4 different inputs; external stages
+                            "function" and "function_backward" (node_function.c: their buffers) */
     TE_NODE_KINDS
 } te_node_kind;
 

@@ -16,8 +16,11 @@
 typedef struct implementation {
     PyObject_HEAD PyObject *op, *impl_id, *function;
     PyObject *supports; /* NULL: it takes every call */
-    int is_predicate;   /* a Predicate, which is asked without a call */
-    unsigned long long calls;
+    PyObject *reason;   /* why it did not take the last call that it did not take, or NULL */
+    tepy_state *state;
+    int is_predicate;         /* a Predicate, which is asked without a call */
+    unsigned long long calls; /* how many */
+    unsigned long long told;  /* `state->published` when its use was logged */
 } implementation;
 
 typedef struct operator_object {
@@ -49,13 +52,12 @@ static int implementation_clear(PyObject *object)
 static void implementation_dealloc(PyObject *object)
 {
     implementation *self = (implementation *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)implementation_clear(object);
     Py_XDECREF(self->op);
     Py_XDECREF(self->impl_id);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    Py_XDECREF(self->reason);
+    tepy_free(object);
 }
 
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -77,41 +79,21 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
     self->impl_id = Py_NewRef(impl_id);
     self->function = Py_NewRef(function);
     self->supports = supports == Py_None ? NULL : Py_NewRef(supports);
-    self->is_predicate = (PyObject *)Py_TYPE(supports) == tepy_state_of(module)->predicate_type;
+    self->state = tepy_state_of(module);
+    self->is_predicate = (PyObject *)Py_TYPE(supports) == self->state->predicate_type;
     return (PyObject *)self;
 }
 
-static PyObject *implementation_op(PyObject *self, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(((implementation *)self)->op);
-}
-
-static PyObject *implementation_id(PyObject *self, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(((implementation *)self)->impl_id);
-}
-
-static PyObject *implementation_function(PyObject *self, void *unused)
-{
-    (void)unused;
-    return Py_XNewRef(((implementation *)self)->function);
-}
-
-static PyObject *implementation_calls(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((implementation *)self)->calls);
-}
-
-static PyGetSetDef implementation_getset[] = {
-    {"op", implementation_op, NULL, "Name of the operator.", NULL},
-    {"impl_id", implementation_id, NULL, "Its own name.", NULL},
-    {"function", implementation_function, NULL, "What is called.", NULL},
-    {"calls", implementation_calls, NULL, "How often it was.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+#define AT(field) offsetof(implementation, field), READONLY
+static PyMemberDef implementation_members[] = {
+    {"op", T_OBJECT, AT(op), "Name of the operator."},
+    {"impl_id", T_OBJECT, AT(impl_id), "Its own name."},
+    {"function", T_OBJECT, AT(function), "What is called."},
+    {"calls", T_ULONGLONG, AT(calls), "How often it was."},
+    {"reason", T_OBJECT, AT(reason), "Why it did not take the last call that it did not take."},
+    {NULL, 0, 0, 0, NULL},
 };
+#undef AT
 
 static PyType_Slot implementation_slots[] = {
     {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
@@ -120,7 +102,7 @@ static PyType_Slot implementation_slots[] = {
     {Py_tp_dealloc, implementation_dealloc},
     {Py_tp_traverse, implementation_traverse},
     {Py_tp_clear, implementation_clear},
-    {Py_tp_getset, implementation_getset},
+    {Py_tp_members, implementation_members},
     {0, NULL},
 };
 
@@ -172,21 +154,31 @@ static void add_note(const implementation *from, PyObject *const *args, size_t n
 }
 
 /* Whether an implementation takes a call: 1, 0, or -1 with an exception. */
-static int takes(const implementation *self, PyObject *const *args, size_t nargsf, PyObject *names)
+static int takes(implementation *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *answer;
     int result;
     if (self->supports == NULL) return 1;
     if (self->is_predicate) {
-        result = tepy_predicate_takes(self->supports, args, nargsf, names);
-        if (result < 0) add_note(self, args, nargsf, names);
-        return result;
+        result = tepy_predicate_takes(self->supports, args, nargsf, names, &self->reason);
+    } else {
+        PyObject *answer = tepy_call_vector(self->supports, args, nargsf, names);
+        result = tepy_predicate_read(answer, &self->reason);
     }
-    answer = tepy_call_vector(self->supports, args, nargsf, names);
-    result = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
     if (result < 0) add_note(self, args, nargsf, names);
     return result;
+}
+
+/* Logs that an implementation is used, the first time after a change of what is in force. */
+static int log_use(implementation *self)
+{
+    PyObject *module = PyImport_ImportModule("transformer_engine.plugin.core.logger_manager");
+    PyObject *done = NULL;
+    self->told = self->state->published;
+    if (module != NULL)
+        done = PyObject_CallMethod(module, "log_use", "OO", self->op, self->impl_id);
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 /* What the first candidate that takes a call returns; where none does `refuse` raises, or without
@@ -202,6 +194,7 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, const char *ke
         const int fits = takes(found, args, nargsf, keywords == NULL ? names : NULL);
         if (fits < 0) return NULL;
         if (fits == 0) continue;
+        if (found->told != found->state->published && log_use(found) != 0) return NULL;
         found->calls++;
         result = tepy_call_vector(found->function, args, nargsf, own_names);
         if (result == Py_NotImplemented) { /* it would read as that nobody has begun */
@@ -258,12 +251,10 @@ static int operator_clear(PyObject *object)
 static void operator_dealloc(PyObject *object)
 {
     operator_object *self = (operator_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF((PyObject *)self->dispatcher);
     Py_XDECREF(self->name);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static PyObject *operator_repr(PyObject *object)
@@ -271,10 +262,21 @@ static PyObject *operator_repr(PyObject *object)
     return PyUnicode_FromFormat("<operator %U>", ((operator_object *)object)->name);
 }
 
-static PyObject *operator_name(PyObject *object, void *unused)
+/* New reference to the function that says what the operator's arguments are, or to an attribute of
+ * it; AttributeError where there is none. */
+static PyObject *operator_described(PyObject *object, void *attribute)
 {
-    (void)unused;
-    return Py_NewRef(((operator_object *)object)->name);
+    const operator_object *self = (operator_object *)object;
+    PyObject *found, *value, *describe = self->dispatcher->describe;
+    if (describe == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "nobody says what the operator's arguments are");
+        return NULL;
+    }
+    found = PyObject_CallFunctionObjArgs(describe, self->name, NULL);
+    if (found == NULL || attribute == NULL) return found;
+    value = PyObject_GetAttrString(found, attribute);
+    Py_DECREF(found);
+    return value;
 }
 
 /* A copy is the operator itself, as it is of a function; `unused` is what deepcopy remembers. */
@@ -291,17 +293,18 @@ static PyMethodDef operator_methods[] = {
 };
 
 static PyMemberDef operator_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(operator_object, call), READONLY, NULL},
+    TEPY_CALL_MEMBER(operator_object),
+    {"__name__", T_OBJECT, offsetof(operator_object, name), READONLY, "Name of the operator."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef operator_getset[] = {
-    {"__name__", operator_name, NULL, "Name of the operator.", NULL},
+    {"__wrapped__", operator_described, NULL, "The function that has its signature.", NULL},
+    {"__doc__", operator_described, NULL, "What it does.", "__doc__"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot operator_slots[] = {
-    {Py_tp_doc, "An operator: a call runs the implementation that is in force."},
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_repr, operator_repr},
     {Py_tp_dealloc, operator_dealloc},
@@ -352,14 +355,12 @@ static int choice_traverse(PyObject *object, visitproc visit, void *arg)
 static void choice_dealloc(PyObject *object)
 {
     choice *self = (choice *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->name);
     Py_XDECREF(self->implementations);
     Py_XDECREF(self->refuse);
     free(self->keywords);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -409,7 +410,7 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMemberDef choice_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(choice, call), READONLY, NULL},
+    TEPY_CALL_MEMBER(choice),
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -440,6 +441,7 @@ static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->resolve);
     Py_VISIT(self->refuse);
+    Py_VISIT(self->describe);
     Py_VISIT(self->table);
     Py_VISIT(self->module);
     return 0;
@@ -454,31 +456,34 @@ static int dispatcher_clear(PyObject *object)
 static void dispatcher_dealloc(PyObject *object)
 {
     tepy_dispatcher *self = (tepy_dispatcher *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->table);
     Py_XDECREF(self->resolve);
     Py_XDECREF(self->refuse);
+    Py_XDECREF(self->describe);
     Py_XDECREF(self->module);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"resolve", "refuse", NULL};
-    PyObject *resolve, *refuse, *module = PyType_GetModule(type);
+    static char *names[] = {"resolve", "refuse", "describe", NULL};
+    PyObject *resolve, *refuse, *describe = Py_None, *module = PyType_GetModule(type);
     tepy_dispatcher *self;
     if (module == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Dispatcher", names, &resolve, &refuse) ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Dispatcher", names, &resolve, &refuse,
+                                     &describe) ||
         tepy_require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
-        tepy_require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0) {
+        tepy_require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0 ||
+        (describe != Py_None &&
+         tepy_require_callable(describe, (tepy_site){"Dispatcher", "describe"}) != 0)) {
         return NULL;
     }
     self = (tepy_dispatcher *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->resolve = Py_NewRef(resolve);
     self->refuse = Py_NewRef(refuse);
+    self->describe = describe == Py_None ? NULL : Py_NewRef(describe);
     self->module = Py_NewRef(module);
     self->state = tepy_state_of(module);
     return (PyObject *)self;
@@ -494,6 +499,7 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
     }
     if (table != Py_None && tepy_check_table(self, table, site) != 0) return NULL;
     self->version++;
+    self->state->published++;
     tepy_set(&self->table, table == Py_None ? NULL : Py_NewRef(table));
     return Py_NewRef(Py_None);
 }
@@ -543,7 +549,8 @@ static PyMethodDef dispatcher_methods[] = {
 };
 
 static PyType_Slot dispatcher_slots[] = {
-    {Py_tp_doc, "Dispatcher(resolve, refuse)\n--\n\nOperators and the table that they call by."},
+    {Py_tp_doc, "Dispatcher(resolve, refuse, describe=None)\n--\n\nOperators and the table that "
+                "they call by."},
     {Py_tp_new, dispatcher_new},
     {Py_tp_dealloc, dispatcher_dealloc},
     {Py_tp_traverse, dispatcher_traverse},

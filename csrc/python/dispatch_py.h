@@ -12,6 +12,7 @@
 typedef struct tepy_dispatcher {
     PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
     PyObject *refuse;                /* refuse(name, asked): raises */
+    PyObject *describe;              /* describe(name): a function with its signature; or NULL */
     PyObject *table;                 /* NULL: to be made at the next call */
     unsigned long long version;      /* of what tables are made of */
     tepy_state *state;
@@ -20,13 +21,31 @@ typedef struct tepy_dispatcher {
 
 #define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
 #define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
+/* The member by which objects of a struct are called, which has it as `call`. */
+#define TEPY_CALL_MEMBER(type)                                                                     \
+    {                                                                                              \
+        "__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, NULL                   \
+    }
+
+/* The end of a dealloc: the memory of an instance of a heap type, and its reference to that. */
+static inline void tepy_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    TEPY_FREE(object);
+    Py_DECREF(type);
+}
 
 /* ---- predicate_py.c ---- */
 
 /* Creates the type of Predicate; new reference. */
 PyObject *tepy_predicate_make_type(PyObject *module);
-/* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. */
-int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names);
+/* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. *reason, owned or
+ * NULL, becomes what it says against a call that is not. */
+int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names,
+                         PyObject **reason);
+/* The same of what a `supports` has returned, which is stolen; NULL where it has raised. A text is
+ * a reason against the call. */
+int tepy_predicate_read(PyObject *answer, PyObject **reason);
 
 /* ---- leave_py.c ---- */
 

@@ -61,11 +61,9 @@ static int native_slot_traverse(PyObject *object, visitproc visit, void *arg)
 
 static void native_slot_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     te_plugin_release(((native_slot *)object)->plugin);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static const te_plugin_slot *slot_of(PyObject *object)
@@ -79,57 +77,41 @@ static PyObject *native_slot_repr(PyObject *object)
                                 slot_of(object)->backend);
 }
 
-static PyObject *get_op(PyObject *object, void *unused)
+static PyObject *text_of(const char *text)
 {
-    (void)unused;
-    return PyUnicode_FromString(te_op_name(slot_of(object)->op));
+    return text == NULL ? Py_NewRef(Py_None) : PyUnicode_FromString(text);
 }
 
-static PyObject *get_backend(PyObject *object, void *unused)
+/* What an attribute tells; `which` is the first letter of its name. */
+static PyObject *get_attribute(PyObject *object, void *which)
 {
-    (void)unused;
-    return PyUnicode_FromString(slot_of(object)->backend);
-}
-
-static PyObject *get_vendor(PyObject *object, void *unused)
-{
-    const char *vendor = slot_of(object)->vendor;
-    (void)unused;
-    return vendor == NULL ? Py_NewRef(Py_None) : PyUnicode_FromString(vendor);
-}
-
-static PyObject *get_kind(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(kinds[slot_of(object)->kind]);
-}
-
-static PyObject *get_device(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong((long)slot_of(object)->device);
-}
-
-static PyObject *get_priority(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong((long)slot_of(object)->priority);
-}
-
-static PyObject *get_calls(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(te_plugin_slot_calls(slot_of(object)));
+    const te_plugin_slot *slot = slot_of(object);
+    switch (*(const char *)which) {
+    case 'o':
+        return text_of(te_op_name(slot->op));
+    case 'b':
+        return text_of(slot->backend);
+    case 'v':
+        return text_of(slot->vendor);
+    case 'k':
+        return text_of(kinds[slot->kind]);
+    case 'd':
+        return PyLong_FromLong((long)slot->device);
+    case 'p':
+        return PyLong_FromLong((long)slot->priority);
+    default:
+        return PyLong_FromLongLong(te_plugin_slot_calls(slot));
+    }
 }
 
 static PyGetSetDef native_slot_getset[] = {
-    {"op", get_op, NULL, "Name of its operator in the C library.", NULL},
-    {"backend", get_backend, NULL, "Name of its backend.", NULL},
-    {"vendor", get_vendor, NULL, "Whose it is, or None.", NULL},
-    {"kind", get_kind, NULL, "\"vendor\", \"default\" or \"reference\".", NULL},
-    {"device", get_device, NULL, "DEVICE_* that it runs on.", NULL},
-    {"priority", get_priority, NULL, "The highest is asked first.", NULL},
-    {"calls", get_calls, NULL, "How often it ran without an error, in this process.", NULL},
+    {"op", get_attribute, NULL, "Name of its operator in the C library.", "o"},
+    {"backend", get_attribute, NULL, "Name of its backend.", "b"},
+    {"vendor", get_attribute, NULL, "Whose it is, or None.", "v"},
+    {"kind", get_attribute, NULL, "\"vendor\", \"default\" or \"reference\".", "k"},
+    {"device", get_attribute, NULL, "DEVICE_* that it runs on.", "d"},
+    {"priority", get_attribute, NULL, "The highest is asked first.", "p"},
+    {"calls", get_attribute, NULL, "How often it ran without an error, in this process.", "c"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -140,7 +122,7 @@ static PyMethodDef native_slot_methods[] = {
 };
 
 static PyMemberDef native_slot_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(native_slot, call), READONLY, NULL},
+    TEPY_CALL_MEMBER(native_slot),
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -136,25 +136,35 @@ static int ask_argument(predicate *self, PyObject *argument, int depth)
     return result;
 }
 
-int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
+int tepy_predicate_read(PyObject *answer, PyObject **reason)
+{
+    const int is_text = answer != NULL && PyUnicode_Check(answer);
+    const int result = answer == NULL ? -1 : is_text ? 0 : PyObject_IsTrue(answer);
+    if (result == 0 && (is_text || *reason != NULL))
+        tepy_set(reason, is_text ? Py_NewRef(answer) : NULL);
+    Py_XDECREF(answer);
+    return result;
+}
+
+int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names,
+                         PyObject **reason)
 {
     predicate *self = (predicate *)object;
     const Py_ssize_t count = tepy_positional(nargsf) + (names == NULL ? 0 : PyTuple_Size(names));
-    PyObject *answer;
     int result = 2;
     for (Py_ssize_t i = 0; i < count && result == 2; i++) result = ask_argument(self, args[i], 0);
     if (result == 2) result = 1; /* nothing is against it */
+    if (result == 0 && *reason != NULL) tepy_set(reason, NULL);
     if (result != 1 || self->supports == NULL) return result;
-    answer = tepy_call_vector(self->supports, args, nargsf, names);
-    result = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return result;
+    return tepy_predicate_read(tepy_call_vector(self->supports, args, nargsf, names), reason);
 }
 
 static PyObject *predicate_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf,
                                       PyObject *names)
 {
-    const int result = tepy_predicate_takes(object, args, nargsf, names);
+    PyObject *reason = NULL;
+    const int result = tepy_predicate_takes(object, args, nargsf, names, &reason);
+    if (reason != NULL) return reason;
     return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
@@ -171,13 +181,11 @@ static int predicate_traverse(PyObject *object, visitproc visit, void *arg)
 static void predicate_dealloc(PyObject *object)
 {
     predicate *self = (predicate *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->fits);
     Py_XDECREF(self->supports);
     Py_XDECREF(self->module);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -206,7 +214,7 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 static PyMemberDef predicate_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(predicate, call), READONLY, NULL},
+    TEPY_CALL_MEMBER(predicate),
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -182,15 +182,13 @@ static int scope_traverse(PyObject *object, visitproc visit, void *arg)
 static void scope_dealloc(PyObject *object)
 {
     scope *self = (scope *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->policy);
     Py_XDECREF(self->of);
     Py_XDECREF(self->table);
     Py_XDECREF(self->label);
     Py_XDECREF(self->module);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -289,12 +287,6 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
     return show_label(self->state, self->state->labels) != 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *scope_policy(PyObject *object, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(((scope *)object)->policy);
-}
-
 static PyObject *scope_selection(PyObject *object, void *unused)
 {
     const scope *self = (scope *)object;
@@ -309,8 +301,12 @@ static PyMethodDef scope_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef scope_members[] = {
+    {"policy", T_OBJECT, offsetof(scope, policy), READONLY, "The policy that it puts in force."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef scope_getset[] = {
-    {"policy", scope_policy, NULL, "The policy that it puts in force.", NULL},
     {"selection", scope_selection, NULL, "The Selection of a table that it keeps, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -321,6 +317,7 @@ static PyType_Slot scope_slots[] = {
     {Py_tp_dealloc, scope_dealloc},
     {Py_tp_traverse, scope_traverse},
     {Py_tp_methods, scope_methods},
+    {Py_tp_members, scope_members},
     {Py_tp_getset, scope_getset},
     {0, NULL},
 };

@@ -43,15 +43,13 @@ static int selection_clear(PyObject *object)
 static void selection_dealloc(PyObject *object)
 {
     selection *self = (selection *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)selection_clear(object);
     Py_XDECREF(self->module);
     free(self->slots);
     free(self->backends);
     free(self->ordered);
-    TEPY_FREE(object);
-    Py_DECREF(type);
+    tepy_free(object);
 }
 
 /* The fields that a function names, as bits; -1 with an exception. */
@@ -186,15 +184,10 @@ static PyObject *selection_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return (PyObject *)self;
 }
 
-static PyObject *selection_number(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(((selection *)object)->native.number);
-}
-
-static PyGetSetDef selection_getset[] = {
-    {"number", selection_number, NULL, "A number that no other one of the process has.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef selection_members[] = {
+    {"number", T_LONGLONG, offsetof(selection, native.number), READONLY,
+     "A number that no other one of the process has."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot selection_slots[] = {
@@ -204,7 +197,7 @@ static PyType_Slot selection_slots[] = {
     {Py_tp_dealloc, selection_dealloc},
     {Py_tp_traverse, selection_traverse},
     {Py_tp_clear, selection_clear},
-    {Py_tp_getset, selection_getset},
+    {Py_tp_members, selection_members},
     {0, NULL},
 };
 

@@ -78,6 +78,7 @@ typedef struct tepy_state {
     Py_tss_t *frames;     /* of each thread: the scopes that it is in; NULL: none any more */
     tepy_frame *entered;  /* linked list of the frames of all threads */
     int found_dispatcher; /* find_dispatcher was called, and found none */
+    unsigned long long published;       /* how often tables were; from 1 on */
     unsigned long long told_dispatcher; /* how often it was told which one, or to look anew */
 } tepy_state;
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.graphs import RESULT, ROWS, Graph, input_flags
-from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec, core_graph
 from transformer_engine.common.plans import leading_dims, sizes_of
 from transformer_engine.pytorch.execution.plan_ops import shapes
 
@@ -21,7 +21,7 @@ def core():
 def spec_of(core, sequence_first=True, **options):
     slices = tuple((n, CHANNELS, 0, CHANNELS) for n in (HEADS, GROUPS, GROUPS))
     attention = AttentionSpec(slices, sequence_first, 0.5, 0.0, (-1, -1), False, **options)
-    return CoreSpec(attention, core.DTYPE_F32, True)
+    return attention, core.DTYPE_F32, True
 
 
 def tensors_of(sequence_first=True):
@@ -59,7 +59,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("sequence_first", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_wherever_they_lie(core, layout, sequence_first):
-    graph = core_graph(spec_of(core, sequence_first))
+    graph = core_graph(*spec_of(core, sequence_first))
     forward, backward = (graph.make(way).native for way in range(2))
     tensors = [LAYOUTS[layout](tensor) for tensor in tensors_of(sequence_first)]
     output, saved = core.run(forward, 0, 0, *tensors)
@@ -73,7 +73,7 @@ def test_heads_wherever_they_lie(core, layout, sequence_first):
 
 def test_parts_of_what_is_not_dense(core):
     """A plan that reads parts of a matrix copies what is no dense one, its gradient too."""
-    graph = core_graph(spec_of(core))
+    graph = core_graph(*spec_of(core))
     forward, backward = (graph.make(way).native for way in range(2))
     tensors = tensors_of()
     output, saved = core.run(forward, 0, 0, *tensors)
@@ -89,7 +89,7 @@ def test_parts_of_what_is_not_dense(core):
 
 def test_shapes_without_a_device(core):
     """What a run allocates is what shapes alone say, of as many dims."""
-    graph = core_graph(spec_of(core))
+    graph = core_graph(*spec_of(core))
     forward, backward = graph.make(0), graph.make(1)
     tensors = tensors_of()
     given = [tensor.shape for tensor in tensors]
@@ -120,7 +120,7 @@ def test_shapes_without_a_device(core):
     ],
 )
 def test_a_run_names_what_is_wrong(core, at, change, text):
-    plan = core_graph(spec_of(core)).make(0).native
+    plan = core_graph(*spec_of(core)).make(0).native
     tensors = tensors_of()
     tensors[at] = change(tensors[at])
     with pytest.raises((TypeError, ValueError), match=text):

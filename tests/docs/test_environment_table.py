@@ -19,7 +19,7 @@ def test_is_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["TE_NVRTC", "NVTE_CUDA_ARCHS", "NVTE_PLUGIN"])
+@pytest.mark.parametrize("name", ["TE_NVRTC", "NVTE_CUDA_ARCHS", "NVTE_COMPILE_OP_SIDE_EFFECTS"])
 def test_an_old_table_is_noticed(name, tmp_path):
     """The check of a copy whose page lacks a line fails, and writing mends it."""
     for path in ("tools/page_tables.py", "tools/environment_table.py", "docs/environment.md",

@@ -49,6 +49,39 @@ print(core.get_discovered_plugin())
 print(counts())
 """
 
+CHECK = """
+import torch
+import transformer_engine.pytorch
+from transformer_engine.plugin import check
+from transformer_engine.plugin.core import OpImpl, get_registry
+
+
+def by_slot(slot):
+    def rmsnorm_fwd(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+        if quantizer is not None:
+            raise NotImplementedError("the slot casts nothing")
+        out = torch.empty_like(input, dtype=otype) if ln_out is None else ln_out
+        matrix, wide = (t.view(-1, t.shape[-1]) if t.is_contiguous() else t for t in (input, out))
+        rsigma = input.new_empty(input.shape[:-1].numel(), dtype=torch.float32)
+        given = {"wide": wide, "gamma": weight, "rsigma": rsigma, "eps": eps}
+        given["zero_centered"] = zero_centered_gamma
+        if matrix.dim() != 2 or wide.dim() != 2 or not slot.supports(matrix, 1, **given):
+            raise NotImplementedError("the slot does not take it")
+        slot(matrix, 1, **given)
+        return out, None, rsigma
+
+    return rmsnorm_fwd
+
+
+for name in get_registry().list_operators():
+    for impl in get_registry().get_implementations(name):
+        if (impl.vendor or "") == "example":
+            given = by_slot(impl.fn), "rmsnorm_fwd"
+            report = check(*(given if name == "te_norm" else (impl,)), device="cpu")
+            passed = sum(row.outcome == "passed" for row in report.rows)
+            print(report if not report.passed else f"{name} passed {passed}")
+"""
+
 pytestmark = [
     needs_compiler,
     pytest.mark.skipif(
@@ -108,6 +141,20 @@ def test_modules_run_it_with_the_numbers_of_torch(installed, tmp_path):
 def test_nobody_runs_it_who_does_not_ask(installed, tmp_path):
     said = run(tmp_path, installed[1])
     assert "'entry_point', True)" in said and "vendor.example" not in said
+
+
+def test_it_passes_the_check(installed, tmp_path):
+    name, site = installed
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        cwd=tmp_path, env=environment(site), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(NAMES[name]), done.stdout
+    for line, counted in zip(sorted(lines), sorted(NAMES[name]), strict=True):
+        op, said, number = line.split()
+        assert (op, said) == (counted.partition("/")[0], "passed") and int(number) > 20
 
 
 def test_the_c_file_is_short():

@@ -53,12 +53,12 @@ def test_threads_that_come_while_plug_ins_are_looked_for():
         """
         import threading
         from concurrent.futures import ThreadPoolExecutor
-        from transformer_engine.pytorch import plugins
+        from transformer_engine.pytorch.execution import overrides
         both = threading.Barrier(2)
 
         def find():
             both.wait(30)
-            plugins.find()
+            overrides.find()
 
         _core.find_selections(find)
         with ThreadPoolExecutor(2) as pool:

@@ -61,6 +61,11 @@ class Unhashable:
         return "unhashable"
 
 
+class UnhashableTrue(Unhashable):
+    def __call__(self, *args):
+        return True
+
+
 class Broken:
     """One whose availability can not be asked for."""
 
@@ -73,7 +78,7 @@ class Broken:
 
 
 def test_odd_functions_are_in_nobodys_way():
-    odd = impl("vendor.odd", fn=Unhashable(), supports=Unhashable(), op="odd")
+    odd = impl("vendor.odd", fn=Unhashable(), supports=UnhashableTrue(), op="odd")
     broken = impl("vendor.broken", fn=Broken(), op="broken")
     manager = manager_of(odd, broken, impl("flagos.f"))
     assert manager.call("op") == "flagos.f" and manager.call("odd") == "unhashable"

@@ -16,8 +16,12 @@ from tols import BF16, F32, tol
 
 import transformer_engine_torch as plain_tex
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin.conformance.attention import backward_arguments, forward_arguments
-from transformer_engine.plugin.conformance.attention_reference import Problem, Setting
+from transformer_engine.plugin.conformance.attention_settings import (
+    Problem,
+    Setting,
+    backward_arguments,
+    forward_arguments,
+)
 from transformer_engine.plugin.conformance.cases import Draw
 from transformer_engine.plugin.core.ops import (
     FlashAttentionBase,

@@ -11,7 +11,7 @@ from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, 
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.dot_product_attention.planned import CoreCalls
+from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.layer import transformer_layer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
@@ -115,7 +115,7 @@ def by_modules():
 def by_operators():
     """Every `DotProductAttention` runs operators in the block, and no plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoreCalls, "key_of", lambda *_: None)
+        patch.setattr(KeptCalls, "key_of", lambda *_: None)
         yield
 
 

@@ -16,30 +16,30 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention import backends
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import backends
+from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     BIAS_TYPES,
     FEATURES,
+    CallKind,
     Feature,
-    Situation,
     choose_backend,
     refusals,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.masks import (
-    MASK_TYPES,
-    diagonal_of,
-    window_of,
 )
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     get_attention_backend,
 )
+from transformer_engine.pytorch.attention.masks import (
+    MASK_TYPES,
+    diagonal_of,
+    window_of,
+)
 
 HEADS, CHANNELS = 4, 16
 
 
-def situations():
+def call_kinds():
     """Kinds of call over the cross product of what the table speaks of."""
     switches = [AttentionSwitches(*on) for on in itertools.product((True, False), repeat=4)]
     machines = ("cpu", 0, 0), ("cuda", 90, 91900), ("cuda", 80, 91900), ("cuda", 90, 91800)
@@ -50,7 +50,7 @@ def situations():
         for on, (device, *facts) in itertools.product(switches, machines):
             limits = kind, window_of(window, kind), diagonal_of(None, kind), square
             channels = (64, 64) if square else (64, 60)
-            of = Situation(*limits, bias, not square, dtype, device, on, channels, *facts)
+            of = CallKind(*limits, bias, not square, dtype, device, on, channels, *facts)
             yield of
             if kind.padding:
                 yield of._replace(packed=True)
@@ -80,19 +80,19 @@ def situations():
 def test_one_table_answers_everything():
     """The choice is the first backend without a refusal; every row but the rare one counts."""
     named = set()
-    for situation in situations():
-        found = refusals(situation)
-        there = [name for name, backend in BACKENDS.items() if backend.is_there(situation)]
+    for call_kind in call_kinds():
+        found = refusals(call_kind)
+        there = [name for name, backend in BACKENDS.items() if backend.is_there(call_kind)]
         runs = [name for name, refusal in found.items() if refusal is None]
         named |= {refusal.feature for refusal in found.values() if refusal is not None}
         if runs:
-            choice = choose_backend(situation)
+            choice = choose_backend(call_kind)
             assert choice.backend == runs[0]
             before = there[: there.index(runs[0])]
             assert choice.reasons == {name: str(found[name]) for name in before}
         else:
             with pytest.raises(ValueError) as error:
-                choose_backend(situation)
+                choose_backend(call_kind)
             assert all(f"{name}: {found[name]}" in str(error.value) for name in there)
     starts = [feature.name.partition("{")[0] for feature in FEATURES if feature.name[0] != "{"]
     assert all(any(name.startswith(start) for name in named) for start in starts)

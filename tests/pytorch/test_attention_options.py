@@ -11,7 +11,7 @@ from pytorch.helpers import RECIPES, assert_same_bits
 from tols import BF16
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.problem import AttentionOptions
 from transformer_engine.pytorch.torchside.modes import only_forwards
 
 HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2

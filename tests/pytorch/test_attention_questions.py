@@ -12,12 +12,9 @@ from tols import F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
-from transformer_engine.pytorch.attention.dot_product_attention import (
-    choosing,
-    formats,
-    masks,
-    utils,
-)
+from transformer_engine.pytorch.attention import backends, choice, masks
+from transformer_engine.pytorch.attention import problem as formats
+from transformer_engine.pytorch.attention.dot_product_attention import utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 LONGEST = 11
@@ -191,8 +188,8 @@ def test_numbers_by_name():
     assert set(fused_attn.QKVFormat) == {*formats.FORMATS, *formats.MIXED}
     assert set(fused_attn.QKVLayout) == set(formats.LAYOUTS)
     assert set(fused_attn.AttnMaskType) == set(masks.MASK_TYPES) - {"arbitrary"}
-    assert tuple(fused_attn.AttnBiasType) == utils.BIAS_TYPES
-    assert tuple(fused_attn.SoftmaxType) == utils.SOFTMAX_TYPES
+    assert tuple(fused_attn.AttnBiasType) == backends.BIAS_TYPES
+    assert tuple(fused_attn.SoftmaxType) == backends.SOFTMAX_TYPES
     kinds = {
         "QKVFormat": ops.NVTE_QKV_Format, "QKVLayout": ops.NVTE_QKV_Layout,
         "AttnMaskType": ops.NVTE_Mask_Type, "AttnBiasType": ops.NVTE_Bias_Type,
@@ -264,13 +261,13 @@ def test_backend_of_defaults():
 
 def test_recipes_of_capped_attention(monkeypatch):
     """What is asked has the module's cap: on CUDA no kernel of FP8 caps scores."""
-    asked, of_table = [], choosing.refusals
+    asked, of_table = [], choice.refusals
 
-    def noted(situation):
-        asked.append(situation.softcap)
-        return of_table(situation)
+    def noted(call_kind):
+        asked.append(call_kind.softcap)
+        return of_table(call_kind)
 
-    monkeypatch.setattr(choosing, "refusals", noted)
+    monkeypatch.setattr(choice, "refusals", noted)
     for cap in (0.0, 5.0):
         asked.clear()
         te.DotProductAttention(2, 64, softcap=cap).get_qkv_quantization_capabilities()

@@ -15,7 +15,7 @@ from pytorch.helpers import assert_same_bits, same_draws
 from tols import BF16, E4M3, F16, F32, tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
+from transformer_engine.pytorch.attention.fp8 import BLOCK
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, CHANNELS = 2, 7, 11, 4, 2, 16
 SIZES = (BATCH, QUERIES, KEYS, HEADS, GROUPS, CHANNELS, CHANNELS)

@@ -9,7 +9,7 @@ from tols import BF16
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.dot_product_attention import native, softmax
+from transformer_engine.pytorch.attention import native, scores
 
 LENGTH, BATCH, HIDDEN, HEADS = 40, 2, 64, 4
 
@@ -32,7 +32,7 @@ def made(monkeypatch):
         monkeypatch.setattr(module, "_forward", noted)
 
     note(native, "output", "statistics", "top")
-    note(softmax, "weights", "probabilities", "log_sum")
+    note(scores, "weights", "probabilities", "log_sum")
     return found
 
 

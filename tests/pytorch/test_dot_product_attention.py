@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine import _core
 from transformer_engine.common.config import AttentionSwitches
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
-    Situation,
+    CallKind,
     choose_backend,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.masks import mask_type
-from transformer_engine.pytorch.attention.dot_product_attention.softmax import scaled_softmax
+from transformer_engine.pytorch.attention.masks import mask_type
+from transformer_engine.pytorch.attention.scores import scaled_softmax
 from transformer_engine.pytorch.execution.random import draw_pair
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
@@ -127,7 +127,7 @@ def choose(mask, window=(-1, -1), square=True, bias="no_bias", grouped=False, dt
     on, of = other.pop("on", (True, True, True)), other.pop("device", "cuda")
     problem = kind, window, bottom_right, square, bias, grouped, dtype, of, AttentionSwitches(*on)
     other = {"channels": (64, 64), "capability": 90, "cudnn": 91900, **other}
-    return choose_backend(Situation(*problem, **other))
+    return choose_backend(CallKind(*problem, **other))
 
 
 @pytest.mark.parametrize("mask", ["no_mask", "padding_causal", "arbitrary", "causal_bottom_right"])

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, QParams
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
+from transformer_engine.pytorch.attention.fp8 import BLOCK
 from transformer_engine.pytorch.constants import DType
 
 QKV, OUTPUT, WEIGHTS = 2, 3, 8  # slots of the forward

@@ -20,14 +20,14 @@ from tols import BF16, E4M3, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from transformer_engine.pytorch.attention.dot_product_attention import fp8
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import (
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.fp8 import (
     BLOCK,
     GRADIENT_RULE,
     Clause,
     Facts,
     fills_blocks,
-    wide_because,
+    why_in_high_precision,
 )
 
 PLAIN = Facts(True, True, False, "cuda", 3 * BLOCK, (128, 128), False, False, 0.0)
@@ -45,12 +45,12 @@ CLAUSES = {
 
 
 def test_every_clause_counts():
-    assert wide_because(PLAIN) == ""
-    assert wide_because(CLAUSES["partial blocks"]._replace(device="cpu")) == ""
+    assert why_in_high_precision(PLAIN) == ""
+    assert why_in_high_precision(CLAUSES["partial blocks"]._replace(device="cpu")) == ""
     assert len(CLAUSES) == len(GRADIENT_RULE)
     for facts, clause in zip(CLAUSES.values(), GRADIENT_RULE, strict=True):
         assert [c.reason for c in GRADIENT_RULE if c.holds(facts)] == [clause.reason]
-        assert wide_because(facts)
+        assert why_in_high_precision(facts)
 
 
 @pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])

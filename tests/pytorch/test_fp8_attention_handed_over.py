@@ -20,14 +20,17 @@ from tols import BF16
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.layer_graphs import AttentionSpec, CoreSpec, core_graph, layer_graph
-from transformer_engine.common.operand_casts import HIGH_PRECISION, quantization_of
+from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
+from transformer_engine.common.operand_casts import (
+    HIGH_PRECISION,
+    quantization_of,
+)
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
+from transformer_engine.pytorch.attention.fp8 import BLOCK
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
 WIDTH = HEADS * CHANNELS
@@ -321,16 +324,16 @@ VAIN = {
 @pytest.mark.parametrize("change", VAIN)
 def test_graphs_that_hand_over_in_vain(change):
     own, other = VAIN[change]
-    spec = plans_of(attention("cpu"), inputs("cpu"), DelayedScaling(fp8_mha=True)).spec
-    (branch,) = spec.branches
-    *calls, proj = branch.calls
-    (part,) = proj.parts
+    graph = plans_of(attention("cpu"), inputs("cpu"), DelayedScaling(fp8_mha=True)).graph
+    graph = graph.ordered(graph.tensors)
+    if "quantization" in own:
+        (at,) = (n for n, node in enumerate(graph.nodes) if node.kind == _core.NODE_ATTENTION)
+        cast = HIGH_PRECISION
+        graph.nodes[at] = graph.nodes[at]._replace(quantization=cast)
     if other is not None:
-        part = part._replace(quantization=other(part.quantization) if callable(other) else other)
-    branch = branch._replace(
-        calls=(*calls, proj._replace(parts=(part,))), attention=branch.attention._replace(**own)
-    )
-    graph = layer_graph(spec._replace(branches=(branch,)))
+        cast = graph.parts[-1].quantization
+        cast = other(cast) if callable(other) else other
+        graph.nodes[-1] = graph.nodes[-1]._replace(quantization=cast)
     with pytest.raises(ValueError, match="context is handed over in FP8|context arrives row-wise"):
         graph.make(_core.DIRECTION_FORWARD)
 
@@ -338,6 +341,6 @@ def test_graphs_that_hand_over_in_vain(change):
 def test_attention_in_16_bits_returns_none_of_fp8():
     options = {"scale": 1.0, "dropout": 0.0, "window": (-1, -1), "bottom_right": False}
     spec = AttentionSpec(((2, 16, 0, 16),) * 3, True, **options, fp8_output=True)
-    graph = core_graph(CoreSpec(spec, _core.DTYPE_BF16, True))
+    graph = core_graph(spec, _core.DTYPE_BF16, True)
     with pytest.raises(ValueError, match="output is returned quantized"):
         graph.make(_core.DIRECTION_FORWARD)

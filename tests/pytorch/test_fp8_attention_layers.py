@@ -9,7 +9,7 @@ from tols import BF16
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.attention.dot_product_attention.fp8 import BLOCK
+from transformer_engine.pytorch.attention.fp8 import BLOCK
 
 FORMS = {
     "interleaved": {"fuse_qkv_params": True},

@@ -25,7 +25,7 @@ from pytorch.layer_ways import (
 from tols import BF16
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.plans import layer_plans
+from transformer_engine.common.plans import plans_of
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.situation import KEPT
 
@@ -230,9 +230,9 @@ def test_a_dropout_by_a_schedule_makes_few_plans(device):
                 results += train(own, {"hidden_states": inp}, steps=1)
         return results
 
-    before = layer_plans.cache_info().misses
+    before = plans_of.cache_info().misses
     ours = steps(copy.deepcopy(layer))
-    made = layer_plans.cache_info().misses - before
+    made = plans_of.cache_info().misses - before
     assert 0 < made <= KEPT + 1  # its attention by itself is one more
     with by_modules():
         theirs = steps(copy.deepcopy(layer))

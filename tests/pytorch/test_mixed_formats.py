@@ -10,11 +10,11 @@ from tols import BF16, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.formats import LAYOUTS, layout_parts
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     get_attention_backend,
 )
+from transformer_engine.pytorch.attention.problem import LAYOUTS, layout_parts
 
 HEADS, GROUPS, CHANNELS, BATCH, KEYS = 4, 2, 16, 4, 13
 QUERY_LENGTHS, KEY_LENGTHS = [3, 0, 7, 1], [13, 5, 0, 9]

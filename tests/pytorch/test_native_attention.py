@@ -8,13 +8,12 @@ from buffers import normal
 from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
-from transformer_engine.pytorch.attention.dot_product_attention.choosing import (
+from transformer_engine.pytorch.attention.choice import (
     _unusual as unusual,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Limits
-from transformer_engine.pytorch.attention.dot_product_attention.native import attend
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.native import attend
+from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
 
 SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
 

@@ -125,7 +125,7 @@ def plans_only(native_runs):
     assert {"run", "run_staged"} & set(native_runs)
 
 
-NATIVE = "transformer_engine.pytorch.attention.dot_product_attention.native"
+NATIVE = "transformer_engine.pytorch.attention.native"
 
 
 def assert_same_step(core, tensors, given, native_runs):
@@ -408,23 +408,89 @@ def test_an_input_that_has_changed(device):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_under_a_checkpoint(device, reentrant):
+def test_under_a_checkpoint(device, native_runs, reentrant, known):
+    """Forward and recompute run plans, be these kept already or not."""
     core = make(attention_dropout=0.2)
     tensors = leaves_of(core, device)
-    expected = step(core, tensors, {})  # kept, so that a recompute could find it
-    out = torch.utils.checkpoint.checkpoint(core, *tensors, use_reentrant=reentrant)
-    grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
-    out.backward(grad)
+    for tensor in tensors:
+        tensor.retain_grad()
+    with by_operators():
+        expected = step(core, tensors, {})
+    if known:
+        step(core, tensors, {})
+    with plans_only(native_runs), same_draws(tensors[0].device):
+        out = torch.utils.checkpoint.checkpoint(core, *tensors, use_reentrant=reentrant)
+        grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+        out.backward(grad)
     assert_same_bits([out, *(tensor.grad for tensor in tensors)], expected)
 
 
-def test_under_autocast_and_transforms(device):
+def test_checkpoints_of_calls_that_change_all_the_time(device, native_runs):
+    """Both forwards of a checkpoint run plans, where plain calls would make none any more."""
+    core = make()
+    tensors = leaves_of(core, device)
+    core._kept._recurrence._made = 10 * KEPT
+    with by_operators():
+        expected = step(core, tensors, {})
+    with plans_only(native_runs):
+        out = torch.utils.checkpoint.checkpoint(core, *tensors, use_reentrant=False)
+        grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+        found = [out, *torch.autograd.grad(out, tensors, grad)]
+    assert_same_bits(found, expected)
+
+
+def test_under_hooks_of_saved_tensors(device, native_runs):
+    core = make()
+    tensors = leaves_of(core, device)
+    with by_operators():
+        expected = step(core, tensors, {})
+    for _ in range(2):
+        with plans_only(native_runs), torch.autograd.graph.save_on_cpu():
+            assert_same_bits(step(core, tensors, {}), expected)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "thd"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_under_autocast(device, native_runs, dtype, form):
+    """Heads in fp32 are cast, their gradients are in fp32; plain calls between change nothing."""
+    core = make(**(PACKED if form == "thd" else {}))
+    sizes, given = ((10, 14), packed_arguments(device)) if form == "thd" else (LONG, {})
+    tensors = leaves_of(core, device, form, F32, sizes)
+    kind = torch.device(device).type
+    with by_operators(), torch.autocast(kind, dtype):
+        expected = step(core, tensors, given)
+    assert expected[0].dtype is dtype and expected[1].dtype is F32
+    plain = step(core, tensors, given)
+    for _ in range(2):
+        with plans_only(native_runs), torch.autocast(kind, dtype):
+            assert_same_bits(step(core, tensors, given), expected)
+        assert_same_bits(step(core, tensors, given), plain)
+    with torch.no_grad(), torch.autocast(kind, dtype), plans_only(native_runs):
+        assert_same_bits(core(*tensors, **given), expected[0].detach())
+
+
+def test_joined_under_autocast(device, native_runs):
+    core = make(attn_mask_type="no_mask")
+    joined = torch.randn(KEYS, BATCH, 3, HEADS, CHANNELS, device=device, requires_grad=True)
+
+    def run():
+        out = core(qkv_layer=joined)
+        return [out, *torch.autograd.grad(out, [joined], torch.ones_like(out))]
+
+    with torch.autocast(torch.device(device).type, BF16):
+        with by_operators():
+            expected = run()
+        for _ in range(2):
+            with plans_only(native_runs):
+                assert_same_bits(run(), expected)
+
+
+def test_in_transforms(device):
     core = make()
     tensors = leaves_of(core, device)
     expected = step(core, tensors, {})
-    with torch.autocast(torch.device(device).type, BF16):
-        assert core(*tensors).dtype is BF16
     loss = torch.func.grad(lambda q: core(q, *tensors[1:]).sum())
     assert loss(tensors[0]).shape == tensors[0].shape
     assert_same_bits(step(core, tensors, {}), expected)

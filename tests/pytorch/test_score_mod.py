@@ -12,7 +12,7 @@ from tols import BF16, F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.score_mod import ScoreGraph
+from transformer_engine.pytorch.attention.scores import ScoreGraph
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, CHANNELS = 2, 7, 11, 4, 2, 16
 CAP = 0.7

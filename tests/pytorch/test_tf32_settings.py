@@ -66,3 +66,11 @@ def test_products_round_as_the_setting_says(allowed, again):
         y = linear(x) if again else y
         exact = x.double() @ linear.weight.double().T
     assert bool((y - exact).abs().max() > 3e-5 * exact.abs().max()) is allowed
+
+
+def test_whether_a_thread_is_inside_of_an_operator():
+    """It is asked by plug-ins, which switch autograd on there, and nowhere else."""
+    assert not modes.inside_operator()
+    with modes.below_autograd():
+        assert modes.inside_operator()
+    assert not modes.inside_operator()

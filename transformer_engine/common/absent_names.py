@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 MODULES = frozenset(
     """
+    pytorch.attention.dot_product_attention.backends
     pytorch.attention.dot_product_attention.context_parallel
     pytorch.attention.dot_product_attention.flex_attention pytorch.attention.fused_mla_q_uproj
     pytorch.attention.linear_attention pytorch.attention.linear_attention.base

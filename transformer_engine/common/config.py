@@ -368,6 +368,13 @@ TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
     "with commas between them",
     "What registers implementations, besides installed packages.",
 )
+NVTE_PLUGIN: Variable[str] = Variable(
+    "NVTE_PLUGIN",
+    "",
+    str,
+    "name of a Python module",
+    "Its load_plugins() may put its own transformer_engine_torch in place: docs/plugins.md.",
+)
 TE_FL_SKIP_CUDA = _flag(
     "TE_FL_SKIP_CUDA",
     "This library's CUDA kernels are not used: its operators take no CUDA tensors, those of "

@@ -104,29 +104,75 @@ class CallSpec(NamedTuple):
     activation: Activation | None = None  # with two layers
     recompute: bool = False
     """The backward repeats norm, first layer and activation instead of reading what they made."""
+    names: tuple[str, ...] = ("",)  # prefix of the names of each part's node and parameters
 
 
 ROWS = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1)
 
 
 class Graph:
-    """Values and nodes of a module, as ``_core.make_plan`` takes them."""
+    """Values and nodes of a module, as ``_core.make_plan`` takes them.
+
+    What a call, its plans and their caches need to know of a module is asked of this, once it is
+    complete. Equal graphs have equal plans.
+    """
 
     def __init__(self, flags: int = 0) -> None:
         self.flags = flags
         self.values: list[_core.Value] = []
         self.nodes: list[_core.Node] = []
-        self.tensors: list[Link | None] = []  # inputs and parameters in the order of a call
+        # Inputs and parameters in the order of a call; None for one that the call lacks.
+        self.tensors: list[Link | None] = []
         self.results: list[Link] = []  # what the module returns
-        self.weights: list[int] = []  # value of each linear layer's weight
+        self.parts: list[LinearSpec] = []  # the linear layers, in order
+        self.weights: list[int] = []  # value of each one's weight
         # The number of its input as a quantized operand; those of weight and gradient follow.
         self.operands: list[int] = []
         self.drawn: list[Link] = []  # random pairs, in the order of the nodes that read them
-        self.has_gradients = self.defers = False  # a backward, a deferred weight gradient
+
+    def _content(self) -> tuple:
+        known = self.tensors, self.results, self.parts
+        return self.flags, tuple(self.values), tuple(self.nodes), *map(tuple, known)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same graph; neither may change any more."""
+        return isinstance(other, Graph) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        """Hash of what `__eq__` compares."""
+        return hash(self._content())
 
     def make(self, direction: int) -> Plan:
         """Make a plan of it."""
         return make_plan(direction, self)
+
+    # ---- what it is --------------------------------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a backward."""
+        return any(value.flags & _core.VALUE_GRADIENT for value in self.values)
+
+    @property
+    def defers(self) -> bool:
+        """Whether a backward puts weight gradients off."""
+        return any(self.values[of].flags & _core.VALUE_DEFER for of in self.weights)
+
+    @property
+    def normed(self) -> int:
+        """The output of the norm that it begins with, else its input."""
+        first = self.nodes[0]
+        return first.output if first.kind == _core.NODE_NORM else first.inputs[0]
+
+    def flags_of(self, link: Link | None) -> int:
+        """`VALUE_*` of a value, by its link."""
+        return 0 if link is None else self.values[link[1]].flags
+
+    def maker_of(self, link: Link) -> int:
+        """Number of the node that makes a value."""
+        return next(n for n, node in enumerate(self.nodes) if node.output == link[1])
+
+    # ---- values and nodes --------------------------------------------------------------------
 
     def value(
         self, name: str, dtype: int, shape: tuple, flags: int = 0, grad_dtype: int | None = None
@@ -134,7 +180,6 @@ class Graph:
         """Add a value; return its number."""
         grad = dtype if grad_dtype is None else grad_dtype
         self.values.append(_core.Value(name, flags, dtype, grad, shape))
-        self.has_gradients |= bool(flags & _core.VALUE_GRADIENT)
         if flags & _core.VALUE_RESULT:
             self.results.append(("value", len(self.values) - 1))
         return len(self.values) - 1
@@ -191,6 +236,85 @@ class Graph:
         )
         self.nodes.append(node)
 
+    def append(
+        self, other: "Graph", x: int, prefix: str, output: str, owner: int
+    ) -> dict[int, int]:
+        """Add the nodes of the graph of a module, with value `x` for its input.
+
+        `prefix` comes before the names of nodes and values, `output` is the name of its result,
+        `owner` the module's number among those that have slots. Its parameters become tensors of
+        this graph. Returns the numbers of its values here.
+        """
+        inp, result = other.tensors[0][1], other.results[0][1]
+        numbers = {-1: -1, inp: x}
+        rows, here = other.values[inp].shape[0], self.values[x].shape[0]
+        for number, value in enumerate(other.values):
+            if number != inp:
+                name = output if number == result else prefix + value.name
+                flags = value.flags & ~_core.VALUE_RESULT
+                flags &= ~_core.VALUE_LEADING if number == result else -1
+                shape = tuple(here if extent == rows else extent for extent in value.shape)
+                self.values.append(value._replace(name=name, flags=flags, shape=shape))
+                numbers[number] = len(self.values) - 1
+        before = len(self.nodes)
+        for node in other.nodes:
+            inputs = tuple(numbers[i] for i in node.inputs)
+            places = {"inputs": inputs, "output": numbers[node.output], "owner": owner}
+            self.nodes.append(node._replace(name=prefix + node.name, **places))
+
+        def moved(links: list) -> list:
+            return [None if link is None else ("value", numbers[link[1]]) for link in links]
+
+        self.tensors += moved(other.tensors[1:])
+        self.drawn += moved(other.drawn)
+        self.parts += other.parts
+        self.weights += [numbers[of] for of in other.weights]
+        self.operands += [of + before * _core.OPERAND_ROLES for of in other.operands]
+        return numbers
+
+    def returns(self, results: list[int]) -> None:
+        """Make values the results, the first one by the name "output"."""
+        for i, number in enumerate(results):
+            value = self.values[number]
+            name = value.name if i else "output"
+            self.values[number] = value._replace(name=name, flags=value.flags | RESULT)
+        self.results = [("value", number) for number in results]
+
+    def ordered(self, tensors: list[Link | None]) -> "Graph":
+        """The same with tensors in this order, and their values, then results, before all others.
+
+        So a plan is given its arguments in the order of a call.
+        """
+        first = [number for _, number in filter(None, tensors)]
+        first += [number for _, number in self.results]
+        first += [i for i in range(len(self.values)) if i not in set(first)]
+        numbers = {number: i for i, number in enumerate(first)} | {-1: -1}
+
+        def moved(links: list) -> list:
+            return [None if link is None else ("value", numbers[link[1]]) for link in links]
+
+        made = Graph(self.flags)
+        made.values = [self.values[number] for number in first]
+        for node in self.nodes:
+            inputs = tuple(numbers[i] for i in node.inputs)
+            made.nodes.append(node._replace(inputs=inputs, output=numbers[node.output]))
+        made.tensors, made.results = moved(tensors), moved(self.results)
+        made.parts, made.operands, made.drawn = self.parts, self.operands, moved(self.drawn)
+        made.weights = [numbers[number] for number in self.weights]
+        return made
+
+    def with_gradient(self, bits: int) -> "Graph":
+        """The same where the gradient of the first result arrives quantized.
+
+        `bits` are flags, `GRAD_GIVEN` and maybe `GRAD_ROWS`. That result is in high precision.
+        """
+        made = self.ordered(self.tensors)
+        (_, at), *_ = made.results
+        cleared = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE
+        flags = made.values[at].flags & ~cleared | form_flags(bits, GRAD_GIVEN, 0, GRAD_ROWS)
+        made.values[at] = made.values[at]._replace(flags=flags)
+        return made
+
     def norm_parameters(
         self, norm: Norm, features: int, flags: int, prefix: str = ""
     ) -> tuple[int, int]:
@@ -220,7 +344,6 @@ class Graph:
                     (_core.VALUE_DEFER, flags & DEFER),
                 )
             )
-            self.defers |= bool(flags & DEFER)
         shape = (spec.out_features, spec.in_features)
         weight = self.tensor(f"{prefix}weight", spec.weight, shape, bits, spec.grad_weight)
         self.weights.append(weight)
@@ -228,46 +351,6 @@ class Graph:
             return weight, self.absent()
         bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if spec.bias_grad else 0)
         return weight, self.tensor(f"{prefix}bias", spec.bias, (spec.out_features,), bits)
-
-    def call_parameters(self, spec: CallSpec, prefix: str = "") -> tuple:
-        """Add the parameters of a call: those of its norm, of each linear layer; see `add_call`."""
-        affine = ()
-        if spec.norm is not None:
-            first = spec.parts[0]
-            affine = self.norm_parameters(spec.norm, first.in_features, first.flags, prefix)
-        names = PREFIXES[len(spec.parts)]
-        pairs = zip(spec.parts, names, strict=True)
-        return affine, tuple(self.linear_parameters(part, prefix + name) for part, name in pairs)
-
-    def add_call(
-        self, spec: CallSpec, given: tuple, x: int, y: int, *, prefix: str = "", owner: int = 0
-    ) -> int:
-        """Add the nodes of a call from value `x` to value `y`; return the norm's output, else `x`.
-
-        `given` is what `call_parameters` gave, `owner` the call's number among the modules of the
-        graph. The ``recompute`` of the spec is a matter of the graph.
-        """
-        first, last = spec.parts[0], spec.parts[-1]
-        names = [prefix + name for name in PREFIXES[len(spec.parts)]]
-        affine, parameters = given
-        rows, *_ = self.values[x].shape
-        if spec.norm is not None:
-            flags = RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
-            shape = (rows, first.in_features)
-            normed = self.value(f"{prefix}norm_output", first.output, shape, flags)
-            self.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED, prefix)
-            x = normed
-        if spec.activation is not None:
-            before = self.value(f"{names[0]}output", first.output, (rows, first.out_features))
-            after = self.value(f"{names[1]}input", first.output, (rows, last.in_features))
-            self.add_linear(first, (x, *parameters[0]), before, names[0], 0, owner)
-            kind, *numbers = spec.activation
-            node = _core.NODE_ACTIVATION
-            self.node(node, (before,), after, variant=kind, numbers=tuple(numbers))
-            self.add_linear(last, (after, *parameters[1]), y, names[1], 1, owner)
-        else:
-            self.add_linear(last, (x, *parameters[0]), y, names[0], 0, owner)
-        return x
 
     def add_norm(
         self, norm: Norm, inputs: tuple, output: int, zero_centered: int, name: str = ""
@@ -277,10 +360,10 @@ class Graph:
         options = {"variant": norm.kind, "flags": flags, "numbers": (norm.eps,), "name": name}
         self.node(_core.NODE_NORM, inputs, output, **options)
 
-    def add_linear(  # noqa: PLR0913 - the fields of a linear node
-        self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int, owner: int
+    def add_linear(
+        self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int
     ) -> None:
-        """Add a linear layer, which has the slots of its part of the owner's."""
+        """Add a linear layer, which has the slots of its part of the module's."""
         if spec.quantization.grad.options & _core.CAST_STOCHASTIC:
             of = ("rng", "grad_input_rng")[: 1 + bool(spec.flags & RETURN_GRAD)]
             inputs = (*inputs, *(self.pair(name + each) for each in of))
@@ -295,6 +378,7 @@ class Graph:
             )
         )
         self.operands.append(len(self.nodes) * _core.OPERAND_ROLES)
+        self.parts.append(spec)
         self.node(
             _core.NODE_LINEAR,
             inputs,
@@ -302,15 +386,11 @@ class Graph:
             name=name,
             flags=flags,
             quantization=spec.quantization,
-            owner=owner,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
             external=tuple(sorted(spec.external)),
         )
 
-
-PREFIXES = {1: ("",), 2: ("fc1_", "fc2_")}
-"""Of the names of nodes and their values, by number of parts."""
 
 RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING
 
@@ -368,12 +448,32 @@ def call_graph(spec: CallSpec) -> Graph:
     forms = form_flags(first.flags, INPUT_GIVEN, INPUT_KEPT, INPUT_ROWS)
     forms |= _returned_flags(first, RETURN_GRAD, forms)
     x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD) | forms)
-    given = graph.call_parameters(spec)
+    affine: tuple = ()
+    if spec.norm is not None:
+        affine = graph.norm_parameters(spec.norm, first.in_features, first.flags)
+    pairs = list(zip(spec.parts, spec.names, strict=True))
+    parameters = [graph.linear_parameters(part, name) for part, name in pairs]
     rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=last.gather)
     forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT, GRAD_ROWS)
     forms |= _returned_flags(last, RETURN_OUTPUT, forms)
     y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)
-    graph.add_call(spec, given, x, y)
+    if spec.norm is not None:
+        flags = RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
+        normed = graph.value("norm_output", first.output, shape, flags)
+        graph.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED)
+        x = normed
+    for i, (part, name) in enumerate(pairs):
+        if i > 0:
+            after = graph.value(f"{name}input", part.input, (ROWS, part.in_features))
+            kind, *numbers = spec.activation
+            options = {"variant": kind, "numbers": tuple(numbers)}
+            graph.node(_core.NODE_ACTIVATION, (x,), after, **options)
+            x = after
+        made = y
+        if i < len(pairs) - 1:
+            made = graph.value(f"{name}output", part.output, (ROWS, part.out_features))
+        graph.add_linear(part, (x, *parameters[i]), made, name, i)
+        x = made
     return graph
 
 

@@ -5,6 +5,21 @@
 """
 
 OTHER_PATHS: dict[str, dict[str, str]] = {
+    "pytorch.attention.custom_ops": {"pytorch.cpp_extensions.attention_ops": "*"},
+    "pytorch.attention.dot_product_attention": {
+        "pytorch.attention.core": "DotProductAttention _attention_backends"
+    },
+    "pytorch.attention.dot_product_attention.dot_product_attention": {
+        "pytorch.attention.core": "DotProductAttention"
+    },
+    "pytorch.attention.dot_product_attention.softmax": {
+        "pytorch.attention.scores": "THREADS_PER_BLOCK THREADS_PER_WARP"
+    },
+    "pytorch.attention.dot_product_attention.utils": {
+        "plugin.builtin.fused_attention_params": "FusedAttentionParams",
+        "pytorch.attention.sequence_helpers": "*",
+        "pytorch.cpp_extensions.attention_queries": "*",
+    },
     "pytorch.attention.multi_head_attention": {"pytorch.layer.multi_head_attention": "*"},
     "pytorch.float8_tensor": {"pytorch.tensor.float8_tensor": "Float8Quantizer Float8Tensor"},
     "pytorch.fp8": {"pytorch.quantization": "*"},

@@ -9,18 +9,10 @@ from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
-    ACCUMULATE,
     GRAD,
-    GRAD_GIVEN,
     GRAD_INPUT,
-    INPUT_GIVEN,
     OUTPUT,
-    OVERWRITE,
     RETURN_GRAD,
-    RETURN_OUTPUT,
-    WEIGHT_GIVEN,
-    WEIGHT_KEPT,
-    WGRAD,
     CallSpec,
     Graph,
     Link,
@@ -29,7 +21,6 @@ from transformer_engine.common.graphs import (
     forms_of,
     norm_graph,
 )
-from transformer_engine.common.layer_graphs import CoreSpec, LayerSpec, core_graph, layer_graph
 from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plan_text import Plan
 
@@ -127,51 +118,47 @@ class CallPlans:
     of the forward.
     """
 
-    def __init__(self, graph: Graph, spec: CallSpec | LayerSpec | CoreSpec | None = None) -> None:
-        self.spec = spec  # what they were made for
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph  # that they are of
+        self.parts = tuple(graph.parts)  # the linear layers, `LinearSpec`
         # None where the call can not need one.
         self.forward = graph.make(_core.DIRECTION_FORWARD)
         self.backward = graph.make(_core.DIRECTION_BACKWARD) if graph.has_gradients else None
         self.wgrad = graph.make(_core.DIRECTION_DEFERRED) if graph.defers else None
         # The differentiable tensors of a call; None for one that it lacks: passed as None.
         self.tensors = tuple(graph.tensors)
-        parts = () if spec is None else spec.parts
-        self.quantized = any(part.quantization.is_quantized for part in parts)
+        self.quantized = any(part.quantization.is_quantized for part in self.parts)
         given = _arguments(self.forward)
         # Arguments of the forward, and the scaling state that it is given.
         self.forward_inputs = tuple(a.link for a in given if a.link[0] not in _STATE)
         self.forward_state = tuple(a.link for a in given if a.link[0] in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
-        flags = [part.flags for part in parts]
         # Places among `outputs` of the forms of the first result, where that is returned quantized,
         # -1 for one that is not made; and how many results are not.
-        self.returned: tuple[int, ...] = ()
-        if flags and flags[-1] & RETURN_OUTPUT:
-            self.returned = _places_of_forms(graph.operands[-1] + OUTPUT, self.outputs)
-        elif isinstance(spec, CoreSpec) and spec.attention.fp8_output:
-            at = {link: place for place, (link, _) in enumerate(self.outputs)}
-            self.returned = (at["heads"], -1, at["heads_scales"])
+        self.returned = self._places_of_result(graph)
         self.result_count = len(self.results) - bool(self.returned)
         self._of_quantized: dict[int, CallPlans | None] = {}  # see `for_gradient`
         held = {*self.forward_inputs, *self.outputs}
         caches = [forms_of(of + 1, held) for of in graph.operands]
+        flags = [graph.flags_of(("value", of)) for of in graph.weights]
         # Parts whose quantized weight is given (behind them the input, where that is); (part,
         # places among `outputs`) of those where it is kept, None for a form that nothing reads.
-        self.reads_caches = tuple(i for i, f in enumerate(flags) if f & WEIGHT_GIVEN)
-        if flags and flags[0] & INPUT_GIVEN:
+        self.reads_caches = tuple(i for i, f in enumerate(flags) if f & _core.VALUE_QUANTIZED)
+        if graph.flags_of(graph.tensors[0]) & _core.VALUE_QUANTIZED:
             self.reads_caches += (len(flags),)
-            of = graph.operands[0]
-            caches.append(forms_of(of, held))
+            caches.append(forms_of(graph.operands[0], held))
         places = {link: place for place, link in enumerate(self.outputs)}
         self.writes_caches = tuple(
-            (i, tuple(map(places.get, caches[i]))) for i, f in enumerate(flags) if f & WEIGHT_KEPT
+            (i, tuple(map(places.get, caches[i])))
+            for i, f in enumerate(flags)
+            if f & _core.VALUE_KEEP_QUANTIZED
         )
         # (part, weight's place among `tensors`) where its gradient goes to ``weight.main_grad``.
         self.main_grads = tuple(
             (i, self.tensors.index(("value", graph.weights[i])))
             for i, f in enumerate(flags)
-            if f & WGRAD and f & (ACCUMULATE | OVERWRITE)
+            if f & (_core.VALUE_ACCUMULATE | _core.VALUE_OVERWRITE)
         )
         self.defer = self.wgrad is not None
         sources = list(self.tensors)
@@ -184,6 +171,17 @@ class CallPlans:
         # From the tensors and caches of a call.
         self.pick_inputs = Picker(self.forward_inputs, sources)
         self._examine_backward(graph, sources)
+
+    def _places_of_result(self, graph: Graph) -> tuple[int, ...]:
+        """Places among `outputs` of the forms of the first result; () where it is none of FP8."""
+        first = graph.results[0]
+        if not graph.flags_of(first) & _core.VALUE_RETURN_QUANTIZED:
+            return ()
+        maker = graph.maker_of(first)
+        if graph.nodes[maker].kind == _core.NODE_LINEAR:
+            return _places_of_forms(maker * _core.OPERAND_ROLES + OUTPUT, self.outputs)
+        at = {link: place for place, (link, _) in enumerate(self.outputs)}  # an attention made it
+        return at["heads"], -1, at["heads_scales"]
 
     def _examine_backward(self, graph: Graph, sources: list) -> None:
         self.saves_packed = False  # the forward makes a packed tensor for the backward
@@ -218,11 +216,11 @@ class CallPlans:
         self.reads_saved = len(saved)
         self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
-        flags = [part.flags for part in self.spec.parts] if hasattr(self.spec, "parts") else []
-        if flags and flags[0] & RETURN_GRAD:
+        if graph.flags_of(graph.tensors[0]) & _core.VALUE_RETURN_QUANTIZED:
             self.returned_grad = _places_of_forms(graph.operands[0] + GRAD_INPUT, self.gradients)
-        if flags and flags[-1] & GRAD_GIVEN:
-            forms = forms_of(graph.operands[-1] + GRAD, {a.link for a in arguments})
+        if graph.flags_of(graph.results[0]) & _core.VALUE_QUANTIZED:
+            maker = graph.maker_of(graph.results[0])
+            forms = forms_of(maker * _core.OPERAND_ROLES + GRAD, {a.link for a in arguments})
             saved = [link for link in saved if link not in forms]
             known = [*results, *forms, *saved]
             self.pick_given = Picker([a.link for a in arguments if a.link in known], known)
@@ -254,10 +252,7 @@ class CallPlans:
         forward of these has saved; None where it can not be.
         """
         if bits not in self._of_quantized:
-            *others, last = self.spec.parts
-            flags = last.flags & ~RETURN_OUTPUT | bits
-            parts = (*others, last._replace(flags=flags))
-            made = None if self.defer else call_plans(self.spec._replace(parts=parts))
+            made = None if self.defer else plans_of(self.graph.with_gradient(bits))
             self._of_quantized[bits] = made if made is None or self._saves_for(made) else None
         return self._of_quantized[bits]
 
@@ -289,28 +284,20 @@ _PACKED = ("packed", 0)
 
 
 @_keep
+def plans_of(graph: Graph) -> CallPlans:
+    """Plans of a graph that is complete; those of the last ones are kept."""
+    return CallPlans(graph)
+
+
 def call_plans(spec: CallSpec) -> CallPlans:
-    """Plans of a call; those of the last calls are kept."""
-    return CallPlans(call_graph(spec), spec)
+    """Plans of a call."""
+    return plans_of(call_graph(spec))
 
 
-@_keep
-def layer_plans(spec: LayerSpec) -> CallPlans:
-    """Plans of a whole layer; see `call_plans`."""
-    return CallPlans(layer_graph(spec), spec)
-
-
-@_keep
-def core_plans(spec: CoreSpec) -> CallPlans:
-    """Plans of attention by itself; see `call_plans`."""
-    return CallPlans(core_graph(spec), spec)
-
-
-@_keep
 def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
-    """Plans of a norm by itself, over (input, gamma, beta); see `call_plans`.
+    """Plans of a norm by itself, over (input, gamma, beta).
 
     `dtypes` are ``_core.DTYPE_*`` of input and output, `flags` of `DGRAD`, `GRAD_GAMMA`,
     `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
     """
-    return CallPlans(norm_graph(features, norm, dtypes, flags))
+    return plans_of(norm_graph(features, norm, dtypes, flags))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """When what modules run by the plug-in system has changed."""
 
-__all__ = ["GENERATION", "WITH_CLASS", "changed"]
+from collections.abc import Callable
+
+__all__ = ["CLASSES", "GENERATION", "changed"]
 
 GENERATION = ["0"]
 """A text that is another one after every change: graphs of torch.compile have it among their
 conditions, which take numbers that change for variables."""
 
-WITH_CLASS: set[int] = set()
-"""Numbers of the selections under which `te.DotProductAttention` asks for a class."""
+CLASSES: dict[int, Callable[[], type | None]] = {}
+"""What gives the class that `te.DotProductAttention` asks for, by number of the selection."""
 
 
 def changed() -> None:

@@ -219,11 +219,6 @@ RUN = (
         "how operators stand in graphs of torch.compile",
         "see docs/torch_tools.md; unset it",
     ),
-    Unread(
-        "NVTE_PLUGIN",
-        "a module that replaces the native one",
-        "TE_FL_PLUGIN_MODULES names modules that register operators (docs/plugins.md)",
-    ),
 )
 """Variables that are read while a program with PyTorch runs."""
 

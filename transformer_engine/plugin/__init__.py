@@ -2,7 +2,7 @@
 """Operators that other packages implement, and the choice among implementations.
 
 The names are those of the fork of NVIDIA Transformer Engine whose users write such packages;
-docs/plugins.md says what is different on purpose, and what is not there yet.
+docs/plugins_reference.md says what is different on purpose, and what is not there yet.
 """
 
 import os

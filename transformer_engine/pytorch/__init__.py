@@ -18,8 +18,10 @@ from transformer_engine.pytorch.attention import (  # noqa: E402 - these use the
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
+from transformer_engine.pytorch.execution import overrides  # noqa: E402
 from transformer_engine.pytorch.execution.recompute import checkpoint  # noqa: E402
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention  # noqa: E402
+from transformer_engine.pytorch.layer.planned_module import PlannedModule  # noqa: E402
 from transformer_engine.pytorch.layer.transformer_layer import TransformerLayer  # noqa: E402
 from transformer_engine.pytorch.module.layernorm import LayerNorm  # noqa: E402
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear  # noqa: E402
@@ -92,6 +94,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "PlannedModule",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
@@ -115,3 +118,5 @@ __all__ = [
     *_LAZY,
     *absent.names_of(__name__),
 ]
+
+overrides.replace_operators()

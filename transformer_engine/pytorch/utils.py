@@ -15,6 +15,7 @@ from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.torch_version import torch_version
 from transformer_engine.pytorch.torchside.device import (
+    canonicalize_device,
     get_device_compute_capability,
     is_bf16_available,
 )
@@ -160,16 +161,6 @@ def is_non_tn_fp8_gemm_supported() -> bool:
     """Whether the current device's FP8 GEMMs take operands that are not transposed."""
     capability = get_device_compute_capability()
     return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
-
-
-def canonicalize_device(device: torch.device | str | None) -> torch.device:
-    """A device with an index where it is a CUDA device; the current one for None."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def devices_match(device1: torch.device, device2: torch.device) -> bool:

@@ -70,13 +70,11 @@ SHARED: dict[str, str] = {
 REFERENCE: dict[str, str] = {
     "reference.quantization": "fp8_transpose compute_amax "
     "fused_amax_and_scale_update_after_reduction",
-    "reference.gemm": "generic_gemm",
-    "reference.activation": _OF_ACTIVATIONS,
-    "reference.normalization": _NORMALIZATION,
-    "reference.softmax": _SOFTMAX,
     "reference.attention": "fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
-    "reference.rope": _ROPE,
-    "reference.dropout": _DROPOUT,
+    **{
+        f"reference.{module}": NATIVE[module]
+        for module in ("gemm", "activation", "normalization", "softmax", "rope", "dropout")
+    },
 }
 """Operators that have a ``reference.torch`` of their own."""
 
@@ -151,22 +149,12 @@ def register_builtins(registry: OpRegistry) -> int:
             fn = _Later(module, name).function
             made.append(OpImpl(name, impl_id, kind, fn, priority=priority, supports=takes))
     for _, name in _listed(ABSENT):
-        made.append(
-            OpImpl(
-                name,
-                "reference.absent",
-                BackendImplKind.REFERENCE,
-                _Later("absent", name).function,
-                priority=-1,
-                supports=_nobody_else(registry, name),
-            )
-        )
+        fn, kind = _Later("absent", name).function, BackendImplKind.REFERENCE
+        takes = _nobody_else(registry, name)
+        made.append(OpImpl(name, "reference.absent", kind, fn, priority=-1, supports=takes))
     known = registry.snapshot().impls_by_op
-    made = [
-        impl
-        for impl in made
-        if all(impl.impl_id != other.impl_id for other in known.get(impl.op_name, ()))
-    ]
+    has = {(name, other.impl_id) for name, found in known.items() for other in found}
+    made = [impl for impl in made if (impl.op_name, impl.impl_id) not in has]
     registry.register_many(made)
     return len(made)
 

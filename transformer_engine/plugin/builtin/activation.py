@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import placed, quantized, wide
+from transformer_engine.pytorch.cpp_extensions.values import placed, quantized, wide
 
 _KINDS = {name: kind for kind, name in enumerate(_core.activation_names())}
 

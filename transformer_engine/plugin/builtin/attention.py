@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import quantized, refuse, torch_dtype
+from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
 from transformer_engine.plugin.core.ops import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
     NVTE_Softmax_Type,
     qkv_format_name,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.formats import layout_parts
-from transformer_engine.pytorch.attention.dot_product_attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.attention.masks import default_alibi_slopes
+from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.torchside.device import (
     get_device_compute_capability,
@@ -34,53 +32,19 @@ from transformer_engine.pytorch.torchside.device import (
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
 
 
-def formats(op: str, qkv_layout: Any) -> tuple[str, str]:
-    """Formats of queries, and of keys and values; NotImplementedError for a cache in pages."""
-    try:
-        name = qkv_layout if isinstance(qkv_layout, str) else NVTE_QKV_Layout(qkv_layout).name
-    except ValueError:
-        name = str(qkv_layout)
-    found = name.lower().removeprefix("nvte_")
-    if found.startswith("paged"):
-        raise NotImplementedError(
-            f"{op}: qkv_layout={name}: not built yet; te.DotProductAttention with InferenceParams "
-            "attends to caches in pages"
-        )
-    try:
-        return layout_parts(found)
-    except ValueError as error:
-        raise ValueError(f"{op}: {error}") from None
-
-
 class Problem(NamedTuple):
     """Which keys a query attends, as numbers and tensors of `_core.attention`."""
 
     fields: dict[str, Any]
-    by_sequence: tuple[str, str]  # formats of queries, and of keys
+    forms: tuple[str, str]  # formats of queries, and of keys and values
 
-    def seen(self, tensor: Tensor, is_query: bool) -> Tensor:
+    def seen(self, tensor: Tensor, is_query: bool = True) -> Tensor:
         """A tensor [batch, sequence, heads, channels], as native code reads it."""
-        form = self.by_sequence[0 if is_query else 1]
-        if form == "thd":
-            return tensor.unsqueeze(0)
-        return tensor.transpose(0, 1) if form == "sbhd" else tensor
+        return in_batches(tensor, self.forms[0 if is_query else 1])
 
-
-def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
-    """An enumerator, given as one or as its number."""
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{op}: {name}={value!r}, expected a {kind.__name__}") from None
-
-
-def limits(op: str, mask_type: Any, window: Sequence[int]) -> tuple[bool, bool, int, int]:
-    """(sequences end where cu_seqlens say, bottom right corner, window to the left, right)."""
-    name = enumerated(op, NVTE_Mask_Type, "attn_mask_type", mask_type).name
-    left, right = (int(each) for each in (window or (-1, -1)))
-    if "CAUSAL" in name:
-        right = 0
-    return "PADDING" in name, "BOTTOM_RIGHT" in name, left, right
+    def shown_statistics(self, sums: Tensor) -> Tensor:
+        """[b, heads, s, 1] of native code's [b, heads, s], [tokens, heads, 1] of packed ones."""
+        return sums[0, ..., None] if self.forms[0] == "thd" else sums[..., None]
 
 
 def _lengths(cu_seqlens: Tensor) -> Tensor:
@@ -109,9 +73,10 @@ def _sequences(
     return found
 
 
-def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) -> dict[str, Any]:
+def _added(
+    op: str, bias_type: Any, softmax_type: Any, q: Tensor, bias: Tensor | None, offset: Any
+) -> dict[str, Any]:
     """Bias, slopes and sink."""
-    bias, offset = given
     found: dict[str, Any] = {}
     kind = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
     if kind == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
@@ -132,6 +97,43 @@ def _added(op: str, bias_type: Any, softmax_type: Any, q: Tensor, given: tuple) 
             raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")
         found["sink"] = offset.detach().reshape(-1).float()
     return found
+
+
+def problem_of(
+    op: str,
+    kinds: tuple,
+    scale: float,
+    counted: tuple,
+    padded: tuple,
+    longest: tuple,
+    query: Tensor,
+    added: tuple[Tensor | None, Tensor | None],
+) -> Problem:
+    """The problem that arguments of an operator describe.
+
+    `kinds` are qkv_layout, bias_type, attn_mask_type, softmax_type and window_size, `counted` and
+    `padded` cu_seqlens of queries and keys, `longest` the longest sequences, `added` Bias and
+    SoftmaxOffset.
+    """
+    qkv_layout, bias_type, mask_type, softmax_type, window = kinds
+    forms = formats(op, qkv_layout)
+    padding, bottom_right, left, right = limits(op, mask_type, window)
+    fields = {
+        "scale": float(scale),
+        "window_left": left,
+        "window_right": right,
+        "bottom_right": int(bottom_right),
+    }
+    fields |= _sequences(forms, padding, counted, padded, longest)
+    return Problem(fields | _added(op, bias_type, softmax_type, query, *added), forms)
+
+
+def added_of(bias_type: Any, aux: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Bias and SoftmaxOffset of the forward, by what it gave its backward."""
+    rest = list(aux[2:])
+    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    bias = rest.pop(0) if has_bias and rest else None
+    return bias, rest.pop(0) if rest else None
 
 
 def _heads(op: str, **given: Any) -> list[Tensor]:
@@ -309,56 +311,44 @@ def fused_attn_fwd(
     del set_zero, fake_dtype, rng_elts_per_thread
     refuse(_FORWARD, page_table_k=page_table_k, page_table_v=page_table_v, s_quantizer=s_quantizer)
     query, key, value = _heads(_FORWARD, Q=Q, K=K, V=V)
-    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
-    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
-    kinds = qkv_layout, attn_mask_type, window_size
-    problem = _problem(_FORWARD, kinds, attn_scale, counted, packed, longest)
-    added = _added(_FORWARD, bias_type, softmax_type, query, (Bias, SoftmaxOffset))
+    problem = problem_of(
+        _FORWARD,
+        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
+        attn_scale,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        query,
+        (Bias, SoftmaxOffset),
+    )
     probability = float(p_dropout) if is_training else 0.0
     rng = torch.zeros(2, dtype=torch.int64, device=query.device)
     if probability > 0.0:
         rng.random_(generator=rng_gen)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    seen = problem.seen(query, True)
+    seen = problem.seen(query)
     batch, queries, heads, _ = seen.shape
-    shape = (1, queries, heads) if "query_offsets" in problem.fields else (batch, heads, queries)
+    shape = (1, queries, heads) if problem.forms[0] == "thd" else (batch, heads, queries)
     statistics = query.new_empty(shape, dtype=torch.float32)
     top = query.new_empty(heads, dtype=torch.float32) if return_max_logit else None
     _core.attention(
         seen,
         problem.seen(key, False),
         problem.seen(value, False),
-        problem.seen(output, True),
+        problem.seen(output),
         statistics=statistics,
         top=top,
         rng=rng if probability > 0.0 else None,
         dropout=probability,
         **problem.fields,
-        **added,
     )
     results = [quantized(_FORWARD, output, o_quantizer)]
     if return_max_logit:
         results.append(top)
     if is_training:
-        by_token = "query_offsets" in problem.fields
-        results += [statistics[0, ..., None] if by_token else statistics[..., None], rng]
+        results += [problem.shown_statistics(statistics), rng]
         results += [each for each in (Bias, SoftmaxOffset) if each is not None]
     return results
-
-
-def _problem(
-    op: str, kinds: tuple, scale: float, counted: tuple, padded: tuple, longest: tuple
-) -> Problem:
-    qkv_layout, mask_type, window = kinds
-    forms = formats(op, qkv_layout)
-    padding, bottom_right, left, right = limits(op, mask_type, window)
-    fields = {
-        "scale": float(scale),
-        "window_left": left,
-        "window_right": right,
-        "bottom_right": int(bottom_right),
-    }
-    return Problem(fields | _sequences(forms, padding, counted, padded, longest), forms)
 
 
 def fused_attn_bwd(
@@ -403,27 +393,30 @@ def fused_attn_bwd(
             f"{_BACKWARD}: Aux_CTX_Tensors: {len(Aux_CTX_Tensors)} tensors, expected those of the "
             "forward: statistics, seed and offset, ..."
         )
-    statistics, rng, *rest = Aux_CTX_Tensors
-    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
-    bias = rest.pop(0) if has_bias and rest else None
-    offset = rest.pop(0) if rest else None
-    packed = cu_seqlens_q_padded, cu_seqlens_kv_padded
-    counted, longest = (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
-    kinds = qkv_layout, attn_mask_type, window_size
-    problem = _problem(_BACKWARD, kinds, attn_scale, counted, packed, longest)
-    added = _added(_BACKWARD, bias_type, softmax_type, query, (bias, offset))
+    statistics, rng = Aux_CTX_Tensors[:2]
+    bias, offset = added_of(bias_type, Aux_CTX_Tensors)
+    problem = problem_of(
+        _BACKWARD,
+        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
+        attn_scale,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        query,
+        (bias, offset),
+    )
     made = [torch.empty(t.shape, dtype=grad.dtype, device=t.device) for t in (query, key, value)]
-    grad_bias = None if bias is None else torch.empty_like(added["bias"])
-    grad_sink = None if offset is None else torch.empty_like(added["sink"])
-    by_token = "query_offsets" in problem.fields
+    grad_bias = None if bias is None else torch.empty_like(problem.fields["bias"])
+    grad_sink = None if offset is None else torch.empty_like(problem.fields["sink"])
+    statistics = statistics[..., 0]
     _core.attention_backward(
-        problem.seen(grad, True),
-        problem.seen(query, True),
+        problem.seen(grad),
+        problem.seen(query),
         problem.seen(key, False),
         problem.seen(value, False),
-        problem.seen(output, True),
-        statistics[None, ..., 0].contiguous() if by_token else statistics[..., 0].contiguous(),
-        grad_query=problem.seen(made[0], True),
+        problem.seen(output),
+        (statistics[None] if problem.forms[0] == "thd" else statistics).contiguous(),
+        grad_query=problem.seen(made[0]),
         grad_key=problem.seen(made[1], False),
         grad_value=problem.seen(made[2], False),
         grad_bias=grad_bias,
@@ -432,7 +425,6 @@ def fused_attn_bwd(
         dropout=float(p_dropout),
         deterministic=int(deterministic),
         **problem.fields,
-        **added,
     )
     made = [quantized(_BACKWARD, each, dqkv_quantizer) for each in made]
     return [*made, grad_bias, None if grad_sink is None else grad_sink.view(offset.shape)]

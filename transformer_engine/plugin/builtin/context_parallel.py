@@ -11,6 +11,8 @@ sums of exponentiated scores ("lse") are fp32 [heads, tokens] where they are pac
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.builtin.layouts import places_of
+
 
 def thd_get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
@@ -65,13 +67,10 @@ def _half(cu_seqlens: Tensor, tokens: int, half: int) -> tuple[Tensor, Tensor, T
 
     `tokens` are those of both halves.
     """
-    at = torch.arange(tokens // 2, device=cu_seqlens.device)
     limits = cu_seqlens.long()
-    halves = limits // 2
-    entry = torch.searchsorted(halves[1:].contiguous(), at, right=True).clamp(max=len(halves) - 2)
-    place = at - halves[entry]
-    length = (limits[1:] - limits[:-1])[entry] // 2
-    return limits[entry] + half * length + place, entry, half * length + place
+    entry, place = places_of(limits // 2, tokens // 2)
+    place = place + half * (limits.diff()[entry] // 2)
+    return limits[entry] + place, entry, place
 
 
 def _dim(op: str, tensor: Tensor) -> int:
@@ -113,15 +112,12 @@ def _places_of_lse(
     """Indices of an lse of whole sequences and of that of a step, which give [tokens, heads]."""
     if second_half:
         at, entry, place = _half(cu_seqlens, tokens, 1)
-        half = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[entry] // 2
         step = torch.arange(len(at), device=at.device)
-        places = place, place - half
+        places = place, place - cu_seqlens.diff()[entry] // 2
     else:
         at = step = torch.arange(tokens, device=cu_seqlens.device)
-        limits = cu_seqlens.long()
-        entry = torch.searchsorted(limits[1:].contiguous(), at, right=True)
-        entry = entry.clamp(max=len(limits) - 2)
-        places = (at - limits[entry],) * 2
+        entry, place = places_of(cu_seqlens, tokens)
+        places = place, place
     if packed:
         return (slice(None), at), (slice(None), step)
     return (entry, slice(None), places[0]), (entry, slice(None), places[1])

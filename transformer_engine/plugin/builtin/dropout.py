@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import wide, written
+from transformer_engine.pytorch.cpp_extensions.values import wide, written
 from transformer_engine.pytorch.execution.random import draw_pair
 
 
@@ -33,7 +33,7 @@ def dropout_fwd(
     inp = wide(op, "input", input)
     made = torch.empty_like(inp)
     rng = draw_pair(inp)
-    _core.dropout_add(inp, made, rng=rng, dropout=_probability(op, dropout_probability))
+    _core.dropout_add(inp, made, rng=rng, dropout=probability(op, dropout_probability))
     return written(op, "out", made, out), rng
 
 
@@ -55,12 +55,13 @@ def dropout_bwd(
             "of the same implementation"
         )
     made = torch.empty_like(grad)
-    probability = _probability(op, dropout_probability)
-    _core.dropout_backward(grad, grad_input=made, rng=mask, dropout=probability)
+    p = probability(op, dropout_probability)
+    _core.dropout_backward(grad, grad_input=made, rng=mask, dropout=p)
     return written(op, "grad_input", made, grad_input)
 
 
-def _probability(op: str, value: float) -> float:
+def probability(op: str, value: float) -> float:
+    """A `dropout_probability`; ValueError for none."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{op}: dropout_probability={value}, expected a number from 0 to 1")
     return float(value)

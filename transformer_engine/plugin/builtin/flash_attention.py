@@ -5,9 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.attention import formats
+from transformer_engine.plugin.attention_kinds import formats
+from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, native
+from transformer_engine.pytorch.attention import native
+from transformer_engine.pytorch.attention.core import DotProductAttention
 
 
 class FlashAttention(FlashAttentionBase):
@@ -103,3 +105,9 @@ class FlashAttention(FlashAttentionBase):
 def get_flash_attention_class() -> type[FlashAttentionBase]:
     """The class of attention modules that `DotProductAttention`'s users get."""
     return FlashAttention
+
+
+def class_in_force() -> type[FlashAttentionBase] | None:
+    """The class that is selected ahead of this library's; None where nobody gives one."""
+    found = get_default_manager().operator("get_flash_attention_class")()
+    return None if found is FlashAttention else found

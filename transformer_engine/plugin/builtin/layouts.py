@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.values import checked
+from transformer_engine.pytorch.cpp_extensions.values import checked
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- packed sequences ------------------------------------------------------------------------
 
 
-def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def places_of(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Sequence of each token, and its place in that."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     limits = cu_seqlens.long()
@@ -69,7 +69,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
     `cu_seqlens` [b + 1] int32 are the first token of each sequence, and their sum; tokens behind
     that are left out.
     """
-    entry, place = _places(cu_seqlens, tensor.shape[0])
+    entry, place = places_of(cu_seqlens, tensor.shape[0])
     inside = place < (cu_seqlens[1:] - cu_seqlens[:-1])[entry]
     made = tensor.new_zeros(b * max_seq_len + 1, *tensor.shape[1:])
     rows = torch.where(inside & (place < max_seq_len), entry * max_seq_len + place, len(made) - 1)
@@ -79,7 +79,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """The tokens of sequences, [b, s, ...], packed to [t, ...]; zeros behind the last one."""
-    entry, place = _places(cu_seqlens, t)
+    entry, place = places_of(cu_seqlens, t)
     length = tensor.shape[1]
     inside = place < (cu_seqlens[1:] - cu_seqlens[:-1])[entry].clamp(max=length)
     rows = torch.where(inside, entry * length + place, 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin.values import computed, placed, torch_dtype, wide
+from transformer_engine.pytorch.cpp_extensions.values import computed, placed, torch_dtype, wide
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -97,15 +97,9 @@ def layernorm_fwd(
         Arguments that do not go together.
     """
     del sm_margin
-    return _forward(
-        "layernorm_fwd",
-        _core.NORM_LAYERNORM,
-        (input, weight, bias),
-        (eps, otype, zero_centered_gamma),
-        ln_out,
-        quantizer,
-        out,
-    )
+    tensors, options = (input, weight, bias), (eps, otype, zero_centered_gamma)
+    kind = _core.NORM_LAYERNORM
+    return _forward("layernorm_fwd", kind, tensors, options, ln_out, quantizer, out)
 
 
 def rmsnorm_fwd(
@@ -125,15 +119,9 @@ def rmsnorm_fwd(
     Arguments as of `layernorm_fwd`.
     """
     del sm_margin
-    return _forward(
-        "rmsnorm_fwd",
-        _core.NORM_RMSNORM,
-        (input, weight, None),
-        (eps, otype, zero_centered_gamma),
-        ln_out,
-        quantizer,
-        out,
-    )
+    tensors, options = (input, weight, None), (eps, otype, zero_centered_gamma)
+    kind = _core.NORM_RMSNORM
+    return _forward("rmsnorm_fwd", kind, tensors, options, ln_out, quantizer, out)
 
 
 def _backward(

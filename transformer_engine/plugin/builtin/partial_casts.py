@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.values import checked, torch_dtype
+from transformer_engine.pytorch.cpp_extensions.values import checked, torch_dtype
 
 
 def _tiles(op: str, part: Tensor, h: int, w: int, start_offset: int, block_len: int) -> Tensor:

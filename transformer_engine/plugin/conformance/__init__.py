@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an implementation of an operator is right: cases with float64 references.
+"""Whether an implementation of an operator is right: cases, and definitions in float64.
 
 `check` runs the cases of an operator against an implementation and returns a table, so that who
 writes a kernel for a device knows that it computes what the operator is, and which calls it does
@@ -14,6 +14,7 @@ import torch
 
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
 from transformer_engine.plugin.conformance.cases import Case, Draw, Kept, errors_of, snapshot
+from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
@@ -152,15 +153,16 @@ def check(
         forward = None if found is None else found.fn
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
     takes = predicate_of(impl)
-    rows = [_run(impl.fn, takes, case) for case in cases(name, draw) if match in case.name]
+    rows = [_run(name, impl.fn, takes, case) for case in cases(name, draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
 
 
-def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
-    before = snapshot(case)
+def _run(op: str, fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
+    before, exact = snapshot(case), defined(op, case)
     try:
-        if takes is not None and not takes(*case.args, **case.kwargs):
-            return _refused(case, before, "supports")
+        answer = True if takes is None else takes(*case.args, **case.kwargs)
+        if isinstance(answer, str) or not answer:
+            return _refused(case, before, answer or "supports")
         with torch.no_grad():
             found = fn(*case.args, **case.kwargs)
     except NotImplementedError as error:
@@ -168,7 +170,8 @@ def _run(fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -
     except Exception as error:  # noqa: BLE001 - whatever it is, the case failed
         return Row(case.name, "failed", float("inf"), f"{type(error).__name__}: {error}")
     try:
-        error, why = errors_of(case, found, before)
+        wanted = case.wanted(found) if exact is None else compared(case, found, exact)
+        error, why = errors_of(wanted, before)
     except NotImplementedError as error:  # of a class, which the case itself calls
         return Row(case.name, "refused", 0.0, str(error))
     except Exception as problem:  # noqa: BLE001 - a result that nothing can be done with

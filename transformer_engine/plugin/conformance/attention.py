@@ -3,13 +3,20 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.attention_reference import Problem, Setting
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, near
+from transformer_engine.plugin.conformance.attention_settings import (
+    Problem,
+    Setting,
+    backward_arguments,
+    forward_arguments,
+)
+from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of, near
+from transformer_engine.plugin.conformance.definition import Defined, compared, definition, widened
 from transformer_engine.plugin.conformance.dropout import share
 
 _P = 0.4  # of dropout
@@ -107,151 +114,58 @@ _CERTAIN = (
 )
 
 
-def _kinds(setting: Setting) -> tuple:
-    """The setting as the operators take it."""
-    from transformer_engine.plugin.core.ops import (
-        NVTE_Bias_Type,
-        NVTE_Mask_Type,
-        NVTE_QKV_Layout,
-        NVTE_Softmax_Type,
-    )
-
-    mask = setting.mask if setting.mask == "no_mask" else f"{setting.mask}_mask"
-    return (
-        NVTE_QKV_Layout[f"NVTE_{setting.layout.upper()}"],
-        NVTE_Bias_Type[f"NVTE_{setting.bias.upper()}"],
-        NVTE_Mask_Type[f"NVTE_{mask.upper()}"],
-        NVTE_Softmax_Type[f"NVTE_{setting.softmax.upper()}_SOFTMAX"],
-        setting.window,
-    )
-
-
-def forward_arguments(
-    problem: Problem, training: bool = True, top: bool = False, p: float = 0.0
-) -> tuple:
-    """Of `fused_attn_fwd`."""
-    setting = problem.setting
-    return (
-        *setting.lengths, training, problem.scale, p, True, *_kinds(setting), *problem.counted,
-        *problem.tensors, problem.dtype, *problem.padded, None, None, None, None, problem.bias,
-        problem.offset, None, 4, top,
-    )  # fmt: skip
-
-
-def backward_arguments(
-    problem: Problem, out: Tensor, grad: Tensor, aux: list, p: float = 0.0
-) -> tuple:
-    """Of `fused_attn_bwd`."""
-    setting = problem.setting
-    return (
-        *setting.lengths, problem.scale, p, True, *_kinds(setting), False, *problem.counted,
-        *problem.tensors, out, grad, problem.dtype, problem.dtype, aux, *problem.padded,
-        None, None, None,
-    )  # fmt: skip
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])
-
-
-def depth_of(problem: Problem) -> int:
-    """Terms of the longest sum."""
-    return max(*problem.setting.lengths, *problem.setting.channels)
-
-
-def _output(problem: Problem, found: Tensor, outs: list[Tensor]) -> list[Wanted]:
+def output_of(problem: Problem) -> Result:
     """The output: 0 outside of sequences, where other numbers would get into products."""
-    exact = problem.joined(outs, _shape(problem))
-    return [near("the output", found, exact, problem.dtype, depth_of(problem), STEPS_FORWARD)]
+    return Result("the output", problem.dtype, problem.depth, STEPS_FORWARD)
 
 
-def _shape(problem: Problem) -> tuple[int, ...]:
-    """Of the output."""
-    return (*problem.tensors[0].shape[:-1], problem.setting.channels[1])
-
-
-def _statistics(problem: Problem, sums: list[Tensor]) -> Tensor:
-    """Logarithms of sums as an implementation gives them: [b, heads, s, 1] or [tokens, heads, 1].
-
-    -Inf where nothing is attended, or is no query.
-    """
-    shape = (*problem.tensors[0].shape[:-1], 1)
-    whole = problem.joined([s[..., None] for s in sums], shape, -math.inf)
-    order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "thd": (0, 1, 2)}[problem.forms[0]]
-    return whole.permute(order).contiguous().float()
+def exact_forward(problem: Problem) -> list[Tensor]:
+    """Results of the definition, in float64."""
+    return definition("fused_attn_fwd")(*widened(forward_arguments(problem)))
 
 
 def _forward_case(draw: Draw, setting: Setting, dtype: torch.dtype) -> Case:
     problem = Problem(draw, setting, dtype)
-    outs, sums, _ = problem.exact()
-    expected = _statistics(problem, sums).double()
-    seen = expected.isfinite()  # of a query that attends nothing it means nothing
-    given = [t for t in (problem.bias, problem.offset) if t is not None]
-
-    def wanted(found: list) -> list:
-        if len(found) != 3 + len(given):
-            raise ValueError(f"{len(found)} results, expected {3 + len(given)}")
-        if tuple(found[1].shape) != tuple(expected.shape):
-            raise ValueError(f"statistics {tuple(found[1].shape)}, expected {expected.shape}")
-        statistics = found[1][seen]
-        pairs = zip(found[3:], given, strict=True)
-        return [
-            *_output(problem, found[0], outs),
-            near("the statistics", statistics, expected[seen], torch.float32, depth_of(problem)),
-            *(near("what was added", a, b.double(), b.dtype) for a, b in pairs),
-        ]
-
+    sums = Result("the statistics", torch.float32, problem.depth, finite=True)
+    added = [Result("what was added", each.dtype) for each in problem.added]
+    wanted = (output_of(problem), sums, None, *added)
     return Case(f"{name_of(dtype)} {setting.name}", forward_arguments(problem), wanted)
 
 
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for dtype in draw.dtypes:
-        for setting in settings():
+        for setting in (*settings(), *_CERTAIN):
             yield _forward_case(draw, setting, dtype)
-        for setting in _CERTAIN:
-            yield _forward_case(draw, setting, dtype)
-        for top in (False, True):
-            yield _inference(draw, dtype, top)
+        for top in (False, True):  # nothing for gradients; maybe the largest scores
+            problem = Problem(draw, Setting("", mask="causal"), dtype)
+            largest = Result("the largest scores", torch.float32, problem.depth)
+            wanted = (output_of(problem), *([largest] * top))
+            name = f"{name_of(dtype)} inference{', largest scores' * top}"
+            yield Case(name, forward_arguments(problem, False, top), wanted)
         yield _dropped(draw, dtype)
-
-
-def _inference(draw: Draw, dtype: torch.dtype, top: bool) -> Case:
-    """Nothing for gradients; maybe the largest scores."""
-    problem = Problem(draw, Setting("", mask="causal"), dtype)
-    outs, _, largest = problem.exact()
-
-    def wanted(found: list) -> list:
-        if len(found) != 1 + top:
-            raise ValueError(f"{len(found)} results, expected {1 + top}")
-        results = _output(problem, found[0], outs)
-        if top:
-            args = largest, torch.float32, depth_of(problem)
-            results.append(near("the largest scores", found[1], *args))
-        return results
-
-    name = f"{name_of(dtype)} inference{', largest scores' * top}"
-    return Case(name, forward_arguments(problem, False, top), wanted)
 
 
 _OF_DROPOUT = Setting("dropout", lengths=(24, 32), channels=(16, 32), heads=(4, 4), batch=3)
 
 
-def _probabilities(draw: Draw, dtype: torch.dtype) -> tuple[Problem, list[Tensor]]:
-    """An attention whose output are the probabilities, and these: its values are the identity."""
+def _with_probabilities(draw: Draw, dtype: torch.dtype) -> Problem:
+    """An attention whose output are the probabilities: its values are the identity."""
     problem = Problem(draw, _OF_DROPOUT, dtype)
     values = torch.eye(32, dtype=dtype, device=draw.device)[None, :, None]
     problem.tensors[2] = values.expand_as(problem.tensors[2]).contiguous()
-    return problem, problem.exact()[0]
+    return problem
 
 
 def _dropped(draw: Draw, dtype: torch.dtype) -> Case:
-    problem, probabilities = _probabilities(draw, dtype)
+    problem = _with_probabilities(draw, dtype)
+    probabilities = exact_forward(problem)[0]
 
     def wanted(found: list) -> list:
-        kept = [rows != 0 for rows in problem.sequences(found[0])]
-        outs = [p * k / (1 - _P) for p, k in zip(probabilities, kept, strict=True)]
-        return [*_output(problem, found[0], outs), share(_flat(kept), _P)]
+        kept = found[0] != 0
+        exact, steps = probabilities * kept / (1 - _P), STEPS_FORWARD
+        output = near("the output", found[0], exact, dtype, problem.depth, steps)
+        return [output, share(kept, _P)]
 
     return Case(f"{name_of(dtype)} dropout", forward_arguments(problem, p=_P), wanted)
 
@@ -259,51 +173,34 @@ def _dropped(draw: Draw, dtype: torch.dtype) -> Case:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def _compared(problem: Problem, found: Any, exact: list[Tensor | None]) -> list[Wanted]:
-    if len(found) != 5:
-        raise ValueError(f"{len(found)} gradients, expected 5")
-    names = "queries", "keys", "values", "the bias", "the offset"
+def gradients_of(problem: Problem) -> tuple[Result, ...]:
+    """Of queries, keys, values, bias and offset.
+
+    Those of the last two are sums over what they are the same for, of numbers that are rounded to
+    the dtype of the queries: at most over all scores of a head.
+    """
     given = [*problem.tensors, problem.bias, problem.offset]
-    results = []
-    rows = zip(names, found, exact, given, strict=True)
-    for place, (name, one, other, like) in enumerate(rows):
-        if other is None:
-            if one is not None:
-                raise ValueError(f"a gradient of {name}, which there is not")
-            continue
-        # Those of a bias and an offset are sums over what they are the same for, of numbers that
-        # are rounded to the dtype of the queries.
-        depth = depth_of(problem) if place < 3 else _scores(problem)
-        steps = STEPS_BACKWARD * torch.finfo(problem.dtype).eps / torch.finfo(like.dtype).eps
-        results.append(near(f"the gradient of {name}", one, other, like.dtype, depth, steps))
-    return results
-
-
-def _scores(problem: Problem) -> int:
-    """Scores of one head: at most so many are added up."""
-    return math.prod(problem.setting.lengths) * len(problem.each[0])
-
-
-def _backward_case(draw: Draw, setting: Setting, dtype: torch.dtype) -> Case:
-    problem = Problem(draw, setting, dtype)
-    outs, sums, _ = problem.exact()
-    shape = _shape(problem)
-    out = problem.joined(outs, shape).to(dtype)
-    grad = draw.normal(shape, dtype)
-    exact = problem.gradients(grad)
-    rng = torch.zeros(2, dtype=torch.int64, device=draw.device)
-    more = [t for t in (problem.bias, problem.offset) if t is not None]
-    aux = [_statistics(problem, sums), rng, *more]
-    args = backward_arguments(problem, out, grad, aux)
-    name = f"{name_of(dtype)} {setting.name}"
-    return Case(name, args, lambda found: _compared(problem, found, exact))
+    names = "queries", "keys", "values", "the bias", "the offset"
+    scores = math.prod(problem.setting.lengths) * problem.batch
+    depths = *[problem.depth] * 3, scores, scores
+    eps, made = torch.finfo(problem.dtype).eps, []
+    for name, depth, like in zip(names, depths, given, strict=True):
+        dtype = problem.dtype if like is None else like.dtype
+        steps = STEPS_BACKWARD * eps / torch.finfo(dtype).eps
+        made.append(Result(f"the gradient of {name}", dtype, depth, steps))
+    return tuple(made)
 
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for dtype in draw.dtypes:
         for setting in settings():
-            yield _backward_case(draw, setting, dtype)
+            problem = Problem(draw, setting, dtype)
+            out, sums, rng, *_ = exact_forward(problem)
+            grad = draw.normal(problem.shape, dtype)
+            aux = [sums.float(), rng, *problem.added]
+            args = backward_arguments(problem, out.to(dtype), grad, aux)
+            yield Case(f"{name_of(dtype)} {setting.name}", args, gradients_of(problem))
         yield from _dropped_backward(draw, dtype)
 
 
@@ -314,20 +211,23 @@ def _dropped_backward(draw: Draw, dtype: torch.dtype) -> Iterator[Case]:
     """
     if draw.forward is None:
         return
-    problem, _ = _probabilities(draw, dtype)
+    problem = _with_probabilities(draw, dtype)
     try:
         found, *aux = draw.forward(*forward_arguments(problem, p=_P))
     except NotImplementedError:
         return
-    kept = [(rows != 0).double() / (1 - _P) for rows in problem.sequences(found)]
+    kept = (found != 0).double().transpose(1, 2) / (1 - _P)  # [b, heads, queries, keys]
     problem.tensors[2] = draw.normal(tuple(problem.tensors[2].shape), dtype)
-    outs, *_ = problem.attend([t.double() for t in problem.tensors], None, None, kept)
-    grad = draw.normal(tuple(found.shape), dtype)
-    exact = problem.gradients(grad, kept)
-    out = problem.joined(outs, tuple(found.shape)).to(dtype)
-    args = backward_arguments(problem, out, grad, aux, _P)
-    name = f"{name_of(dtype)} dropout"
-    yield Case(name, args, lambda found: _compared(problem, found, exact))
+    grad = draw.normal(problem.shape, dtype)
+    with torch.enable_grad():
+        wide = [t.double().requires_grad_() for t in problem.tensors]
+        q, k, v = (t.transpose(1, 2) for t in wide)
+        probabilities = (problem.scale * q @ k.transpose(2, 3)).softmax(-1)
+        out = ((probabilities * kept) @ v).transpose(1, 2)
+        exact = Defined([*torch.autograd.grad(out, wide, grad.double()), None, None], [], [])
+    args = backward_arguments(problem, out.detach().to(dtype), grad, aux, _P)
+    case = Case(f"{name_of(dtype)} dropout", args, gradients_of(problem))
+    yield replace(case, wanted=lambda found: list(compared(case, found, exact)))
 
 
 CASES = {"fused_attn_fwd": _forward, "fused_attn_bwd": _backward}

@@ -2,7 +2,7 @@
 """Cases of operators: arguments, and what comes of them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    *(
-        "Case",
-        "Draw",
-        "Kept",
-        "Wanted",
-        "counted",
-        "errors_of",
-        "gradients",
-        "name_of",
-        "near",
-        "same",
-    ),
+    "Case",
+    "Draw",
+    "Kept",
+    "Result",
+    "Wanted",
+    "coded",
+    "errors_of",
+    "name_of",
+    "near",
+    "same",
     "snapshot",
 ]
 
@@ -69,6 +67,28 @@ def same(name: str, found: Any, exact: Tensor) -> Wanted:
     return Wanted(name, found, exact, exact.dtype, 0.0)
 
 
+def coded(name: str, found: Any, quantizer: Any, exact: Tensor) -> Wanted:
+    """Values that are cast to E4M3: each is rounded by 2^-4 of it at most, but for small ones."""
+    kind = type(quantizer.make_empty((32, 32), device=exact.device))
+    if type(found) is not kind:
+        raise TypeError(f"{type(found).__name__}, expected a {kind.__name__}")
+    values = found.dequantize(dtype=torch.float32)
+    return Wanted(name, values, exact, torch.float32, 2.0**-8)
+
+
+class Result(NamedTuple):
+    """How near a result has to be to that of the definition: see `near`."""
+
+    name: str
+    dtype: torch.dtype | None = None  # None: that of the definition's, or a quantized tensor
+    depth: int = 1  # 0: bit for bit
+    steps: float = 2.0
+    terms: Tensor | None = None
+    quantizer: Any = None  # it is cast; or left in high precision, where there is a dtype
+    may_lack: bool = False  # None is as well
+    finite: bool = False  # what it is where the definition's is not finite means nothing
+
+
 @dataclass(frozen=True)
 class Case:
     """A call and what it gives.
@@ -79,19 +99,26 @@ class Case:
         Of the case, for people.
     args : tuple
         Arguments.
-    wanted : callable
-        What the results have to be, of what the call returned: a sequence of `Wanted`.
+    wanted : tuple or callable
+        A `Result`, or None for what is not looked at, for each result of the operator's definition;
+        or a function of what the call returned that gives a sequence of `Wanted`.
     kwargs : dict, optional
         Keyword arguments.
-    written : tuple of Tensor, optional
+    written : tuple of Tensor or of lists of Tensor, optional
         Arguments that the call may write to; all others it has to leave alone.
+    left : tuple of (Tensor, Result), optional
+        Likewise, and what is in them then is compared with what the definition leaves there.
+    wide : bool, default True
+        The definition is asked in float64; else in the dtypes of the arguments.
     """
 
     name: str
     args: tuple
-    wanted: Callable[[Any], Sequence[Wanted]]
+    wanted: tuple[Result | None, ...] | Callable[[Any], Sequence[Wanted]]
     kwargs: dict[str, Any] = field(default_factory=dict)
     written: tuple = ()
+    left: tuple[tuple[Tensor, Result], ...] = ()
+    wide: bool = True
 
 
 class Draw:
@@ -151,25 +178,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def gradients(function: Callable, grads: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Float64 gradients of a function of tensors, by those of its results."""
-    with torch.enable_grad():
-        wide = [t.detach().double().requires_grad_() for t in inputs]
-        out = function(*wide)
-        outs = out if isinstance(out, tuple) else (out,)
-        given = grads if isinstance(grads, tuple) else (grads,)
-        return torch.autograd.grad(outs, wide, [g.double() for g in given])
-
-
-def counted(found: Any, count: int) -> Sequence[Any]:
-    """Results of which there are as many; ValueError for anything else."""
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"{type(found).__name__}, expected {count} results")
-    if len(found) != count:
-        raise ValueError(f"{len(found)} results, expected {count}")
-    return found
-
-
 def _tensors(value: Any) -> list[Tensor]:
     """The memory that an argument is, or consists of."""
     if hasattr(type(value), "_dequantized"):
@@ -208,7 +216,8 @@ def _as_in(whole: Tensor, tensor: Tensor) -> Tensor:
 
 def snapshot(case: Case) -> list[Kept]:
     """The memory of a call's arguments, and around them; what it may write to apart."""
-    spared = {id(part) for one in case.written for part in _tensors(one)}
+    written = [*case.written, *(tensor for tensor, _ in case.left)]
+    spared = {id(part) for one in written for part in _tensors(one)}
     found: dict[int, Kept] = {}
     for tensor in _tensors([*case.args, *case.kwargs.values()]):
         storage = tensor.untyped_storage()
@@ -226,14 +235,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def errors_of(case: Case, found: Any, before: list[Kept]) -> tuple[float, str]:
+def errors_of(wanted: Iterable[Wanted], before: list[Kept]) -> tuple[float, str]:
     """The largest error in units of what is allowed, and what is wrong; "": nothing."""
     largest = 0.0
-    for wanted in case.wanted(found):
-        error, why = _error(wanted)
+    for one in wanted:
+        error, why = _error(one)
         largest = max(largest, error)
         if why:
-            return largest, f"{wanted.name}: {why}"
+            return largest, f"{one.name}: {why}"
     if any(kept.changed() for kept in before):
         return float("inf"), "it has changed an argument, or what lies around one"
     return largest, ""

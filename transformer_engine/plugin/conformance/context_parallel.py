@@ -1,166 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of context parallelism of packed sequences: which tokens a rank has, halves, corrections.
-
-Expected values are made token by token from lists of those of first and of second halves.
-"""
+"""Cases of context parallelism of packed sequences: tokens of a rank, halves, corrections."""
 
 from collections.abc import Iterator
-from itertools import accumulate, product
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, near, same
+from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of
+from transformer_engine.plugin.conformance.layouts import sums
 
 _LENGTHS = ((4, 8, 2), (6,), (0, 2, 4), (2, 0, 0, 6, 0), (64, 34))
 _HEADS, _CHANNELS = 3, 5
 
 
-def _sums(draw: Draw, lengths: tuple) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=draw.device)
-
-
-def _halves(lengths: tuple) -> list[list[int]]:
-    """Tokens of the first and of the second halves."""
-    made: list[list[int]] = [[], []]
-    for first, n in zip((0, *accumulate(lengths)), lengths, strict=False):
-        made[0] += range(first, first + n // 2)
-        made[1] += range(first + n // 2, first + n)
-    return made
+def _halved(lengths: tuple) -> tuple:
+    return tuple(n // 2 for n in lengths)
 
 
 def _indices(op: str, draw: Draw) -> Iterator[Case]:
     del op
-    for size in (1, 2, 4):
-        for chunks in ((1, 3, 2), (5,), (2, 0, 1)):
-            lengths = tuple(2 * size * n for n in chunks)
-            for rank in range(size):
-                made = []
-                for first, n in zip((0, *accumulate(lengths)), chunks, strict=False):
-                    for chunk in (rank, 2 * size - 1 - rank):
-                        made += range(first + chunk * n, first + (chunk + 1) * n)
-                exact = torch.tensor(made, dtype=torch.int32)
-                args = (_sums(draw, lengths), sum(lengths), size, rank)
-
-                def wanted(found: Any, exact: Tensor = exact) -> list:
-                    return [same("the tokens", found, exact)]
-
-                yield Case(f"{list(lengths)}, rank {rank} of {size}", args, wanted)
+    for size, chunks in product((1, 2, 4), ((1, 3, 2), (5,), (2, 0, 1))):
+        lengths = tuple(2 * size * n for n in chunks)
+        for rank in range(size):
+            args = (sums(draw, lengths), sum(lengths), size, rank)
+            name = f"{list(lengths)}, rank {rank} of {size}"
+            yield Case(name, args, (Result("the tokens", depth=0),))
 
 
-def _tokens(draw: Draw, dtype: torch.dtype, tokens: int, pair: bool) -> tuple[Tensor, int]:
-    """Keys and values in one tensor, or one of heads; and the dim of its tokens."""
-    lead = (2,) if pair else ()
-    return draw.normal((*lead, tokens, _HEADS, _CHANNELS), dtype), len(lead)
+def _tokens(draw: Draw, dtype: torch.dtype, tokens: int, pair: bool = False) -> Tensor:
+    """Keys and values in one tensor, or one of heads."""
+    return draw.normal((*([2] * pair), tokens, _HEADS, _CHANNELS), dtype)
 
 
 def _half(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for dtype, lengths, pair in product(draw.dtypes, _LENGTHS, (False, True)):
-        x, dim = _tokens(draw, dtype, sum(lengths), pair)
-        for half, tokens in enumerate(_halves(lengths)):
-            exact = x.index_select(dim, torch.tensor(tokens, device=draw.device))
-
-            def wanted(found: Any, exact: Tensor = exact) -> list:
-                return [same("the half", found, exact)]
-
+        x = _tokens(draw, dtype, sum(lengths), pair)
+        for half in range(2):
             name = f"{name_of(dtype)} {list(lengths)} half {half}{' of two' * pair}"
-            yield Case(name, (x, _sums(draw, lengths), half), wanted)
+            yield Case(name, (x, sums(draw, lengths), half), (Result("the half", dtype, 0),))
 
 
 # ---- logarithms of sums ------------------------------------------------------------------------
 
 
-def _padded(lse: Tensor, lengths: tuple, fill: float = 0.0) -> Tensor:
-    """[sequences, heads, the longest] of [heads, tokens]."""
-    made = lse.new_full((len(lengths), lse.shape[0], max(lengths)), fill)
-    parts = lse.split(list(lengths), 1)
-    for row, part in zip(made, parts, strict=True):
+def _lse(draw: Draw, lengths: tuple, packed: bool, fill: float, scale: float = 1.0) -> Tensor:
+    """[heads, tokens], or [sequences, heads, the longest] with something behind the ends."""
+    lse = draw.normal((_HEADS, sum(lengths)), torch.float32, scale)
+    if packed:
+        return lse
+    made = lse.new_full((len(lengths), _HEADS, max(lengths)), fill)
+    for row, part in zip(made, lse.split(list(lengths), 1), strict=True):
         row[:, : part.shape[1]] = part
     return made
-
-
-def _form(lse: Tensor, lengths: tuple, packed: bool, fill: float = 0.0) -> Tensor:
-    return lse.clone() if packed else _padded(lse, lengths, fill)
-
-
-def _shorter(lengths: tuple) -> tuple:
-    return tuple(n // 2 for n in lengths)
 
 
 def _read_lse(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for lengths, packed in product(_LENGTHS, (False, True)):
-        lse = draw.normal((_HEADS, sum(lengths)), torch.float32)
-        exact = _form(lse[:, _halves(lengths)[1]], _shorter(lengths), packed)
-        args = (_form(lse, lengths, packed, 9.0), _sums(draw, lengths), packed, exact.shape[-1])
-
-        def wanted(found: Any, exact: Tensor = exact) -> list:
-            return [same("the half", found, exact)]
-
+        short = _halved(lengths)
+        size = sum(short) if packed else max(short)
+        args = (_lse(draw, lengths, packed, 9.0), sums(draw, lengths), packed, size)
+        wanted = (Result("the half", torch.float32, 0),)
         yield Case(f"{list(lengths)}{' packed' * packed}", args, wanted)
 
 
 def _correct_lse(op: str, draw: Draw) -> Iterator[Case]:
     del op
     for lengths, packed, scale in product(_LENGTHS, (False, True), (1.0, 200.0)):
-        second, short = _halves(lengths)[1], _shorter(lengths)
-        lse = draw.normal((_HEADS, sum(lengths)), torch.float32, scale)
-        step = draw.normal((_HEADS, len(second)), torch.float32, scale)
-        lse[0, second[0]] = -torch.inf  # nothing was attended until now
-        exact = lse.double()
-        exact[:, second] = torch.logaddexp(exact[:, second], step.double())
-        exact = _form(exact, lengths, packed, 9.0)
-        given = _form(lse, lengths, packed, 9.0)
-        args = (given, _form(step, short, packed, 7.0), _sums(draw, lengths), packed)
-
-        def wanted(found: Any, given: Tensor = given, exact: Tensor = exact) -> list:
-            del found
-            return [near("lse", given, exact, torch.float32)]
-
+        lse = _lse(draw, lengths, packed, 9.0, scale)
+        step = _lse(draw, _halved(lengths), packed, 7.0, scale)
+        # Of one token nothing was attended until now: the first of a second half.
+        entry = next(i for i, n in enumerate(lengths) if n)
+        (lse if packed else lse[entry])[0, lengths[entry] // 2] = -torch.inf
+        args = (lse, step, sums(draw, lengths), packed)
         name = f"{list(lengths)}{' packed' * packed}{' large' * (scale > 1.0)}"
-        yield Case(name, args, wanted, written=(given,))
+        yield Case(name, args, (None,), left=((lse, Result("lse", torch.float32)),))
 
 
 # ---- corrections -------------------------------------------------------------------------------
-
-
-def _changed(what: str, tensor: Tensor, before: Tensor, exact: Tensor, at: list, dim: int) -> list:
-    """Some tokens have new values, the others those of before."""
-    index = torch.tensor(at, dtype=torch.int64, device=tensor.device)
-    spared = [i for i in range(tensor.shape[dim]) if i not in set(at)]
-    others = torch.tensor(spared, dtype=torch.int64, device=tensor.device)
-    new = tensor.index_select(dim, index), exact.index_select(dim, index)
-    results: list[Wanted] = [near(what, *new, tensor.dtype)]
-    old = tensor.index_select(dim, others), before.index_select(dim, others)
-    return [*results, same("tokens that have to stay", *old)]
 
 
 def _correct_out(op: str, draw: Draw) -> Iterator[Case]:
     del op
     flags = product((False, True), (False, True))
     for dtype, lengths, (alone, packed) in product(draw.dtypes, _LENGTHS, list(flags)):
-        tokens = _halves(lengths)[1] if alone else list(range(sum(lengths)))
-        out, _ = _tokens(draw, dtype, sum(lengths), False)
-        step, _ = _tokens(draw, dtype, len(tokens), False)
-        of_step = draw.normal((_HEADS, len(tokens)), torch.float32)
-        lse = draw.normal((_HEADS, sum(lengths)), torch.float32)
-        exact, before = out.double(), out.clone()
-        weights = (of_step.double() - lse.double()[:, tokens]).exp().t()
-        exact[tokens] += step.double() * weights[..., None]
-        short = _shorter(lengths) if alone else lengths
-        of_all, of_part = _form(lse, lengths, packed, 9.0), _form(of_step, short, packed, 7.0)
-        args = (out, step, of_all, of_part, _sums(draw, lengths), alone, packed)
-
-        def wanted(
-            found: Any, given: tuple = ("out", out, before, exact, tokens, 0)
-        ) -> list:  # fmt: skip
-            del found
-            return _changed(*given)
-
+        short = _halved(lengths) if alone else lengths
+        out, step = (_tokens(draw, dtype, sum(each)) for each in (lengths, short))
+        lse = _lse(draw, lengths, packed, 9.0), _lse(draw, short, packed, 7.0)
+        args = (out, step, *lse, sums(draw, lengths), alone, packed)
         how = f"{' second halves' * alone}{' packed' * packed}"
-        yield Case(f"{name_of(dtype)} {list(lengths)}{how}", args, wanted, written=(out,))
+        name = f"{name_of(dtype)} {list(lengths)}{how}"
+        yield Case(name, args, (None,), left=((out, Result("out", dtype)),))
 
 
 _WORDS = (
@@ -171,30 +103,13 @@ _WORDS = (
 
 def _correct_grad(op: str, draw: Draw) -> Iterator[Case]:
     del op
-    for dtype, lengths, pair in product(draw.dtypes, _LENGTHS, (False, True)):
-        for words in _WORDS:
-            halves = _halves(lengths)
-            alone = "none" in words
-            grad, dim = _tokens(draw, dtype, sum(lengths), pair)
-            step, _ = _tokens(draw, dtype, sum(lengths) // (2 if alone else 1), pair)
-            exact, before, written = grad.double(), grad.clone(), []
-            for tokens, word in zip(halves, words, strict=True):
-                if word == "none":
-                    continue
-                at = (slice(None),) * dim + (tokens,)
-                new = step.double() if alone else step.double()[at]
-                exact[at] = new + (exact[at] if word == "add" else 0.0)
-                written += tokens
-
-            def wanted(
-                found: Any, given: tuple = ("grad", grad, before, exact, written, dim)
-            ) -> list:  # fmt: skip
-                del found
-                return _changed(*given)
-
-            name = f"{name_of(dtype)} {list(lengths)} {words[0]}, {words[1]}{' of two' * pair}"
-            args = (grad, step, _sums(draw, lengths), *words)
-            yield Case(name, args, wanted, written=(grad,))
+    for dtype, lengths, pair, words in product(draw.dtypes, _LENGTHS, (False, True), _WORDS):
+        tokens = sum(lengths)
+        grad = _tokens(draw, dtype, tokens, pair)
+        step = _tokens(draw, dtype, tokens // 2 if "none" in words else tokens, pair)
+        args = (grad, step, sums(draw, lengths), *words)
+        name = f"{name_of(dtype)} {list(lengths)} {words[0]}, {words[1]}{' of two' * pair}"
+        yield Case(name, args, (None,), left=((grad, Result("grad", dtype)),))
 
 
 CASES = {

@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
-from transformer_engine.plugin.conformance.attention import STEPS_BACKWARD, STEPS_FORWARD, depth_of
-from transformer_engine.plugin.conformance.attention_reference import Problem, Setting, slopes
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, near, same
+from transformer_engine.plugin.conformance.attention import exact_forward, gradients_of, output_of
+from transformer_engine.plugin.conformance.attention_settings import (
+    Problem,
+    Setting,
+    backward_arguments,
+)
+from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, same
+from transformer_engine.plugin.conformance.definition import Defined, compared, definition, widened
 
 _UNEVEN = ((6, 9, 3), (12, 7, 1))
 _SETTINGS = (
@@ -33,6 +38,9 @@ _SETTINGS = (
 def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     """Make a module, call it, and ask for gradients."""
     from transformer_engine.plugin.core.ops import FlashAttentionBase
+    from transformer_engine.pytorch.attention.masks import (
+        default_alibi_slopes,
+    )
 
     if not (isinstance(found, type) and issubclass(found, FlashAttentionBase)):
         raise TypeError(f"{found!r}, expected a subclass of FlashAttentionBase")
@@ -46,7 +54,8 @@ def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
         given = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), counted, strict=True))
         given |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
     if setting.bias == "alibi":
-        given["alibi_slopes"] = slopes(setting.heads[0]).to(draw.device, torch.float32)
+        slopes = default_alibi_slopes(setting.heads[0], draw.device)
+        given["alibi_slopes"] = slopes
     window = None if setting.window == (-1, -1) else setting.window
     with torch.enable_grad():
         out = module(
@@ -55,19 +64,14 @@ def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
         )  # fmt: skip
         grad = draw.normal(tuple(out.shape), dtype)
         made = torch.autograd.grad(out, inputs, grad)
-    outs, *_ = problem.exact()
-    queries = problem.tensors[0]
-    by_head = (*queries.shape[:-1], setting.channels[1])
-    exact = problem.joined(outs, by_head).flatten(-2)
-    gradients = problem.gradients(grad.view(by_head))[:3]
-    depth = depth_of(problem)
-    rows = zip(("queries", "keys", "values"), made, gradients, inputs, kept, strict=True)
-    results = [near("the output", out.detach(), exact, dtype, depth, STEPS_FORWARD)]
-    for name, one, other, now, then in rows:
-        what = f"the gradient of {name}"
-        results.append(near(what, one, other, dtype, depth, STEPS_BACKWARD))
-        results.append(same(f"{name} themselves", now.detach(), then))
-    return results
+    exact_out, *aux = exact_forward(problem)
+    args = backward_arguments(problem, exact_out, grad.view(problem.shape), aux)
+    exact = definition("fused_attn_bwd")(*widened(args))
+    joined = Defined([exact_out.flatten(-2), *exact[:3]], [], [])
+    wanted = (output_of(problem), *gradients_of(problem)[:3])
+    results = list(compared(Case("", (), wanted), (out.detach(), *made), joined))
+    names = zip(("queries", "keys", "values"), inputs, kept, strict=True)
+    return results + [same(f"{name} themselves", now.detach(), then) for name, now, then in names]
 
 
 def _class(op: str, draw: Draw) -> Iterator[Case]:

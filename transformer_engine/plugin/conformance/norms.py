@@ -9,28 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import (
-    Case,
-    Draw,
-    counted,
-    gradients,
-    name_of,
-    near,
-)
-from transformer_engine.plugin.conformance.casts import coded, quantizers_of_values
+from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of
+from transformer_engine.plugin.conformance.casts import quantizers_of_values
+from transformer_engine.plugin.conformance.definition import definition
 
 _SHAPES = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16), (16,), (2, 0, 16))
-
-
-def exact_norm(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centred: bool, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rsigma), in float64."""
-    mean = x.mean(-1, keepdim=True)
-    values = x - mean if centred else x
-    rsigma = (values.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = values * rsigma * (gamma + 1 if zero_centered else gamma)
-    return (y if beta is None else y + beta), mean.flatten(), rsigma.flatten()
 
 
 def _settings(draw: Draw) -> Iterator[tuple[str, tuple, torch.dtype, bool, float]]:
@@ -66,28 +49,16 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
         out: Tensor | None = None,
         quantizer: Any = None,
     ) -> Case:
-        wide = [None if t is None else t.double() for t in (x, *vectors)]
-        y, mean, rsigma = exact_norm(*wide, eps, centred, zero_centered)
-        depth = x.shape[-1]
+        wide, depth = x.double(), x.shape[-1]
+        # A mean may cancel, and what is less it: their rounding goes by what is added up.
+        centre = wide - wide.mean(-1, keepdim=True)
+        terms = wide * (centre.square().mean(-1, keepdim=True) + eps).rsqrt() if centred else None
+        y = Result("y", otype, depth, terms=terms, quantizer=quantizer)  # who asked may cast it
+        mu = Result("mu", torch.float32, depth, terms=wide) if centred else None
         given = (x, *vectors) if centred else (x, vectors[0])
-        terms = wide[0] * rsigma.view(*x.shape[:-1], 1) if centred else None
-
-        def wanted(found: tuple) -> list:
-            made, *statistics = counted(found, 3)
-            if quantizer is None or type(made) is Tensor:  # who asked may cast it
-                results = [near("y", made, y, otype, depth, terms=terms)]
-            else:
-                results = [coded("y", made, quantizer, y)]
-            if centred:
-                # A sum may cancel: its rounding goes by what is added up.
-                results.append(near("mu", statistics[0], mean, torch.float32, depth, terms=wide[0]))
-            results.append(near("rsigma", statistics[1], rsigma, torch.float32, depth))
-            if out is not None:
-                results.append(near("ln_out", out, y, otype, depth, terms=terms))
-            return results
-
         args = (*given, eps, out, quantizer, otype, 0, zero_centered)
-        return Case(name, args, wanted, written=() if out is None else (out,))
+        left = () if out is None else ((out, y._replace(name="ln_out")),)
+        return Case(name, args, (y, mu, Result("rsigma", torch.float32, depth)), left=left)
 
     def vectors(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         gamma, beta = (draw.normal((count,), dtype) for _ in range(2))
@@ -128,35 +99,17 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
     for name, shape, dtypes, zero_centered, eps in settings:
         dtype, of_factors, of_output = dtypes
         x, dy, other = (draw.normal(shape, each) for each in (dtype, of_output, dtype))
-        gamma, beta = (draw.normal(shape[-1:], of_factors) for _ in range(2))
-        inputs = (x, gamma, beta) if centred else (x, gamma)
-        _, mean, rsigma = exact_norm(x.double(), gamma.double(), None, eps, centred, zero_centered)
-
-        def function(
-            x: Tensor,
-            g: Tensor,
-            b: Tensor | None = None,
-            eps: float = eps,
-            zero: bool = zero_centered,
-        ) -> Tensor:
-            return exact_norm(x, g, b, eps, centred, zero)[0]
-
-        exact = list(gradients(function, dy, *inputs))
-        if adds:
-            exact[0] = exact[0] + other.double()
-        statistics = (mean.float(), rsigma.float()) if centred else (rsigma.float(),)
+        gamma = draw.normal(shape[-1:], of_factors)
+        given = (x.double(), gamma.double(), *((None,) if centred else ()), eps, None, None)
+        forward = definition("layernorm_fwd" if centred else "rmsnorm_fwd")
+        _, *statistics = forward(*given, torch.float64, 0, zero_centered)
+        statistics = [each.float() for each in statistics if each is not None]
         args = (dy, x, *((other,) if adds else ()), *statistics, gamma, 0, zero_centered)
         # Statistics are rounded to fp32, gradients of factors are sums over rows.
         depth = max(shape[-1], x.numel() // shape[-1], 1)
-
-        def wanted(
-            found: tuple, exact: list = exact, dtypes: tuple = dtypes, depth: int = depth
-        ) -> list:
-            kinds = (("dx", dtypes[0]), ("dgamma", dtypes[1]), ("dbeta", dtypes[1]))[: len(exact)]
-            each = zip(kinds, counted(found, len(exact)), exact, strict=True)
-            return [near(name, got, one, dtype, depth) for (name, dtype), got, one in each]
-
-        yield Case(name, args, wanted)
+        wanted = [Result("dx", dtype, depth), Result("dgamma", of_factors, depth)]
+        wanted += [Result("dbeta", of_factors, depth)] * centred
+        yield Case(name, args, tuple(wanted))
 
 
 CASES = {

@@ -114,30 +114,21 @@ def _of_adam(lists: list, numbers: _Step) -> Callable[[Any], list[Wanted]]:
 
 
 def _adam_cases(op: str, draw: Draw) -> Iterator[Case]:
-    del op
-    for dtype, masters, numbers in product(draw.dtypes, (False, True), _STEPS):
-        lists = _state(draw, dtype, masters)
-        flag = draw.flag()
-        args = (_CHUNK, flag, lists, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail)
-        name = f"{name_of(dtype)}{' with fp32' * masters} {numbers}"
-        written = tuple(t for each in lists[1:] for t in each)
-        yield from _both(Case(name, args, _of_adam(lists, numbers), written=written), flag)
-    nothing = (_CHUNK, draw.flag(), [[], [], [], []], _LR, *_BETAS, _EPS, 1, 1, 1, _DECAY)
-    yield Case("no tensors", nothing, lambda found: [])
-
-
-def _capturable(op: str, draw: Draw) -> Iterator[Case]:
-    masters = op.endswith("_master")
-    for dtype, one in product(draw.dtypes, _STEPS):
-        numbers = one._replace(factor=0.25)
+    capturable = "capturable" in op
+    with_masters = (op.endswith("_master"),) if capturable else (False, True)
+    for dtype, masters, numbers in product(draw.dtypes, with_masters, _STEPS):
         lists, flag = _state(draw, dtype, masters), draw.flag()
-        lr, inverse = (draw.number(value) for value in (_LR, 0.25))
-        step = draw.flag(numbers.step)
-        args = (_CHUNK, flag, lists, lr, *_BETAS, _EPS, step, *numbers.tail, inverse)
-        # Gradients may be left times their factor.
-        written = tuple(t for each in lists for t in each)
-        case = Case(f"{name_of(dtype)} {numbers}", args, _of_adam(lists, numbers), written=written)
-        yield from _both(case, flag)
+        lr, step, inverse, written = _LR, numbers.step, (), lists[1:]
+        if capturable:
+            numbers = numbers._replace(factor=0.25)
+            lr, step, inverse = draw.number(_LR), draw.flag(numbers.step), (draw.number(0.25),)
+            written = lists  # gradients may be left times their factor
+        args = (_CHUNK, flag, lists, lr, *_BETAS, _EPS, step, *numbers.tail, *inverse)
+        name = f"{name_of(dtype)}{' with fp32' * masters} {numbers}"
+        yield from _both(Case(name, args, _of_adam(lists, numbers), written=tuple(written)), flag)
+    if op == "multi_tensor_adam":
+        nothing = (_CHUNK, draw.flag(), [[], [], [], []], _LR, *_BETAS, _EPS, 1, 1, 1, _DECAY)
+        yield Case("no tensors", nothing, lambda found: [])
 
 
 def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> Callable[[Any], list[Wanted]]:
@@ -175,7 +166,7 @@ def _fp8(op: str, draw: Draw) -> Iterator[Case]:
         inverses = [draw.number(0.0) for _ in scales]
         given = [lists[0], codes, *lists[2:5], scales, amaxes, inverses]
         args = (_CHUNK, flag, given, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail, code)
-        written = tuple(t for i in (1, 2, 3, 4, 6, 7) for t in given[i])
+        written = codes, *lists[2:5], amaxes, inverses
         wanted = _of_fp8(given, numbers, kind)
         name = f"{name_of(dtype)} {numbers} {name_of(kind)}"
         yield from _both(Case(name, args, wanted, written=written), flag)
@@ -211,8 +202,8 @@ def _remainders(op: str, draw: Draw) -> Iterator[Case]:
 
         lists = [grads, params, means, squares, rests]
         args = (_CHUNK, flag, lists, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail)
-        written = tuple(t for each in lists[1:] for t in each)
-        case = Case(f"gradients {name_of(dtype)} {numbers}", args, wanted, written=written)
+        name = f"gradients {name_of(dtype)} {numbers}"
+        case = Case(name, args, wanted, written=tuple(lists[1:]))
         yield from _both(case, flag)
 
 
@@ -281,8 +272,8 @@ def _sgd(op: str, draw: Draw) -> Iterator[Case]:
 
 CASES = {
     "multi_tensor_adam": _adam_cases,
-    "multi_tensor_adam_capturable": _capturable,
-    "multi_tensor_adam_capturable_master": _capturable,
+    "multi_tensor_adam_capturable": _adam_cases,
+    "multi_tensor_adam_capturable_master": _adam_cases,
     "multi_tensor_adam_fp8": _fp8,
     "multi_tensor_adam_param_remainder": _remainders,
     "multi_tensor_sgd": _sgd,

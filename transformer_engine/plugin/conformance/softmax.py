@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, near
+from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of
 
 _KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")
 _SCALE = 0.7
@@ -18,60 +18,38 @@ def _shapes(kind: str) -> tuple[tuple[int, ...], ...]:
     return (2, 3, 9, 17), (1, 2, 64, 64), (2, 1, 1, 130)
 
 
-def _masked(kind: str, shape: tuple, draw: Draw) -> Tensor:
+def _mask(shape: tuple, draw: Draw) -> Tensor:
     """What is not attended to, of a shape that goes with that of the scores."""
-    queries, keys = shape[-2:]
-    if kind == "scaled":
-        return torch.zeros(queries, keys, dtype=torch.bool, device=draw.device)
-    if kind != "scaled_masked":
-        every = torch.ones(queries, keys, dtype=torch.bool, device=draw.device)
-        return every.triu(1 + keys - queries)
-    mask = draw.uniform((shape[0], 1, queries, keys)) < 0.4
-    mask[0, 0, queries // 2] = True  # a query that attends nothing
-    return mask
+    mask = draw.uniform((shape[0], 1, *shape[-2:])) < 0.4
+    mask[0, 0, shape[-2] // 2] = True  # a query that attends nothing
+    return mask.to(torch.uint8)
 
 
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_forward")
     for dtype in draw.dtypes:
-        for shape in _shapes(kind):
-            x, mask = draw.normal(shape, dtype, 3.0), _masked(kind, shape, draw)
-            p = (x.double() * _SCALE).masked_fill(mask, -torch.inf).softmax(-1)
-            exact = torch.where(mask.expand_as(p), 0.0, p)
-            given = (mask.to(torch.uint8),) if kind == "scaled_masked" else ()
-
-            def wanted(found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype) -> list:
-                return [near("the result", found, exact, dtype, exact.shape[-1])]
-
-            yield Case(f"{name_of(dtype)} {list(shape)}", (x, *given, _SCALE), wanted)
         # Numbers whose exponentials are no numbers, and whose differences are exact.
-        shape = _shapes(kind)[0]
-        x, mask = (draw.normal(shape, dtype, 2.0) + 300).round(), _masked(kind, shape, draw)
-        p = x.double().masked_fill(mask, -torch.inf).softmax(-1)
-        exact = torch.where(mask.expand_as(p), 0.0, p)
-        given = (mask.to(torch.uint8),) if kind == "scaled_masked" else ()
-
-        def large(found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype) -> list:
-            return [near("the result", found, exact, dtype, exact.shape[-1])]
-
-        yield Case(f"{name_of(dtype)} large", (x, *given, 1.0), large)
+        large = (draw.normal(_shapes(kind)[0], dtype, 2.0) + 300).round()
+        given = [(str(list(s)), draw.normal(s, dtype, 3.0), _SCALE) for s in _shapes(kind)]
+        for name, x, scale in (*given, ("large", large, 1.0)):
+            mask = (_mask(x.shape, draw),) if kind == "scaled_masked" else ()
+            wanted = (Result("the result", dtype, x.shape[-1]),)
+            yield Case(f"{name_of(dtype)} {name}", (x, *mask, scale), wanted)
 
 
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_backward")
     for dtype in draw.dtypes:
         for shape in _shapes(kind):
-            mask, grad = _masked(kind, shape, draw), draw.normal(shape, dtype)
-            scores = draw.normal(shape, torch.float64).masked_fill(mask, -torch.inf)
+            scores, grad = draw.normal(shape, torch.float64), draw.normal(shape, dtype)
+            if kind == "scaled_masked":
+                scores = scores.masked_fill(_mask(shape, draw) != 0, -torch.inf)
+            elif kind != "scaled":
+                future = torch.ones_like(scores, dtype=torch.bool).triu(1 + shape[-1] - shape[-2])
+                scores = scores.masked_fill(future, -torch.inf)
             out = torch.nan_to_num(scores.softmax(-1)).to(dtype)
-            p, dp = out.double(), grad.double()
-            exact = _SCALE * p * (dp - (dp * p).sum(-1, keepdim=True))
-            made = {"exact": exact, "dtype": dtype, "depth": exact.shape[-1]}
-            made["terms"] = _SCALE * p * dp  # where there is one key they cancel
-
-            def wanted(found: Tensor, made: dict = made) -> list:
-                return [near("the gradient", found, **made)]
-
+            terms = _SCALE * out.double() * grad.double()  # where there is one key they cancel
+            wanted = (Result("the gradient", dtype, shape[-1], terms=terms),)
             yield Case(f"{name_of(dtype)} {list(shape)}", (grad, out, _SCALE), wanted)
 
 

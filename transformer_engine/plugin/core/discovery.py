@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformer_engine import _core
-from transformer_engine.common.config import TE_FL_PLUGIN_MODULES
+from transformer_engine.common import config
+from transformer_engine.plugin.core.failures import nearest
 from transformer_engine.plugin.core.logger_manager import LoggerManager
+from transformer_engine.plugin.core.policy import EVERY
 from transformer_engine.plugin.core.registry import OpRegistry
-from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
+from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, vendor_key
 
 __all__ = [
     "PLUGIN_GROUP",
@@ -30,7 +32,7 @@ __all__ = [
 
 PLUGIN_GROUP = "te_fl.plugin"
 """Group of entry points: a module or a function that registers, or the path of a shared object."""
-PLUGIN_MODULES_ENV = TE_FL_PLUGIN_MODULES.name
+PLUGIN_MODULES_ENV = config.TE_FL_PLUGIN_MODULES.name
 
 _KINDS = {
     "vendor": BackendImplKind.VENDOR,
@@ -83,12 +85,15 @@ def _entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
 
 
 def _env_modules() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
-    for name in TE_FL_PLUGIN_MODULES.get():
+    for name in config.TE_FL_PLUGIN_MODULES.get():
         yield name, "env_module", name, lambda name=name: _named(name)
+    if name := config.NVTE_PLUGIN.get():
+        replacement = "transformer_engine.plugin.core.replacement"
+        yield name, "NVTE_PLUGIN", name, lambda: importlib.import_module(replacement)
 
 
 def get_discovered_plugin() -> list[tuple[str, str, bool]]:
-    """(name, "entry_point" or "env_module", whether it registered) of all that were found."""
+    """(name, "entry_point", "env_module" or "NVTE_PLUGIN", whether it registered) of all found."""
     return list(_found)
 
 
@@ -127,6 +132,30 @@ def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> No
             native = getattr(_core, op.removeprefix("te_"))
             made.append(OpImpl(op, "default.native", BackendImplKind.DEFAULT, native))
     registry.register_many(made)
+
+
+def warn_of_unknown(registry: OpRegistry) -> None:
+    """Tell of operators, vendors and implementations in variables that nobody has registered."""
+    by_op = registry.snapshot().impls_by_op
+    impls = [impl for found in by_op.values() for impl in found]
+    ops = {*by_op, *(f"te_{op}" for op in _core.op_names()), EVERY}
+    vendors = {vendor_key(impl.vendor) for impl in impls if impl.vendor}
+    ids = {impl.impl_id for impl in impls}
+    orders = config.TE_FL_PER_OP
+    named = [
+        (variable, "vendor", vendor)
+        for variable in (config.TE_FL_ALLOW_VENDORS, config.TE_FL_DENY_VENDORS)
+        for vendor in variable.get()
+    ]
+    for op, tokens in orders.get():
+        named.append((orders, "operator", op))
+        named += ((orders, *token.split(":", 1)) for token in tokens if ":" in token)
+    for variable, kind, name in named:
+        known = {"operator": ops, "vendor": vendors, "impl": ids}.get(kind)
+        if known is not None and (vendor_key(name) if kind == "vendor" else name) not in known:
+            what = "implementation" if kind == "impl" else kind
+            text = f"{variable.name}: nobody has registered {what} {name}{nearest(name, known)}"
+            LoggerManager.get_logger().warning(text)
 
 
 def _named(name: str) -> Any:

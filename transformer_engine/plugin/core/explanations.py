@@ -16,6 +16,7 @@ class Candidate(NamedTuple):
     impl: OpImpl
     refused: str  # why it is not used; "": it may be
     calls: int  # how often it was called
+    said: str = ""  # what its `supports` said against the last call that it did not take
 
 
 class Explanation(NamedTuple):
@@ -35,10 +36,11 @@ class Explanation(NamedTuple):
         if not self.candidates:
             lines.append("    nobody has registered an implementation")
         number = 0
-        for impl, refused, calls in self.candidates:
+        for impl, refused, calls, said in self.candidates:
             number += not refused
             place = "-" if refused else str(number)
             takes = "" if predicate_of(impl) is None else ", of calls that it takes"
+            takes += said and f" (not the last other one: {said})"
             why = refused or f"priority {impl.priority}{takes}, called {calls} times"
             lines.append(f"    {place:>2}  {impl.impl_id:24} {why}")
         return "\n".join(lines)

@@ -3,10 +3,10 @@
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["RAISED_BY", "NobodyError", "described"]
+__all__ = ["RAISED_BY", "NobodyError", "described", "nearest"]
 
 RAISED_BY = "raised by "
 """How a note about an implementation begins."""
@@ -16,6 +16,14 @@ _LONGEST = 60
 
 class NobodyError(RuntimeError):
     """An operator has no implementation that can be called."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What somebody may have meant by a word that is not known, as the end of a sentence; ""."""
+    import difflib
+
+    found = difflib.get_close_matches(word, list(known), 3)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def described(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
+import inspect
 import itertools
 import sys
 import threading
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from transformer_engine import _core
 from transformer_engine.common import selections
 from transformer_engine.common.contexts import Context
-from transformer_engine.plugin.core.discovery import discover_others
-from transformer_engine.plugin.core.failures import NobodyError
+from transformer_engine.plugin.core.discovery import discover_others, warn_of_unknown
+from transformer_engine.plugin.core.failures import NobodyError, nearest
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy, when_used
 from transformer_engine.plugin.core.predicates import predicate_of
@@ -108,7 +109,7 @@ class OpManager:
         self._tables: dict[SelectionPolicy, _Table] = {}
         self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
         self._shapes: dict[tuple, object] = {}
-        self._dispatcher = _core.Dispatcher(self._table, self._refuse)
+        self._dispatcher = _core.Dispatcher(self._table, self._refuse, self._function)
         self._registry.listen(self)
         self._policies.listen(self)
 
@@ -144,6 +145,8 @@ class OpManager:
                     register_builtins(self._registry)
                 discover_others(self._registry, self._found)
                 self._initialized = True
+                if self._has_own:
+                    warn_of_unknown(self._registry)
             finally:
                 self._begun = None  # one that was interrupted goes on at the next use
 
@@ -189,7 +192,10 @@ class OpManager:
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
         found = self._ranked(_by_priority(snapshot.impls_by_op.get(op_name, ())), op_name, policy)
-        counted = [Candidate(impl, why, self._calls(impl)) for impl, why in found]
+        counted = [
+            Candidate(impl, why, self._calls(impl), self._native(impl).reason or "")
+            for impl, why in found
+        ]
         return Explanation(op_name, policy, tuple(counted))
 
     def counts(self) -> dict[str, int]:
@@ -318,7 +324,7 @@ class OpManager:
         usable = [impl for impl, refused in ranked if not refused]
         place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
         pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
-        if row.shape is not None and policy.get_per_op_order(row.op) is None:
+        if row.shape is not None and row.op not in dict(policy.per_op_order):
             picks[row.shape] = pick
         return pick(row.natives)
 
@@ -356,14 +362,8 @@ class OpManager:
             return None
         from transformer_engine.plugin import slots
 
-        chosen = {row.op: entry for row, entry in zip(rows, entries, strict=True)}
-        found = slots.overriding(chosen)
-        ordered = {}
-        for op, _ in policy.per_op_order:
-            place = self._places.get(op, len(rows))
-            if place < len(rows) and any(i.impl_id == slots.NATIVE for i in rows[place].impls):
-                ordered[op] = chosen[op]
-        closed = slots.closed(found, policy.strict, ordered)
+        found = slots.overriding({r.op: entry for r, entry in zip(rows, entries, strict=True)})
+        closed = slots.closed(found, policy)
         key = closed, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
@@ -394,17 +394,29 @@ class OpManager:
             self._refuse(op_name, ())
         return selected
 
-    def _refuse(self, op_name: str, asked: tuple) -> NoReturn:
-        """Raise where no implementation was called; `asked` have not taken the call."""
+    def _refuse(self, op_name: str, asked: tuple, why: str = "") -> NoReturn:
+        """Raise where no implementation was called; `asked` have not taken the call, and why."""
         explanation = self.explain(op_name)
         if asked:
-            names = ", ".join(one.impl_id for one in asked)
+            names = ", ".join(f"{i.impl_id} ({i.reason})" if i.reason else i.impl_id for i in asked)
             strict = " (strict: no other one is asked)" if explanation.policy.strict else ""
+            because = why and f": {why}"
             raise NotImplementedError(
-                f"{op_name}: the call is none that {names} takes{strict}\n{explanation}"
+                f"{op_name}: the call is none that {names} takes{because}{strict}\n{explanation}"
             )
-        known = "" if explanation.candidates else _nearest(op_name, self._registry)
+        known = (
+            ""
+            if explanation.candidates
+            else nearest(op_name, self._registry.snapshot().impls_by_op)
+        )
         raise NobodyError(f"{op_name}: no implementation can be called{known}\n{explanation}")
+
+    def _function(self, op_name: str) -> Callable[..., Any]:
+        """The function that says what an operator's arguments are: of its first implementation."""
+        self.ensure_initialized()
+        for impl in self._registry.snapshot().impls_by_op.get(op_name, ())[:1]:
+            return inspect.unwrap(getattr(impl.fn, "func", impl.fn))
+        raise AttributeError(f"{op_name}: nobody has registered an implementation")
 
 
 def _importing() -> bool:
@@ -415,13 +427,6 @@ def _importing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _nearest(op_name: str, registry: OpRegistry) -> str:
-    import difflib
-
-    found = difflib.get_close_matches(op_name, registry.list_operators(), 3)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _by_priority(impls: tuple[OpImpl, ...]) -> list[OpImpl]:
@@ -484,6 +489,7 @@ def get_default_manager() -> OpManager:
             if _default is None:
                 made = OpManager()
                 made._has_own = True
+                made.registry.fill_by(made.ensure_initialized)
                 _core.obey(made.obeyed())
                 _default = made
             found = _default

@@ -20,6 +20,7 @@ __all__ = [
     "PolicyManager",
     "SelectionPolicy",
     "bump_policy_epoch",
+    "create_policy_context",
     "get_policy",
     "get_policy_epoch",
     "policy_context",
@@ -36,6 +37,8 @@ PREFER_DEFAULT = "flagos"
 PREFER_VENDOR = "vendor"
 PREFER_REFERENCE = "reference"
 VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
+EVERY = "*"
+"""In `per_op_order`: every operator without an order of its own."""
 
 _ORDERS = {
     PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
@@ -65,6 +68,7 @@ class SelectionPolicy(Plain):
         An implementation that does not take a call is an error; else the next one is asked.
     per_op_order : tuple of (str, tuple of str)
         Tokens of an operator, in place of the order by kinds: what none of them names is not used.
+        "*" is every operator that has none of its own, those of the C library, too.
     deny_vendors : frozenset of str
         Vendors that are not used.
     allow_vendors : frozenset of str, optional
@@ -135,8 +139,10 @@ class SelectionPolicy(Plain):
         return {op: list(tokens) for op, tokens in self.per_op_order}
 
     def get_per_op_order(self, op_name: str) -> list[str] | None:
-        """Tokens of an operator that has its own."""
-        return next((list(tokens) for op, tokens in self.per_op_order if op == op_name), None)
+        """Tokens of an operator that has its own, or of "*"; None: the order by kinds."""
+        orders = dict(self.per_op_order)
+        tokens = orders.get(op_name, orders.get(EVERY))
+        return None if tokens is None else list(tokens)
 
     def get_default_order(self) -> list[str]:
         """Tokens of all other operators."""
@@ -303,6 +309,10 @@ def policy_context(policy: SelectionPolicy) -> _core.Scope:
     if not isinstance(policy, SelectionPolicy):
         raise TypeError(f"expected a SelectionPolicy, got {type(policy).__name__}")
     return _scope(policy)
+
+
+create_policy_context = policy_context
+PolicyManager.create_policy_context = staticmethod(policy_context)  # type: ignore[attr-defined]
 
 
 def with_strict_mode() -> _core.Scope:

@@ -3,7 +3,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,7 @@ class OpRegistry:
         # By thread those of the blocks that it is in: (implementation, whether it came).
         self._recorders: dict[int, tuple[list[tuple[OpImpl, bool]], ...]] = {}
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._fill: Callable[[], Any] | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError("an OpRegistry holds functions of this process: it can not be pickled")
@@ -72,7 +73,7 @@ class OpRegistry:
     def unregister(self, op_name: str, impl_id: str) -> OpImpl:
         """Take an implementation out and return it; KeyError where there is none."""
         with self._lock:
-            found = self.get_implementation(op_name, impl_id)
+            found = self._find(op_name, impl_id)
             if found is None:
                 raise KeyError(f"{op_name} has no implementation {impl_id!r}")
             changed = dict(self._snapshot.impls_by_op)
@@ -107,16 +108,29 @@ class OpRegistry:
 
     def get_implementations(self, op_name: str) -> list[OpImpl]:
         """Those of an operator, in the order of their registration; [] where there are none."""
-        return list(self._snapshot.impls_by_op.get(op_name, ()))
+        return list(self._filled().get(op_name, ()))
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One of an operator."""
-        found = self._snapshot.impls_by_op.get(op_name, ())
-        return next((impl for impl in found if impl.impl_id == impl_id), None)
+        self._filled()
+        return self._find(op_name, impl_id)
 
     def list_operators(self) -> list[str]:
         """Names of the operators that have any."""
-        return list(self._snapshot.impls_by_op)
+        return list(self._filled())
+
+    def fill_by(self, fill: Callable[[], Any]) -> None:
+        """Call ``fill()`` before anybody asks what there is: it registers what is still to come."""
+        self._fill = fill
+
+    def _filled(self) -> Mapping[str, tuple[OpImpl, ...]]:
+        if self._fill is not None:
+            self._fill()
+        return self._snapshot.impls_by_op
+
+    def _find(self, op_name: str, impl_id: str) -> OpImpl | None:
+        found = self._snapshot.impls_by_op.get(op_name, ())
+        return next((impl for impl in found if impl.impl_id == impl_id), None)
 
     def listen(self, listener: Any) -> None:
         """Call ``listener.registry_changed()`` after each change, for as long as it lives."""
@@ -163,7 +177,7 @@ class _Undone(Context):
             del recorder[len(recorder) - len(self._done) :]
         try:
             for impl, came in reversed(self._done):
-                there = registry.get_implementation(impl.op_name, impl.impl_id)
+                there = registry._find(impl.op_name, impl.impl_id)
                 if came and there is impl:
                     registry.unregister(impl.op_name, impl.impl_id)
                 elif not came and there is None:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making the manager of the process anew, with the module whose attributes are its operators."""
 
-import sys
+from collections.abc import Callable
 
 from transformer_engine.plugin.core import manager
 
-__all__ = ["reset_default_manager", "reset_registry"]
+__all__ = ["BINDERS", "reset_default_manager", "reset_registry"]
+
+BINDERS: list[Callable[[], None]] = []
+"""What takes the operators of the manager anew: that of ``transformer_engine_torch``."""
 
 
 def reset_default_manager() -> None:
@@ -15,9 +18,8 @@ def reset_default_manager() -> None:
     operators of the former one goes on with that.
     """
     manager.reset_default_manager()
-    operators = sys.modules.get("transformer_engine_torch")
-    if operators is not None:
-        operators.bind_operators()
+    for bind in BINDERS:
+        bind()
 
 
 reset_registry = reset_default_manager

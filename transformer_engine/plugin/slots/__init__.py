@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.selections import WITH_CLASS
+from transformer_engine.common.selections import CLASSES
 
 __all__ = [
     "ATTENTION_CLASS",
@@ -29,6 +29,7 @@ __all__ = [
     "NATIVE",
     "OPERATORS",
     "PLACED",
+    "UNEXPRESSED",
     "Mapped",
     "overrides",
     "overriding",
@@ -44,7 +45,7 @@ class Mapped(NamedTuple):
 
     op: str  # of the C library
     names: tuple[str, ...]  # of `transformer_engine_torch`
-    adapter: str  # module of this package, and its function: (choices) -> (function, fields)
+    adapter: str  # module of this package, and its function of choices and fields of a call
 
 
 _UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -120,6 +121,12 @@ def overrides(implementations: Iterable[Any]) -> tuple:
 
 
 _LIBRARY = {f"te_{op}": op for op in _core.op_names()}
+_WITHOUT = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
+"""Operators that can express no call of that of the C library which is theirs, and that one."""
+_ADMIT_OURS = frozenset(("flagos", "default", f"impl:{NATIVE}"))
+"""Tokens that name this library's own."""
+UNEXPRESSED = "the operator's arguments do not express it"
+"""Why an implementation of an operator is not asked."""
 
 
 def _slots_of_libraries(implementations: Iterable[Any]) -> tuple:
@@ -133,58 +140,47 @@ def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]
     return refuse(name, asked)
 
 
-def _slot(run: Callable, asked: str) -> Callable:
-    """What a module's call runs, asking nobody while it does, and in the dtypes of its tensors.
+def _end(op: str, name: str, overriding: Mapping[str, tuple], refuse: Callable) -> list[tuple]:
+    """A slot that raises for each call of an operator of the C library that comes to it."""
+    return [(op, functools.partial(_refuse, refuse, name, overriding.get(name, ())), ())]
 
-    What an implementation has raised says whose it is. Of an error that what one returned has led
-    to, a note says who was asked.
-    """
-    from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-    from transformer_engine.pytorch.execution.overrides import native
-    from transformer_engine.pytorch.torchside.modes import (
-        any_autocast,
-        below_autograd,
-        in_own_dtypes,
-        with_autograd,
-    )
 
-    run_apart = in_own_dtypes(with_autograd(run))
-
-    @native
-    def slot(fields: Mapping[str, Any]) -> Any:
-        try:
-            return run_apart(fields) if any_autocast() or below_autograd() else run(fields)
-        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
-            raise
-        except Exception as error:
-            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"in what came from {asked}")
-            raise
-
-    return slot
+def _refuse_dropout(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
+    """Raise for a call that drops something: no operator expresses it, though `asked` have one."""
+    return refuse(name, asked, UNEXPRESSED) if fields["dropout"] else NotImplemented
 
 
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
-    asked = {name: overrides(found) for name, found in chosen.items() if name in OPERATORS}
+    asked = {n: overrides(found) for n, found in chosen.items() if n in OPERATORS or n in _WITHOUT}
     asked |= {name: _slots_of_libraries(chosen[name]) for name in _LIBRARY if name in chosen}
     return {name: found for name, found in asked.items() if found}
 
 
-def closed(
-    overriding: Mapping[str, tuple], strict: bool, ordered: Mapping[str, Iterable[Any]]
-) -> frozenset[str]:
+def closed(overriding: Mapping[str, tuple], policy: Any) -> frozenset[str]:
     """Operators of which modules do not run this library's own where nobody else takes a call.
 
-    Under a strict policy all that have somebody else, and those whose own order of a policy,
-    `ordered` by operator, leaves ours out.
+    Under a strict policy all that have somebody else, and those whose order leaves ours out. An
+    operator of the C library is closed by its own order; where also each operator that it is mapped
+    to leaves ours out, it is here as "*te_norm": what nobody has taken in the end is not run.
     """
-    found = {
-        name
-        for name, entry in ordered.items()
-        if (name in OPERATORS or name in _LIBRARY) and all(one.impl_id != NATIVE for one in entry)
-    }
-    return frozenset(found | overriding.keys() if strict else found)
+    found = set(overriding if policy.strict else ())
+    if not policy.per_op_order:
+        return frozenset(found)
+    named = dict(policy.per_op_order)
+
+    def without_ours(name: str) -> bool:
+        tokens = policy.get_per_op_order(name)
+        return tokens is not None and not _ADMIT_OURS.intersection(tokens)
+
+    names = *OPERATORS, *_WITHOUT, *(name for name in _LIBRARY if name in named)
+    found |= set(filter(without_ours, names))
+    for name, op in _LIBRARY.items():
+        mapped = [n for row in MAPPED if row.op == op for n in row.names]
+        mapped += [n for n, of in _WITHOUT.items() if of == op]
+        if all(map(without_ours, (name, *mapped))):
+            found.add(f"*{name}")
+    return frozenset(found)
 
 
 def selection(
@@ -194,26 +190,26 @@ def selection(
 
     `overriding` are implementations by operator, in the order in which they are asked. A call that
     none of them takes is this library's own, but of those operators that are `closed`, for which
-    ``refuse(name, asked)`` raises.
+    ``refuse(name, asked, why)`` raises.
     """
-    if not overriding and not closed:
-        return None
-    from transformer_engine.plugin.slots.fields import Choices
-
     slots: list[tuple[str, Callable, tuple | None]] = []
     for name, op in _LIBRARY.items():
-        found = overriding.get(name, ())
-        slots += ((op, one.function, None) for one in found)
-        if name in closed:
-            slots.append((op, functools.partial(_refuse, refuse, name, found), ()))
-    for row in MAPPED:
-        own = Choices(overriding, row.names, closed, refuse)
-        if own:
-            module, _, function = row.adapter.partition(":")
-            make = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-            run, fields = make(own)
-            slots.append((row.op, _slot(run, own.implementations()), fields))
+        slots += ((op, one.function, None) for one in overriding.get(name, ()))
+        slots += _end(op, name, overriding, refuse) if name in closed else ()
+    if closed or not OPERATORS.isdisjoint(overriding):
+        fields = importlib.import_module(f"{__name__}.fields")  # imports torch
+        for row in MAPPED:
+            own = fields.Choices(overriding, row.names, closed, refuse)
+            slots += [(row.op, *fields.adapted(row, own))] if own else ()
+    for name in closed & _WITHOUT.keys():
+        run = functools.partial(_refuse_dropout, refuse, name, overriding.get(name, ()))
+        slots.append((_WITHOUT[name], run, ("dropout",)))
+    for name, op in _LIBRARY.items():
+        slots += _end(op, name, overriding, refuse) if f"*{name}" in closed else ()
+    if not slots and ATTENTION_CLASS not in overriding:
+        return None
     made = _core.Selection(tuple(slots))
     if ATTENTION_CLASS in overriding:
-        WITH_CLASS.add(made.number)
+        asked = importlib.import_module("transformer_engine.plugin.builtin.flash_attention")
+        CLASSES[made.number] = asked.class_in_force
     return made

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_activation`` and its gradient by operators of `transformer_engine_torch`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.fields import Choices, Fields, apart, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, apart, reads, written
 from transformer_engine.plugin.slots.values import (
     CAST_FIELDS,
     are_cast,
@@ -19,9 +18,6 @@ from transformer_engine.plugin.slots.values import (
 _KINDS = tuple(_core.activation_names())
 _CLAMPED = "clamped_swiglu"
 _NUMBERS = ("limit", "alpha", "linear_offset")
-_FORWARD = ("input", "kind", *CAST_FIELDS[:-1], *_NUMBERS)
-_BACKWARD = ("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
-_SOFTCAP = ("input", "cap", "grad_output", *CAST_FIELDS[:-1])
 
 
 def _numbers(kind: str, fields: Fields) -> tuple | None:
@@ -45,67 +41,58 @@ def _place(fields: Fields, *read: Tensor) -> Tensor | None:
     return None if are_cast(fields) else apart(fields["wide"], *read)
 
 
-def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+@reads("input", "kind", *CAST_FIELDS[:-1], *_NUMBERS)
+def forward(choices: Choices, fields: Fields) -> Any:
     """An activation, cast as asked, from the dtype in which the implementation returns it."""
-
-    def run(fields: Fields) -> Any:
-        kind, inp = _KINDS[fields["kind"]], fields["input"]
-        choice, numbers = choices.get(kind), _numbers(kind, fields)
-        made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
-        if made is NotImplemented:
-            if not are_elsewhere(fields, choices):
-                return NotImplemented
-            columns = inp.shape[1] // (2 if kind.endswith("glu") else 1)
-            made = torch.empty(inp.shape[0], columns, dtype=torch.float32, device=inp.device)
-            given = {name: fields[name] for name in _NUMBERS}
-            _core.activation(inp, fields["kind"], wide=made, **given)
-        deliver(kind, fields, made, choices)
-        return None
-
-    return run, _FORWARD
-
-
-def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
-    """The gradient of an activation, cast as asked, and its column sums."""
-
-    def run(fields: Fields) -> Any:
-        kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
-        sums = fields["bias_grad"]
-        name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
-        with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
-        numbers = _numbers(kind, fields)
-        found: Any = NotImplemented
-        if with_sums is not None and sums is not None:
-            found = with_sums(grad, inp, None, out=(sums, _place(fields, grad, inp)))
-        if found is not NotImplemented:
-            total, made = found
-            written(f"dbias_{name}", "the gradient of the bias", sums, total)
-            deliver(name, {**fields, "bias_grad": None}, made, choices)
-            return None
-        place = _place(fields, grad, inp)
-        made = _made(choice, name, choices, (grad, inp), numbers, place)
-        if made is NotImplemented:
-            if not are_elsewhere(fields, choices):
-                return NotImplemented
-            made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-            given = {name: fields[name] for name in _NUMBERS}
-            _core.activation_backward(grad, inp, fields["kind"], wide=made, **given)
-        deliver(name, fields, made, choices)
-        return None
-
-    return run, _BACKWARD
-
-
-def softcap(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
-    """A softcap of this library, whose cast is somebody else's."""
-
-    def run(fields: Fields) -> Any:
+    kind, inp = _KINDS[fields["kind"]], fields["input"]
+    choice, numbers = choices.get(kind), _numbers(kind, fields)
+    made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
+    if made is NotImplemented:
         if not are_elsewhere(fields, choices):
             return NotImplemented
-        inp = fields["input"]
-        made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
-        _core.softcap(inp, cap=fields["cap"], grad_output=fields["grad_output"], wide=made)
-        deliver("softcap", fields, made, choices)
-        return None
+        columns = inp.shape[1] // (2 if kind.endswith("glu") else 1)
+        made = torch.empty(inp.shape[0], columns, dtype=torch.float32, device=inp.device)
+        given = {name: fields[name] for name in _NUMBERS}
+        _core.activation(inp, fields["kind"], wide=made, **given)
+    deliver(kind, fields, made, choices)
+    return None
 
-    return run, _SOFTCAP
+
+@reads("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
+def backward(choices: Choices, fields: Fields) -> Any:
+    """The gradient of an activation, cast as asked, and its column sums."""
+    kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
+    sums = fields["bias_grad"]
+    name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
+    with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
+    numbers = _numbers(kind, fields)
+    found: Any = NotImplemented
+    if with_sums is not None and sums is not None:
+        found = with_sums(grad, inp, None, out=(sums, _place(fields, grad, inp)))
+    if found is not NotImplemented:
+        total, made = found
+        written(f"dbias_{name}", "the gradient of the bias", sums, total)
+        deliver(name, {**fields, "bias_grad": None}, made, choices)
+        return None
+    place = _place(fields, grad, inp)
+    made = _made(choice, name, choices, (grad, inp), numbers, place)
+    if made is NotImplemented:
+        if not are_elsewhere(fields, choices):
+            return NotImplemented
+        made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+        given = {name: fields[name] for name in _NUMBERS}
+        _core.activation_backward(grad, inp, fields["kind"], wide=made, **given)
+    deliver(name, fields, made, choices)
+    return None
+
+
+@reads("input", "cap", "grad_output", *CAST_FIELDS[:-1])
+def softcap(choices: Choices, fields: Fields) -> Any:
+    """A softcap of this library, whose cast is somebody else's."""
+    if not are_elsewhere(fields, choices):
+        return NotImplemented
+    inp = fields["input"]
+    made = torch.empty(inp.shape, dtype=torch.float32, device=inp.device)
+    _core.softcap(inp, cap=fields["cap"], grad_output=fields["grad_output"], wide=made)
+    deliver("softcap", fields, made, choices)
+    return None

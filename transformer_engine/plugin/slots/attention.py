@@ -7,33 +7,25 @@ attention, so a backward may be anybody's. There is no dropout: an implementatio
 numbers itself, while a plan has drawn them, and keeps no other ones.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
-from transformer_engine.plugin.core.ops import (
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.attention_kinds import in_format, kinds_of
+from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
+from transformer_engine.pytorch.attention.masks import alibi_bias
 
 __all__ = ["backward", "forward"]
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
-_FIELDS = tuple(name for name, *_ in _core.op_fields("attention"))
-_FIELDS_OF_BACKWARD = tuple(name for name, *_ in _core.op_fields("attention_backward"))
 
 
 class _Problem(NamedTuple):
     """A call as the operators have it."""
 
     form: str  # "sbhd", "bshd" or "thd"
-    mask: NVTE_Mask_Type
+    mask: str
     window: tuple[int, int]
     counted: tuple[Tensor, Tensor]  # cu_seqlens of queries and keys
     padded: tuple[Tensor | None, Tensor | None]
@@ -44,19 +36,13 @@ class _Problem(NamedTuple):
     @property
     def kinds(self) -> tuple:
         """Layout, type of bias, of mask and of softmax, window."""
-        layout = NVTE_QKV_Layout["_".join(["NVTE", *[self.form.upper()] * 3])]
-        bias, softmax = NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        if self.bias is not None:
-            bias = NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
-        if self.sink is not None:
-            softmax = NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
-        return layout, bias, self.mask, softmax, self.window
+        bias = "no_bias" if self.bias is None else "post_scale_bias"
+        softmax = "vanilla" if self.sink is None else "learnable"
+        return *kinds_of("_".join([self.form] * 3), bias, self.mask, softmax), self.window
 
     def viewed(self, tensor: Tensor) -> Tensor:
         """A tensor of the call [batch, sequence, heads, channels] in the order of the dims."""
-        if self.form == "thd":
-            return tensor[0]
-        return tensor.transpose(0, 1) if self.form == "sbhd" else tensor
+        return in_format(tensor, self.form)
 
 
 def _problem(fields: Fields) -> _Problem | None:
@@ -80,8 +66,7 @@ def _problem(fields: Fields) -> _Problem | None:
     longest = sizes
     if packed:
         form, longest = "thd", (fields["max_queries"], fields["max_keys"])
-        starts = fields["query_offsets"], fields["key_offsets"]
-        counted = starts
+        counted = starts = fields["query_offsets"], fields["key_offsets"]
         if fields["query_lengths"] is not None:
             counted, padded = _summed(fields, longest), starts
     else:
@@ -96,35 +81,30 @@ def _problem(fields: Fields) -> _Problem | None:
     return _Problem(form, *limits, counted, padded, longest, bias, sink)
 
 
-def _limits(fields: Fields) -> tuple[NVTE_Mask_Type, tuple[int, int]] | None:
-    """Type of mask, and the window; None where the diagonal is one of no type."""
+def _limits(fields: Fields) -> tuple[str, tuple[int, int]] | None:
+    """Name of the type of mask, and the window; None where the diagonal is one of no type."""
     window = max(fields["window_left"], -1), max(fields["window_right"], -1)
     lengths = [fields[f"{of}_lengths"] for of in ("query", "key")]
     padding = fields["query_offsets"] is not None or any(each is not None for each in lengths)
     square = not padding and fields["query"].shape[1] == fields["key"].shape[1]
     corner = bool(fields["bottom_right"]) and not square
     if window[1] == 0:
-        name = "CAUSAL_BOTTOM_RIGHT" if corner else "CAUSAL"
-        name = f"PADDING_{name}" if padding else name
+        name = "causal_bottom_right" if corner else "causal"
+        name = f"padding_{name}" if padding else name
     elif corner and window != (-1, -1):
         return None
     else:
-        name = "PADDING" if padding else "NO"
-    return NVTE_Mask_Type[f"NVTE_{name}_MASK"], window
+        name = "padding" if padding else "no"
+    return name, window
 
 
 def _summed(fields: Fields, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Sums of the lengths of sequences [batch + 1] int32, of queries and of keys."""
-    found = []
-    for of, size in zip(("query", "key"), sizes, strict=True):
-        lengths = fields[f"{of}_lengths"]
-        if lengths is None:
-            batch, device = fields["query"].shape[0], fields["query"].device
-            found.append(torch.arange(batch + 1, dtype=torch.int32, device=device) * size)
-        else:
-            sums = lengths.cumsum(0, dtype=torch.int32)
-            found.append(torch.nn.functional.pad(sums, (1, 0)))
-    return tuple(found)
+    batch, device = fields["query"].shape[0], fields["query"].device
+    lengths = fields["query_lengths"], fields["key_lengths"]
+    whole = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    pairs = zip(lengths, sizes, strict=True)
+    return tuple(whole * size if each is None else sums_of(each) for each, size in pairs)
 
 
 def _alibi(fields: Fields, slopes: Tensor, sizes: tuple[int, int]) -> Tensor:
@@ -133,118 +113,70 @@ def _alibi(fields: Fields, slopes: Tensor, sizes: tuple[int, int]) -> Tensor:
     The operators have slopes of their own, which follow from the number of heads; whether those of
     a call are the same a host does not know without waiting for the device.
     """
-    queries, keys = sizes
-    shift: Any = 0
+    diagonal: Any = 0
     if fields["bottom_right"]:
-        of_queries, of_keys = fields["query_lengths"], fields["key_lengths"]
-        if of_queries is None:
-            shift = keys - queries
-        else:
-            shift = (of_keys - of_queries).view(-1, 1, 1, 1)
-    query = torch.arange(queries, device=slopes.device)[:, None] + shift
-    apart = (torch.arange(keys, device=slopes.device) - query).abs()
-    return -slopes.view(-1, slopes.shape[-1], 1, 1) * apart
+        diagonal = sizes[1] - sizes[0]
+        if fields["query_lengths"] is not None:
+            diagonal = (fields["key_lengths"] - fields["query_lengths"]).view(-1, 1, 1, 1)
+    return alibi_bias(slopes, *sizes, diagonal)
 
 
-def _told(problem: _Problem) -> tuple[tuple, tuple, tuple]:
-    """Arguments that both operators have: (longest), (layout .. window), (cu_seqlens)."""
-    return problem.longest, problem.kinds, problem.counted
-
-
-def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def forward(choices: Choices, fields: Fields) -> Any:
     """Attention; its statistics are asked for as they are for training."""
-    choice = choices[_FORWARD]
-
-    def run(fields: Fields) -> Any:
-        problem = _problem(fields)
-        if problem is None:
-            return choices.unexpressed(_FORWARD)
-        heads = [problem.viewed(fields[name]).contiguous() for name in ("query", "key", "value")]
-        statistics, top = fields["statistics"], fields["top"]
-        longest, kinds, counted = _told(problem)
-        found = choice(
-            *longest,
-            statistics is not None,
-            fields["scale"],
-            0.0,
-            True,
-            *kinds,
-            *counted,
-            *heads,
-            heads[0].dtype,
-            *problem.padded,
-            None,
-            None,
-            None,
-            None,
-            problem.bias,
-            problem.sink,
-            None,
-            0,
-            top is not None,
-        )
-        if found is NotImplemented:
-            return NotImplemented
-        made, *rest = found
-        names = ["the largest scores"] * (top is not None)
-        names += ["the statistics", "the random state"] * (statistics is not None)
-        if len(rest) < len(names):
-            wanted = ", ".join(["the output", *names])
-            raise ValueError(f"{_FORWARD}: a result of {len(found)} tensors, expected {wanted}")
-        _placed(_FORWARD, "the output", problem.viewed(fields["output"]), made)
-        if top is not None:
-            written(_FORWARD, "the largest scores", top, rest.pop(0))
-        if statistics is not None:
-            _placed(_FORWARD, "the statistics", statistics, rest[0])
-        return None
-
-    return run, _FIELDS
+    problem = _problem(fields)
+    if problem is None:
+        return choices.unexpressed(_FORWARD)
+    heads = [problem.viewed(fields[name]).contiguous() for name in ("query", "key", "value")]
+    statistics, top = fields["statistics"], fields["top"]
+    no_tables, no_quantizers = (None, None), (None, None)
+    found = choices[_FORWARD](
+        *(*problem.longest, statistics is not None, fields["scale"], 0.0, True, *problem.kinds),
+        *(*problem.counted, *heads, heads[0].dtype, *problem.padded, *no_tables, *no_quantizers),
+        *(problem.bias, problem.sink, None, 0, top is not None),
+    )
+    if found is NotImplemented:
+        return NotImplemented
+    made, *rest = found
+    names = ["the largest scores"] * (top is not None)
+    names += ["the statistics", "the random state"] * (statistics is not None)
+    if len(rest) < len(names):
+        wanted = ", ".join(["the output", *names])
+        raise ValueError(f"{_FORWARD}: a result of {len(found)} tensors, expected {wanted}")
+    _placed(_FORWARD, "the output", problem.viewed(fields["output"]), made)
+    if top is not None:
+        written(_FORWARD, "the largest scores", top, rest.pop(0))
+    if statistics is not None:
+        _placed(_FORWARD, "the statistics", statistics, rest[0])
+    return None
 
 
-def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def backward(choices: Choices, fields: Fields) -> Any:
     """The gradients of attention."""
-    choice = choices[_BACKWARD]
-
-    def run(fields: Fields) -> Any:
-        problem = _problem(fields)
-        if problem is None or fields["grad_output"].element_size() == 1:
-            return choices.unexpressed(_BACKWARD)
-        names = "query", "key", "value", "output", "grad_output"
-        tensors = [problem.viewed(fields[name]).contiguous() for name in names]
-        statistics = fields["statistics"]
-        kept = [statistics[0, ..., None] if problem.form == "thd" else statistics[..., None]]
-        kept.append(torch.zeros(2, dtype=torch.int64, device=statistics.device))
-        kept += [each for each in (problem.bias, problem.sink) if each is not None]
-        longest, kinds, counted = _told(problem)
-        found = choice(
-            *longest,
-            fields["scale"],
-            0.0,
-            True,
-            *kinds,
-            bool(fields["deterministic"]),
-            *counted,
-            *tensors,
-            tensors[0].dtype,
-            tensors[-1].dtype,
-            kept,
-            *problem.padded,
-            None,
-            None,
-            None,
-        )
-        if found is NotImplemented:
-            return NotImplemented
-        if len(found) < 3:
-            raise ValueError(f"{_BACKWARD}: {len(found)} gradients, expected dQ, dK, dV, ...")
-        for name, made in zip(("query", "key", "value"), found, strict=False):
-            into = fields[f"grad_{name}"]
-            into = None if into is None else problem.viewed(into)
-            _placed(_BACKWARD, f"the gradient of {name}", into, made)
-        _written_added(fields, found[3:])
-        return None
-
-    return run, _FIELDS_OF_BACKWARD
+    problem = _problem(fields)
+    if problem is None or fields["grad_output"].element_size() == 1:
+        return choices.unexpressed(_BACKWARD)
+    names = "query", "key", "value", "output", "grad_output"
+    tensors = [problem.viewed(fields[name]).contiguous() for name in names]
+    statistics = fields["statistics"]
+    kept = [statistics[0, ..., None] if problem.form == "thd" else statistics[..., None]]
+    kept.append(torch.zeros(2, dtype=torch.int64, device=statistics.device))
+    kept += [each for each in (problem.bias, problem.sink) if each is not None]
+    deterministic, no_quantizers = bool(fields["deterministic"]), (None, None, None)
+    found = choices[_BACKWARD](
+        *(*problem.longest, fields["scale"], 0.0, True, *problem.kinds, deterministic),
+        *(*problem.counted, *tensors, tensors[0].dtype, tensors[-1].dtype, kept),
+        *(*problem.padded, *no_quantizers),
+    )
+    if found is NotImplemented:
+        return NotImplemented
+    if len(found) < 3:
+        raise ValueError(f"{_BACKWARD}: {len(found)} gradients, expected dQ, dK, dV, ...")
+    for name, made in zip(("query", "key", "value"), found, strict=False):
+        into = fields[f"grad_{name}"]
+        into = None if into is None else problem.viewed(into)
+        _placed(_BACKWARD, f"the gradient of {name}", into, made)
+    _written_added(fields, found[3:])
+    return None
 
 
 def _placed(op: str, name: str, out: Tensor | None, values: Any) -> None:

@@ -8,7 +8,6 @@ the call: the storage lies in the memory of the call, so that an implementation 
 
 import functools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import OperandCast
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, fields_of, written
 from transformer_engine.pytorch.tensor import recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import UNSIGNED
 
@@ -43,8 +42,7 @@ _SETTINGS = (
 )
 """Fields that decide how a call casts; of ``rng`` that there is one."""
 _RNG = _SETTINGS.index("rng")
-_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
-_DEQUANTIZE = tuple(name for name, *_ in _core.op_fields("dequantize"))
+_QUANTIZE = fields_of("quantize")
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,28 +216,20 @@ def _clear_padding(fields: Fields, shape: tuple) -> None:
             data.view(torch.uint8)[:, used:].zero_()
 
 
-def quantize(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def quantize(choices: Choices, fields: Fields) -> Any:
     """A cast, and column sums."""
-
-    def run(fields: Fields) -> Any:
-        return _cast_elsewhere(fields["input"], fields, choices)
-
-    return run, _QUANTIZE
+    return _cast_elsewhere(fields["input"], fields, choices)
 
 
-def dequantize(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+def dequantize(choices: Choices, fields: Fields) -> Any:
     """High precision of a quantized matrix."""
     choice = choices["dequantize"]
-
-    def run(fields: Fields) -> Any:
-        out = fields["output"]
-        found = choice(operand_of(fields, "", tuple(out.shape)), out.dtype)
-        if found is NotImplemented:
-            return NotImplemented
-        written("dequantize", "the result", out, found)
-        return None
-
-    return run, _DEQUANTIZE
+    out = fields["output"]
+    found = choice(operand_of(fields, "", tuple(out.shape)), out.dtype)
+    if found is NotImplemented:
+        return NotImplemented
+    written("dequantize", "the result", out, found)
+    return None
 
 
 def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None) -> Any:

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a call of an operator of the C library, and where results are put."""
 
+import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots import PLACED
+from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
+from transformer_engine.plugin.slots import PLACED, UNEXPRESSED, Mapped
+from transformer_engine.pytorch.execution.overrides import native
+from transformer_engine.pytorch.torchside.modes import (
+    any_autocast,
+    in_own_dtypes,
+    inside_operator,
+    with_autograd,
+)
 
-__all__ = ["Choices", "Fields", "apart", "matrix", "written"]
+__all__ = ["Choices", "Fields", "adapted", "apart", "matrix", "reads", "written"]
 
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
@@ -71,8 +82,49 @@ class Choices(dict):
     def unexpressed(self, name: str) -> Any:
         """What an adapter returns for a call that an operator's arguments can not express."""
         if name in self._closed:
-            self._refuse(name, self._asked[name])
+            self._refuse(name, self._asked[name], UNEXPRESSED)
         return NotImplemented
+
+
+def reads(*names: str) -> Callable[[Callable], Callable]:
+    """Say which fields of a call an adapter is given (decorator); else it is given all."""
+
+    def mark(adapter: Callable) -> Callable:
+        adapter.reads = names
+        return adapter
+
+    return mark
+
+
+def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """What a module's call of an operator runs, of its fields, and which these are.
+
+    It asks nobody while it runs, and computes in the dtypes of its tensors. What an implementation
+    has raised says whose it is. Of an error that what one returned has led to, a note says who was
+    asked.
+    """
+    module, _, name = row.adapter.partition(":")
+    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.slots.{module}"), name)
+    run, asked = functools.partial(adapter, choices), choices.implementations()
+    run_apart = in_own_dtypes(with_autograd(run))
+
+    @native
+    def slot(fields: Fields) -> Any:
+        try:
+            return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
+            raise
+        except Exception as error:
+            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"in what came from {asked}")
+            raise
+
+    return slot, getattr(adapter, "reads", None) or fields_of(row.op)
+
+
+def fields_of(op: str) -> tuple[str, ...]:
+    """Names of the fields of an operator of the C library."""
+    return tuple(name for name, *_ in _core.op_fields(op))
 
 
 def apart(into: Tensor | None, *read: Tensor | None) -> Tensor | None:
@@ -88,6 +140,11 @@ def apart(into: Tensor | None, *read: Tensor | None) -> Tensor | None:
 def matrix(tensor: Tensor) -> Tensor:
     """[rows, columns] of [..., columns]."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def sums_of(counts: Tensor) -> Tensor:
+    """Of none, of the first, of the first two, ..., int32."""
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def written(op: str, name: str, out: Tensor | None, values: Any) -> None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_norm`` and ``te_norm_backward`` by operators of `transformer_engine_torch`."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, reads, written
 from transformer_engine.plugin.slots.values import (
     CAST_FIELDS,
     are_cast,
@@ -18,10 +17,6 @@ from transformer_engine.plugin.slots.values import (
 )
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
-_FORWARD = (
-    *("input", "kind", "gamma", "beta", "mean", "rsigma", *CAST_FIELDS[:-1]),
-    *("eps", "zero_centered", "statistics_given"),
-)
 
 
 def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
@@ -32,47 +27,47 @@ def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
     return make(inp.shape[-1], dtype=inp.dtype, device=inp.device)
 
 
-def forward(choices: Mapping[str, Any]) -> tuple[Callable, tuple[str, ...]]:
+@reads(
+    *("input", "kind", "gamma", "beta", "mean", "rsigma", *CAST_FIELDS[:-1]),
+    *("eps", "zero_centered", "statistics_given"),
+)
+def forward(choices: Choices, fields: Fields) -> Any:
     """A norm, cast as asked.
 
     Values that are cast are asked for in fp32, as this library casts them, with the quantizer that
     does it.
     """
-
-    def run(fields: Fields) -> Any:
-        kind, inp = fields["kind"], fields["input"]
-        choice = choices.get(f"{_NAMES.get(kind)}_fwd")
-        cast = are_cast(fields)
-        values, place = NotImplemented, None
-        wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
-        if choice is not None:
-            zero_centered = bool(fields["zero_centered"])
-            rows = matrix(inp)
-            given = (rows, _factor(fields["gamma"], inp, zero_centered))
-            given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
-            quantizer, out, otype = None, None, torch.float32
-            if not cast:
-                otype = fields["wide"].dtype
-                out = fields["wide"]
-                out = out if out.shape == rows.shape else out.view(rows.shape)
-            else:
-                place = asked_for(fields, tuple(rows.shape), choices)
-                if place is not None:
-                    quantizer, out = place.quantizer, place.output
-            options = fields["eps"], out, quantizer, otype, 0, zero_centered
-            values = choice(*given, *options, out=(out, *wanted))
-        if values is NotImplemented:
-            if not are_elsewhere(fields, choices):
-                return NotImplemented
-            values = _native(fields)
-        made, mean, rsigma = values
-        op = f"{_NAMES.get(kind, 'norm')}_fwd"
-        written(op, "mu", wanted[0], mean)
-        written(op, "rsigma", wanted[1], rsigma)
-        deliver(op, fields, made, choices, place)
-        return None
-
-    return run, _FORWARD
+    kind, inp = fields["kind"], fields["input"]
+    choice = choices.get(f"{_NAMES.get(kind)}_fwd")
+    cast = are_cast(fields)
+    values, place = NotImplemented, None
+    wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
+    if choice is not None:
+        zero_centered = bool(fields["zero_centered"])
+        rows = matrix(inp)
+        given = (rows, _factor(fields["gamma"], inp, zero_centered))
+        given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
+        quantizer, out, otype = None, None, torch.float32
+        if not cast:
+            otype = fields["wide"].dtype
+            out = fields["wide"]
+            out = out if out.shape == rows.shape else out.view(rows.shape)
+        else:
+            place = asked_for(fields, tuple(rows.shape), choices)
+            if place is not None:
+                quantizer, out = place.quantizer, place.output
+        options = fields["eps"], out, quantizer, otype, 0, zero_centered
+        values = choice(*given, *options, out=(out, *wanted))
+    if values is NotImplemented:
+        if not are_elsewhere(fields, choices):
+            return NotImplemented
+        values = _native(fields)
+    made, mean, rsigma = values
+    op = f"{_NAMES.get(kind, 'norm')}_fwd"
+    written(op, "mu", wanted[0], mean)
+    written(op, "rsigma", wanted[1], rsigma)
+    deliver(op, fields, made, choices, place)
+    return None
 
 
 def _native(fields: Fields) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -83,12 +78,6 @@ def _native(fields: Fields) -> tuple[Tensor, Tensor | None, Tensor | None]:
     flags = {name: fields[name] for name in ("zero_centered", "statistics_given")}
     _core.norm(inp, fields["kind"], wide=made, **given, **flags)
     return made, fields["mean"], fields["rsigma"]
-
-
-_BACKWARD = (
-    *("grad_output", "grad_add", "input", "kind", "gamma", "mean", "rsigma", "grad_residual"),
-    *("grad_input", "gamma_grad", "beta_grad", "zero_centered"),
-)
 
 
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
@@ -103,41 +92,41 @@ def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
         into.copy_(values.to(torch.float32) + residual)
 
 
-def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+@reads(
+    *("grad_output", "grad_add", "input", "kind", "gamma", "mean", "rsigma", "grad_residual"),
+    *("grad_input", "gamma_grad", "beta_grad", "zero_centered"),
+)
+def backward(choices: Choices, fields: Fields) -> Any:
     """The gradients of a norm."""
-
-    def run(fields: Fields) -> Any:
-        kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
-        name = _NAMES.get(kind)
-        choice = choices.get(f"{name}_bwd")
-        adds = choices.followed(f"{name}_bwd_add", f"{name}_bwd")
-        grad, rows = matrix(fields["grad_output"]), matrix(inp)
-        if fields["grad_add"] is not None:
-            grad = grad + matrix(fields["grad_add"])
-        zero_centered = bool(fields["zero_centered"])
-        mean = (fields["mean"],) if kind == _core.NORM_LAYERNORM else ()
-        statistics = (*mean, fields["rsigma"])
-        gamma = _factor(fields["gamma"], inp, zero_centered)
-        into, of_beta = fields["grad_input"], (fields["beta_grad"],)
-        places = apart(into, grad, rows, residual), fields["gamma_grad"]
-        places += of_beta if kind == _core.NORM_LAYERNORM else ()
-        found: Any = NotImplemented
-        if adds is not None and residual is not None:
-            other = matrix(residual)
-            found = adds(grad, rows, other, *statistics, gamma, 0, zero_centered, out=places)
-        added = found is not NotImplemented
-        if not added and choice is not None:
-            found = choice(grad, rows, *statistics, gamma, 0, zero_centered, out=places)
-        if found is NotImplemented:
-            return NotImplemented
-        op = f"{name}_bwd"
-        if into is not None and residual is not None and not added:
-            _add(op, into, found[0], residual)
-        else:
-            written(op, "dx", into, found[0])
-        written(op, "dgamma", fields["gamma_grad"], found[1])
-        if fields["beta_grad"] is not None:
-            written(op, "dbeta", fields["beta_grad"], found[2])
-        return None
-
-    return run, _BACKWARD
+    kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
+    name = _NAMES.get(kind)
+    choice = choices.get(f"{name}_bwd")
+    adds = choices.followed(f"{name}_bwd_add", f"{name}_bwd")
+    grad, rows = matrix(fields["grad_output"]), matrix(inp)
+    if fields["grad_add"] is not None:
+        grad = grad + matrix(fields["grad_add"])
+    zero_centered = bool(fields["zero_centered"])
+    mean = (fields["mean"],) if kind == _core.NORM_LAYERNORM else ()
+    statistics = (*mean, fields["rsigma"])
+    gamma = _factor(fields["gamma"], inp, zero_centered)
+    into, of_beta = fields["grad_input"], (fields["beta_grad"],)
+    places = apart(into, grad, rows, residual), fields["gamma_grad"]
+    places += of_beta if kind == _core.NORM_LAYERNORM else ()
+    found: Any = NotImplemented
+    if adds is not None and residual is not None:
+        other = matrix(residual)
+        found = adds(grad, rows, other, *statistics, gamma, 0, zero_centered, out=places)
+    added = found is not NotImplemented
+    if not added and choice is not None:
+        found = choice(grad, rows, *statistics, gamma, 0, zero_centered, out=places)
+    if found is NotImplemented:
+        return NotImplemented
+    op = f"{name}_bwd"
+    if into is not None and residual is not None and not added:
+        _add(op, into, found[0], residual)
+    else:
+        written(op, "dx", into, found[0])
+    written(op, "dgamma", fields["gamma_grad"], found[1])
+    if fields["beta_grad"] is not None:
+        written(op, "dbeta", fields["beta_grad"], found[2])
+    return None

@@ -2,19 +2,17 @@
 """``te_rope`` by `fused_rope_*`, or `fused_qkv_rope_*` where its parts are one projection."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
 __all__ = ["rope"]
 
-_FIELDS = tuple(name for name, *_ in _core.op_fields("rope"))
 _PARTS = (
     ("input", "output", "freqs"),
     ("key", "key_output", "key_freqs"),
@@ -39,33 +37,24 @@ def _angles(freqs: Tensor) -> Tensor:
     return freqs.view(freqs.shape[0], 1, 1, freqs.shape[1])
 
 
-def rope(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def rope(choices: Choices, fields: Fields) -> Any:
     """Turn heads, or turn them back; parts without angles are copied."""
-
-    def run(fields: Fields) -> Any:
-        direction = "backward" if fields["backward"] else "forward"
-        whole, single = f"fused_qkv_rope_{direction}", f"fused_rope_{direction}"
-        if whole not in choices and single not in choices:
-            return NotImplemented
-        if fields["backward"] and fields["start_positions"] is not None:
-            return choices.unexpressed(whole if whole in choices else single)
-        made: Any = NotImplemented
-        if whole in choices:
-            made = _as_one(choices.followed(whole, single), fields)
-        if made is NotImplemented and single in choices:
-            made = _by_parts(choices[single], fields)
-        if made is NotImplemented:
-            return choices.unexpressed(whole) if single not in choices else NotImplemented
-        for into, values in made:
-            written(
-                whole if whole in choices else single,
-                "the result",
-                into,
-                values.reshape(into.shape),
-            )
-        return None
-
-    return run, _FIELDS
+    direction = "backward" if fields["backward"] else "forward"
+    whole, single = f"fused_qkv_rope_{direction}", f"fused_rope_{direction}"
+    if whole not in choices and single not in choices:
+        return NotImplemented
+    if fields["backward"] and fields["start_positions"] is not None:
+        return choices.unexpressed(whole if whole in choices else single)
+    op, made = single, NotImplemented
+    if whole in choices:
+        op, made = whole, _as_one(choices.followed(whole, single), fields)
+    if made is NotImplemented and single in choices:
+        made = _by_parts(choices[single], fields)
+    if made is NotImplemented:
+        return choices.unexpressed(whole) if single not in choices else NotImplemented
+    for into, values in made:
+        written(op, "the result", into, values.reshape(into.shape))
+    return None
 
 
 def _settings(fields: Fields) -> tuple[bool, int, int]:
@@ -111,11 +100,9 @@ def _as_one(choice: Any, fields: Fields) -> Any:
     """`_by_parts` of queries, keys and values of one projection, or of its gradient."""
     back = bool(fields["backward"])
     parts = [fields[names[back]] for names in _PARTS]  # those that the projection has
-    if (
-        any(part is None for part in parts)
-        or fields["cu_seqlens"] is not None
-        or any(fields[angles] is None for *_, angles in _PARTS[:2])
-        or fields["value_freqs"] is not None
+    needed = *parts, fields["freqs"], fields["key_freqs"]
+    if any(each is None for each in needed) or any(
+        fields[name] is not None for name in ("cu_seqlens", "value_freqs")
     ):
         return NotImplemented
     query, key, value = parts
@@ -132,26 +119,24 @@ def _as_one(choice: Any, fields: Fields) -> Any:
     ):
         return NotImplemented
     form = _form(query, False)
-    interleaved, *ranks = _settings(fields)
+    shape = _viewed(query, form).shape[:-1]
+    settings = sizes, form, *_settings(fields)
     angles = _angles(fields["freqs"]), _angles(fields["key_freqs"])
     if back:
         grads = [fields[names[0]] for names in _PARTS]
         heads = grads[0].unflatten(-1, (-1, size)).flatten(-3, -2)
         grads = [_viewed(each, form) for each in (heads, *grads[1:])]
-        whole = choice(*grads, *angles, sizes, form, interleaved, *ranks)
+        whole = choice(*grads, *angles, *settings)
         if whole is NotImplemented:
             return NotImplemented
-        shape = _viewed(query, form).shape[:-1]
         whole = _shaped("fused_qkv_rope_backward", whole, (*shape, sum(sizes)))
         found = whole.split(sizes, -1)
     else:
         joined = torch.cat([_viewed(part, form) for part in parts], -1)
-        starts = fields["start_positions"]
-        found = choice(joined, *angles, starts, sizes, form, interleaved, *ranks)
+        found = choice(joined, *angles, fields["start_positions"], *settings)
         if found is NotImplemented:
             return NotImplemented
-        shape, op = _viewed(query, form).shape[:-1], "fused_qkv_rope_forward"
+        op = "fused_qkv_rope_forward"
         found = [_shaped(op, each, (*shape, n)) for each, n in zip(found, sizes, strict=True)]
-    outputs = [fields[names[1]] for names in _PARTS]
-    pairs = zip(outputs, found, strict=True)
-    return [(into, _viewed(values, form)) for into, values in pairs]
+    pairs = zip(_PARTS, found, strict=True)
+    return [(fields[output], _viewed(values, form)) for (_, output, _), values in pairs]

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_softmax`` and its gradient by the operators `scaled_*softmax_*`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from transformer_engine import _core
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
 __all__ = ["backward", "forward"]
 
-_FIELDS = tuple(name for name, *_ in _core.op_fields("softmax"))
-_FIELDS_OF_BACKWARD = tuple(name for name, *_ in _core.op_fields("softmax_backward"))
 _PLAIN, _MASKED = "scaled_softmax", "scaled_masked_softmax"
 _TRIANGLE, _ALIGNED = (
     "scaled_upper_triang_masked_softmax",
@@ -45,48 +42,40 @@ def _asked(choices: Choices, kinds: tuple[str, ...], way: str) -> Iterator[tuple
             yield kind, choice
 
 
-def forward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def forward(choices: Choices, fields: Fields) -> Any:
     """Softmax of scores [batch, heads, queries, keys]."""
-
-    def run(fields: Fields) -> Any:
-        scores, kinds = fields["input"], _kinds(fields)
-        if not kinds:
-            return choices.unexpressed(next(iter(choices)))
-        for kind, choice in _asked(choices, kinds, "forward"):
-            name = f"{kind}_forward"
-            given = scores.flatten(0, 1) if kind == _TRIANGLE else scores
-            mask = ()
-            if kind == _MASKED:
-                mask = fields["mask"]
-                mask = (mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous(),)
-            made = choice(given, *mask, fields["scale"])
-            if made is NotImplemented:
-                continue
-            written(name, "the result", fields["output"], made)
-            written(name, "the result", fields["probabilities"], made)
-            return None
-        return NotImplemented
-
-    return run, _FIELDS
+    scores, kinds = fields["input"], _kinds(fields)
+    if not kinds:
+        return choices.unexpressed(next(iter(choices)))
+    for kind, choice in _asked(choices, kinds, "forward"):
+        name = f"{kind}_forward"
+        given = scores.flatten(0, 1) if kind == _TRIANGLE else scores
+        mask = ()
+        if kind == _MASKED:
+            mask = fields["mask"]
+            mask = (mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous(),)
+        made = choice(given, *mask, fields["scale"])
+        if made is NotImplemented:
+            continue
+        written(name, "the result", fields["output"], made)
+        written(name, "the result", fields["probabilities"], made)
+        return None
+    return NotImplemented
 
 
-def backward(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def backward(choices: Choices, fields: Fields) -> Any:
     """Its gradient, one function of the probabilities whatever was masked."""
-
-    def run(fields: Fields) -> Any:
-        grad, probabilities = fields["grad_output"], fields["probabilities"]
-        if fields["rng"] is not None or fields["sink"] is not None:
-            return choices.unexpressed(next(iter(choices)))
-        square = grad.shape[2] == grad.shape[3]
-        kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())
-        for kind, choice in _asked(choices, kinds, "backward"):
-            name = f"{kind}_backward"
-            tensors = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in (grad, probabilities)]
-            made = choice(*tensors, fields["scale"])
-            if made is NotImplemented:
-                continue
-            written(name, "the gradient", fields["grad_input"], made)
-            return None
-        return NotImplemented
-
-    return run, _FIELDS_OF_BACKWARD
+    grad, probabilities = fields["grad_output"], fields["probabilities"]
+    if fields["rng"] is not None or fields["sink"] is not None:
+        return choices.unexpressed(next(iter(choices)))
+    square = grad.shape[2] == grad.shape[3]
+    kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())
+    for kind, choice in _asked(choices, kinds, "backward"):
+        name = f"{kind}_backward"
+        tensors = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in (grad, probabilities)]
+        made = choice(*tensors, fields["scale"])
+        if made is NotImplemented:
+            continue
+        written(name, "the gradient", fields["grad_input"], made)
+        return None
+    return NotImplemented

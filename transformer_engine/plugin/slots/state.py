@@ -2,7 +2,6 @@
 """What keeps state between calls, and what is measured: scales, caches, transposes."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,27 +9,18 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
 
 __all__ = ["amax", "cache_append", "measured", "scaling_update", "transpose"]
 
-_AMAX = tuple(name for name, *_ in _core.op_fields("amax"))
-_TRANSPOSE = tuple(name for name, *_ in _core.op_fields("transpose"))
-_UPDATE = tuple(name for name, *_ in _core.op_fields("scaling_update"))
-_APPEND = tuple(name for name, *_ in _core.op_fields("cache_append"))
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 
 
-def amax(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def amax(choices: Choices, fields: Fields) -> Any:
     """The largest magnitude, as the first of partial ones; the others are 0."""
-    choice = choices["compute_amax"]
-
-    def run(fields: Fields) -> Any:
-        if fields["hadamard"]:
-            return choices.unexpressed("compute_amax")
-        return measured(choice, fields["input"], fields["partials"])
-
-    return run, _AMAX
+    if fields["hadamard"]:
+        return choices.unexpressed("compute_amax")
+    return measured(choices["compute_amax"], fields["input"], fields["partials"])
 
 
 def measured(choice: Any, values: Tensor, partials: Tensor) -> Any:
@@ -43,42 +33,31 @@ def measured(choice: Any, values: Tensor, partials: Tensor) -> Any:
     return None
 
 
-def transpose(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def transpose(choices: Choices, fields: Fields) -> Any:
     """Bytes transposed, and zeros behind them."""
-    choice = choices["fp8_transpose"]
-
-    def run(fields: Fields) -> Any:
-        data, into = fields["input"], fields["output"].view(torch.uint8)
-        e5m2 = data.dtype == torch.float8_e5m2
-        dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
-        made = choice(data.view(torch.uint8), dtype, out=None)
-        if made is NotImplemented:
-            return NotImplemented
-        rows = data.shape[0]
-        written("fp8_transpose", "the result", into[:, :rows], made.view(torch.uint8))
-        into[:, rows:].zero_()
-        return None
-
-    return run, _TRANSPOSE
+    data, into = fields["input"], fields["output"].view(torch.uint8)
+    e5m2 = data.dtype == torch.float8_e5m2
+    dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
+    made = choices["fp8_transpose"](data.view(torch.uint8), dtype, out=None)
+    if made is NotImplemented:
+        return NotImplemented
+    rows = data.shape[0]
+    written("fp8_transpose", "the result", into[:, :rows], made.view(torch.uint8))
+    into[:, rows:].zero_()
+    return None
 
 
-def scaling_update(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def scaling_update(choices: Choices, fields: Fields) -> Any:
     """The update of delayed scaling, of amaxes that are in the history already."""
     name = "fused_amax_and_scale_update_after_reduction"
-    choice = choices[name]
-
-    def run(fields: Fields) -> Any:
-        scale, history = fields["scale"], fields["history"]
-        rule = _rule(fields["fp8_max"])
-        if rule is None:
-            return choices.unexpressed(name)
-        recent = fields["algo"] == _core.AMAX_MOST_RECENT
-        nothing_new = scale.new_empty(0)
-        algorithm = "most_recent" if recent else "max"
-        found = choice(nothing_new, [history], [scale], algorithm, *rule)
-        return NotImplemented if found is NotImplemented else None
-
-    return run, _UPDATE
+    scale, history = fields["scale"], fields["history"]
+    rule = _rule(fields["fp8_max"])
+    if rule is None:
+        return choices.unexpressed(name)
+    algorithm = "most_recent" if fields["algo"] == _core.AMAX_MOST_RECENT else "max"
+    nothing_new = scale.new_empty(0)
+    found = choices[name](nothing_new, [history], [scale], algorithm, *rule)
+    return NotImplemented if found is NotImplemented else None
 
 
 def _rule(largest: float) -> tuple[DType, float] | None:
@@ -93,42 +72,22 @@ def _rule(largest: float) -> tuple[DType, float] | None:
     return None
 
 
-def cache_append(choices: Choices) -> tuple[Callable, tuple[str, ...]]:
+def cache_append(choices: Choices, fields: Fields) -> Any:
     """New keys and values behind those that sequences have.
 
     Packed ones have no gaps between sequences: modules leave none.
     """
-    choice = choices["copy_to_kv_cache"]
-
-    def run(fields: Fields) -> Any:
-        starts, counts, packed = fields["starts"], fields["counts"], fields["cu_seqlens"]
-        caches, table = (fields["key_cache"], fields["value_cache"]), fields["page_table"]
-        new = [fields[name].contiguous() for name in ("key", "value")]
-        batch, longest = starts.shape[0], new[0].shape[0 if packed is not None else 1]
-        form = NVTE_QKV_Format.NVTE_BSHD
-        if packed is not None:
-            form, counts = NVTE_QKV_Format.NVTE_THD, packed.diff()
-        elif counts is None:
-            counts = torch.full_like(starts, longest)
-        pages = 1 if table is None else table.shape[1]
-        found = choice(
-            *new,
-            *caches,
-            table,
-            _sums(counts) if packed is None else packed,
-            _sums(starts + counts),
-            form,
-            batch,
-            longest,
-            pages * caches[0].shape[1],
-            pages,
-            table is None,
-        )
-        return NotImplemented if found is NotImplemented else None
-
-    return run, _APPEND
-
-
-def _sums(counts: Tensor) -> Tensor:
-    """Of none, of the first, of the first two, ..., int32."""
-    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    starts, counts, packed = fields["starts"], fields["counts"], fields["cu_seqlens"]
+    caches, table = (fields["key_cache"], fields["value_cache"]), fields["page_table"]
+    new = [fields[name].contiguous() for name in ("key", "value")]
+    batch, longest = starts.shape[0], new[0].shape[0 if packed is not None else 1]
+    form = NVTE_QKV_Format.NVTE_BSHD
+    if packed is not None:
+        form, counts = NVTE_QKV_Format.NVTE_THD, packed.diff()
+    elif counts is None:
+        counts = torch.full_like(starts, longest)
+    pages = 1 if table is None else table.shape[1]
+    sums = sums_of(counts) if packed is None else packed, sums_of(starts + counts)
+    sizes = batch, longest, pages * caches[0].shape[1], pages
+    found = choices["copy_to_kv_cache"](*new, *caches, table, *sums, form, *sizes, table is None)
+    return NotImplemented if found is NotImplemented else None

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots import casts, state
-from transformer_engine.plugin.slots.fields import Fields, matrix, written
+from transformer_engine.plugin.slots.fields import Fields, fields_of, matrix, written
 
 __all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver"]
 
 _OWN = ("wide", "amax_partials")
-_OF_QUANTIZE = tuple(name for name, *_ in _core.op_fields("quantize"))
-CAST_FIELDS = (*_OWN, *(name for name in _OF_QUANTIZE if name not in ("input", "noop")))
+CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))
 """Of operators that cast what they compute."""
 
 

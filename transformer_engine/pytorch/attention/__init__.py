@@ -2,17 +2,17 @@
 """Attention: dot products, heads, rotary positions."""
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
-from transformer_engine.pytorch.attention.logits import softcap
+from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.rope import (
     RotaryPositionEmbedding,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
 )
+from transformer_engine.pytorch.attention.scores import softcap
 
 __getattr__, __dir__ = absent.attach(
     globals(),
-    ("custom_ops", "inference"),
+    ("inference",),
     {
         "InferenceParams": "transformer_engine.pytorch.attention.inference",
         "MultiheadAttention": "transformer_engine.pytorch.layer.multi_head_attention",

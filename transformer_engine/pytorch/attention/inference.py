@@ -26,7 +26,7 @@ from transformer_engine.pytorch.attention.kv_cache import (
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
-from transformer_engine.pytorch.utils import canonicalize_device
+from transformer_engine.pytorch.torchside.device import canonicalize_device
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.custom_ops import operator
+from transformer_engine.pytorch.torchside.device import canonicalize_device
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, real_tensors
-from transformer_engine.pytorch.utils import canonicalize_device
 
 __all__ = [
     "KVCacheManager",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.plugin.builtin.gemm import product
-from transformer_engine.plugin.builtin.values import refuse
+from transformer_engine.pytorch.cpp_extensions.product import product
+from transformer_engine.pytorch.cpp_extensions.values import refuse
 from transformer_engine.pytorch.custom_recipes.gemm import custom_gemm
 
 __all__ = ["general_gemm", "general_grouped_gemm", *absent.names_of(__name__)]

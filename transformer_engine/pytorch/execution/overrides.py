@@ -8,6 +8,7 @@ torch.compile runs by the selection with which it was traced: another one makes 
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.selections import GENERATION, WITH_CLASS
+from transformer_engine.common.selections import CLASSES, GENERATION
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "number_of_graph",
     "of_forward",
     "of_graph",
+    "replace_operators",
 ]
 
 _POLICY = (
@@ -40,6 +42,7 @@ _POLICY = (
     config.TE_FL_DENY_VENDORS,
     config.TE_FL_PER_OP,
     config.TE_FL_PLUGIN_MODULES,
+    config.NVTE_PLUGIN,
 )
 _GROUP = "te_fl.plugin"
 
@@ -63,12 +66,17 @@ def find() -> None:
     made = getattr(manager, "_default", None) is not None
     policy = sys.modules.get("transformer_engine.plugin.core.policy")
     if made or (policy is not None and policy.is_used()) or _are_wanted():
-        from transformer_engine.plugin.core.manager import obey_default_manager
-
-        obey_default_manager()
+        manager = importlib.import_module("transformer_engine.plugin.core.manager")  # it registers
+        manager.obey_default_manager()
 
 
 _core.find_selections(find)
+
+
+def replace_operators() -> None:
+    """Have ``NVTE_PLUGIN`` put its module in place of ``transformer_engine_torch``."""
+    if config.NVTE_PLUGIN.get():
+        importlib.import_module("transformer_engine_torch")
 
 
 def of_forward(scope: Any) -> Any:
@@ -110,13 +118,8 @@ def attention_class() -> type | None:
 
     It is what `get_flash_attention_class` gives under the policy in force.
     """
-    if _core.selection_number() not in WITH_CLASS:
-        return None
-    from transformer_engine.plugin.builtin.flash_attention import FlashAttention
-    from transformer_engine.plugin.core.manager import get_default_manager
-
-    found = get_default_manager().operator("get_flash_attention_class")()
-    return None if found is FlashAttention else found
+    asked = CLASSES.get(_core.selection_number())
+    return None if asked is None else asked()
 
 
 def attention_class_name() -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.composed import ComposedModule
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerCalls, given_to
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.program_names import PlainNames
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
@@ -55,16 +55,8 @@ class CompositeLayer(PlainNames, torch.nn.Module):
 
         Nothing where the layer would call its modules.
         """
-        given: list[tuple] = []
-        step = "attend" if hasattr(self, "attend") else "_forward"  # gets all options in one
-        self.__dict__[step] = lambda inp, options: given.append((inp, options)) or inp
-        try:
-            self.forward(*args, **kwargs)
-        finally:
-            del self.__dict__[step]
-        ((inp, options),) = given
-        options = (options,) if step == "attend" else options
-        calls = LayerCalls.of(self)
+        inp, options = given_to(self, args, kwargs)
+        calls = self._calls_of(options)
         if calls is None:
             return []
         before = [(module, module._slots, module._loaded_state) for module in calls.modules]
@@ -79,6 +71,19 @@ class CompositeLayer(PlainNames, torch.nn.Module):
             for title, plan in (("forward", plans.forward), ("backward", plans.backward))
             if plan is not None
         ]
+
+    def _calls_of(self, options: tuple) -> LayerCalls | None:
+        """The calls that are kept of it, for what it is given."""
+        del options
+        return LayerCalls.of(self)
+
+    def _first_microbatch(self, options: tuple) -> bool | None:
+        """``is_first_microbatch`` of a call."""
+        return options[0].is_first_microbatch
+
+    def _count_of_parts(self) -> int:
+        """How many parts of it may run as calls of their own (see `layer_call`)."""
+        return 1
 
     def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
         """(prefix of titles, calls, their options) of each call that a call of the layer makes."""

@@ -8,17 +8,29 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
-from transformer_engine.pytorch.attention.dot_product_attention.attending import attending, sink_of
-from transformer_engine.pytorch.attention.dot_product_attention.cached import angles_for_cache
-from transformer_engine.pytorch.attention.dot_product_attention.heads import Heads
-from transformer_engine.pytorch.attention.dot_product_attention.packed import sizes_of, starts_of
-from transformer_engine.pytorch.attention.options import AttentionOptions, CoreOptions
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
+from transformer_engine.pytorch.attention.core import DotProductAttention
+from transformer_engine.pytorch.attention.plan import attention_node, sink_of
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    CoreOptions,
+    Heads,
+    check_dispatch,
+    sizes_of,
+    starts_of,
+)
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
-from transformer_engine.pytorch.module.layer_call import Attending, Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layer_call import (
+    Attending,
+    Bias,
+    LayerCalls,
+    Value,
+    asked,
+    given_to,
+)
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
@@ -319,28 +331,55 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     _FORWARD = forward
     _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
-    def _branches(self, name: str = "", path: str = "") -> tuple[Branch, ...]:
-        """What it is made of; at a path, as the branch of a layer that adds its bias."""
-        modules = self._modules
-        first = (modules[self._first()],)
-        if self.attention_type != "self":
-            first += (modules["key_value"],)
-        core, last = modules["core_attention"], modules["proj"]
-        bias = "bias" if name and getattr(last, "return_bias", False) and last.use_bias else None
-        others = (self, core) if name else (core,)
-        norms = () if self.q_norm is None else (modules["q_norm"], modules["k_norm"])
-        return (Branch(name, (*first, last), others, path, bias, norms),)
+    def emit(self, nodes: Any, x: Value, name: str = "", **call: Any) -> Value:
+        """Append its nodes over value `x`; return its output (see `layer_call`).
 
-    def _layer_key(self) -> tuple:
-        """What `_layer` and messages depend on."""
+        `call` are the other arguments of its forward.
+        """
+        _, (options,) = given_to(self, (None,), call)
+        return self.emit_branch(nodes, x, name, f"{name}output", options)[0]
+
+    def emit_branch(
+        self, nodes: Any, x: Value, name: str = "", output: str = "output", options: Any = None
+    ) -> tuple[Value, Value]:
+        """Append its nodes; return its result and the output of its norm."""
+        modules, crossed = self._modules, self.attention_type != "self"
+        first = modules[self._first()]
+        nodes.does_work_of(self, modules["core_attention"])
+        prefix = f"{name}{'query' if crossed else 'qkv'}_"
+        query, normed = nodes.linear(first, x, prefix, f"{prefix}made")
+        site = nodes.attends(self, first, options)
+        projected = [query]
+        if crossed:
+            source = nodes.source(site, name)
+            key_value = modules["key_value"]
+            projected += nodes.linear(key_value, source, f"{name}kv_", f"{name}kv_made")[:1]
+        norms = () if self.q_norm is None else (modules["q_norm"], modules["k_norm"])
+        context = nodes.attend(site, projected, norms, name)
+        out, _ = nodes.linear(modules["proj"], context, f"{name}proj_", output)
+        return out, normed
+
+    def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
+        """Append the nodes of a call; return its results."""
+        del options, part
+        out, normed = self.emit_branch(nodes, x)
+        returned = getattr(self._modules[self._first()], "return_layernorm_output", False)
+        return [out, normed] if returned else [out]
+
+    def _added_bias(self) -> Bias | None:
+        """The bias that it leaves to the layer around it."""
+        proj = self._modules["proj"]
+        there = getattr(proj, "return_bias", False) and proj.use_bias
+        return Bias(proj, "bias") if there else None
+
+    def _layer_key(self, options: tuple) -> tuple:
+        """What messages depend on."""
+        del options
         return (self.name,)
 
-    def _layer(self) -> Layer:
-        """How it puts its one branch together: the output is the result."""
-        return Layer((None,))
-
-    def _is_planned(self, inp: Tensor) -> bool:
+    def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Whether there may be plans for it."""
+        del options
         return inp.dim() == (2 if self.qkv_format == "thd" else 3)
 
     def _attending(
@@ -407,7 +446,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         given = (() if source is None else (source,), angles, *pairs)
         about = inp.device.type, inp.shape[s]
         over = self._hands_over(core)
-        return attending(core, how, slices, given, about=about, hands_over=over)
+        return attention_node(core, how, slices, given, about=about, hands_over=over)
 
     def _hands_over(self, core: DotProductAttention) -> bool:
         """Whether the projection is handed the output of attention in FP8."""
@@ -416,7 +455,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return ours and fp8.hands_to(core, proj)
 
     def _slices(self) -> tuple:
-        """Where queries, keys and values lie in their projections (see `layer_graphs`)."""
+        """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         if self.attention_type != "self":
@@ -434,6 +473,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        asked(self, hidden_states, (options,))
         calls = LayerCalls.of(self)
         if calls is not None:
             out = calls.run(self, hidden_states, (options,))

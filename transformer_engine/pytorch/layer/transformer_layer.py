@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.layer_graphs import AddSpec
-from transformer_engine.pytorch.attention.dot_product_attention import masks
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_dispatch
-from transformer_engine.pytorch.attention.dot_product_attention.formats import FORMATS
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.problem import FORMATS, AttentionOptions, check_dispatch
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.layer.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.module.layer_call import Branch, Layer, LayerCalls
+from transformer_engine.pytorch.module.layer_call import (
+    Bias,
+    ByModules,
+    LayerCalls,
+    Value,
+    asked,
+)
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import one_of, probabilities
@@ -24,6 +27,8 @@ from transformer_engine.pytorch.torchside.modes import only_forwards
 
 __all__ = ["DropPath", "TransformerLayer"]
 
+_PREFIXES = {"self_attention": "attn_", "inter_attention": "cross_", "layernorm_mlp": "mlp_"}
+"""Of the names of nodes and values of each branch."""
 _NAME = "TransformerLayer"
 
 _ONE_CALL = 16 << 20
@@ -330,6 +335,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
 
     def _forward(self, hidden_states: Tensor, options: tuple) -> Tensor:
         """The layer but for the norm of its output; `options` are those of each branch."""
+        asked(self, hidden_states, options)
         calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
         parts: Sequence[Any] = (None,) * len(options)
         if calls is not None:
@@ -353,7 +359,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             hidden_states = out
         return hidden_states
 
-    def _is_planned(self, inp: Tensor) -> bool:
+    def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Whether there may be plans for it: they drop paths by the first of two leading dims."""
         if self.attn_input_format != "thd":
             return inp.dim() == 3
@@ -365,8 +371,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
         if self._is_one_call(inp):
             return super()._pieces(calls, inp, options)
+        names = [prefix for name, prefix in _PREFIXES.items() if name in self._modules]
         return [
-            (part.branches[0].name, part, options[i : i + 1]) for i, part in enumerate(calls.parts)
+            (prefix, part, options[i : i + 1])
+            for prefix, (i, part) in zip(names, enumerate(calls.parts), strict=True)
         ]
 
     def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
@@ -379,33 +387,46 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             made = _attend(modules[name], hidden_states, options[branch])
         return self._add(made, hidden_states, branch > 0 or not self.output_layernorm)
 
-    def _branches(self) -> tuple[Branch, ...]:
-        """What the layer is made of; see `layer_call`."""
-        modules, branches = self._modules, ()
-        for name, prefix in (("self_attention", "attn_"), ("inter_attention", "cross_")):
-            if name in modules:
-                attention = modules[name]
-                if not isinstance(attention, MultiheadAttention):
-                    return ()
-                branches += attention._branches(prefix, name)
-        mlp = modules["layernorm_mlp"]
-        bias = "fc2_bias" if getattr(mlp, "return_bias", False) and mlp.use_bias else None
-        return (*branches, Branch("mlp_", (mlp,), bias=bias))
+    def _count_of_parts(self) -> int:
+        return 1 if self.parallel_attention_mlp else 3 if "inter_attention" in self._modules else 2
 
-    def _layer_key(self) -> tuple:
-        """What `_layer` depends on."""
+    def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
+        """Append the nodes of a call, or of one part of it; see `layer_call`."""
+        del options
+        rates = {"dropout": self.hidden_dropout, "drop_path": self.drop_path_rate}
+        rates = rates if self.training else {}
+        names = ("self_attention", "inter_attention", "layernorm_mlp")
+        found = [name for name in names if name in self._modules]
+        if self.parallel_attention_mlp:
+            made = [self._emit_branch(nodes, x, name)[0] for name in found]
+            both = nodes.add(*made, name="sum_", output="branches")
+            return [nodes.add(both, x, **rates)]
+        for name in found if part is None else found[part : part + 1]:
+            made, normed, bias = self._emit_branch(nodes, x, name)
+            residual = normed if self.apply_residual_connection_post_layernorm else x
+            prefix = _PREFIXES[name]
+            names = {"name": prefix, "output": f"{prefix}output"}
+            x = nodes.add(made, residual, bias, **rates, **names)
+        return [x]
+
+    def _emit_branch(self, nodes: Any, x: Value, name: str) -> tuple[Value, Value, Bias | None]:
+        """Append a branch: its result, the output of its norm, and the bias that is added."""
+        module, prefix = self._modules[name], _PREFIXES[name]
+        if name != "layernorm_mlp":
+            if not isinstance(module, MultiheadAttention):
+                raise ByModules
+            return *module.emit_branch(nodes, x, prefix, f"{prefix}branch"), module._added_bias()
+        made = nodes.linear(module, x, prefix, f"{prefix}branch")
+        there = getattr(module, "return_bias", False) and module.use_bias
+        return *made, Bias(module, "fc2_bias") if there else None
+
+    def _layer_key(self, options: tuple) -> tuple:
+        """What `_emit` depends on."""
+        del options
         return (
             self.training, self.hidden_dropout, self.drop_path_rate,
             self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp, self.name,
         )  # fmt: skip
-
-    def _layer(self) -> Layer:
-        """How the layer puts its branches together now."""
-        add = AddSpec(self.hidden_dropout, self.drop_path_rate) if self.training else AddSpec()
-        if self.parallel_attention_mlp:
-            return Layer((None, None), add)
-        adds = (add,) * (3 if self.layer_type == "decoder" else 2)
-        return Layer(adds, None, self.apply_residual_connection_post_layernorm)
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
         """Add what a branch made, output[, bias][, normalized input], to the residual stream.

@@ -59,7 +59,7 @@ class Ran(NamedTuple):
 
 
 class ModuleCall:
-    """One call of a module: its plans, over the state in force (see `function.Call`)."""
+    """One call of a module: its plans, over the state in force (see `autograd.Call`)."""
 
     splits: tuple[SplitTensors, ...] = ()
     """Weights and biases that come as several tensors, and so do their gradients; by place."""
@@ -287,7 +287,7 @@ class LayerCall(ModuleCall):
 
 
 class CallRun:
-    """A run of a call that is made again (see `function.Call`), with what is its own.
+    """A run of a call that is made again (see `autograd.Call`), with what is its own.
 
     `caches` and `weights` are as of `ModuleCall`.
     """

@@ -175,6 +175,14 @@ class ComposedModule(Inspected, Planned, WeightGradients, Fp8Module):
         if getattr(self, "return_bias", False):
             self.return_bias, self.apply_bias = False, self.use_bias
 
+    def emit(self, nodes: Any, x: Any, name: str = "", **call: Any) -> Any:
+        """Append its nodes over value `x`; return its output (see `layer_call`).
+
+        `call` are other arguments of its forward, which are those of the whole layer here.
+        """
+        del call
+        return nodes.linear(self, x, name, f"{name}output")[0]
+
     # ---- life ----------------------------------------------------------------------------------
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -43,7 +43,7 @@ class Inspected:
     def observe_stages(self, observer: Observer | None) -> None:
         """Let a function look at the stages of this module's plans from the next call on.
 
-        ``f(stage, buffers, done)`` (see `staged.Observer`) is called before and after each stage;
+        ``f(stage, buffers, done)`` (see `stages.Observer`) is called before and after each stage;
         None ends it.
         The backward of a call that was observed is observed too. Calls inside compiled graphs are
         not.
@@ -54,7 +54,7 @@ class Inspected:
     def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.
 
-        ``f(buffers)`` by stage name (see `explain`, and `staged.StageBuffers`) fills the buffers
+        ``f(buffers)`` by stage name (see `explain`, and `stages.StageBuffers`) fills the buffers
         that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
         the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
         so on. ValueError for a name that is no stage.

@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole layers as one call: the modules of a layer lend it their parameters and scaling state.
+"""Whole layers as one call: the modules of a layer append their nodes to one graph.
 
-A layer says how it is made of modules. Where these do nothing but what their classes define, and
-the situation has a key (see `situation`), the layer runs as one plan per direction; else it calls
-its modules, with the same bits.
+A layer says in ``_emit(nodes, x, options, part)`` which modules follow each other, and how their
+results go together. That runs over an `Outline`, which notes the modules, and over an `Emission`,
+which makes the graph of one kind of call. Where the modules do nothing but what their classes
+define, and the situation has a key (see `situation`), the layer runs as one plan per direction;
+else it calls its modules, with the same bits.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.layer_graphs import AddSpec, BranchSpec, LayerSpec
-from transformer_engine.common.plans import CallPlans, layer_plans
+from transformer_engine.common import attention_graphs
+from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
+from transformer_engine.common.plan_text import Plan
+from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
+from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.composed import ComposedModule
+from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.norm import NormModule
+from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.situation import Recurrence, in_force, keep, situation_of
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
@@ -36,30 +45,20 @@ from transformer_engine.pytorch.torchside.modes import (
     only_forwards,
 )
 
-__all__ = ["Attending", "Branch", "Layer", "LayerCalls", "fills_of"]
+__all__ = ["Attending", "ByModules", "LayerCalls", "Value", "fills_of", "given_to"]
 
 _UNKNOWN: Any = object()
 
 
-class Branch(NamedTuple):
-    """A branch of a layer, as it is made of modules."""
-
-    name: str  # prefix of its nodes
-    modules: tuple[ComposedModule, ...]  # as of `layer_graphs.BranchSpec.calls`
-    others: tuple[torch.nn.Module, ...] = ()
-    """Further modules whose forwards the layer does the work of."""
-    attention: str | None = None
-    """Where the module stands whose ``_attending`` says how it attends; "": the layer itself, which
-    no branch holds, for a layer that nobody else holds has to be freed at once."""
-    bias: str | None = None  # parameter of the last module that the addition adds
-    norms: tuple[torch.nn.Module, ...] = ()  # of the heads of queries and of keys
+class ByModules(Exception):  # noqa: N818 - nothing went wrong
+    """A layer, or this call of it, has to call its modules."""
 
 
 class Attending(NamedTuple):
     """How one call attends."""
 
     key: tuple  # what its plans depend on
-    spec: Callable  # makes the `layer_graphs.AttentionSpec`
+    spec: Callable  # makes the `attention_graphs.AttentionSpec`
     tensors: tuple[Tensor, ...]  # source, angles, mask, bias and lengths, as far as they are there
     draw: Callable[[Tensor], None] | None  # fills the random pair of its dropout; None: as others
     choice: Any  # of a backend, for `report`
@@ -67,12 +66,322 @@ class Attending(NamedTuple):
     constant: bool = False  # a call with the same arguments, none of them a tensor, does it again
 
 
-class Layer(NamedTuple):
-    """How a layer puts its branches together, now."""
+class Value(NamedTuple):
+    """What one module hands to the next one, while a layer is looked through."""
 
-    adds: tuple[AddSpec | None, ...]  # how each joins the residual stream, but for biases
-    parallel: AddSpec | None = None  # how the sum of all does
-    residual_is_norm: bool = False  # the residuals are the outputs of the branches' norms
+    number: int = -1  # in the graph; -1 where there is none yet
+    dtype: torch.dtype = torch.float32
+    wanted: bool = False  # something that it was made of has a gradient
+
+
+class Bias(NamedTuple):
+    """A bias that a module returns, for the layer to add."""
+
+    module: ComposedModule
+    name: str  # of its parameter
+
+
+# ---- what a layer is made of ---------------------------------------------------------------------
+
+
+class Outline:
+    """The modules of a layer, in the order in which they append their nodes.
+
+    Its methods are those of `Emission`. `ByModules` for a module of another package.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self.modules: list[ComposedModule] = []  # those with linear layers, which have slots
+        self.norms: list[NormModule] = []  # of the heads of queries and of keys
+        self.others: list[torch.nn.Module] = []
+        """Further modules whose forwards the layer does the work of."""
+        # Where the parameters of a call stand, None for one that a module lacks.
+        self.places: list[tuple[dict, str] | None] = []
+        self.blocks: list[torch.nn.Module] = []  # modules of the program that are composed as it is
+        self.drops_paths = False
+        self.options: list[Any] = []  # of the call of each attention
+        # Of each attention the module that says how it attends, and where a weight stands whose
+        # dtype its heads have. None is the layer itself: it is not held, for a layer that nobody
+        # else holds has to be freed at once.
+        self.sites: list[tuple[Any, tuple[dict, str]]] = []
+
+    def does_work_of(self, *modules: torch.nn.Module) -> None:
+        """Note modules that are not called, besides those that the other methods are given."""
+        self.others += [module for module in modules if module is not self._layer]
+
+    def linear(
+        self, module: Any, x: Value, name: str, output: str = "output"
+    ) -> tuple[Value, Value]:
+        """Add a module with linear layers over `x`; return its result and the output of its norm.
+
+        Without a norm that is `x`. `name` comes before the names of its nodes and values, `output`
+        is the name of its result.
+        """
+        del x, name, output
+        if not isinstance(module, ComposedModule):
+            raise ByModules
+        self.modules.append(module)
+        for parameter in module._parameter_names():
+            self._place(module, parameter)
+        return Value(), Value()
+
+    def run(self, module: Any, x: Value, **call: Any) -> Value:
+        """Add a module over `x`, called with further arguments; return its output."""
+        if not hasattr(module, "emit"):
+            raise ByModules
+        if getattr(module, "IS_PLANNED", False):
+            self.blocks.append(module)
+            return module.emit(self, x, **call)
+        return module.emit(self, x, "", **call)
+
+    def norm(self, module: NormModule, x: Value, output: str) -> Value:
+        """Add a norm over `x`, whose result has the name `output`."""
+        del x, output
+        self.norms.append(module)
+        self._place(module, "weight")
+        self._place(module, "bias")
+        return Value()
+
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """Add a function of the program's (see `rows_function`)."""
+        del function, xs
+        return Value()
+
+    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
+        """Note an attention between projections; return its number.
+
+        `module` says in ``_attending(inp, options, dtype)`` how a call attends, `over` is the first
+        projection.
+        """
+        self.options.append(options)
+        where = over._parameters, over.weight_names[0]
+        self.sites.append((None if module is self._layer else module, where))
+        return len(self.sites) - 1
+
+    def source(self, site: int, name: str) -> Value:
+        """Add the sequence that the keys and values of an attention are of."""
+        del site, name
+        return Value()
+
+    def attend(self, site: int, projected: Sequence[Value], norms: tuple, name: str) -> Value:
+        """Add an attention over projections, `norms` of the heads of queries and keys before it."""
+        del site, projected, name
+        for norm in norms:
+            if not isinstance(norm, NormModule):
+                raise ByModules
+            self.norms.append(norm)
+            self._place(norm, "weight")
+            self._place(norm, "bias")
+        return Value()
+
+    def add(
+        self,
+        x: Value,
+        residual: Value,
+        bias: Bias | None = None,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        name: str = "",
+        output: str = "sum",
+    ) -> Value:
+        """Add ``dropout(x + bias) + residual``; `drop_path` drops samples, by their first dim."""
+        del x, residual, dropout, name, output
+        self.drops_paths |= drop_path > 0.0
+        if bias is not None:
+            self._place(*bias)
+        return Value()
+
+    def _place(self, module: torch.nn.Module, name: str | None) -> None:
+        parameters = module._parameters
+        there = name is not None and parameters.get(name) is not None
+        self.places.append((parameters, name) if there else None)
+
+
+# ---- the graph of a call -------------------------------------------------------------------------
+
+
+class Emission:
+    """The graph of one kind of call of a layer, to which its modules append their nodes.
+
+    Nothing has run yet, so each module decides by a tensor without rows, of the dtype of its input,
+    that requires a gradient where its input will. `ByModules` where one can not be joined.
+    """
+
+    def __init__(self, outline: "LayerCalls", attending: Sequence, first: bool | None) -> None:
+        self.graph = Graph()
+        self.calls: list[ModuleCall] = []  # that the modules would make
+        self._attending, self._first, self._device = attending, first, None
+        self._owners = len(outline.modules)
+        self._sites = self._named = 0  # how many there are so far
+        self.functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
+        """Those of the program by their nodes, each with whether its inputs have gradients."""
+        self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
+        self._parameters: list[Link | None] = []
+        self._places = 0  # of parameters of a call, before some are joined
+        self._splits: list[SplitTensors] = []
+
+    def input(self, inp: Tensor) -> Value:
+        """Add the input."""
+        if inp.dtype not in DTYPES:  # a module says which it takes
+            raise ByModules
+        wanted = torch.is_grad_enabled() and inp.requires_grad
+        shape = ROWS, inp.shape[-1]
+        self._input = "input", _core.dtype_code(inp.dtype), shape, input_flags(wanted)
+        self._device = inp.device
+        number = self.graph.tensor(*self._input)
+        return Value(number, inp.dtype, wanted)
+
+    def does_work_of(self, *modules: torch.nn.Module) -> None:
+        """As of `Outline`."""
+
+    def linear(
+        self, module: ComposedModule, x: Value, name: str, output: str = "output"
+    ) -> tuple[Value, Value]:
+        """As of `Outline`."""
+        given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
+        call = _call_of(module, given.requires_grad_(x.wanted), self._first)
+        if call is None:
+            raise ByModules
+        parts, own = len(self.graph.parts), call.plans.graph
+        begin = len(self.graph.tensors)
+        numbers = self.graph.append(own, x.number, name, output, len(self.calls))
+        self._parameters += self.graph.tensors[begin:]
+        for split in call.splits:
+            self._splits.append(split._replace(begin=self._places + split.begin - 1, part=parts))
+        self._places += len(module._parameter_names())
+        self.calls.append(call)
+        wanted = x.wanted or call.plans.backward is not None
+        _, made = own.results[0]
+        return self._value(numbers[made], wanted), self._value(numbers[own.normed], wanted)
+
+    def run(self, module: Any, x: Value, **call: Any) -> Value:
+        """As of `Outline`."""
+        if getattr(module, "IS_PLANNED", False):
+            return module.emit(self, x, **call)
+        self._named += 1
+        return module.emit(self, x, f"{self._named}_", **call)
+
+    def norm(self, module: NormModule, x: Value, output: str) -> Value:
+        """As of `Outline`."""
+        columns = self.graph.values[x.number].shape[1]
+        like = torch.empty(0, columns, dtype=x.dtype, device=self._device)
+        plans = module.plans_over(like.requires_grad_(x.wanted))
+        if plans is None:
+            raise ByModules
+        begin = len(self.graph.tensors)
+        numbers = self.graph.append(plans.graph, x.number, "", output, 0)
+        self._parameters += self.graph.tensors[begin:]
+        self._places += 2
+        made = numbers[plans.graph.results[0][1]]
+        return self._value(made, x.wanted or plans.backward is not None)
+
+    def function(self, function: Callable, *xs: Value) -> Value:
+        """As of `Outline`."""
+        graph, numbers = self.graph, tuple(x.number for x in xs)
+        if len({*numbers}) < len(numbers):
+            raise ByModules
+        likes = [
+            torch.empty(2, graph.values[x.number].shape[1], dtype=x.dtype, device="meta")
+            for x in xs
+        ]
+        with torch.no_grad():
+            out = function(*likes)
+        if not isinstance(out, Tensor) or out.dim() != 2 or out.dtype not in DTYPES:
+            raise ByModules
+        rows, _ = graph.values[numbers[0]].shape
+        self._named += 1
+        name = f"{self._named}_"
+        dtype = _core.dtype_code(out.dtype)
+        made = graph.value(f"{name}output", dtype, (rows, out.shape[1]))
+        self.functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
+        graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
+        return self._value(made, any(x.wanted for x in xs))
+
+    def attends(self, module: Any, over: ComposedModule, options: Any = None) -> int:
+        """As of `Outline`."""
+        del module, over, options
+        self._sites += 1
+        return self._sites - 1
+
+    def source(self, site: int, name: str) -> Value:
+        """As of `Outline`."""
+        tensor = self._attending[site].tensors[0]
+        wanted = torch.is_grad_enabled() and tensor.requires_grad
+        given = name, _core.dtype_code(tensor.dtype), tensor.shape[-1], wanted
+        number = attention_graphs.add_source(self.graph, *given)
+        self._given[site].append(self.graph.tensors[-1])
+        return Value(number, tensor.dtype, wanted)
+
+    def attend(self, site: int, projected: Sequence[Value], norms: tuple, name: str) -> Value:
+        """As of `Outline`."""
+        graph, how = self.graph, self._attending[site].spec()
+        heads, channels = projected[0].dtype, how.slices[0][1]
+        if not all(norm.serves(channels, heads) for norm in norms):
+            raise ByModules
+        begin = len(graph.tensors)
+        angles = attention_graphs.add_angles(graph, how, name)
+        limits = attention_graphs.add_limits(graph, how, name, bool(self._given[site]))
+        self._given[site] += graph.tensors[begin:]
+        begin, nodes = len(graph.tensors), tuple(norm.as_node() for norm in norms)
+        normed = attention_graphs.add_heads_norms(graph, how, nodes, name)
+        self._parameters += graph.tensors[begin:]
+        self._places += 2 * len(norms)
+        owner = 0
+        if how.quantization is not None:  # behind all modules
+            owner, self._owners = self._owners, self._owners + 1
+        numbers, given = [value.number for value in projected], (angles, limits, normed)
+        context = attention_graphs.attend(graph, how, numbers, given, name, owner)
+        wanted = any(value.wanted for value in projected) or how.bias_grad or how.sink_grad
+        return self._value(context, wanted or _want_gradients(norms))
+
+    def add(
+        self,
+        x: Value,
+        residual: Value,
+        bias: Bias | None = None,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        name: str = "",
+        output: str = "sum",
+    ) -> Value:
+        """As of `Outline`."""
+        graph, number, wanted = self.graph, -1, False
+        if bias is not None:
+            parameter = bias.module._parameters[bias.name]
+            wanted = torch.is_grad_enabled() and parameter.requires_grad
+            flags = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if wanted else 0)
+            dtype, shape = _core.dtype_code(parameter.dtype), tuple(parameter.shape)
+            number = graph.tensor(f"{name}added_bias", dtype, shape, flags)
+            self._parameters.append(graph.tensors[-1])
+            self._places += 1
+        inputs = x.number, number, residual.number
+        made = attention_graphs.add_dropout(graph, inputs, output, name, (dropout, drop_path))
+        return self._value(made, wanted or x.wanted or residual.wanted)
+
+    def _value(self, number: int, wanted: bool) -> Value:
+        return Value(number, _core.torch_dtype(self.graph.values[number].dtype), wanted)
+
+    def complete(self, results: Sequence[Value]) -> CallPlans:
+        """Make `results` those of the graph, and its plans.
+
+        Its tensors are the input, what each attention is given (source, angles, mask, bias,
+        lengths, offsets, sink, slopes), and the parameters in the order of `Outline.places`.
+        """
+        self.graph.returns([value.number for value in results])
+        given = [link for links in self._given for link in links]
+        tensors = [self.graph.tensors[0], *given, *self._parameters]
+        return plans_of(self.graph.ordered(tensors))
+
+    def splits(self) -> tuple[SplitTensors, ...]:
+        """Weights that come as several tensors, with their places among those of the layer."""
+        before = 1 + sum(map(len, self._given))
+        return tuple(split._replace(begin=before + split.begin) for split in self._splits)
+
+
+# ---- calls that are made again -------------------------------------------------------------------
 
 
 class _BoundLayer(NamedTuple):
@@ -85,52 +394,68 @@ class _BoundLayer(NamedTuple):
     owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owners`
 
 
-class LayerCalls:
-    """The modules of a layer as they were found, and the calls that were bound to them."""
+class _Refused(NamedTuple):
+    """The modules of a layer that has to call them, as they were found."""
 
-    def __init__(self, branches: tuple[Branch, ...], first: int = 0) -> None:
-        self.branches = branches
-        self._first = first
-        self.modules = tuple(module for branch in branches for module in branch.modules)
+    found: tuple
+
+    @classmethod
+    def of(cls, layer: torch.nn.Module) -> "_Refused":
+        """Note those of a layer, and which of them only run the forwards of their classes."""
+        return cls(tuple([(type(m), id(m), only_forwards(m)) for m in layer.modules()]))
+
+
+class LayerCalls:
+    """The modules of a layer as they were found, and the calls that were bound to them.
+
+    `part` is that of the layer that it is of; None: all of it.
+    """
+
+    def __init__(self, layer: Any, options: tuple = (), part: int | None = None) -> None:
+        outline = Outline(layer)
+        layer._emit(outline, Value(), options, part)
+        self.part = part
+        self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
         self._settings = tuple(module._bound for module in self.modules)
-        others = (module for branch in branches for module in (*branch.others, *branch.norms))
-        self._all = (*self.modules, *others)
-        self._norms = tuple(norm for branch in branches for norm in branch.norms)
+        self._norms = tuple(outline.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
+        self._all = (*self.modules, *outline.others, *outline.blocks, *self._norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
-        self._places, self._held = quantized.apart(tuple(self._find_places()))
-        self._weights = tuple(  # where a weight stands whose dtype the heads of an attention have
-            None if branch.attention is None else _weight_of(branch.modules[0])
-            for branch in branches
-        )
+        self._places, self._held = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
         self._recurrence = Recurrence()
-        self.parts: tuple[LayerCalls, ...] = ()  # each branch by itself, where there are several
+        self.parts: tuple[LayerCalls, ...] = ()  # each part by itself, where there are several
 
     @classmethod
-    def of(cls, layer: Any) -> "LayerCalls | None":
-        """Those of a layer; None where one of its modules does more than its class defines."""
+    def of(cls, layer: Any, options: tuple = (), kept: dict | None = None) -> "LayerCalls | None":
+        """Those of a layer; None where one of its modules does more than its class defines.
+
+        `options` are those of a call, as ``_emit`` takes them, of a layer whose modules depend on
+        them, which are then kept in `kept`.
+        """
+        kept = layer.__dict__ if kept is None else kept
         if torch.compiler.is_compiling():
             return None
-        known: LayerCalls | None = layer.__dict__.get("_calls")
-        if known is not None and known._hold():
-            return known
-        branches, found = layer._branches(), None
-        if (
-            branches
-            and all(isinstance(m, ComposedModule) for b in branches for m in b.modules)
-            and all(isinstance(m, NormModule) for b in branches for m in b.norms)
-        ):
-            made = cls(branches)
+        known: LayerCalls | _Refused | None = kept.get("_calls")
+        if type(known) is cls:
+            if known._hold():
+                return known
+        elif known is not None and known == _Refused.of(layer):
+            return None
+        found: LayerCalls | None = None
+        try:
+            made = cls(layer, options)
             made._find_parents(layer)
             if made._hold():
                 found = made
-                if len(branches) > 1:
-                    found.parts = tuple(cls((branch,), i) for i, branch in enumerate(branches))
-        layer.__dict__["_calls"] = found
+                count = layer._count_of_parts()
+                found.parts = tuple(cls(layer, (), i) for i in range(count)) if count > 1 else ()
+        except ByModules:
+            pass
+        kept["_calls"] = _Refused.of(layer) if found is None else found
         return found
 
     def _find_parents(self, layer: torch.nn.Module) -> None:
@@ -154,27 +479,12 @@ class LayerCalls:
                 return False
         return only_forwards(*self._all)
 
-    def _find_places(self) -> Iterable[tuple[dict, str] | None]:
-        """Where the parameters of a call stand."""
-        for branch in self.branches:
-            for module in branch.modules:
-                parameters = module._parameters
-                for name in module._parameter_names():
-                    there = name is not None and parameters.get(name) is not None
-                    yield (parameters, name) if there else None
-            if branch.bias is not None:
-                yield branch.modules[-1]._parameters, branch.bias
-            for norm in branch.norms:
-                parameters = norm._parameters
-                for name in ("weight", "bias"):
-                    yield (parameters, name) if parameters.get(name) is not None else None
-
     def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
         """Run the layer as one call: the results of its graph.
 
-        Its ``_layer()`` says how its branches are put together now, and depends on
-        ``_layer_key()``, its ``_is_planned(inp)`` whether there may be plans for so many dims;
-        `options` are those of each branch. `NotImplemented` where it has to call its modules.
+        Its graph depends on ``_layer_key(options)``; its ``_is_planned(inp, options)`` says whether
+        there may be plans for so many dims; `options` are those of each attention.
+        `NotImplemented` where it has to call its modules.
         """
         state = current_state()
         found = self._find(layer, inp, options, state)
@@ -207,21 +517,19 @@ class LayerCalls:
         key, tensors = situation_of(state, inp, self._places, True)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, state)
-        if key is None or not layer._is_planned(inp) or dispatch_modes():
+        if key is None or not layer._is_planned(inp, options) or dispatch_modes():
             return None
-        attending: list[Attending | None] = []
-        key, attended = (key, layer._layer_key()), ()
-        for branch, weight, given in zip(self.branches, self._weights, options, strict=True):
-            how = None
-            if weight is not None:
-                attends = layer._modules[branch.attention] if branch.attention else layer
-                how = attends._attending(inp, given, weight[0].get(weight[1], inp).dtype)
-                if how is None:
-                    return None
-                key, attended = (*key, how.key), (*attended, *how.tensors)
+        attending: list[Attending] = []
+        key, attended = (key, layer._layer_key(options)), ()
+        for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
+            attends = layer if module is None else module
+            how = attends._attending(inp, given, parameters.get(name, inp).dtype)
+            if how is None:
+                return None
+            key, attended = (*key, how.key), (*attended, *how.tensors)
             attending.append(how)
         tensors = (tensors[0], *attended, *tensors[1:])
-        first, own = options[0].is_first_microbatch, ((), ())
+        first, own = layer._first_microbatch(options), ((), ())
         if self._caches:
             first = microbatch(self.modules, first, state)
         if first is not None or self._accumulates or self._held:
@@ -231,7 +539,7 @@ class LayerCalls:
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, state)
         if call is None:
-            bound = self._bind(layer, inp, (attending, first), state)
+            bound = self._bind(layer, inp, (options, attending, first), state)
             if bound is not None and not reads(bound.call, own[0]):
                 return None
             keep(self.calls, key, bound)
@@ -251,37 +559,43 @@ class LayerCalls:
     # ---- binding -------------------------------------------------------------------------------
 
     def _bind(
-        self, layer: Any, inp: Tensor, given: tuple[Sequence, bool | None], state: RegionState
+        self,
+        layer: Any,
+        inp: Tensor,
+        given: tuple[tuple, Sequence, bool | None],
+        state: RegionState,
     ) -> _BoundLayer | None:
         """Find out what applies to a call of the layer; None where it has to call its modules.
 
-        `given` is how each branch attends, and ``is_first_microbatch``.
+        `given` are its options, how each attention attends, and ``is_first_microbatch``.
         """
-        attending, first_microbatch = given
+        options, attending, first_microbatch = given
         if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
             return None
-        made = layer._layer()
-        made = made._replace(adds=made.adds[self._first :][: len(self.branches)])
-        calls = self._module_calls(made, inp, attending, first_microbatch)
-        if calls is None:
+        nodes = Emission(self, attending, first_microbatch)
+        try:
+            plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
+        except ByModules:
             return None
-        plans = layer_plans(self._spec(made, calls, attending))
-        flat = [call for found in calls for call in found]
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
-        cores = tuple(how.core for how in attending if how is not None and how.core is not None)
-        owners = (*(of.slots for of in flat), *(_slots_of(core, state, inp) for core in cores))
+        cores = tuple(how.core for how in attending if how.core is not None)
+        owners = (
+            *(of.slots for of in nodes.calls),
+            *(_slots_of(core, state, inp) for core in cores),
+        )
         call.set_owners(owners)
-        call.splits = self._splits(flat, attending)
-        begin = 2 + sum(len(how.tensors) for how in attending if how is not None)
+        call.splits = nodes.splits()
+        begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
         call.fills = fills_of(plans, attending)
+        call.staged = staged_of(plans, nodes.functions)
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True
         reason = None if plans.quantized else state.why()
         remembered = []
-        for module, of in zip(self.modules, flat, strict=True):
+        for module, of in zip(self.modules, nodes.calls, strict=True):
             values: dict[str, Any] = {"_ran": Ran(of.plans, reason)}
             if plans.quantized:
                 values["_quantization"] = module._quantization
@@ -290,72 +604,33 @@ class LayerCalls:
         apply = apply_of(label, plans.result_count > 1)
         return _BoundLayer(call, first, apply, tuple(remembered), (*self.modules, *cores))
 
-    def _module_calls(
-        self, made: Layer, inp: Tensor, attending: Sequence, first: bool | None
-    ) -> list[list[ModuleCall]] | None:
-        """The calls that the modules of each branch would make; None where one can not be joined.
 
-        Nothing has run yet, so each gets a tensor without rows, of the dtype of its input, that
-        requires a gradient where its input will.
-        """
-        gradients = torch.is_grad_enabled()
-        stream, dtype = gradients and inp.requires_grad, inp.dtype
-        calls = []
-        for branch, how in zip(self.branches, attending, strict=True):
-            wanted, of_input, found = stream, dtype, []
-            channels = how.spec().slices[0][1] if branch.norms else 0
-            heads = _made_in(branch.modules[0])
-            if not all(norm.serves(channels, heads) for norm in branch.norms):
-                return None
-            for i, module in enumerate(branch.modules):
-                given = wanted
-                if i == 1 and len(branch.modules) == 3:
-                    of_input = how.tensors[0].dtype
-                    given = gradients and how.tensors[0].requires_grad
-                if i == len(branch.modules) - 1:
-                    of_input = heads if i > 0 else dtype
-                    wanted = given = wanted or (gradients and _want_gradients(branch.norms))
-                like = torch.empty(0, module._sizes()[0][0], dtype=of_input, device=inp.device)
-                call = _call_of(module, like.requires_grad_(given), first)
-                if call is None:
-                    return None
-                found.append(call)
-                wanted = wanted or call.plans.backward is not None
-            if made.parallel is None:
-                stream = wanted
-                residual = heads if made.residual_is_norm else dtype
-                dtype = torch.promote_types(residual, _made_in(branch.modules[-1]))
-            calls.append(found)
-        return calls
+# ---- what a call of a layer would run ------------------------------------------------------------
 
-    def _spec(self, made: Layer, calls: list, attending: Sequence) -> LayerSpec:
-        """What the plans of a call are made of."""
-        branches = []
-        for branch, add, found, how in zip(self.branches, made.adds, calls, attending, strict=True):
-            if add is not None and branch.bias is not None:
-                bias = branch.modules[-1]._parameters[branch.bias]
-                wanted = torch.is_grad_enabled() and bias.requires_grad
-                add = add._replace(bias=_core.dtype_code(bias.dtype), bias_grad=wanted)
-            specs = tuple(call.plans.spec for call in found)
-            attention = None if how is None else how.spec()
-            norms = tuple(norm.as_node() for norm in branch.norms)
-            rest = add, norms, made.residual_is_norm
-            branches.append(BranchSpec(branch.name, specs, attention, *rest))
-        return LayerSpec(tuple(branches), made.parallel)
 
-    def _splits(self, calls: list[ModuleCall], attending: Sequence) -> tuple:
-        """Weights that come as several tensors, with their places among those of the layer."""
-        at = 1 + sum(len(how.tensors) for how in attending if how is not None)
-        found, part, of = [], 0, iter(calls)
-        for branch in self.branches:
-            for module in branch.modules:
-                call = next(of)
-                for split in call.splits:
-                    found.append(split._replace(begin=at + split.begin - 1, part=part))
-                at += len(module._parameter_names())
-                part += len(call.plans.spec.parts)
-            at += (branch.bias is not None) + 2 * len(branch.norms)
-        return tuple(found)
+class _Asked(BaseException):
+    """What a call of a layer is given, where that alone is asked for."""
+
+
+_ASKING = threading.local()
+
+
+def given_to(layer: Any, args: tuple, kwargs: dict) -> tuple:
+    """What a call of a layer gets of its forward, which does not go on; see `asked`."""
+    outer, _ASKING.layer = getattr(_ASKING, "layer", None), layer
+    try:
+        layer.forward(*args, **kwargs)
+    except _Asked as found:
+        return found.args
+    finally:
+        _ASKING.layer = outer
+    raise AssertionError(f"{type(layer).__name__}.forward: not its own")
+
+
+def asked(layer: Any, *given: Any) -> None:
+    """Stop a forward whose arguments alone are asked for, once it has put them together."""
+    if getattr(_ASKING, "layer", None) is layer:
+        raise _Asked(*given)
 
 
 def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
@@ -368,24 +643,57 @@ def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
     """What draws each random pair of a call (see `draw_pairs`), where an attention says how."""
     graph = plans.forward.graph
     nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
-    draws = (how.draw for how in attending if how is not None)
+    draws = (how.draw for how in attending)
     known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
     fills = tuple(known.get(number) for _, number in plans.drawn)
     return fills if any(fills) else ()
 
 
+def staged_of(plans: CallPlans, functions: dict) -> Staged | None:
+    """What runs the external stages of a forward and of a backward; None where there are none."""
+    ways = (plans.forward, _run_function), (plans.backward, _run_gradient)
+    found = {
+        stage.name: partial(run, *functions[stage.node], stage.buffers)
+        for plan, run in ways
+        for stage in (() if plan is None else plan.stages)
+        if stage.external
+    }
+    return Staged(found, None, _lending) if found else None
+
+
+def _run_function(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """A function of a program in a forward: of the inputs, to the output."""
+    del wanted
+    *inputs, output = map(lend, buffers)
+    with torch.no_grad():
+        output.copy_(function(*inputs))
+
+
+def _run_gradient(
+    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
+) -> None:
+    """Its gradients, by autograd: of that of the output, and the inputs."""
+    grad, *others = map(lend, buffers)
+    inputs, grads = others[: len(wanted)], others[len(wanted) :]
+    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
+    with torch.enable_grad():
+        out = function(*inputs)
+    asked_for = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
+    for into, made in zip(grads, found, strict=True):
+        into.zero_() if made is None else into.copy_(made)
+
+
+def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
+    """What these functions get: the function that lends a buffer by its number."""
+    del plan, sizes
+    return lend
+
+
 def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
-
-
-def _weight_of(module: ComposedModule) -> tuple[dict, str]:
-    """Where the first weight of a module stands."""
-    return module._parameters, module.weight_names[0]
-
-
-def _made_in(module: ComposedModule) -> torch.dtype:
-    """The dtype of what a module makes, but in `torch.autocast`: that of its weights."""
-    return module._part_tensors()[0].weights[0].dtype
 
 
 def _call_of(module: ComposedModule, given: Tensor, first: bool | None) -> ModuleCall | None:

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.execution.autograd import run_call, run_without_
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.operands import (
+    DTYPES,
     check_dtypes,
     check_input,
     one_dtype,
@@ -82,6 +83,27 @@ class NormModule(NativeModule):
         shape = getattr(self, "normalized_shape", None)
         present = tuple(tensors.get(name) is not None for name in ("weight", "bias"))
         return self.eps, self.zero_centered_gamma, shape, *present
+
+    def emit(self, nodes: Any, x: Any, name: str = "") -> Any:
+        """Append its node over value `x`; return its output (see `layer_call`)."""
+        return nodes.norm(self, x, f"{name}output")
+
+    def plans_over(self, like: Tensor) -> CallPlans | None:
+        """Plans of a call over an input of this dtype; None for what no graph has as a node."""
+        gamma, beta = self._parameters.get("weight"), self._parameters.get("bias")
+        dtypes = {tensor.dtype for tensor in (gamma, beta) if tensor is not None}
+        shape = getattr(self, "normalized_shape", like.shape[-1:])
+        if (
+            len(dtypes) > 1
+            or tuple(shape) != tuple(like.shape[-1:])
+            or (gamma is None and beta is not None)
+            or like.dtype not in DTYPES
+        ):
+            return None
+        out = like.dtype if gamma is None or getattr(self, "follows_input", False) else gamma.dtype
+        eps = DEFAULT_EPS if self.eps is None else self.eps
+        key = self._key((like, gamma, beta), out, eps, False)
+        return self._plans.get(key) or self._make_plans(key)
 
     def serves(self, channels: int, dtype: torch.dtype) -> bool:
         """Whether it runs as a node on heads of so many channels, and is not to be called."""

@@ -59,7 +59,7 @@ class Planned:
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)
-        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute)
+        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.PARTS)
         return keep(self._plans, key, call_plans(spec))
 
     def _codes(self, dtypes: tuple) -> list[int]:

@@ -186,7 +186,7 @@ def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -
 
     `places` say where its forms stand among what a plan has made, as of ``CallPlans.returned``.
     """
-    parts = call.plans.spec.parts
+    parts = call.plans.parts
     part = parts[0] if gradient else parts[-1]
     row = _format_of_returned(part, gradient)
     code, features = part.input if gradient else part.output, part.in_features
@@ -217,7 +217,7 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
     """
     from transformer_engine.pytorch.tensor.recipes import cast_of
 
-    part = call.plans.spec.parts[0 if gradient else -1]
+    part = call.plans.parts[0 if gradient else -1]
     cast = cast_of(part.quantization, "gradient" if gradient else "input")
     made = _format_of_returned(part, gradient).make(cast, device, measures_first(call.recipe))
     slots = call.slots
@@ -228,7 +228,7 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
 
         return Float8CurrentScalingQuantizer(made.dtype, device, columnwise=False)
     scales, history, slot = slots.forward_scale, slots.forward_history, slots.forward_slot
-    slot += _SLOTS_OF_PART * len(call.plans.spec.parts) - 1
+    slot += _SLOTS_OF_PART * len(call.plans.parts) - 1
     made.scale, made.amax = scales[slot : slot + 1], history[0, slot : slot + 1]
     made._bound = slots
     return made
@@ -248,7 +248,7 @@ def gradient_of(call: Any, grads: tuple) -> tuple[Any, tuple, tuple]:
     if recipe is not None and recipe.backward_override is None and not call.traced:
         from transformer_engine.pytorch.tensor.recipes import forms_of, reads
 
-        if reads(grad, call.plans.spec.parts[-1].quantization, "gradient"):
+        if reads(grad, call.plans.parts[-1].quantization, "gradient"):
             forms, bits = forms_of(grad, "gradient", True)
             plans = call.plans.for_gradient(bits)
             if plans is not None:

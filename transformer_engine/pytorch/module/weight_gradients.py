@@ -48,7 +48,7 @@ class WeightGradients:
         with torch.no_grad():
             outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
-            for i, part in enumerate(plans.spec.parts):
+            for i, part in enumerate(plans.parts):
                 if not part.flags & graphs.WGRAD:
                     continue
                 if i not in dict(plans.main_grads):

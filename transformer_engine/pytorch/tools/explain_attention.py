@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import TE_DPA_FP8_RECIPE, TE_UNFUSED_DPA_EMULATE_FP8
-from transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention, fp8
-from transformer_engine.pytorch.attention.dot_product_attention.arguments import (
-    Described,
-    check_splits,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
     refusals,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.heads import heads_of
-from transformer_engine.pytorch.attention.dot_product_attention.limits import Situation
-from transformer_engine.pytorch.attention.options import AttentionOptions
+from transformer_engine.pytorch.attention.core import DotProductAttention
+from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Described,
+    check_splits,
+    heads_of,
+)
 from transformer_engine.pytorch.execution.thread_state import current_state
 
 _NAME = "explain_attention"
@@ -108,19 +109,19 @@ def explain_attention(
     _bound(given, arguments.get("qkv_format") or core.qkv_format, tensors)
     options = AttentionOptions(**given)
     modified = arguments.get("score_mod") is not None
-    situation = core.situation_of(*tensors, options, arguments.get("qkv_format"), modified)
-    found = refusals(situation)
+    call_kind = core.call_kind_of(*tensors, options, arguments.get("qkv_format"), modified)
+    found = refusals(call_kind)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
     emulated = runs[:1] == ["unfused"]
     sequence_at = 1 if (arguments.get("qkv_format") or core.qkv_format) == "bshd" else 0
     about = {"queries": tensors[0].shape[sequence_at], "wide": bool(arguments.get("bf16_backward"))}
-    in_fp8 = _about_fp8(core, situation, about, emulated)
+    in_fp8 = _about_fp8(core, call_kind, about, emulated)
     return AttentionExplanation(runs[0] if runs else None, refused, tuple(runs[1:]), in_fp8)
 
 
 def _about_fp8(
-    core: DotProductAttention, situation: Situation, about: dict[str, Any], emulated: bool
+    core: DotProductAttention, call_kind: CallKind, about: dict[str, Any], emulated: bool
 ) -> str:
     """What there is to say of FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
     state = current_state()
@@ -134,13 +135,13 @@ def _about_fp8(
     found = f"by {type(recipe).__name__}" + (f" ({source})" if recipe is not state.recipe else "")
     if emulated:
         return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
-    limited = situation.kind.padding or max(situation.window) >= 0
+    limited = call_kind.mask_type.padding or max(call_kind.window) >= 0
     dropout = core.attention_dropout if core.training else 0.0
     facts = fp8.facts_of(
-        recipe, device=situation.device, channels=situation.channels, limited=limited,
-        packed=situation.packed, dropout=dropout, **about,
+        recipe, device=call_kind.device, channels=call_kind.channels, limited=limited,
+        packed=call_kind.packed, dropout=dropout, **about,
     )  # fmt: skip
-    reason = fp8.wide_because(facts)
+    reason = fp8.why_in_high_precision(facts)
     return f"{found}; backward in " + (f"high precision: {reason}" if reason else "FP8")
 
 

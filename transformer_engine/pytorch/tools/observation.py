@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`observe`: look at what the FP8 casts and GEMMs of a step really do, without changing it.
 
-Inside the block a function is told of each stage of a module's plans (`staged.Observer`): the
+Inside the block a function is told of each stage of a module's plans (`stages.Observer`): the
 same stages over the same buffers, so the numbers are the same bit for bit. Between the stages the
 values that are about to be cast, and the scale that they were cast with, are there to be counted.
 """

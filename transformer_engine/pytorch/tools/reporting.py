@@ -148,7 +148,7 @@ def _linear_layers(
         elif ran is None:
             gemms, tensors = _no_gemms("not called yet"), ()
         else:
-            spec = ran.plans.spec.parts[part]
+            spec = ran.plans.parts[part]
             gemms = tuple(_gemms(part, ran, spec, weights, record))
             tensors = ()
             if record is not None:

@@ -11,6 +11,16 @@ from transformer_engine.common import absent, config
 from transformer_engine.common.contexts import Context
 
 
+def canonicalize_device(device: torch.device | str | None) -> torch.device:
+    """A device with an index where it is a CUDA device; the current one for None."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def get_device_compute_capability() -> tuple[int, int]:
     """(major, minor) of the current CUDA device; (0, 0) where there is none."""
     if not torch.cuda.is_available():

@@ -45,7 +45,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether `torch.autocast` is on for a kind of device; public ways ask about one kind, slower."""
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-below_autograd: Callable[[], bool] = functools.partial(
+inside_operator: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD
 )
 """Whether the thread is inside of a torch operator, whose own operators autograd does not see."""
@@ -373,14 +373,15 @@ def only_forwards(*modules: torch.nn.Module) -> bool:
     A layer may do the work of such submodules without calling them. Hooks, a forward of a subclass,
     of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so
     does a graph that is being traced, which names its nodes by modules. A class of the library
-    keeps its forward as ``_FORWARD``; other classes, subclasses of those too, may do anything.
+    keeps its forward as ``_FORWARD``; other classes, subclasses of those too, may do anything, but
+    those that are composed by `PlannedModule` (``IS_PLANNED``), whose forward is its.
     """
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
     for module in modules:
         kind, own = type(module), module.__dict__
         if (
-            not kind.__module__.startswith(_LIBRARY)
+            not (kind.__module__.startswith(_LIBRARY) or getattr(kind, "IS_PLANNED", False))
             or kind.forward is not getattr(kind, "_FORWARD", None)
             or kind.__call__ is not _CALL
             or "forward" in own

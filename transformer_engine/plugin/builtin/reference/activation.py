@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations and their gradients, by autograd; see `builtin.activation`."""
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from transformer_engine.plugin.builtin.values import checked, quantized
+from transformer_engine.plugin.builtin import activation as native
+from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.pytorch.cpp_extensions.values import checked, exact, quantized
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -44,69 +48,47 @@ def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
     return first * torch.sigmoid(alpha * first) * (second + 1)
 
 
-def _through(op: str, function: Callable, grad: Any, fwd_input: Any) -> tuple[Tensor, torch.dtype]:
-    """Gradient of an activation's input in fp32, and what it is rounded to."""
-    source = checked(op, "fwd_input", fwd_input)
-    x = source.double().requires_grad_()  # powers of large values are finite
+def _gradient(op: str, function: Callable, call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """(gradient of an activation's input, its column sums), not rounded."""
+    x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
+    x = x.detach().requires_grad_()
     with torch.enable_grad():
         out = function(x)
-    (made,) = torch.autograd.grad(out, x, checked(op, "grad", grad).double())
-    return made.float(), source.dtype
+    (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
+    return made, made.reshape(-1, made.shape[-1]).sum(0)
 
 
-def _forward(name: str) -> Callable:
-    def run(input: Tensor, quantizer: Any) -> Any:
-        x = checked(name, "input", input)
-        return quantized(name, activate(name, x.float()).to(x.dtype), quantizer)
+def _define(name: str, function: Callable[[SimpleNamespace], Callable[[Tensor], Tensor]]) -> None:
+    """Define an activation and its gradients; `function(call)` is that of a call's numbers."""
+    gradient = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
+    with_sums = f"dbias_{gradient}"
 
-    return _named(run, name, f"`{name}` of [..., columns].")
+    @defines(getattr(native, name))
+    def forward(call: SimpleNamespace) -> Any:
+        made = function(call)(exact(name, "input", call.input))
+        return quantized(name, made.to(call.input.dtype), call.quantizer)
 
+    @defines(getattr(native, gradient))
+    def backward(call: SimpleNamespace) -> Any:
+        made, _ = _gradient(gradient, function(call), call)
+        return quantized(gradient, made.to(call.fwd_input.dtype), call.quantizer)
 
-def _gradient(name: str) -> Callable:
-    op = f"d{name}"
+    globals().update({name: forward, gradient: backward})
+    if not hasattr(native, with_sums):
+        return
 
-    def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
-        made, dtype = _through(op, lambda x: activate(name, x), grad, fwd_input)
-        return quantized(op, made.to(dtype), quantizer)
+    @defines(getattr(native, with_sums))
+    def backward_with_sums(call: SimpleNamespace) -> tuple[Tensor, Any]:
+        made, sums = _gradient(with_sums, function(call), call)
+        made = made.to(call.fwd_input.dtype)
+        return sums.to(call.grad.dtype), quantized(with_sums, made, call.quantizer)
 
-    return _named(run, op, f"Gradient of the input of `{name}`.")
-
-
-def _gradient_and_bias(name: str) -> Callable:
-    op = f"dbias_d{name}"
-
-    def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-        made, dtype = _through(op, lambda x: activate(name, x), grad, fwd_input)
-        sums = made.reshape(-1, made.shape[-1]).sum(0).to(grad.dtype)
-        return sums, quantized(op, made.to(dtype), quantizer)
-
-    return _named(run, op, f"(column sums of `d{name}`, `d{name}`).")
-
-
-def _named(run: Callable, name: str, doc: str) -> Callable:
-    run.__name__ = run.__qualname__ = name
-    run.__doc__ = doc
-    return run
+    globals()[with_sums] = backward_with_sums
 
 
 for _name in (*FORMULAS, *GATED):
-    globals()[_name] = _forward(_name)
-    globals()[f"d{_name}"] = _gradient(_name)
-    if _name in FORMULAS:
-        globals()[f"dbias_d{_name}"] = _gradient_and_bias(_name)
-
-
-def clamped_swiglu(input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702) -> Any:
-    """Compute a' sigmoid(alpha a') (b' + 1) of [a b], a' = min(a, limit), b' = clamp(b, ±limit)."""
-    x = checked("clamped_swiglu", "input", input)
-    made = activate_clamped(x.float(), limit, alpha).to(x.dtype)
-    return quantized("clamped_swiglu", made, quantizer)
-
-
-def clamped_dswiglu(
-    grad: Tensor, fwd_input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702
-) -> Any:
-    """Gradient of the input of `clamped_swiglu`."""
-    op = "clamped_dswiglu"
-    made, dtype = _through(op, lambda x: activate_clamped(x, limit, alpha), grad, fwd_input)
-    return quantized(op, made.to(dtype), quantizer)
+    _define(_name, lambda call, name=_name: functools.partial(activate, name))
+_define(
+    "clamped_swiglu",
+    lambda call: functools.partial(activate_clamped, limit=call.limit, alpha=call.alpha),
+)

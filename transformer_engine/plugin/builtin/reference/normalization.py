@@ -1,114 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of rows and their gradients; see `builtin.normalization`."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.values import checked, quantized, torch_dtype
+from transformer_engine.plugin.builtin import normalization as native
+from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, torch_dtype
 
 
-def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
-    return gamma.float() + 1 if zero_centered else gamma.float()
+def _forward(op: str, call: SimpleNamespace, bias: Tensor | None, mu: Any) -> tuple[Any, Tensor]:
+    """(y, rsigma) of rows less their means `mu`."""
+    centred = exact(op, "input", call.input) - mu
+    rsigma = (centred.square().mean(-1, keepdim=True) + call.eps).rsqrt()
+    y = centred * rsigma * (exact(op, "weight", call.weight) + call.zero_centered_gamma)
+    y = y if bias is None else y + exact(op, "bias", bias)
+    y = quantized(op, y.to(torch_dtype(op, "otype", call.otype)), call.quantizer, call.ln_out)
+    return y, rsigma.flatten()
 
 
-def layernorm_fwd(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    ln_out: Tensor | None,
-    quantizer: Any,
-    otype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, Tensor, Tensor]:
+@defines(native.layernorm_fwd)
+def layernorm_fwd(call: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
     """(y, mu, rsigma): y = (x - mu) rsigma weight + bias, rsigma = 1 / sqrt(var + eps)."""
     op = "layernorm_fwd"
-    x = checked(op, "input", input).float()
-    mu = x.mean(-1, keepdim=True)
-    centred = x - mu
-    rsigma = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = centred * rsigma * _factor(weight.detach(), zero_centered_gamma)
-    y = y if bias is None else y + bias.detach().float()
-    y = quantized(op, y.to(torch_dtype(op, "otype", otype)), quantizer, ln_out)
-    return y, mu.flatten(), rsigma.flatten()
+    mu = exact(op, "input", call.input).mean(-1, keepdim=True)
+    y, rsigma = _forward(op, call, call.bias, mu)
+    return y, mu.flatten(), rsigma
 
 
-def rmsnorm_fwd(
-    input: Tensor,
-    weight: Tensor,
-    eps: float,
-    ln_out: Tensor | None,
-    quantizer: Any,
-    otype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, Tensor | None, Tensor]:
+@defines(native.rmsnorm_fwd)
+def rmsnorm_fwd(call: SimpleNamespace) -> tuple[Any, None, Tensor]:
     """(y, None, rsigma): y = x rsigma weight, rsigma = 1 / sqrt(mean(x²) + eps)."""
-    op = "rmsnorm_fwd"
-    x = checked(op, "input", input).float()
-    rsigma = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = x * rsigma * _factor(weight.detach(), zero_centered_gamma)
-    y = quantized(op, y.to(torch_dtype(op, "otype", otype)), quantizer, ln_out)
-    return y, None, rsigma.flatten()
+    y, rsigma = _forward("rmsnorm_fwd", call, None, 0.0)
+    return y, None, rsigma
 
 
 def _backward(
-    dy: Tensor, x: Tensor, mu: Tensor | None, rsigma: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and the sums of rows that are the gradients of gamma and beta, in fp32."""
-    grad, rsigma = dy.detach().float(), rsigma.detach().view(*x.shape[:-1], 1)
-    centred = x.detach().float()
+    op: str, call: SimpleNamespace, dy: Tensor, mu: Tensor | None = None, add: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(dx with what is added to it, gradients of gamma, of beta)."""
+    rows = (*call.x.shape[:-1], 1)
+    grad, centred = exact(op, "dy", dy), exact(op, "x", call.x)
+    rsigma = exact(op, "rsigma", call.rsigma).view(rows)
     if mu is not None:
-        centred = centred - mu.detach().view(*x.shape[:-1], 1)
-    normed, through = centred * rsigma, grad * factor
+        centred = centred - exact(op, "mu", mu).view(rows)
+    normed = centred * rsigma
+    through = grad * (exact(op, "gamma", call.gamma) + call.zero_centered_gamma)
     dx = through - normed * (through * normed).mean(-1, keepdim=True)
     if mu is not None:
         dx = dx - through.mean(-1, keepdim=True)
-    sums = (each.reshape(-1, x.shape[-1]).sum(0) for each in (grad * normed, grad))
-    return dx * rsigma, *sums
+    dx = dx * rsigma if add is None else dx * rsigma + exact(op, "add", add)
+    sums = [each.reshape(-1, call.x.shape[-1]).sum(0) for each in (grad * normed, grad)]
+    return dx.to(call.x.dtype), *(each.to(call.gamma.dtype) for each in sums)
 
 
-def layernorm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    mu: Tensor,
-    rsigma: Tensor,
-    gamma: Tensor,
-    sm_margin: int = 0,
-    zero_centered_gamma: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+@defines(native.layernorm_bwd)
+def layernorm_bwd(call: SimpleNamespace) -> tuple[Tensor, ...]:
     """(dx, dgamma, dbeta) of `layernorm_fwd`."""
-    factor = _factor(gamma.detach(), zero_centered_gamma)
-    dx, dgamma, dbeta = _backward(dy, x, mu, rsigma, factor)
-    return dx.to(x.dtype), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
+    return _backward("layernorm_bwd", call, call.dy, call.mu)
 
 
-def rmsnorm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    rsigma: Tensor,
-    gamma: Tensor,
-    sm_margin: int = 0,
-    zero_centered_gamma: bool = False,
-    eps: float = 1e-05,
-) -> tuple[Tensor, Tensor]:
+@defines(native.rmsnorm_bwd)
+def rmsnorm_bwd(call: SimpleNamespace) -> tuple[Tensor, ...]:
     """(dx, dgamma) of `rmsnorm_fwd`."""
-    factor = _factor(gamma.detach(), zero_centered_gamma)
-    dx, dgamma, _ = _backward(dy, x, None, rsigma, factor)
-    return dx.to(x.dtype), dgamma.to(gamma.dtype)
+    return _backward("rmsnorm_bwd", call, call.dy)[:2]
 
 
-def rmsnorm_bwd_add(
-    dz: Tensor,
-    x: Tensor,
-    add: Tensor,
-    rsigma: Tensor,
-    gamma: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor]:
+@defines(native.rmsnorm_bwd_add)
+def rmsnorm_bwd_add(call: SimpleNamespace) -> tuple[Tensor, ...]:
     """`rmsnorm_bwd` with `add` added to dx as it is rounded."""
-    dx, dgamma = rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma)
-    return (dx.float() + add.detach().float()).to(x.dtype), dgamma
+    return _backward("rmsnorm_bwd_add", call, call.dz, add=call.add)[:2]

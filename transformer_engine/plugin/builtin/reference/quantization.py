@@ -4,48 +4,49 @@
 Casts themselves are defined by the quantizers, which an operator is given.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin.quantization import update_rule, with_newest
+from transformer_engine.plugin.builtin import quantization as native
+from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
-def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
+@defines(native.fp8_transpose)
+def fp8_transpose(call: SimpleNamespace) -> Tensor:
     """Transpose bytes [..., columns] to [columns, ...], into `out` or a new tensor."""
-    del dtype
-    turned = input.detach().view(torch.uint8).movedim(-1, 0)
-    if out is None:
+    turned = call.input.detach().view(torch.uint8).movedim(-1, 0)
+    if call.out is None:
         return turned.contiguous()
-    out.view(torch.uint8).copy_(turned)
-    return out
+    call.out.view(torch.uint8).copy_(turned)
+    return call.out
 
 
-def compute_amax(input: Tensor, amax: Tensor) -> None:
+@defines(native.compute_amax)
+def compute_amax(call: SimpleNamespace) -> None:
     """Write the largest magnitude of a tensor, NaN ignored, into `amax`."""
-    found = torch.nan_to_num(input.detach().float().abs(), nan=0.0, posinf=torch.inf)
-    amax.detach().copy_(found.max().view(amax.shape) if found.numel() else torch.zeros(amax.shape))
+    values = exact("compute_amax", "input", call.input).abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    call.amax.detach().copy_(values.max() if values.numel() else values.new_zeros(()))
 
 
-def fused_amax_and_scale_update_after_reduction(
-    amax_reduction_buffer: Tensor,
-    amax_histories: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    amax_compute_algo: str,
-    fp8_dtype: Any,
-    margin: float,
-) -> None:
-    """Update the state of delayed scaling, in place."""
+@defines(native.fused_amax_and_scale_update_after_reduction)
+def fused_amax_and_scale_update_after_reduction(call: SimpleNamespace) -> None:
+    """Update the state of delayed scaling, in place.
+
+    NaN counts for nothing; a slot whose amax is Inf keeps its scale, one without a new amax its
+    scale and its history.
+    """
     op = "fused_amax_and_scale_update_after_reduction"
-    largest, most_recent = update_rule(op, amax_compute_algo, fp8_dtype, margin)
-    for scale, history in with_newest(op, amax_reduction_buffer, amax_histories, scales):
+    rule = call.amax_compute_algo, call.fp8_dtype, call.margin
+    largest, most_recent = native.update_rule(op, *rule)
+    states = call.amax_reduction_buffer, call.amax_histories, call.scales
+    for scale, history in native.with_newest(op, *states):
         used = history[0] != 0
         numbers = history.nan_to_num(nan=0.0, posinf=torch.inf)
         amax = numbers[0] if most_recent else numbers.amax(0)
-        made = torch.full_like(amax, largest) / amax
-        made = made.clamp(max=torch.finfo(torch.float32).max)
+        made = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)
         scale.copy_(torch.where(used & amax.isfinite() & (amax > 0), made, scale))
         moved = history.roll(-1, 0)
         moved[0] = 0

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and its transposed map; see `builtin.rope`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.builtin import rope as native
+from transformer_engine.plugin.builtin.reference import defines
 from transformer_engine.plugin.core.ops import qkv_format_name
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
 def _positions(
@@ -39,14 +43,16 @@ def _of_rank(length: int, size: int, rank: int) -> Tensor:
 
 
 def _rotated(t: Tensor, freqs: Tensor, positions: Tensor, interleaved: bool, form: str) -> Tensor:
+    """Compute t cos + rot(t) sin over the first channels."""
     inside = (positions >= 0)[..., None, None]
+    freqs = exact("rope", "freqs", freqs)
     if freqs.shape[1] > 1:  # of each batch entry
         entry = torch.arange(freqs.shape[1], device=t.device)
-        angles = freqs[positions, entry if form == "sbhd" else entry[:, None]].float()
+        angles = freqs[positions, entry if form == "sbhd" else entry[:, None]]
     else:
-        angles = freqs[positions.clamp(min=0), 0].float()
+        angles = freqs[positions.clamp(min=0), 0]
     count = angles.shape[-1]
-    turned, rest = t[..., :count].float(), t[..., count:]
+    turned, rest = t[..., :count].to(angles.dtype), t[..., count:]
     if interleaved:
         partners = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
     else:
@@ -64,83 +70,45 @@ def _transposed(function: Callable[[Tensor], Any], like: Tensor, grads: Any) -> 
     return torch.autograd.grad(made, source, grads)[0]
 
 
-def fused_rope_forward(
-    input: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@defines(native.fused_rope_forward)
+def fused_rope_forward(call: SimpleNamespace) -> Tensor:
     """Compute t cos + rot(t) sin over the first channels."""
-    form = qkv_format_name("fused_rope_forward", qkv_format)
-    at = _positions(input, form, start_positions, cu_seqlens, (cp_size, cp_rank))
-    return _rotated(input.detach(), freqs.detach(), at, interleaved, form)
+    form, t = qkv_format_name("fused_rope_forward", call.qkv_format), call.input.detach()
+    at = _positions(t, form, call.start_positions, call.cu_seqlens, (call.cp_size, call.cp_rank))
+    return _rotated(t, call.freqs, at, call.interleaved, form)
 
 
-def fused_rope_backward(
-    output_grads: Tensor,
-    freqs: Tensor,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@defines(native.fused_rope_backward)
+def fused_rope_backward(call: SimpleNamespace) -> Tensor:
     """Gradient of the input of `fused_rope_forward` without start positions."""
-    form = qkv_format_name("fused_rope_backward", qkv_format)
-    at = _positions(output_grads, form, None, cu_seqlens, (cp_size, cp_rank))
-    run = lambda t: _rotated(t, freqs.detach(), at, interleaved, form)  # noqa: E731
-    return _transposed(run, output_grads, output_grads)
+    form, grads = qkv_format_name("fused_rope_backward", call.qkv_format), call.output_grads
+    at = _positions(grads, form, None, call.cu_seqlens, (call.cp_size, call.cp_rank))
+    return _transposed(lambda t: _rotated(t, call.freqs, at, call.interleaved, form), grads, grads)
 
 
 def _parts(
-    qkv: Tensor, freqs: tuple, sizes: Sequence[int], at: Tensor, interleaved: bool, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = qkv.split([int(size) for size in sizes], -1)
+    call: SimpleNamespace, op: str, qkv: Tensor, starts: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Queries and keys of a projection, rotated, and values."""
+    form, sizes = qkv_format_name(op, call.qkv_format), [int(n) for n in call.qkv_split_arg_list]
+    at = _positions(qkv, form, starts, None, (call.cp_size, call.cp_rank))
+    query, key, value = qkv.split(sizes, -1)
     query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
-    turned = (
-        _rotated(t, f, at, interleaved, form) for t, f in zip((query, key), freqs, strict=True)
-    )
+    pairs = (query, call.q_freqs), (key, call.k_freqs)
+    turned = (_rotated(t, freqs, at, call.interleaved, form) for t, freqs in pairs)
     return *turned, value.contiguous()
 
 
-def fused_qkv_rope_forward(
-    qkv_input: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: Any,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+@defines(native.fused_qkv_rope_forward)
+def fused_qkv_rope_forward(call: SimpleNamespace) -> tuple[Tensor, ...]:
     """Queries and keys, rotated, and values."""
-    form = qkv_format_name("fused_qkv_rope_forward", qkv_format)
-    at = _positions(qkv_input, form, start_positions, None, (cp_size, cp_rank))
-    freqs = q_freqs.detach(), k_freqs.detach()
-    return _parts(qkv_input.detach(), freqs, qkv_split_arg_list, at, interleaved, form)
+    return _parts(call, "fused_qkv_rope_forward", call.qkv_input.detach(), call.start_positions)
 
 
-def fused_qkv_rope_backward(
-    q_grad_out: Tensor,
-    k_grad_out: Tensor,
-    v_grad_out: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: Any,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@defines(native.fused_qkv_rope_backward)
+def fused_qkv_rope_backward(call: SimpleNamespace) -> Tensor:
     """Gradient of the input of `fused_qkv_rope_forward` without start positions."""
-    form = qkv_format_name("fused_qkv_rope_backward", qkv_format)
-    at = _positions(k_grad_out, form, None, None, (cp_size, cp_rank))
-    whole = k_grad_out.new_empty(*k_grad_out.shape[:-1], sum(qkv_split_arg_list))
-    freqs = q_freqs.detach(), k_freqs.detach()
-    run = lambda qkv: _parts(qkv, freqs, qkv_split_arg_list, at, interleaved, form)  # noqa: E731
-    return _transposed(run, whole, (q_grad_out, k_grad_out, v_grad_out))
+    op, key = "fused_qkv_rope_backward", call.k_grad_out
+    like = key.new_empty(*key.shape[:-1], sum(call.qkv_split_arg_list))
+    grads = call.q_grad_out, key, call.v_grad_out
+    return _transposed(lambda qkv: _parts(call, op, qkv, None), like, grads)

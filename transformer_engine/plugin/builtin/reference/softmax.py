@@ -1,67 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax of attention scores and its gradient; see `builtin.softmax`."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
-
-def _forward(input: Tensor, masked: Tensor | None, scale: float) -> Tensor:
-    scores = input.detach().float() * scale
-    if masked is None:
-        return scores.softmax(-1).to(input.dtype)
-    scores = scores.masked_fill(masked, -torch.inf)
-    return scores.softmax(-1).masked_fill(masked.expand_as(scores).all(-1, True), 0).to(input.dtype)
+from transformer_engine.plugin.builtin import softmax as native
+from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
-def _future(input: Tensor, diagonal: int) -> Tensor:
-    """Keys behind the query."""
-    ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
-    return ones.triu(diagonal + 1)
+def _softmax(input: Tensor, masked: Tensor, scale: float) -> Tensor:
+    """Of scale * input where `masked` is False; 0 in a row where it is True everywhere."""
+    scores = (exact("softmax", "input", input) * scale).masked_fill(masked, -torch.inf)
+    nothing = masked.expand_as(scores).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0).to(input.dtype)
 
 
-def scaled_softmax_forward(input: Tensor, scale: float) -> Tensor:
+def _future(input: Tensor) -> Tensor:
+    """Keys behind the query, where the last of both go together."""
+    queries, keys = input.shape[-2:]
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=input.device)
+    return ones.triu(keys - queries + 1)
+
+
+@defines(native.scaled_softmax_forward)
+def scaled_softmax_forward(call: SimpleNamespace) -> Tensor:
     """Softmax of scale * input over the last dim."""
-    return _forward(input, None, scale)
+    return _softmax(call.input, torch.zeros_like(call.input[..., :1], dtype=torch.bool), call.scale)
 
 
-def scaled_softmax_backward(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
-    """Compute scale * p * (dp - sum of dp * p over the last dim)."""
-    grad, p = output_grad.detach().float(), softmax_output.detach().float()
-    made = scale * p * (grad - (grad * p).sum(-1, keepdim=True))
-    return made.to(softmax_output.dtype)
-
-
-def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float) -> Tensor:
+@defines(native.scaled_masked_softmax_forward)
+def scaled_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
     """Softmax of scale * input where `mask` is 0."""
-    return _forward(input, mask != 0, scale)
+    return _softmax(call.input, call.mask != 0, call.scale)
 
 
-def scaled_masked_softmax_backward(
-    output_grad: Tensor, softmax_output: Tensor, scale: float
-) -> Tensor:
-    """`scaled_softmax_backward`."""
-    return scaled_softmax_backward(output_grad, softmax_output, scale)
-
-
-def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float) -> Tensor:
+@defines(native.scaled_upper_triang_masked_softmax_forward)
+def scaled_upper_triang_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
     """Softmax of scale * input over the keys up to the query."""
-    return _forward(input, _future(input, 0), scale)
+    return _softmax(call.input, _future(call.input), call.scale)
 
 
-def scaled_upper_triang_masked_softmax_backward(
-    output_grad: Tensor, softmax_output: Tensor, scale: float
-) -> Tensor:
-    """`scaled_softmax_backward`."""
-    return scaled_softmax_backward(output_grad, softmax_output, scale)
-
-
-def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float) -> Tensor:
+@defines(native.scaled_aligned_causal_masked_softmax_forward)
+def scaled_aligned_causal_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
     """Softmax of scale * input over the keys up to the query; the last of both go together."""
-    return _forward(input, _future(input, input.shape[-1] - input.shape[-2]), scale)
+    return _softmax(call.input, _future(call.input), call.scale)
 
 
-def scaled_aligned_causal_masked_softmax_backward(
-    output_grad: Tensor, softmax_output: Tensor, scale: float
-) -> Tensor:
-    """`scaled_softmax_backward`."""
-    return scaled_softmax_backward(output_grad, softmax_output, scale)
+def _backward(call: SimpleNamespace) -> Tensor:
+    """Compute scale * p * (dp - sum of dp * p over the last dim), whatever was masked."""
+    p = exact("softmax", "softmax_output", call.softmax_output)
+    grad = exact("softmax", "output_grad", call.output_grad)
+    made = call.scale * p * (grad - (grad * p).sum(-1, keepdim=True))
+    return made.to(call.softmax_output.dtype)
+
+
+for _name in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_"):
+    _name = f"scaled_{_name}softmax_backward"
+    globals()[_name] = defines(getattr(native, _name))(_backward)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as nodes of a graph: what limits it, norms and rotations of heads, the attention."""
+
+from typing import NamedTuple
+
+from transformer_engine import _core
+from transformer_engine.common.flags import flags_of
+from transformer_engine.common.graphs import (
+    RESULT,
+    ROWS,
+    ZERO_CENTERED,
+    Graph,
+    Norm,
+    input_flags,
+)
+from transformer_engine.common.operand_casts import Quantization
+
+SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)
+"""Rows of the sequence that keys and values are of, where it is another one."""
+_SEQUENCES = tuple(
+    tuple(_core.Extent(symbol=rows + dim, multiply=1) for dim in range(3))
+    for rows in (_core.SYMBOL_ROWS, _core.SYMBOL_SOURCE_ROWS)
+)
+"""Rows and the two leading dims as extents, of queries and of keys of their own."""
+_OFFSETS = 4
+"""Where those of queries are among an attention's limits, before those of keys."""
+_PAIR = 11
+"""Where the random pair of a dropout is among the inputs of an attention."""
+_PREFIXES = ("query_", "key_")
+
+
+class AttentionSpec(NamedTuple):
+    """Attention between projections; fields of its nodes."""
+
+    slices: tuple
+    """Of queries, keys and values in their projections: (heads, channels, offset, stride) each; of
+    queries also how many lie together."""
+    sequence_first: bool  # the leading dims are (sequence, batch), not (batch, sequence)
+    scale: float  # this one and the next three as of ``_core.attention``
+    dropout: float
+    window: tuple[int, int]
+    bottom_right: bool
+    angles: tuple[int, ...] = ()
+    """Channels that the rotary embedding of queries and of keys turns, each with angles of its own;
+    one number: both with the same angles; empty: there is none."""
+    interleaved: bool = False  # of the rotary embedding
+    norms_first: bool = False  # norms of queries and keys come before it
+    mask: tuple[int, ...] | None = None  # lengths of its dims: 1, or 0 for that of the scores
+    bias: tuple[int, ...] | None = None  # likewise
+    lengths: int = 0  # how many vectors of them there are: 0, or 2, of queries and of keys
+    bias_dtype: int = _core.DTYPE_F32  # ``_core.DTYPE_*``
+    bias_grad: bool = False  # the bias has a gradient
+    deterministic: bool = False  # gradients are bitwise repeatable
+    packed: tuple[int, int, int] | None = None
+    """Packed sequences: how many, and bounds of their queries and of their keys."""
+    sink: bool = False  # the softmax has a term without a key
+    sink_grad: bool = False  # which has a gradient
+    slopes: int = 0  # of ALiBi, how many dims they have: 0, none; 1, [heads]; 2, [batch, heads]
+    quantization: Quantization | None = None  # of queries, keys and values; None: high precision
+    fp8_gradient: bool = False  # the gradients are computed in FP8 too
+    no_amax: bool = False  # with a quantization: none is recorded in the forward
+    fp8_output: bool = False
+    """With a quantization: the output goes on in FP8, to the projection behind or to the caller."""
+    softcap: float = 0.0  # bounds the scaled scores; 0: nothing does
+
+
+# ---- tensors that a call is given ----------------------------------------------------------------
+
+
+def add_source(graph: Graph, name: str, dtype: int, features: int, wanted: bool) -> int:
+    """Add the sequence that keys and values are of; `wanted`: its gradient is."""
+    return graph.tensor(f"{name}source", dtype, (SOURCE, features), input_flags(wanted))
+
+
+def add_angles(graph: Graph, attention: AttentionSpec, name: str) -> tuple[int, ...]:
+    """Add the angles of rotary embeddings."""
+    return tuple(
+        graph.tensor(
+            f"{name}angles_{i}", _core.DTYPE_F32, (_core.ANY_LENGTH, channels), _core.VALUE_INPUT
+        )
+        for i, channels in enumerate(attention.angles)
+    )
+
+
+def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) -> tuple:
+    """Add mask, bias, lengths, offsets, sink and slopes, as far as they are there.
+
+    `crossed`: the keys are of the source.
+    """
+    given, dims, limits = _core.VALUE_INPUT, _score_dims(attention, crossed), []
+    wanted = given | (_core.VALUE_GRADIENT if attention.bias_grad else 0)
+    tensors = (
+        ("mask", attention.mask, _core.DTYPE_U8, given),
+        ("scores_bias", attention.bias, attention.bias_dtype, wanted),
+    )
+    for what, shape, dtype, flags in tensors:
+        if shape is None:
+            limits.append(-1)
+            continue
+        full = tuple(n or dim for n, dim in zip(shape, dims, strict=True))
+        limits.append(graph.tensor(name + what, dtype, full, flags))
+    batch = dims[0] if attention.packed is None else attention.packed[0]
+    for i, what in enumerate(("query_lengths", "key_lengths")):
+        is_there = i < attention.lengths
+        number = graph.tensor(name + what, _core.DTYPE_I32, (batch,), given) if is_there else -1
+        limits.append(number)
+    for what in ("query_offsets", "key_offsets"):
+        is_there = attention.packed is not None
+        number = graph.tensor(name + what, _core.DTYPE_I32, (batch + 1,), given) if is_there else -1
+        limits.append(number)
+    wanted = given | (_core.VALUE_GRADIENT if attention.sink_grad else 0)
+    of_heads = ("sink", int(attention.sink), wanted), ("slopes", attention.slopes, given)
+    for what, count, flags in of_heads:
+        shape = (batch, dims[1])[2 - count :]
+        number = graph.tensor(name + what, _core.DTYPE_F32, shape, flags) if count else -1
+        limits.append(number)
+    while limits and limits[-1] < 0:
+        limits.pop()
+    return tuple(limits)
+
+
+def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
+    """[batch, heads, queries, keys] as extents."""
+    (_, *dims), (_, *keys) = _SEQUENCES
+    first = not attention.sequence_first  # where the sequence stands
+    return dims[not first], attention.slices[0][0], dims[first], (keys if crossed else dims)[first]
+
+
+# ---- nodes ---------------------------------------------------------------------------------------
+
+
+def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
+    """Add the dense matrix of heads of `x`."""
+    rows, _ = graph.values[x].shape
+    heads, channels, *_ = slice_
+    return graph.value(name, graph.values[x].dtype, (rows, heads * channels))
+
+
+def _order(attention: AttentionSpec) -> int:
+    """Flags that say in which order of memory heads lie."""
+    return flags_of(
+        [
+            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
+            (_core.NODE_PACKED, attention.packed is not None),
+        ]
+    )
+
+
+def _turn(  # noqa: PLR0913 - as of `_normalize`
+    graph: Graph, attention: AttentionSpec, i: int, x: int, slice_: tuple, name: str, given: tuple
+) -> int:
+    """Add the rotary embedding of queries (`i` 0) or keys, or a copy where there are no angles.
+
+    `given` are the angles and the limits of the attention.
+    """
+    angles, limits = given
+    turned = _heads(graph, x, slice_, name.removesuffix("_"))
+    flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
+    starts = () if attention.packed is None else (limits[_OFFSETS + i],)
+    inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
+    graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
+    return turned
+
+
+def _normalize(
+    graph: Graph, x: int, slice_: tuple, name: str, norm: tuple[Norm, int, tuple[int, int]]
+) -> int:
+    """Add the norm of heads; `norm` is the norm, its flags, and the values of gamma and beta."""
+    kind, flags, affine = norm
+    normed = _heads(graph, x, slice_, f"{name}normed")
+    bits = _core.NODE_ZERO_CENTERED if flags & ZERO_CENTERED else 0
+    options = {"variant": kind.kind, "flags": bits, "numbers": (kind.eps,), "slices": (slice_,)}
+    graph.node(_core.NODE_HEAD_NORM, (x, *affine), normed, name=name, **options)
+    return normed
+
+
+def add_heads_norms(
+    graph: Graph, attention: AttentionSpec, norms: tuple[tuple[Norm, int], ...], name: str
+) -> tuple:
+    """Add the parameters of the norms of queries and keys; see `attend`."""
+    return tuple(
+        (norm, flags, graph.norm_parameters(norm, channels, flags, name + prefix))
+        for (norm, flags), prefix, (_, channels, *_) in zip(
+            norms, _PREFIXES, attention.slices, strict=False
+        )
+    )
+
+
+def attend(
+    graph: Graph,
+    attention: AttentionSpec,
+    projected: list[int],
+    given: tuple[tuple, tuple, tuple],
+    name: str,
+    owner: int,
+) -> int:
+    """Add norms of heads, the rotary embedding and the attention; return its output.
+
+    `projected` are one projection of all three, or that of the queries and that of keys and values;
+    `given` is what `add_angles`, `add_limits` and `add_heads_norms` gave; `owner` is the number of
+    the attention among the modules with slots.
+    """
+    angles, limits, norms = given
+    values = [projected[0], projected[-1], projected[-1]]
+    slices = list(attention.slices)
+
+    def turn(i: int) -> int:
+        prefix = name + _PREFIXES[i]
+        return _turn(graph, attention, i, values[i], slices[i], prefix, (angles, limits))
+
+    def normalize(i: int) -> int:
+        return _normalize(graph, values[i], slices[i], name + _PREFIXES[i], norms[i])
+
+    steps = [turn] * bool(angles) + [normalize] * bool(norms)
+    if attention.norms_first:
+        steps.reverse()
+    taken = [(step, i) for step in steps for i in range(2)]  # turned together where nothing differs
+    if not steps:  # several heads together, which attention can not read
+        taken = [(turn, i) for i in range(2) if len(slices[i]) > 4]
+    for step, i in taken:
+        values[i] = step(i)
+        heads, channels, *_ = slices[i]
+        slices[i] = heads, channels, 0, channels
+    heads, channels = slices[0][0], slices[2][1]
+    handed_over = _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
+    flags = _core.VALUE_LEADING | handed_over
+    dtype = graph.values[projected[0]].dtype
+    context = graph.value(f"{name}context", dtype, (ROWS, heads * channels), flags)
+    attention = attention._replace(slices=tuple(slices))
+    _add_attention(graph, attention, (*values, *limits), context, f"{name}core_", owner)
+    return context
+
+
+def add_dropout(
+    graph: Graph,
+    inputs: tuple[int, int, int],
+    output: str,
+    name: str,
+    rates: tuple[float, float] = (0.0, 0.0),
+) -> int:
+    """Add ``dropout(x + bias) + residual``; return it.
+
+    `inputs` are values, -1 for no bias; `rates` those of dropout and of dropping whole paths. The
+    sum of terms of one dtype has that, any other fp32.
+    """
+    x, _, residual = inputs
+    dtypes = {graph.values[x].dtype, graph.values[residual].dtype}
+    dtype = min(dtypes) if len(dtypes) == 1 else _core.DTYPE_F32
+    made = graph.value(output, dtype, (ROWS, graph.values[x].shape[1]))
+    if any(rates):
+        inputs = (*inputs, graph.pair(f"{name}rng"))
+    graph.node(_core.NODE_DROPOUT_ADD, inputs, made, name=name, numbers=rates)
+    return made
+
+
+def _add_attention(  # noqa: PLR0913 - as of `_normalize`
+    graph: Graph,
+    attention: AttentionSpec,
+    inputs: tuple,
+    context: int,
+    name: str,
+    owner: int = 0,
+) -> None:
+    """Add the node of an attention; with a quantization it takes the slots of its owner."""
+    flags = flags_of(
+        [
+            (_core.NODE_BOTTOM_RIGHT, attention.bottom_right),
+            (_core.NODE_DETERMINISTIC, attention.deterministic),
+            (_core.NODE_FP8_GRADIENT, attention.fp8_gradient),
+            (_core.LINEAR_NO_AMAX, attention.no_amax),
+        ]
+    )
+    cast = {}
+    if attention.quantization is not None:
+        casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
+        cast = {"quantization": casts, "owner": owner}
+    if attention.dropout:
+        absent = (-1,) * (_PAIR - len(inputs))
+        inputs = (*inputs, *absent, graph.pair(f"{name}rng"))
+    graph.node(
+        _core.NODE_ATTENTION,
+        inputs,
+        context,
+        name=name,
+        flags=_order(attention) | flags,
+        numbers=(
+            attention.scale,
+            attention.dropout,
+            *map(float, (*attention.window, *(attention.packed or (0, 0, 0))[1:])),
+            attention.softcap,
+        ),
+        slices=attention.slices,
+        **cast,
+    )
+
+
+def core_graph(attention: AttentionSpec, dtype: int, gradient: bool, joined: int = 0) -> Graph:
+    """Graph of attention by itself.
+
+    `dtype` is that of queries, keys and values, ``_core.DTYPE_*``; `gradient`: they have gradients;
+    `joined`: how many of them one tensor holds: 0; 2, keys and values; 3, all.
+
+    Its tensors are queries, keys and values, [dim 0, dim 1, heads, channels] or packed [rows,
+    heads, channels], whatever their strides, or what holds several of them, [.., columns]; then
+    what limits the attention, as of `add_limits`. What is cast to FP8 is [.., columns] too.
+    """
+    graph, flags, values = Graph(), input_flags(gradient), []
+    names = ("query", "key", "value")
+    for i, (heads, channels, *_) in enumerate(attention.slices[: 3 - joined]):
+        rows, first, second = _SEQUENCES[i > 0]
+        lead = (first, second) if attention.packed is None else (rows,)
+        shape = (*lead, heads, channels)
+        if attention.quantization is not None:
+            shape = (rows, heads * channels)
+        values.append(graph.tensor(names[i], dtype, shape, flags))
+    if joined:
+        columns = sum(heads * channels for heads, channels, *_ in attention.slices[3 - joined :])
+        shape = (_SEQUENCES[joined == 2][0], columns)
+        values += [graph.tensor("_".join(names[3 - joined :]), dtype, shape, flags)] * joined
+    limits = add_limits(graph, attention, "", joined != 3)
+    columns = attention.slices[0][0] * attention.slices[2][1]
+    returned = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
+    context = graph.value("output", dtype, (ROWS, columns), RESULT | returned)
+    _add_attention(graph, attention, (*values, *limits), context, "")
+    return graph

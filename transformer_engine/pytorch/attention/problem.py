@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of attention is given: tensors, their formats, options, packed sequences; checks.
+
+A mixed format, "thd_2bshd", names that of the queries and, behind "_2", that of keys and values. A
+call in one becomes a call in the format of the queries: keys and values are turned, or what pads
+their sequences is a gap between packed ones. `layout_parts` knows the names of layouts in memory.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
+from transformer_engine.pytorch.module.parameters import one_of
+
+# ---- arguments as one object ---------------------------------------------------------------------
+
+
+class AttentionOptions(NamedTuple):
+    """Arguments of `MultiheadAttention.forward` after the hidden states, in their order.
+
+    `TransformerLayer`, `MultiheadAttention` and `DotProductAttention` make one in their forwards
+    and hand it on through their methods ``attend``; what each field means stands with these
+    forwards. Where a submodule has to be called as a module (see `composite.only_forwards`), the
+    fields are its positional arguments: ``module(hidden_states, *options)``.
+    """
+
+    attention_mask: Any = None
+    encoder_output: Tensor | None = None
+    attn_mask_type: str | None = None
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    is_first_microbatch: bool | None = None
+    checkpoint_core_attention: bool = False
+    inference_params: Any = None
+    rotary_pos_emb: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    fast_zero_fill: bool = True
+    pad_between_seqs: bool | None = None
+    thd_attention_policies: Any = None
+    thd_attention_policy_dispatch: str = "auto"
+    softcap: float | None = None
+
+    def without_tensors(self) -> bool:
+        """Whether a call has nothing but its input, and settings that compare by value."""
+        return (
+            self.attention_mask is None
+            and self.encoder_output is None
+            and self.rotary_pos_emb is None
+            and self.core_attention_bias is None
+            and self.alibi_slopes is None
+            and self.cu_seqlens_q is None
+            and self.cu_seqlens_kv is None
+            and self.inference_params is None
+            and self.thd_attention_policies is None
+            and type(self.window_size) is not list
+        )
+
+    def tells_lengths(self) -> bool:
+        """Whether a call says where its sequences end; else all of them are of full length."""
+        told = self.attention_mask, self.cu_seqlens_q, self.cu_seqlens_kv
+        return any(each is not None for each in told)
+
+    def has_gaps(self) -> bool:
+        """Whether packed sequences may have tokens of none between them."""
+        padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
+        return any(each is not None for each in (*padded, self.inference_params))
+
+    def for_core(self) -> tuple:
+        """Positional arguments of `DotProductAttention.forward` after query, key and value."""
+        return (
+            self.attention_mask, None, self.cu_seqlens_q, self.cu_seqlens_kv,
+            self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded, self.max_seqlen_q,
+            self.max_seqlen_kv, self.attn_mask_type, self.window_size, self.bottom_right_diagonal,
+            self.softcap, self.checkpoint_core_attention, self.core_attention_bias_type,
+            self.core_attention_bias, self.alibi_slopes, self.fast_zero_fill,
+            self.inference_params, self.pad_between_seqs,
+        )  # fmt: skip
+
+    def named_for_core(self) -> dict[str, Any]:
+        """Further arguments of it, by name: those that are not as by default."""
+        if self.thd_attention_policies is None:
+            return {}
+        return {
+            "thd_attention_policies": self.thd_attention_policies,
+            "thd_attention_policy_dispatch": self.thd_attention_policy_dispatch,
+        }
+
+
+class CoreOptions(NamedTuple):
+    """Arguments of `DotProductAttention.forward` that layers do not have."""
+
+    wide_backward: bool = False  # that of attention in FP8 runs in high precision
+    fp8_output: bool = False  # attention in FP8 returns its output so
+    score_mod: Any = None  # changes the scores, a `scores.ScoreMod`
+
+
+# ---- queries, keys and values: apart, or several in one tensor -----------------------------------
+
+
+_NAME = "DotProductAttention"
+
+
+class Heads(NamedTuple):
+    """The tensors that a call is given, and gradients are wanted of.
+
+    They are query, key and value; the query, and keys and values in one; or all three in one.
+    """
+
+    tensors: tuple[Tensor, ...]
+    dim: int = 0  # -3 or -2: counts what is in one tensor; 0: they are apart
+
+    @property
+    def joined(self) -> int:
+        """How many of query, key and value one tensor holds: 0, 2 or 3."""
+        return 0 if self.dim == 0 else 4 - len(self.tensors)
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, as views."""
+        if self.dim == 0:
+            return self.tensors
+        *query, packed = self.tensors
+        return (*query, *packed.unbind(self.dim))
+
+
+def joined_shape(shape: tuple[int, ...], count: int, dim: int) -> list[int]:
+    """The shape of a tensor that holds `count` of a shape, counted by its dim -3 or -2."""
+    at = len(shape) + 1 + dim
+    return [*shape[:at], count, *shape[at:]]
+
+
+def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
+    """What was given of query, key and value (`separate`), and of the packed tensors.
+
+    Only the query goes beside `kv`, keys and values in one. `qkv` has all three; `dim`, -3 or -2,
+    counts them. ValueError for tensors that exclude each other, or a shape or stride that can not
+    be.
+    """
+    if qkv is None and kv is None:
+        return Heads(separate)
+    query, key, value = separate
+    packed, count, label = (qkv, 3, "qkv_layer") if qkv is not None else (kv, 2, "kv_layer")
+    if key is not None or value is not None or (qkv is not None) == (query is not None):
+        raise ValueError(
+            f"{_NAME}: {label} stands for separate tensors: give "
+            + ("nothing else" if count == 3 else "query_layer beside it, and nothing else")
+        )
+    if qkv is not None and kv is not None:
+        raise ValueError(f"{_NAME}: qkv_layer and kv_layer exclude each other")
+    if dim not in (-3, -2):
+        raise ValueError(f"{_NAME}: qkv_interleave_dim={dim}, expected -3 or -2")
+    if packed.dim() < 4 or packed.shape[dim] != count:
+        raise ValueError(
+            f"{_NAME}: {label}: shape {tuple(packed.shape)}, expected {count} in dim {dim}"
+        )
+    if packed.stride(-1) != 1:
+        raise ValueError(f"{_NAME}: {label}: last stride {packed.stride(-1)}, expected 1")
+    return Heads((packed,) if count == 3 else (query, packed), dim)
+
+
+def slices_of(heads: Heads) -> tuple:
+    """Heads, channels, offset and stride of queries, keys and values (see `layer_graphs`)."""
+    slices, at = [], 0
+    for i, tensor in enumerate(heads.split()):
+        count, channels = tensor.shape[-2:]
+        if heads.dim == 0 or i < len(heads.tensors) - 1:
+            slices.append((count, channels, 0, channels))
+            continue
+        if heads.dim == -3:
+            slices.append((count, channels, at * count * channels, channels))
+        else:
+            slices.append((count, channels, at * channels, heads.joined * channels))
+        at += 1
+    return tuple(slices)
+
+
+# ---- formats -------------------------------------------------------------------------------------
+
+
+FORMATS = ("sbhd", "bshd", "thd")
+MIXED = ("sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd")
+
+
+def check_format(qkv_format: str, mixed: bool = False) -> None:
+    """Raise for what is no format, or none of a module's where `mixed` is not set (ValueError)."""
+    if qkv_format in FORMATS or (mixed and qkv_format in MIXED):
+        return
+    expected = "'sbhd', 'bshd' or 'thd'" + (f", or one of {', '.join(MIXED)}" if mixed else "")
+    raise ValueError(f"{_NAME}: qkv_format={qkv_format!r}, expected {expected}")
+
+
+def keys_as(of_queries: str, of_keys: str, tensor: Any) -> Any:
+    """Keys or values of a format, sbhd or bshd, in that of queries.
+
+    A view, but that what becomes packed and is not [b, s, ..] in memory is copied.
+    """
+    if of_queries == of_keys:
+        return tensor
+    turned = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
+    return turned.flatten(0, 1) if of_queries == "thd" else turned
+
+
+def in_one_format(
+    heads: Heads, options: AttentionOptions, qkv_format: str
+) -> tuple[Heads, AttentionOptions, str]:
+    """Heads, options and format of a call, with a mixed format as that of its queries.
+
+    ValueError for a mixed format beside what it does not go with.
+    """
+    if qkv_format not in MIXED:
+        return heads, options, qkv_format
+    of_queries, of_keys = qkv_format.split("_2")
+    if options.inference_params is not None:
+        raise ValueError(
+            f"{_NAME}: qkv_format={qkv_format!r} with inference_params: new keys have the format "
+            f"of the queries, {of_queries!r}"
+        )
+    if heads.joined == 3:
+        raise ValueError(
+            f"{_NAME}: qkv_format={qkv_format!r} with qkv_layer, which has one format: give "
+            "query_layer and kv_layer"
+        )
+    query, key, value = heads.split()
+    dims = [getattr(tensor, "shape", ()) for tensor in (query, key, value)]
+    if [len(shape) for shape in dims] != [3 if of_queries == "thd" else 4, 4, 4]:
+        raise ValueError(
+            f"{_NAME}: query {tuple(dims[0])}, key {tuple(dims[1])}, value {tuple(dims[2])}: "
+            f"expected {qkv_format}"
+        )
+    if of_queries == "thd":
+        batch, length = dims[1][:2] if of_keys == "bshd" else (dims[1][1], dims[1][0])
+        options = _with_gaps(options, key, batch, length)
+    made = (query, *(keys_as(of_queries, of_keys, tensor) for tensor in (key, value)))
+    return Heads(made), options, of_queries
+
+
+def _with_gaps(options: AttentionOptions, key: Any, batch: int, length: int) -> AttentionOptions:
+    """The options of packed queries, to sequences of keys that begin at multiples of a length."""
+    sums = options.cu_seqlens_q
+    if sums is not None and sums.shape[0] - 1 != batch:
+        raise ValueError(
+            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}"
+        )
+    starts = None
+    if isinstance(key, Tensor):
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * length
+    ends = options.cu_seqlens_kv
+    if ends is None:
+        ends = sums if starts is None else starts  # all of them
+    longest = length if options.max_seqlen_kv is None else options.max_seqlen_kv
+    return options._replace(cu_seqlens_kv=ends, cu_seqlens_kv_padded=starts, max_seqlen_kv=longest)
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def _layouts() -> dict[str, tuple[str, str]]:
+    """Formats of the queries and of the keys, by the name of a layout."""
+    made = {}
+    for form in FORMATS:
+        lead = form[:-2]
+        for name in (
+            f"{lead}3hd", f"{lead}h3d", f"{form}_{lead}2hd", f"{form}_{lead}h2d",
+            f"{form}_{form}_{form}",
+        ):  # fmt: skip
+            made[name] = form, form
+    for mixed in MIXED:
+        of_queries, of_keys = mixed.split("_2")
+        made[f"{of_queries}_{of_keys}_{of_keys}"] = of_queries, of_keys
+    for of_queries, of_keys in itertools.product(FORMATS, FORMATS[:2]):
+        made[f"paged_kv_{of_queries}_{of_keys}_{of_keys}"] = of_queries, of_keys
+    return made
+
+
+LAYOUTS = _layouts()
+"""The fifteen of one format (three in one tensor or two, counted before or behind the heads, or
+apart), those of mixed formats, and those of a cache in pages."""
+
+
+def layout_parts(name: str) -> tuple[str, str]:
+    """Formats of the queries and of keys and values in a layout; ValueError for no layout."""
+    if name not in LAYOUTS:
+        raise ValueError(f"qkv_layout={name!r}, expected one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+# ---- packed sequences ----------------------------------------------------------------------------
+
+
+class Sequences(NamedTuple):
+    """The queries, or the keys, of packed sequences."""
+
+    offsets: Tensor  # [batch + 1] int32: the token with which each begins
+    lengths: Tensor | None  # [batch] int32; None: each ends where the next one begins
+    longest: int  # a bound of the lengths
+
+    def ends(self) -> Tensor:
+        """Their lengths."""
+        return self.offsets[1:] - self.offsets[:-1] if self.lengths is None else self.lengths
+
+    def rows(self, tokens: int) -> Tensor:
+        """Which token each row of a padded batch is [batch, longest]; `tokens`: none."""
+        row = torch.arange(self.longest, device=self.offsets.device)
+        is_token = row < self.ends()[:, None]
+        return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
+
+    def lengths_fit(self, tokens: int) -> Tensor:
+        """Whether each lies within its bound and its place among so many tokens, [batch] bool."""
+        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
+        is_long = (lengths < 0) | (lengths > self.longest)
+        return ~(is_long | (first < 0) | (first + lengths > after) | (after > tokens))
+
+
+def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
+    """(sequences, bound of their queries, bound of their keys) of so many tokens of each.
+
+    Bounds that are not given are read from the device, and rounded up to a multiple of 64.
+    ValueError for offsets that are missing or have another dtype or shape.
+    """
+    of_queries, of_keys = _cumulative(options, queries, keys)
+    bounds = options.max_seqlen_q, options.max_seqlen_kv
+    if of_keys is of_queries and bounds[1] is None:
+        bounds = bounds[0], bounds[0]
+    most = [
+        _longest(cumulative) if bound is None else int(bound)
+        for cumulative, bound in zip((of_queries, of_keys), bounds, strict=True)
+    ]
+    return of_queries.shape[0] - 1, *most
+
+
+def starts_of(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens with which the sequences of queries and of keys begin, as they are given."""
+    given = options.cu_seqlens_q, options.cu_seqlens_kv
+    padded = options.cu_seqlens_q_padded, options.cu_seqlens_kv_padded
+    queries, keys = (b if a is None else a for a, b in zip(padded, given, strict=True))
+    return queries, queries if given[1] is None and padded[1] is None else keys
+
+
+def sequences_of(
+    options: AttentionOptions, sizes: tuple[int, ...], tokens: tuple[int, int]
+) -> tuple[Sequences, Sequences]:
+    """Queries and keys of a call, of `sizes` (batch, heads, bound of queries, bound of keys)."""
+    cumulative = _cumulative(options, *tokens)
+    padded = [options.cu_seqlens_q_padded, options.cu_seqlens_kv_padded]
+    if cumulative[1] is cumulative[0] and padded[1] is None:
+        padded[1] = padded[0]
+    queries = _sequences(cumulative[0], padded[0], sizes[2], "q")
+    # Lengths that are one object say that queries and keys have one bound, too: see `Limits`.
+    if cumulative[1] is cumulative[0] and padded[1] is padded[0] and sizes[2] == sizes[3]:
+        return queries, queries
+    return queries, _sequences(cumulative[1], padded[1], sizes[3], "kv")
+
+
+def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """The sums of lengths of queries and keys; one object where one stands for both."""
+    of_queries, of_keys = options.cu_seqlens_q, options.cu_seqlens_kv
+    if of_queries is None:
+        raise ValueError(
+            f"{_NAME}: cu_seqlens_q: None, with qkv_format='thd', which needs cu_seqlens_q: the "
+            "sums of the lengths, torch.int32 [batch + 1]"
+        )
+    if of_keys is None:
+        if queries != keys:
+            raise ValueError(f"{_NAME}: cu_seqlens_kv: None, with {queries} queries, {keys} keys")
+        of_keys = of_queries
+    _check(of_queries, None, "cu_seqlens_q")
+    if of_keys is not of_queries:
+        _check(of_keys, of_queries.shape[0], "cu_seqlens_kv")
+    return of_queries, of_keys
+
+
+def _check(cumulative: Any, length: int | None, label: str) -> None:
+    """Raise for what is no tensor (TypeError), or no int32 vector of a length (ValueError)."""
+    masks.check_tensor(cumulative, label)
+    if (
+        cumulative.dtype is not torch.int32
+        or cumulative.dim() != 1
+        or cumulative.shape[0] != (length or max(cumulative.shape[0], 1))
+    ):
+        expected = "[batch + 1]" if length is None else f"[batch + 1] = [{length}]"
+        raise ValueError(
+            f"{_NAME}: {label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
+            f"torch.int32 {expected}"
+        )
+
+
+def _longest(cumulative: Tensor) -> int:
+    if cumulative.shape[0] < 2:
+        return 0
+    return -(-int((cumulative[1:] - cumulative[:-1]).max()) // 64) * 64
+
+
+def _sequences(cumulative: Tensor, padded: Tensor | None, longest: int, side: str) -> Sequences:
+    if padded is None or padded is cumulative:
+        return Sequences(cumulative, None, longest)
+    _check(padded, cumulative.shape[0], f"cu_seqlens_{side}_padded")
+    return Sequences(padded, cumulative[1:] - cumulative[:-1], longest)
+
+
+# ---- as a padded batch ---------------------------------------------------------------------------
+
+
+def to_padded(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[tokens, ...] as [batch, longest, ...], with 0 where there is no token; see `rows`."""
+    return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
+
+
+def to_packed(tensor: Tensor, rows: Tensor, tokens: int) -> Tensor:
+    """The inverse, with 0 for tokens of no sequence."""
+    packed = tensor.new_zeros(tokens + 1, *tensor.shape[2:])
+    return packed.index_copy(0, rows.flatten(), tensor.flatten(0, 1))[:tokens]
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+_SMALLEST_CAP = torch.finfo(torch.float32).tiny
+_LARGEST_CAP = torch.finfo(torch.float32).max
+
+
+class Described:
+    """Stands for a tensor of a call that is asked about and not run."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
+        self.requires_grad = requires_grad
+
+    def dim(self) -> int:
+        """Count the dims."""
+        return len(self.shape)
+
+    def _reshaped(self, shape: Sequence[int]) -> "Described":
+        return Described(shape, self.dtype, self.device, self.requires_grad)
+
+    def transpose(self, one: int, other: int) -> "Described":
+        """As of a tensor."""
+        shape = list(self.shape)
+        shape[one], shape[other] = shape[other], shape[one]
+        return self._reshaped(shape)
+
+    def flatten(self, first: int, last: int) -> "Described":
+        """As of a tensor, of the dims from the first to the last."""
+        shape = self.shape
+        return self._reshaped((*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
+
+    def unbind(self, dim: int) -> tuple["Described", ...]:
+        """As of a tensor."""
+        shape = list(self.shape)
+        count = shape.pop(dim)
+        return (self._reshaped(shape),) * count
+
+    def stride(self, dim: int) -> int:
+        """As of a dense tensor."""
+        return self.shape[dim % self.dim() + 1 :].numel()
+
+
+_TENSORS = (Tensor, Described)
+
+
+def check_splits(num_splits: Any) -> None:
+    """Raise for what is no number of splits: None, or an integer of at least 0 (ValueError).
+
+    It says how flash-attn's kernels share their work, which changes no result; there are none here.
+    """
+    if num_splits is None or (isinstance(num_splits, int) and num_splits >= 0):
+        return
+    raise ValueError(f"{_NAME}: num_splits={num_splits!r}, expected None or an integer from 0 on")
+
+
+def check_dispatch(dispatch: Any) -> None:
+    """Raise for no way to run packed sequences with policies (ValueError), be there some or not."""
+    one_of(_NAME, ("auto", "grouped"), thd_attention_policy_dispatch=dispatch)
+
+
+def check_softcap(softcap: Any) -> float:
+    """The bound of the scores as given; ValueError for what is none: 0 switches it off.
+
+    Scores are capped in fp32, which would round a smaller number to 0, and so to no cap.
+    """
+    is_number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+    if is_number and (softcap == 0.0 or _SMALLEST_CAP <= softcap <= _LARGEST_CAP):
+        return float(softcap)
+    raise ValueError(
+        f"{_NAME}: softcap={softcap!r}, expected a finite number of at least 0, which is none; "
+        f"a cap is a normal number of fp32, {_SMALLEST_CAP:.3g} to {_LARGEST_CAP:.3g}"
+    )
+
+
+def check_tensors(
+    core: Any, query: Any, key: Any, value: Any, qkv_format: str, options: AttentionOptions
+) -> tuple[int, ...]:
+    """(batch, heads, queries, keys) of a call of `core`, a `DotProductAttention`.
+
+    TypeError or ValueError for tensors that do not go together.
+    """
+    if not (
+        isinstance(query, _TENSORS) and isinstance(key, _TENSORS) and isinstance(value, _TENSORS)
+    ):
+        found = tuple(type(t).__name__ for t in (query, key, value))
+        raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    check_format(qkv_format)
+    packed = qkv_format == "thd"
+    s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
+    heads, groups = core.num_attention_heads, core.num_gqa_groups
+    k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+    fits = len(of_query) == len(of_key) == 4 - packed
+    if fits:
+        lead = of_key[:-2]
+        fits = (
+            (of_query[-2], of_query[-1]) == (heads, k)
+            and (packed or lead[b] == of_query[b])
+            and of_key == (*lead, groups, k)
+            and of_value == (*lead, groups, v)
+        )
+    if not fits:
+        raise ValueError(
+            f"{_NAME}: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}: "
+            f"expected {qkv_format} with {heads} heads of {k}, {groups} of {k} and {groups} of "
+            f"{v}, one batch size and one length of keys and values"
+        )
+    dtype = query.dtype
+    if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
+        raise TypeError(
+            f"{_NAME}: query is {dtype}, key {key.dtype}, value {value.dtype}: expected one of "
+            "torch.float32, torch.float16 and torch.bfloat16 for all"
+        )
+    device = query.device
+    if device.type not in DEVICES or key.device != device or value.device != device:
+        raise ValueError(
+            f"{_NAME}: query is on {device}, key on {key.device}, value on {value.device}: "
+            "expected the CPU or one CUDA device"
+        )
+    if packed:
+        batch, queries, keys = sizes_of(options, of_query[0], of_key[0])
+        return batch, heads, queries, keys
+    return of_query[b], heads, of_query[s], of_key[s]

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`get_attention_backend`: which backend a program's attention would run by.
+
+What programs ask of lengths, masks and layouts is in `attention/sequence_helpers.py`.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention import masks
+from transformer_engine.pytorch.attention.backends import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    refusals,
+)
+from transformer_engine.pytorch.attention.core import (
+    DotProductAttention,
+)
+from transformer_engine.pytorch.attention.fp8_recipe import (
+    recipe_of,
+    unbuilt_name,
+)
+from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Described,
+    layout_parts,
+)
+from transformer_engine.pytorch.attention.scores import score_mod_of
+from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+from transformer_engine.pytorch.module.operands import DTYPES
+from transformer_engine.pytorch.module.parameters import one_of, refuse_options
+
+__all__ = [
+    "AttentionLogging",
+    "AttentionParams",
+    "get_attention_backend",
+    "no_op_logger",
+]
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+F16_ARBITRARY_SEQLEN, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
+
+
+class AttentionLogging:
+    """The logger of `get_attention_backend`: what it chose at INFO, why not others at DEBUG.
+
+    Its level is that of Python's `logging`; no variable of the environment sets it.
+    """
+
+    fa_logger = logging.getLogger("DotProductAttention")
+    _is_logging_setup = False
+
+    @staticmethod
+    def setup_logging() -> None:
+        """Let the logger write to stderr, once."""
+        if not AttentionLogging._is_logging_setup:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("[%(levelname)s %(name)s] %(message)s"))
+            AttentionLogging.fa_logger.addHandler(handler)
+            AttentionLogging._is_logging_setup = True
+
+
+no_op_logger = logging.Logger("DotProductAttention")
+"""A logger that writes nothing, whatever it is told."""
+no_op_logger.disabled = True
+
+
+@dataclass(eq=True)
+class AttentionParams:
+    """What an attention is asked about: sizes, layout, mask, bias and the rest of its arguments.
+
+    The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
+    `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
+    `qkv_layout` is a name as "sbhd_sbhd_sbhd", "bs3hd", "thd_bshd_bshd" or
+    "paged_kv_bshd_bshd_bshd" (`problem.LAYOUTS`). With `fp8` the attention is in a region of
+    ``fp8_meta["recipe"]``, or where None of a `DelayedScaling` that attends in FP8; without, in
+    none, whichever is in force. A call of a padding type is one with lengths of its sequences.
+
+    `qkv_dtype` is a dtype of FP8 where what is given is: quantized tensors (`qkv_type` is their
+    class), or any in an attention in FP8; `nominal_dtype` is then what they stand for, bf16 where
+    None. `num_tokens_q` and `num_tokens_kv` are the tokens of packed sequences, all of full length
+    where 0. With `inference_params` the keys are those of its cache. `fp8_output`,
+    `checkpoint_core_attention`, `num_splits`, `cuda_graph` and `softmax_scale` change no answer.
+    """
+
+    qkv_type: type = torch.Tensor
+    qkv_dtype: torch.dtype = torch.bfloat16
+    nominal_dtype: torch.dtype | None = None
+    qkv_layout: str = "sbh3d"
+    batch_size: int = 1
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    max_seqlen_q: int = 128
+    max_seqlen_kv: int = 128
+    num_tokens_q: int = 0
+    num_tokens_kv: int = 0
+    head_dim_qk: int = 64
+    head_dim_v: int = 64
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = True
+    softcap: float = 0.0
+    alibi_slopes_shape: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias_shape: Any = None
+    core_attention_bias_requires_grad: bool = True
+    pad_between_seqs: bool = False
+    attention_dropout: float = 0.0
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    cp_size: int = 1
+    cp_size_a2a: int = 1
+    deterministic: bool = False
+    is_training: bool = True
+    fp8: bool = False
+    fp8_meta: Any = None
+    inference_params: Any = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    num_splits: int | None = 1
+    softmax_scale: float = 1.0
+    fp8_output: bool = False
+    checkpoint_core_attention: bool = False
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+
+
+def _check_names(params: AttentionParams) -> None:
+    """Raise for what is no value of its field at all (ValueError)."""
+    name = "get_attention_backend"
+    masks.mask_type(params.attn_mask_type)
+    layout_parts(params.qkv_layout)
+    one_of(name, BIAS_TYPES, core_attention_bias_type=params.core_attention_bias_type)
+    one_of(name, SOFTMAX_TYPES, softmax_type=params.softmax_type)
+
+
+def _dtype_of(params: AttentionParams) -> torch.dtype:
+    """The dtype of queries, keys and values as attention sees them; TypeError: it takes none."""
+    dtype = params.qkv_dtype
+    if dtype in FP8_DTYPES and (params.fp8 or hasattr(params.qkv_type, "_TE_QUANTIZED")):
+        dtype = torch.bfloat16 if params.nominal_dtype is None else params.nominal_dtype
+    cache = params.inference_params
+    if dtype not in DTYPES or (cache is not None and cache.dtype is not dtype):
+        raise TypeError(f"get_attention_backend: qkv_dtype={params.qkv_dtype}")
+    return dtype
+
+
+def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What counts the queries, and the keys: the dims before the heads."""
+    batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
+    if not packed:
+        return (batch, queries), (batch, keys)
+    tokens = params.num_tokens_q, params.num_tokens_kv
+    whole = batch * queries, batch * keys
+    counted = [given or n for given, n in zip(tokens, whole, strict=True)]
+    return (counted[0],), (counted[1],)
+
+
+def _call_kind_of(params: AttentionParams) -> CallKind:
+    """The kind of call that is described; raises what `DotProductAttention` would."""
+    refuse_options(
+        "get_attention_backend", context_parallel=(params.context_parallel, False),
+        cp_size=(params.cp_size, 1), cp_size_a2a=(params.cp_size_a2a, 1),
+    )  # fmt: skip
+    dtype = _dtype_of(params)
+    mods = [repr if asked else None for asked in (params.has_score_mod, params.has_score_mod_bprop)]
+    modified = score_mod_of(*mods, None, None, params.core_attention_bias_type) is not None
+    module = DotProductAttention(
+        params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
+        params.attention_dropout, attn_mask_type=params.attn_mask_type,
+        softmax_type=params.softmax_type, return_max_logit=params.return_max_logit,
+        softcap=params.softcap,
+    )  # fmt: skip
+    batch, heads, groups = params.batch_size, params.num_heads, params.num_gqa_groups
+    queries, keys = params.max_seqlen_q, params.max_seqlen_kv
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def described(*shape: int, requires_grad: bool = False) -> Described:
+        return Described(shape, dtype, device, requires_grad)
+
+    bias, slopes, mask = None, None, None
+    trains = params.is_training and params.core_attention_bias_requires_grad
+    if params.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
+        full, shape = (batch, heads, queries, keys), params.core_attention_bias_shape or "1hss"
+        if isinstance(shape, str):
+            shape = tuple(1 if c == "1" else n for c, n in zip(shape, full, strict=True))
+        bias = described(*shape, requires_grad=trains)
+    if params.alibi_slopes_shape is not None:
+        slopes = Described(params.alibi_slopes_shape, torch.float32, device)
+    if params.attn_mask_type == "arbitrary":
+        mask = described(batch, 1, queries, keys)
+    packed = layout_parts(params.qkv_layout)[0] == "thd"
+    lead = _leads(params, packed)
+    told = packed or masks.mask_type(params.attn_mask_type).padding
+    sums = torch.zeros(batch + 1, dtype=torch.int32) if told else None
+    options = AttentionOptions(
+        mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
+        core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
+        alibi_slopes=slopes, pad_between_seqs=params.pad_between_seqs,
+        inference_params=params.inference_params, cu_seqlens_q=sums, cu_seqlens_kv=sums,
+        max_seqlen_q=queries, max_seqlen_kv=keys,
+    )  # fmt: skip
+    tensors = (
+        described(*lead[0], heads, params.head_dim_qk),
+        described(*lead[1], groups, params.head_dim_qk),
+        described(*lead[1], groups, params.head_dim_v),
+    )
+    call_kind = module.call_kind_of(*tensors, options, "thd" if packed else "bshd", modified)
+    if params.deterministic:
+        switches = call_kind.switches._replace(nondeterministic=False)
+        call_kind = call_kind._replace(switches=switches)
+    recipe = _recipe_of(params, module)
+    in_fp8 = recipe is not None
+    return call_kind._replace(
+        fp8=in_fp8,
+        drops=in_fp8 and params.is_training and params.attention_dropout > 0.0,
+        fp8_unbuilt=unbuilt_name(recipe),
+    )
+
+
+def _recipe_of(params: AttentionParams, module: DotProductAttention) -> Any:
+    """The recipe that the attention runs by; None: in high precision."""
+    if not params.fp8:
+        return None
+    if params.fp8_meta is None:
+        return recipe_of(DelayedScaling(fp8_dpa=True), module)
+    return recipe_of(params.fp8_meta["recipe"], module)
+
+
+def get_attention_backend(
+    attention_params: AttentionParams | None = None,
+) -> tuple[bool, Any, bool, Any, bool, list[bool]]:
+    """Which kind of backend runs an attention, and which ones could, on the current device.
+
+    That is CUDA where there is a device, else the CPU. The answers are those of
+    `te.explain_attention`, whose backends count as two kinds: "native" and "sdpa" are fused,
+    "unfused" is unfused. flash-attn is never used.
+
+    Parameters
+    ----------
+    attention_params : AttentionParams, optional
+        What is asked about; where None, what all its defaults say.
+
+    Returns
+    -------
+    tuple
+        (flash-attn is used, its version: None, a fused backend is used, 1 for the library's own (in
+        FP8 2) and None for torch's or none, the unfused one is used, [flash-attn, a fused one, the
+        unfused one could be used]).
+
+    Raises
+    ------
+    ValueError
+        A mask type, layout, bias type or softmax type that there is not. For values that do not go
+        together, what no backend runs, or is not built, there is no error, and nothing that could
+        be used: `DotProductAttention` raises there.
+    """
+    params = AttentionParams() if attention_params is None else attention_params
+    _check_names(params)
+    try:
+        call_kind = _call_kind_of(params)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        AttentionLogging.fa_logger.info("no backend: %s", error)
+        return False, None, False, None, False, [False, False, False]
+    found = refusals(call_kind)
+    for name, refusal in found.items():
+        if refusal is not None:
+            AttentionLogging.fa_logger.debug("not %s: %s", name, refusal)
+    runs = [name for name, refusal in found.items() if refusal is None]
+    chosen = runs[0] if runs else None
+    AttentionLogging.fa_logger.info("backend: %s", chosen)
+    fused = [name for name in runs if name in ("native", "sdpa")]
+    own = FP8 if call_kind.fp8 else F16_ARBITRARY_SEQLEN
+    number = own if chosen == "native" else None
+    available = [False, bool(fused), "unfused" in runs]
+    return False, None, chosen in fused, number, chosen == "unfused", available

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PlannedModule`: modules that a program composes of this library's, run as one plan."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.layer.composite import CompositeLayer
+from transformer_engine.pytorch.layer.dropout import bias_dropout_add
+from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
+from transformer_engine.pytorch.module.layer_call import (
+    ByModules,
+    LayerCalls,
+    Outline,
+    Value,
+    asked,
+)
+from transformer_engine.pytorch.module.norm import NormModule
+from transformer_engine.pytorch.module.situation import keep
+
+__all__ = ["PlannedModule"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Given(tuple):
+    """Options of each attention of a call, with the arguments of that call."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    key: tuple  # arguments that are no tensors, by place and by name
+    first: bool | None  # ``is_first_microbatch``
+    drops_paths: bool
+
+
+class _Eager:
+    """Runs modules at once, where a graph of them can not be made."""
+
+    def __init__(self, first: bool | None) -> None:
+        self._first = first
+
+    def run(self, module: Any, x: Tensor, **call: Any) -> Tensor:
+        """Call a module."""
+        if self._first is not None and not isinstance(module, NormModule):
+            call["is_first_microbatch"] = self._first
+        out = module(x, **call)
+        return out[0] if isinstance(out, tuple) else out
+
+    def function(self, function: Any, *xs: Tensor) -> Tensor:
+        """Call a function of rows."""
+        lead = xs[0].shape[:-1]
+        return function(*[x.flatten(0, -2) for x in xs]).unflatten(0, lead)
+
+    def add(
+        self, x: Tensor, residual: Tensor, *, dropout: float = 0.0, drop_path: float = 0.0
+    ) -> Tensor:
+        """``dropout(x) + residual``."""
+        return bias_dropout_add(x, None, residual, dropout, drop_path)
+
+
+class PlannedModule(CompositeLayer):
+    """Base of modules that a program composes of this library's.
+
+    A subclass defines ``emit(self, nodes, x, ...)``: how its modules follow each other, written
+    once. Called as a module, ``module(x, ...)``, it runs as one plan per direction, as
+    `TransformerLayer` does: all its norms, linear layers, attentions and additions are one call
+    into C. Where a plan can not hold a call (hooks, modules of other packages, `torch.compile`,
+    caches of keys and values), ``emit`` calls its modules instead, with the same bits.
+
+    ``nodes`` has three methods:
+
+    ``nodes.run(module, x, ...)``
+        What a module makes of `x`; further arguments are those of its forward, by name. Modules are
+        `Linear`, `LayerNormLinear`, `LayerNormMLP`, `LayerNorm`, `RMSNorm`, `MultiheadAttention`
+        and other `PlannedModule`; their outputs alone are returned.
+    ``nodes.add(x, y, dropout=0.0, drop_path=0.0)``
+        ``dropout(x) + y``; `drop_path` drops whole samples of `x`, by its first dim. Both are
+        probabilities of this call: 0.0 where ``self.training`` is False.
+    ``nodes.function(f, x, ...)``
+        ``f(x, ...)`` of up to four different values, as matrices [rows, features]: a matrix of as
+        many rows. `f` is of torch's operations, without parameters and random numbers; its gradient
+        is autograd's, which repeats it. The plan calls it in its turn.
+
+    The arguments of ``emit`` after `x` are those of the call: tensors may only be handed on to
+    attentions (a mask, ``encoder_output``); others are numbers, strings or None, and each
+    combination of these has a plan of its own. ``is_first_microbatch`` is an argument of every call
+    (see `Linear`) and is not handed to ``emit``. Attributes that ``emit`` reads are settings: one
+    that is set makes new plans.
+
+    Examples
+    --------
+    >>> class Block(te.PlannedModule):
+    ...     def __init__(self, hidden, heads):
+    ...         super().__init__()
+    ...         self.attention = te.MultiheadAttention(hidden, heads, input_layernorm=True)
+    ...         self.mlp = te.LayerNormMLP(hidden, 4 * hidden)
+    ...
+    ...     def emit(self, nodes, x):
+    ...         both = nodes.add(nodes.run(self.attention, x), nodes.run(self.mlp, x))
+    ...         return nodes.add(both, x)
+    """
+
+    IS_PLANNED = True
+    _settings = 0
+    _attending: Any = None
+
+    def emit(self, nodes: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """How the modules follow each other; see the class."""
+        raise NotImplementedError(f"{type(self).__name__}: a PlannedModule defines emit(nodes, x)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what ``emit`` may read counts from the next call on."""
+        super().__setattr__(name, value)
+        if name != "training":
+            self.__dict__["_settings"] = self._settings + 1
+
+    def forward(
+        self, x: Tensor, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Run ``emit``; arguments as the class says."""
+        given = self._given(args, kwargs, is_first_microbatch)
+        asked(self, x, given)
+        if given is not None:
+            calls = self._calls_of(given)
+            if calls is not None:
+                out = calls.run(self, x, given)
+                if out is not NotImplemented:
+                    return out
+        return self.emit(_Eager(is_first_microbatch), x, *args, **kwargs)
+
+    _FORWARD = forward
+
+    def _given(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> _Given | None:
+        """What a call is given; None for one that no plan holds."""
+        if torch.compiler.is_compiling():
+            return None
+        outline = Outline(self)
+        try:
+            self.emit(outline, Value(), *args, **kwargs)
+        except ByModules:
+            return None
+        plain = [(name, value) for name, value in (*enumerate(args), *kwargs.items())]
+        plain = [pair for pair in plain if not isinstance(pair[1], Tensor)]
+        if not all(isinstance(value, _PLAIN) for _, value in plain):
+            return None
+        made = _Given(outline.options)
+        made.args, made.kwargs, made.first = args, kwargs, first
+        made.key, made.drops_paths = tuple(plain), outline.drops_paths
+        return made
+
+    def _calls_of(self, options: Any) -> LayerCalls | None:
+        if options is None:
+            return None
+        kept = self.__dict__.setdefault("_by_arguments", {})
+        key = self._layer_key(options)
+        if key not in kept:
+            keep(kept, key, {})
+        return LayerCalls.of(self, options, kept[key])
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle without calls."""
+        return {**super().__getstate__(), "_by_arguments": {}}
+
+    def _replicate_for_data_parallel(self) -> "PlannedModule":
+        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
+        made = super()._replicate_for_data_parallel()
+        made.__dict__["_by_arguments"] = {}
+        return made
+
+    # ---- as one call (see `layer_call`) ----------------------------------------------------------
+
+    def _emit(self, nodes: Any, x: Value, options: Any, part: int | None) -> list[Value]:
+        del part
+        return [self.emit(nodes, x, *options.args, **options.kwargs)]
+
+    def _first_microbatch(self, options: Any) -> bool | None:
+        return options.first
+
+    def _layer_key(self, options: Any) -> tuple:
+        """What ``emit`` depends on."""
+        training = tuple([block.training for block in self.modules()])
+        return options.key, self._settings, training, self.name
+
+    def _is_planned(self, inp: Tensor, options: Any) -> bool:
+        """Whether there may be plans for an input of so many dims."""
+        attends = (module for module in self.modules() if isinstance(module, MultiheadAttention))
+        dims = not options.drops_paths or inp.dim() == 3  # paths go by the first of two
+        return dims and all(module._is_planned(inp) for module in attends)
