@@ -108,12 +108,11 @@ static inline te_slice *slices_of(graph *g, const te_node_desc *node)
 /* What the kinds read. */
 static const struct graph_counts {
     int32_t inputs, numbers, slices;
-} graph_counts[TE_NODE_KINDS] = {
-    [TE_NODE_LINEAR] = {3, 0, 0},      [TE_NODE_NORM] = {3, 1, 0},
-    [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
-    [TE_NODE_ATTENTION] = {12, 7, 3},  [TE_NODE_ROPE] = {2, 0, 1},
-    [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
-    [TE_NODE_FUNCTION] = {4, 0, 0}};
+} graph_counts[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = {3, 0, 0},      [TE_NODE_NORM] = {3, 1, 0},
+                                 [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
+                                 [TE_NODE_ATTENTION] = {12, 7, 3},  [TE_NODE_ROPE] = {2, 0, 1},
+                                 [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
+                                 [TE_NODE_FUNCTION] = {4, 0, 0}};
 
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
                                        int32_t y)
