@@ -5,8 +5,8 @@
  * A plug-in is a shared object that exports te_plugin_init. It links with nothing of this library:
  * all that it calls is in the table of functions that it is handed, so it runs under any program
  * that has this library in whatever form. Of transformer_engine.h it uses types and macros alone
- * (link it with -Wl,-z,defs to be told of a function that slipped in). docs/plugins_contract.md says
- * what the functions of an operator may rely on and what they owe.
+ * (link it with -Wl,-z,defs to be told of a function that slipped in). docs/plugins_contract.md
+ * says what the functions of an operator may rely on and what they owe.
  *
  * Versions. The major number changes with what is not compatible: both sides refuse another one.
  * Within one, structs are only appended to: each begins with its size, which is that of whoever
