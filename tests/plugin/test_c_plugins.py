@@ -50,7 +50,7 @@ def _start():
 def told(caplog):
     logger = LoggerManager.get_logger()
     logger.addHandler(caplog.handler)
-    caplog.set_level(logging.DEBUG, "TE-FL")
+    caplog.set_level(logging.WARNING, "TE-FL")
     yield lambda: [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     logger.removeHandler(caplog.handler)
 

@@ -39,7 +39,7 @@ def told(caplog):
     """What the logger said."""
     logger = LoggerManager.get_logger()
     logger.addHandler(caplog.handler)
-    caplog.set_level(logging.DEBUG, "TE-FL")
+    caplog.set_level(logging.WARNING, "TE-FL")
     yield caplog
     logger.removeHandler(caplog.handler)
 
