@@ -47,8 +47,12 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    lines = [f"test data: --seed {config.getoption('seed')}"]
-    return lines + [f"left out: {mark} ({reason})" for mark, reason in left_out(config).items()]
+    return f"test data: --seed {config.getoption('seed')}"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for mark, reason in left_out(config).items():
+        terminalreporter.write_line(f"left out: {mark} ({reason})")
 
 
 def pytest_collection():

@@ -27,8 +27,8 @@ import time
 import types
 from pathlib import Path
 
-READ_BEFORE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "CUDA_")
-"""Beginnings of the variables that Python and torch read when they begin."""
+READ_BEFORE = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE")
+"""Beginnings of the variables that Python, torch and its libraries read when they begin."""
 SET_LATER = {"PYTHONPATH", "OMP_NUM_THREADS"}
 """Those of them that a child takes over."""
 

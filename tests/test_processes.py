@@ -78,6 +78,9 @@ def test_threads_of_a_child():
 def test_what_is_read_before_a_program_begins():
     with pytest.raises(ValueError, match=re.escape("{'TORCH_LOGS': '+dynamo'}")):
         processes.run("", TORCH_LOGS="+dynamo")
+    later = {"TORCHINDUCTOR_CACHE_DIR": "here"}  # as Inductor sets it in the process of the tests
+    program = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    assert processes.run(program, **later).stdout == "here\n"
     said = processes.run("import sys; print(sys.warnoptions)", fresh=True, PYTHONWARNINGS="ignore")
     assert said.stdout == "['ignore']\n"
 
