@@ -52,9 +52,9 @@ static int implementation_clear(PyObject *object)
 static void implementation_dealloc(PyObject *object)
 {
     const implementation *self = (const implementation *)object;
-    PyObject *const held[] = {self->op, self->impl_id, self->reason, self->function,
-                              self->supports};
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    PyObject *const held[5] = {self->op, self->impl_id, self->reason, self->function,
+                               self->supports};
+    tepy_dispose(object, held, 5);
 }
 
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -248,8 +248,8 @@ static int operator_clear(PyObject *object)
 static void operator_dealloc(PyObject *object)
 {
     const operator_object *self = (const operator_object *)object;
-    PyObject *const held[] = {(PyObject *)self->dispatcher, self->name};
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    PyObject *const held[2] = {(PyObject *)self->dispatcher, self->name};
+    tepy_dispose(object, held, 2);
 }
 
 static PyObject *operator_repr(PyObject *object)
@@ -350,9 +350,9 @@ static int choice_traverse(PyObject *object, visitproc visit, void *arg)
 static void choice_dealloc(PyObject *object)
 {
     const choice *self = (const choice *)object;
-    PyObject *const held[] = {self->name, self->implementations, self->refuse};
+    PyObject *const held[3] = {self->name, self->implementations, self->refuse};
     free(self->keywords);
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    tepy_dispose(object, held, 3);
 }
 
 static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -448,9 +448,9 @@ static int dispatcher_clear(PyObject *object)
 static void dispatcher_dealloc(PyObject *object)
 {
     const tepy_dispatcher *self = (const tepy_dispatcher *)object;
-    PyObject *const held[] = {self->table, self->resolve, self->refuse, self->describe,
-                              self->module};
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    PyObject *const held[5] = {self->table, self->resolve, self->refuse, self->describe,
+                               self->module};
+    tepy_dispose(object, held, 5);
 }
 
 static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -181,8 +181,8 @@ static int predicate_traverse(PyObject *object, visitproc visit, void *arg)
 static void predicate_dealloc(PyObject *object)
 {
     const predicate *self = (const predicate *)object;
-    PyObject *const held[] = {self->fits, self->supports, self->module};
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    PyObject *const held[3] = {self->fits, self->supports, self->module};
+    tepy_dispose(object, held, 3);
 }
 
 static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -182,8 +182,8 @@ static int scope_traverse(PyObject *object, visitproc visit, void *arg)
 static void scope_dealloc(PyObject *object)
 {
     const scope *self = (const scope *)object;
-    PyObject *const held[] = {self->policy, self->of, self->table, self->label, self->module};
-    tepy_dispose(object, held, sizeof held / sizeof *held);
+    PyObject *const held[5] = {self->policy, self->of, self->table, self->label, self->module};
+    tepy_dispose(object, held, 5);
 }
 
 static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
