@@ -35,11 +35,10 @@ static size_t find_point(char *point, size_t size)
 static void replace(char *text, size_t size, const char *from, const char *to)
 {
     char *at = strstr(text, from);
-    size_t rest;
-    if (at == NULL || strlen(text) - strlen(from) + strlen(to) >= size) return;
-    rest = strlen(at + strlen(from)) + 1;
-    memmove(at + strlen(to), at + strlen(from), rest);
-    memcpy(at, to, strlen(to));
+    size_t before = strlen(from), length = strlen(to);
+    if (at == NULL || strlen(text) - before + length >= size) return;
+    memmove(at + length, at + before, strlen(at + before) + 1);
+    for (size_t i = 0; i < length; i++) at[i] = to[i]; /* the text goes on behind them */
 }
 
 /* ---- writing ------------------------------------------------------------------------------ */
