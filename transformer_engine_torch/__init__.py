@@ -95,7 +95,7 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
     return kind, fused_attention_params.why_none(params) if none else ""
 
 
-if config.NVTE_PLUGIN.get():  # it may put another module in place of this one
+if config.TE_PLUGIN.get():  # it may put another module in place of this one
     from transformer_engine.plugin.core import replacement
 
     replacement.load()

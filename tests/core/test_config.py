@@ -33,6 +33,7 @@ GOOD = {v.name: (str(int(not v.default)), not v.default) for v in FLAGS} | {
     "TE_FL_PER_OP": ("a=vendor|flagos; b = x", (("a", ("vendor", "flagos")), ("b", ("x",)))),
     "TE_FL_PLUGIN_MODULES": ("a.b,c", ("a.b", "c")),
     "TE_FL_LOG_LEVEL": ("debug", "DEBUG"),
+    "TE_PLUGIN": ("a.b", "a.b"),
 }
 BAD = {
     "TE_CACHE_DIR": "relative/path",
@@ -40,6 +41,7 @@ BAD = {
     "TE_FL_DENY_VENDORS": ",,",
     "TE_FL_PER_OP": "op",
     "TE_FL_PLUGIN_MODULES": ",",
+    "TE_PLUGIN": "a-b",
 }
 
 

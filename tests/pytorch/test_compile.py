@@ -377,7 +377,7 @@ def test_state_loaded_into_a_compiled_model():
 
 def test_a_plan_of_more_results_than_any_module_has():
     code = _core.dtype_code(torch.float32)
-    graph, shape = Graph(), ((_core.SYMBOL_ROWS, 1, 1), WIDTH)
+    graph, shape = Graph(), (_core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1), WIDTH)
     x = graph.tensor("input", code, shape, _core.VALUE_INPUT | _core.VALUE_LEADING)
     for number in range(20):
         flags = _core.VALUE_RESULT | _core.VALUE_LEADING

@@ -46,5 +46,7 @@ def test_is_defined_again(at, after, monkeypatch):
 
 
 def test_process_ends_quietly():
-    program = "from transformer_engine.pytorch import torch_ops as t; t._define_with_state(7)"
+    program = (
+        "from transformer_engine.pytorch.execution import plan_ops as t; t._define_with_state(7)"
+    )
     assert processes.run(program).stderr == ""

@@ -215,7 +215,7 @@ def test_a_program_has_no_backward(device, name):
     layer = MAKERS[name](device).eval()
     x = torch.randn(TOKENS, BATCH, WIDTH, device=device)
     out = exported(layer, None, "outside", False, x).module()(x)
-    with pytest.raises(NotImplementedError, match="a program of torch.export has a forward alone"):
+    with pytest.raises(NotImplementedError, match="a program of torch.export has a forward only"):
         out.sum().backward()
 
 

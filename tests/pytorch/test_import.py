@@ -89,7 +89,8 @@ def test_opens_no_cuda_library_that_torch_had_not(seen):
 
 
 def test_reads_no_environment(seen):
-    assert seen["reads"] == []
+    """But for the name of a module that is loaded at once, to replace ours."""
+    assert set(seen["reads"]) <= {"TE_PLUGIN", "NVTE_PLUGIN"}
 
 
 def test_needs_only_torch_and_little_of_it(seen):
@@ -152,7 +153,9 @@ import sys
 import transformer_engine.pytorch as te
 rare = {"ops", "tensor", "optimizers", "cpp_extensions", "distributed", "quantization", "utils"}
 path = "transformer_engine.pytorch."
+light = {path + "tensor", path + "tensor.pickling"}  # `torch.load` knows what pickles name
 loaded = [name for name in sys.modules if name.startswith(path) and name.split(".")[2] in rare]
+loaded = [name for name in loaded if name not in light]
 assert not loaded, loaded
 assert te.fp8.FP8GlobalStateManager and "transformer_engine.pytorch.quantization" in sys.modules
 """
@@ -180,4 +183,4 @@ def test_names_of_torch_that_are_not_public_stand_in_one_file():
     """What a release of torch may rename is found in one place."""
     package = Path(te.__file__).parent
     found = {path.relative_to(package) for path in package.rglob("*.py") if [*_private_names(path)]}
-    assert found == {Path("modes.py")}
+    assert found == {Path("torchside/modes.py")}

@@ -186,8 +186,8 @@ def test_a_layer_is_one_plan(device, recipe):
                 old = module.layernorm_mlp.fc1_weight
                 new = torch.nn.Parameter(old._quantizer(2 * old.dequantize().detach()))
                 module.layernorm_mlp.fc1_weight = new
-        calls = module.__dict__.get("_calls")
-        assert planned == (calls is not None and any(calls.calls.values()))
+        calls = getattr(module.__dict__.get("_calls"), "calls", {})
+        assert planned == any(calls.values())
         found.append(results)
     assert_same_bits(*found)
 

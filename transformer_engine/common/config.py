@@ -319,6 +319,13 @@ def _words(text: str) -> tuple[str, ...]:
     return found
 
 
+def _module_name(text: str) -> str:
+    """Accept a dotted name."""
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise ValueError(text)
+    return text
+
+
 def _orders(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Accept tokens by operator."""
     found = {}
@@ -368,12 +375,13 @@ TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
     "with commas between them",
     "What registers implementations, besides installed packages.",
 )
-NVTE_PLUGIN: Variable[str] = Variable(
-    "NVTE_PLUGIN",
+TE_PLUGIN: Variable[str] = Variable(
+    "TE_PLUGIN",
     "",
-    str,
+    _module_name,
     "name of a Python module",
     "Its load_plugins() may put its own transformer_engine_torch in place: docs/plugins.md.",
+    ("NVTE_PLUGIN",),
 )
 TE_FL_SKIP_CUDA = _flag(
     "TE_FL_SKIP_CUDA",

@@ -87,7 +87,7 @@ def _entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
 def _env_modules() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for name in config.TE_FL_PLUGIN_MODULES.get():
         yield name, "env_module", name, lambda name=name: _named(name)
-    if name := config.NVTE_PLUGIN.get():
+    if name := config.TE_PLUGIN.get():
         replacement = "transformer_engine.plugin.core.replacement"
         yield name, "NVTE_PLUGIN", name, lambda: importlib.import_module(replacement)
 

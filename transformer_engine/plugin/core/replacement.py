@@ -62,7 +62,7 @@ def load() -> None:
     A RuntimeWarning, and ours stays in place, where that fails: it has no ``load_plugins()``, or
     something raises.
     """
-    name = config.NVTE_PLUGIN.get()
+    name = config.TE_PLUGIN.get()
     if not name or name in _loaded:
         return
     before = {module: sys.modules.get(module) for module in (_MODULE, _NATIVE)}
@@ -121,7 +121,7 @@ def _ask_for_backends(module: ModuleType) -> None:
 def register(registry: OpRegistry) -> None:
     """Register the operators of the other module, where there is one."""
     load()
-    name = config.NVTE_PLUGIN.get()
+    name = config.TE_PLUGIN.get()
     module = _loaded.get(name)
     if module is not None:
         registry.register_many(_operators_of(module, name))

@@ -42,7 +42,7 @@ _POLICY = (
     config.TE_FL_DENY_VENDORS,
     config.TE_FL_PER_OP,
     config.TE_FL_PLUGIN_MODULES,
-    config.NVTE_PLUGIN,
+    config.TE_PLUGIN,
 )
 _GROUP = "te_fl.plugin"
 
@@ -75,7 +75,7 @@ _core.find_selections(find)
 
 def replace_operators() -> None:
     """Have ``NVTE_PLUGIN`` put its module in place of ``transformer_engine_torch``."""
-    if config.NVTE_PLUGIN.get():
+    if config.TE_PLUGIN.get():
         importlib.import_module("transformer_engine_torch")
 
 
