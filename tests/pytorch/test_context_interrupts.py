@@ -2,6 +2,7 @@
 """Ctrl-C at any moment of any context manager of the package: the thread is what it was before."""
 
 import contextlib
+import gc
 import sys
 import threading
 
@@ -239,23 +240,31 @@ def tracker():
 
 
 def interrupt_everywhere(function, check):
-    """Run a function with an interrupt at each of its moments; how many there are."""
+    """Run a function with an interrupt at each of its moments; how many there are.
+
+    Nothing is collected meanwhile: an interrupt inside of a finalizer goes nowhere.
+    """
     function()  # what is imported by the first call is
     before, at, errors = check(), 0, []
-    while True:
-        at += 1
-        profiler = sys.getprofile()
-        sys.setprofile(InterruptAt(at))
-        try:
-            function()
-        except Interrupt as error:
-            errors.append(error)  # its traceback keeps what the function had: nothing dies
-        else:
-            break
-        finally:
-            sys.setprofile(profiler)
-        assert check() == before, f"after an interrupt at point {at}"
-    return at - 1
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            at += 1
+            profiler = sys.getprofile()
+            sys.setprofile(InterruptAt(at))
+            try:
+                function()
+            except Interrupt as error:
+                errors.append(error)  # its traceback keeps what the function had: nothing dies
+            else:
+                return at - 1
+            finally:
+                sys.setprofile(profiler)
+            assert check() == before, f"after an interrupt at point {at}"
+    finally:
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.parametrize("function", CONTEXTS)
