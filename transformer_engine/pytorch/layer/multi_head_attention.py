@@ -11,7 +11,7 @@ from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.plan import attention_node, sink_of
+from transformer_engine.pytorch.attention.plan import alike, angles_of, attention_node, sink_of
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     CoreOptions,
@@ -24,14 +24,8 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
-from transformer_engine.pytorch.module.layer_call import (
-    Attending,
-    Bias,
-    LayerCalls,
-    Value,
-    asked,
-    given_to,
-)
+from transformer_engine.pytorch.module.emission import Bias, Value
+from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.norm import L2Normalization
@@ -430,7 +424,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or options.thd_attention_policies is not None
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
-            or not _alike(keys, inp, None if packed else b)
+            or not alike(keys, inp, None if packed else b)
         ):
             return None
         tokens = (inp.shape[0], keys.shape[0]) if packed else None
@@ -438,7 +432,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             batch, *lengths = sizes_of(options, *tokens)
         else:
             batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
-        angles = _angles(options.rotary_pos_emb, lengths, slices, inp)
+        angles = angles_of(options.rotary_pos_emb, lengths, slices, inp)
         if angles is None:
             return None
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
@@ -585,44 +579,3 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         return query, key
-
-
-def _alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Whether a source of keys goes together with the input; `batch`: the dim of it, or None."""
-    return keys is inp or (
-        type(keys) is Tensor
-        and keys.dim() == inp.dim()
-        and keys.dtype is inp.dtype
-        and keys.device == inp.device
-        and (batch is None or keys.shape[batch] == inp.shape[batch])
-        and keys.shape[-1] == inp.shape[-1]
-    )
-
-
-def _angles(
-    given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
-) -> tuple[Tensor, ...] | None:
-    """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
-
-    One for both where they are the same.
-    """
-    if given is None:
-        return ()
-    both = given if isinstance(given, tuple | list) else (given, given)
-    if len(both) != 2:
-        return None
-    found = []
-    for angles, length, slice_ in zip(both, lengths, slices, strict=False):
-        if (
-            type(angles) is not Tensor
-            or angles.dim() != 4
-            or angles.shape[1:3] != (1, 1)
-            or angles.requires_grad
-            or angles.shape[0] < length
-            or angles.shape[3] > slice_[1]
-            or angles.shape[3] % 2 != 0
-        ):
-            return None
-        flat = angles.reshape(angles.shape[0], angles.shape[3])
-        found.append(flat.to(inp.device, torch.float32).contiguous())
-    return tuple(found[:1] if both[0] is both[1] else found)

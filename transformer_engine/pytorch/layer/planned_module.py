@@ -10,13 +10,8 @@ from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.module.call_key import keep
-from transformer_engine.pytorch.module.layer_call import (
-    ByModules,
-    LayerCalls,
-    Outline,
-    Value,
-    asked,
-)
+from transformer_engine.pytorch.module.emission import ByModules, Emission, Outline, Value
+from transformer_engine.pytorch.module.layer_call import LayerCalls, asked
 from transformer_engine.pytorch.module.norm import NormModule
 
 __all__ = ["PlannedModule"]
@@ -32,6 +27,14 @@ class _Given(tuple):
     key: tuple  # arguments that are no tensors, by place and by name
     first: bool | None  # ``is_first_microbatch``
     drops_paths: bool
+
+
+class CallTensor:
+    """Stands for a tensor that a call was given, while the plan of such calls is made.
+
+    A plan holds for all of them, so whoever computes with it gets an error, and the modules are
+    called instead.
+    """
 
 
 class _Eager:
@@ -79,8 +82,9 @@ class PlannedModule(CompositeLayer):
         probabilities of this call: 0.0 where ``self.training`` is False.
     ``nodes.function(f, x, ...)``
         ``f(x, ...)`` of up to four different values, as matrices [rows, features]: a matrix of as
-        many rows. `f` is of torch's operations, without parameters and random numbers; its gradient
-        is autograd's, which repeats it. The plan calls it in its turn.
+        many rows. `f` is of torch's operations; its gradient is autograd's, which repeats it. The
+        plan calls it in its turn. Modules are called instead where it reads parameters or tensors
+        of the call, or draws random numbers.
 
     The arguments of ``emit`` after `x` are those of the call: tensors may only be handed on to
     attentions (a mask, ``encoder_output``); others are numbers, strings or None, and each
@@ -172,7 +176,14 @@ class PlannedModule(CompositeLayer):
 
     def _emit(self, nodes: Any, x: Value, options: Any, part: int | None) -> list[Value]:
         del part
-        return [self.emit(nodes, x, *options.args, **options.kwargs)]
+        if not isinstance(nodes, Emission):
+            return [self.emit(nodes, x, *options.args, **options.kwargs)]
+        args = [_without_values(value) for value in options.args]
+        kwargs = {name: _without_values(value) for name, value in options.kwargs.items()}
+        try:
+            return [self.emit(nodes, x, *args, **kwargs)]
+        except (AttributeError, TypeError) as error:  # it computes with a tensor of the call
+            raise ByModules from error
 
     def _first_microbatch(self, options: Any) -> bool | None:
         return options.first
@@ -187,3 +198,7 @@ class PlannedModule(CompositeLayer):
         attends = (module for module in self.modules() if isinstance(module, MultiheadAttention))
         dims = not options.drops_paths or inp.dim() == 3  # paths go by the first of two
         return dims and all(module._is_planned(inp) for module in attends)
+
+
+def _without_values(value: Any) -> Any:
+    return CallTensor() if isinstance(value, Tensor) else value

@@ -13,13 +13,8 @@ from transformer_engine.pytorch.attention.problem import FORMATS, AttentionOptio
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.layer.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
-from transformer_engine.pytorch.module.layer_call import (
-    Bias,
-    ByModules,
-    LayerCalls,
-    Value,
-    asked,
-)
+from transformer_engine.pytorch.module.emission import Bias, ByModules, Value
+from transformer_engine.pytorch.module.layer_call import LayerCalls, asked
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import one_of, probabilities

@@ -11,27 +11,25 @@ else it calls its modules, with the same bits.
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common import attention_graphs
-from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
-from transformer_engine.common.plan_text import Plan
-from transformer_engine.common.plans import CallPlans, plans_of
+from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
-from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module import quantized
-from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.call import CallRun, LayerCall, Ran
 from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
-from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.module.linear_base import LinearBase
-from transformer_engine.pytorch.module.norm import NormModule
-from transformer_engine.pytorch.module.operands import DTYPES
+from transformer_engine.pytorch.module.emission import (
+    ByModules,
+    Emission,
+    Outline,
+    Value,
+    staged_of,
+)
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
     microbatch,
@@ -45,13 +43,9 @@ from transformer_engine.pytorch.torchside.modes import (
     only_forwards,
 )
 
-__all__ = ["Attending", "ByModules", "LayerCalls", "Value", "fills_of", "given_to"]
+__all__ = ["Attending", "LayerCalls", "asked", "fills_of", "given_to"]
 
 _UNKNOWN: Any = object()
-
-
-class ByModules(Exception):  # noqa: N818 - nothing went wrong
-    """A layer, or this call of it, has to call its modules."""
 
 
 class Attending(NamedTuple):
@@ -64,321 +58,6 @@ class Attending(NamedTuple):
     choice: Any  # of a backend, for `report`
     core: Any = None  # the module whose scaling state an attention in FP8 has
     constant: bool = False  # a call with the same arguments, none of them a tensor, does it again
-
-
-class Value(NamedTuple):
-    """What one module hands to the next one, while a layer is looked through."""
-
-    number: int = -1  # in the graph; -1 where there is none yet
-    dtype: torch.dtype = torch.float32
-    wanted: bool = False  # something that it was made of has a gradient
-
-
-class Bias(NamedTuple):
-    """A bias that a module returns, for the layer to add."""
-
-    module: LinearBase
-    name: str  # of its parameter
-
-
-# ---- what a layer is made of ---------------------------------------------------------------------
-
-
-class Outline:
-    """The modules of a layer, in the order in which they append their nodes.
-
-    Its methods are those of `Emission`. `ByModules` for a module of another package.
-    """
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
-        self.modules: list[LinearBase] = []  # those with linear layers, which have slots
-        self.norms: list[NormModule] = []  # of the heads of queries and of keys
-        self.others: list[torch.nn.Module] = []
-        """Further modules whose forwards the layer does the work of."""
-        # Where the parameters of a call stand, None for one that a module lacks.
-        self.places: list[tuple[dict, str] | None] = []
-        self.blocks: list[torch.nn.Module] = []  # modules of the program that are composed as it is
-        self.drops_paths = False
-        self.options: list[Any] = []  # of the call of each attention
-        # Of each attention the module that says how it attends, and where a weight stands whose
-        # dtype its heads have. None is the layer itself: it is not held, for a layer that nobody
-        # else holds has to be freed at once.
-        self.sites: list[tuple[Any, tuple[dict, str]]] = []
-
-    def does_work_of(self, *modules: torch.nn.Module) -> None:
-        """Note modules that are not called, besides those that the other methods are given."""
-        self.others += [module for module in modules if module is not self._layer]
-
-    def linear(
-        self, module: Any, x: Value, name: str, output: str = "output"
-    ) -> tuple[Value, Value]:
-        """Add a module with linear layers over `x`; return its result and the output of its norm.
-
-        Without a norm that is `x`. `name` comes before the names of its nodes and values, `output`
-        is the name of its result.
-        """
-        del x, name, output
-        if not isinstance(module, LinearBase):
-            raise ByModules
-        self.modules.append(module)
-        for parameter in module._parameter_names():
-            self._place(module, parameter)
-        return Value(), Value()
-
-    def run(self, module: Any, x: Value, **call: Any) -> Value:
-        """Add a module over `x`, called with further arguments; return its output."""
-        if not hasattr(module, "emit"):
-            raise ByModules
-        if getattr(module, "IS_PLANNED", False):
-            self.blocks.append(module)
-            return module.emit(self, x, **call)
-        return module.emit(self, x, "", **call)
-
-    def norm(self, module: NormModule, x: Value, output: str) -> Value:
-        """Add a norm over `x`, whose result has the name `output`."""
-        del x, output
-        self.norms.append(module)
-        self._place(module, "weight")
-        self._place(module, "bias")
-        return Value()
-
-    def function(self, function: Callable, *xs: Value) -> Value:
-        """Add a function of the program's (see `rows_function`)."""
-        del function, xs
-        return Value()
-
-    def attends(self, module: Any, over: LinearBase, options: Any = None) -> int:
-        """Note an attention between projections; return its number.
-
-        `module` says in ``_attending(inp, options, dtype)`` how a call attends, `over` is the first
-        projection.
-        """
-        self.options.append(options)
-        where = over._parameters, over.weight_names[0]
-        self.sites.append((None if module is self._layer else module, where))
-        return len(self.sites) - 1
-
-    def source(self, site: int, name: str) -> Value:
-        """Add the sequence that the keys and values of an attention are of."""
-        del site, name
-        return Value()
-
-    def attend(self, site: int, projected: Sequence[Value], norms: tuple, name: str) -> Value:
-        """Add an attention over projections, `norms` of the heads of queries and keys before it."""
-        del site, projected, name
-        for norm in norms:
-            if not isinstance(norm, NormModule):
-                raise ByModules
-            self.norms.append(norm)
-            self._place(norm, "weight")
-            self._place(norm, "bias")
-        return Value()
-
-    def add(
-        self,
-        x: Value,
-        residual: Value,
-        bias: Bias | None = None,
-        *,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        name: str = "",
-        output: str = "sum",
-    ) -> Value:
-        """Add ``dropout(x + bias) + residual``; `drop_path` drops samples, by their first dim."""
-        del x, residual, dropout, name, output
-        self.drops_paths |= drop_path > 0.0
-        if bias is not None:
-            self._place(*bias)
-        return Value()
-
-    def _place(self, module: torch.nn.Module, name: str | None) -> None:
-        parameters = module._parameters
-        there = name is not None and parameters.get(name) is not None
-        self.places.append((parameters, name) if there else None)
-
-
-# ---- the graph of a call -------------------------------------------------------------------------
-
-
-class Emission:
-    """The graph of one kind of call of a layer, to which its modules append their nodes.
-
-    Nothing has run yet, so each module decides by a tensor without rows, of the dtype of its input,
-    that requires a gradient where its input will. `ByModules` where one can not be joined.
-    """
-
-    def __init__(self, outline: "LayerCalls", attending: Sequence, first: bool | None) -> None:
-        self.graph = Graph()
-        self.calls: list[ModuleCall] = []  # that the modules would make
-        self._attending, self._first, self._device = attending, first, None
-        self._owners = len(outline.modules)
-        self._sites = self._named = 0  # how many there are so far
-        self.functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
-        """Those of the program by their nodes, each with whether its inputs have gradients."""
-        self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
-        self._parameters: list[Link | None] = []
-        self._places = 0  # of parameters of a call, before some are joined
-        self._splits: list[SplitTensors] = []
-
-    def input(self, inp: Tensor) -> Value:
-        """Add the input."""
-        if inp.dtype not in DTYPES:  # a module says which it takes
-            raise ByModules
-        wanted = torch.is_grad_enabled() and inp.requires_grad
-        shape = ROWS, inp.shape[-1]
-        self._input = "input", _core.dtype_code(inp.dtype), shape, input_flags(wanted)
-        self._device = inp.device
-        number = self.graph.tensor(*self._input)
-        return Value(number, inp.dtype, wanted)
-
-    def does_work_of(self, *modules: torch.nn.Module) -> None:
-        """As of `Outline`."""
-
-    def linear(
-        self, module: LinearBase, x: Value, name: str, output: str = "output"
-    ) -> tuple[Value, Value]:
-        """As of `Outline`."""
-        given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
-        call = _call_of(module, given.requires_grad_(x.wanted), self._first)
-        if call is None:
-            raise ByModules
-        parts, own = len(self.graph.parts), call.plans.graph
-        begin = len(self.graph.tensors)
-        numbers = self.graph.append(own, x.number, name, output, len(self.calls))
-        self._parameters += self.graph.tensors[begin:]
-        for split in call.splits:
-            self._splits.append(split._replace(begin=self._places + split.begin - 1, part=parts))
-        self._places += len(module._parameter_names())
-        self.calls.append(call)
-        wanted = x.wanted or call.plans.backward is not None
-        _, made = own.results[0]
-        return self._value(numbers[made], wanted), self._value(numbers[own.normed], wanted)
-
-    def run(self, module: Any, x: Value, **call: Any) -> Value:
-        """As of `Outline`."""
-        if getattr(module, "IS_PLANNED", False):
-            return module.emit(self, x, **call)
-        self._named += 1
-        return module.emit(self, x, f"{self._named}_", **call)
-
-    def norm(self, module: NormModule, x: Value, output: str) -> Value:
-        """As of `Outline`."""
-        columns = self.graph.values[x.number].shape[1]
-        like = torch.empty(0, columns, dtype=x.dtype, device=self._device)
-        plans = module.plans_over(like.requires_grad_(x.wanted))
-        if plans is None:
-            raise ByModules
-        begin = len(self.graph.tensors)
-        numbers = self.graph.append(plans.graph, x.number, "", output, 0)
-        self._parameters += self.graph.tensors[begin:]
-        self._places += 2
-        made = numbers[plans.graph.results[0][1]]
-        return self._value(made, x.wanted or plans.backward is not None)
-
-    def function(self, function: Callable, *xs: Value) -> Value:
-        """As of `Outline`."""
-        graph, numbers = self.graph, tuple(x.number for x in xs)
-        if len({*numbers}) < len(numbers):
-            raise ByModules
-        likes = [
-            torch.empty(2, graph.values[x.number].shape[1], dtype=x.dtype, device="meta")
-            for x in xs
-        ]
-        with torch.no_grad():
-            out = function(*likes)
-        if not isinstance(out, Tensor) or out.dim() != 2 or out.dtype not in DTYPES:
-            raise ByModules
-        rows, _ = graph.values[numbers[0]].shape
-        self._named += 1
-        name = f"{self._named}_"
-        dtype = _core.dtype_code(out.dtype)
-        made = graph.value(f"{name}output", dtype, (rows, out.shape[1]))
-        self.functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
-        graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
-        return self._value(made, any(x.wanted for x in xs))
-
-    def attends(self, module: Any, over: LinearBase, options: Any = None) -> int:
-        """As of `Outline`."""
-        del module, over, options
-        self._sites += 1
-        return self._sites - 1
-
-    def source(self, site: int, name: str) -> Value:
-        """As of `Outline`."""
-        tensor = self._attending[site].tensors[0]
-        wanted = torch.is_grad_enabled() and tensor.requires_grad
-        given = name, _core.dtype_code(tensor.dtype), tensor.shape[-1], wanted
-        number = attention_graphs.add_source(self.graph, *given)
-        self._given[site].append(self.graph.tensors[-1])
-        return Value(number, tensor.dtype, wanted)
-
-    def attend(self, site: int, projected: Sequence[Value], norms: tuple, name: str) -> Value:
-        """As of `Outline`."""
-        graph, how = self.graph, self._attending[site].spec()
-        heads, channels = projected[0].dtype, how.slices[0][1]
-        if not all(norm.serves(channels, heads) for norm in norms):
-            raise ByModules
-        begin = len(graph.tensors)
-        angles = attention_graphs.add_angles(graph, how, name)
-        limits = attention_graphs.add_limits(graph, how, name, bool(self._given[site]))
-        self._given[site] += graph.tensors[begin:]
-        begin, nodes = len(graph.tensors), tuple(norm.as_node() for norm in norms)
-        normed = attention_graphs.add_heads_norms(graph, how, nodes, name)
-        self._parameters += graph.tensors[begin:]
-        self._places += 2 * len(norms)
-        owner = 0
-        if how.quantization is not None:  # behind all modules
-            owner, self._owners = self._owners, self._owners + 1
-        numbers, given = [value.number for value in projected], (angles, limits, normed)
-        context = attention_graphs.attend(graph, how, numbers, given, name, owner)
-        wanted = any(value.wanted for value in projected) or how.bias_grad or how.sink_grad
-        return self._value(context, wanted or _want_gradients(norms))
-
-    def add(
-        self,
-        x: Value,
-        residual: Value,
-        bias: Bias | None = None,
-        *,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        name: str = "",
-        output: str = "sum",
-    ) -> Value:
-        """As of `Outline`."""
-        graph, number, wanted = self.graph, -1, False
-        if bias is not None:
-            parameter = bias.module._parameters[bias.name]
-            wanted = torch.is_grad_enabled() and parameter.requires_grad
-            flags = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if wanted else 0)
-            dtype, shape = _core.dtype_code(parameter.dtype), tuple(parameter.shape)
-            number = graph.tensor(f"{name}added_bias", dtype, shape, flags)
-            self._parameters.append(graph.tensors[-1])
-            self._places += 1
-        inputs = x.number, number, residual.number
-        made = attention_graphs.add_dropout(graph, inputs, output, name, (dropout, drop_path))
-        return self._value(made, wanted or x.wanted or residual.wanted)
-
-    def _value(self, number: int, wanted: bool) -> Value:
-        return Value(number, _core.torch_dtype(self.graph.values[number].dtype), wanted)
-
-    def complete(self, results: Sequence[Value]) -> CallPlans:
-        """Make `results` those of the graph, and its plans.
-
-        Its tensors are the input, what each attention is given (source, angles, mask, bias,
-        lengths, offsets, sink, slopes), and the parameters in the order of `Outline.places`.
-        """
-        self.graph.returns([value.number for value in results])
-        given = [link for links in self._given for link in links]
-        tensors = [self.graph.tensors[0], *given, *self._parameters]
-        return plans_of(self.graph.ordered(tensors))
-
-    def splits(self) -> tuple[SplitTensors, ...]:
-        """Weights that come as several tensors, with their places among those of the layer."""
-        before = 1 + sum(map(len, self._given))
-        return tuple(split._replace(begin=before + split.begin) for split in self._splits)
 
 
 # ---- calls that are made again -------------------------------------------------------------------
@@ -572,7 +251,7 @@ class LayerCalls:
         options, attending, first_microbatch = given
         if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
             return None
-        nodes = Emission(self, attending, first_microbatch)
+        nodes = Emission(len(self.modules), attending, first_microbatch)
         try:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
         except ByModules:
@@ -638,42 +317,6 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
     return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
 
 
-def staged_of(plans: CallPlans, functions: dict) -> Staged | None:
-    """What runs the functions of a program, in a forward and in a backward; None without any."""
-    found = {
-        stage.name: partial(run, *functions[stage.node], stage.buffers)
-        for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient))
-        for stage in (() if plan is None else plan.stages)
-        if stage.node in functions and stage.external
-    }
-    return Staged(found, None, _lending) if found else None
-
-
-def _run_function(
-    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
-) -> None:
-    """A function of a program in a forward: of the inputs, to the output."""
-    del wanted
-    *inputs, output = map(lend, buffers)
-    with torch.no_grad():
-        output.copy_(function(*inputs))
-
-
-def _run_gradient(
-    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
-) -> None:
-    """Its gradients, by autograd: of that of the output, and the inputs."""
-    grad, *others = map(lend, buffers)
-    inputs, grads = others[: len(wanted)], others[len(wanted) :]
-    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
-    with torch.enable_grad():
-        out = function(*inputs)
-    asked_for = [x for x in inputs if x.requires_grad]
-    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
-    for into, made in zip(grads, found, strict=True):
-        into.zero_() if made is None else into.copy_(made)
-
-
 def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
     """What draws each random pair of a call (see `draw_pairs`), where an attention says how."""
     graph = plans.forward.graph
@@ -682,28 +325,3 @@ def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
     known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
     fills = tuple(known.get(number) for _, number in plans.drawn)
     return fills if any(fills) else ()
-
-
-def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
-    """What these functions get: the function that lends a buffer by its number."""
-    del plan, sizes
-    return lend
-
-
-def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
-    return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
-
-
-def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCall | None:
-    """The call that a module would make of an input; None for one that can not be joined."""
-    if module.checkpoint:
-        return None
-    region = module._region(False)
-    if region.replay is not None or region.record:
-        return None
-    tensors, owners = module._promote(given, region.recipe)
-    module._find_present(tensors.given)
-    if module._present is None:  # some are no parameters of its own
-        return None
-    call = module._prepare(tensors, region, first, owners)
-    return None if call.plans.defer or call.traced or call.staged else call
