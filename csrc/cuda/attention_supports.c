@@ -54,6 +54,10 @@ static int is_from_corner(const te_attention_problem *p)
            (!p->bottom_right || (!has_ends && p->query.shape[1] == p->key.shape[1]));
 }
 
+/* cuDNN flushes subnormal quotients of scores and a cap to 0: with this one, those of scores below
+ * 2^-26, which no weight shows. */
+#define LARGEST_CAP 0x1p100F
+
 static te_status check_problem(const char *op, te_context *context, const te_attention_problem *p,
                                float softcap, const te_tensor *statistics)
 {
@@ -80,6 +84,7 @@ static te_status check_problem(const char *op, te_context *context, const te_att
     }
     /* On an H100 cuDNN 9.19 builds it, and computes something else. */
     if (te_attention_is_fp8(p) && softcap > 0.0F) return UNSUPPORTED("%s: a softcap in FP8", op);
+    if (softcap > LARGEST_CAP) return UNSUPPORTED("%s: a softcap of %g", op, (double)softcap);
     if (te_attention_is_fp8(p) && p->dropout > 0.0F) {
         return UNSUPPORTED("%s: dropout in FP8", op);
     }

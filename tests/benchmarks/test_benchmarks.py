@@ -330,5 +330,6 @@ def test_host_calls(results):
         assert positive(row, "forward_us", "backward_us", "step_ratio", "forward_frames")
         assert row["backward_frames"] >= 0
     frames = {(row["module"], row["way"]): row["forward_frames"] for row in rows}
+    block = frames["torch.nn.Linear", "amp"] - frames["torch.nn.Linear", "plain"]
     for module in modules[1:4]:
-        assert frames[module, "amp"] < 2 * frames[module, "plain"]
+        assert frames[module, "amp"] - block < 2 * frames[module, "plain"]

@@ -186,13 +186,15 @@ def test_scores_beyond_the_dtype(device, autocast):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("cap", [2.0**-126, 1e-30, 1e30, 3.4e38])
+@pytest.mark.parametrize("cap", [2.0**-126, 1e-30, 1e30, 2.0**100, 1.01 * 2.0**100, 3.4e38])
 def test_extreme_caps(device, cap):
     """Small ones make all scores alike, large ones leave them as they are."""
     qkv = model.make_qkv("sbhd", SIZES, BF16, device)
     module = make(softcap=cap)
     out, *grads = step(module, qkv)
-    assert module._ran.backend == "native"
+    # cuDNN refuses a cap whose quotients it would flush to 0.
+    beyond = device == "cuda" and cap > 2.0**100
+    assert module._ran.backend == ("unfused" if beyond else "native")
     q, k, v = parts(*(t.detach().cpu().double() for t in qkv))
     p = reference.softmax(cap * torch.tanh(SCALE * (q @ k.mT) / cap), model.may_attend(SCORES))
     bound = tol("attention", BF16, KEYS * QUERIES)

@@ -136,8 +136,9 @@ class Problem:
             near = (statistics - sinks).abs() <= tol("terms", F32)
             assert (near | (statistics == -math.inf))[none].all()
             exact = torch.logaddexp(exact, sinks.double())
-        bound = tol("attention", F32, scores.shape[-1])
-        terms = 1 + exact[~none].abs()
+        sizes = products(query.abs(), key.abs(), self.scale, 0.0).masked_fill(~self.may, 0.0)
+        bound = tol("attention", F32, scores.shape[-1] + query.shape[-1])
+        terms = (1 + exact.abs() + sizes.amax(-1))[~none]
         assert_nmse(statistics[~none], exact[~none], bound, "statistics", terms)
         assert (found["output"].cpu().transpose(1, 2)[none] == 0).all()
 

@@ -100,6 +100,11 @@ def inputs(kind, device, dtype=torch.float32):
     return x, source
 
 
+def planned_dtype(device):
+    """Attention of it is part of a plan."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def hooked(module):
     """A twin that calls its modules: one of them has a hook."""
     twin = copy.deepcopy(module)
@@ -136,7 +141,7 @@ def assert_one_plan(module):
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_plan_has_the_bits_of_the_modules(device, kind, recipe):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = planned_dtype(device)
     module = KINDS[kind](params_dtype=dtype, device=device)
     twin, steps = hooked(module), [inputs(kind, device, dtype) for _ in range(3)]
     results = []
@@ -187,8 +192,9 @@ def checkpointed(module, given):
 
 def test_microbatches(device):
     """The first one casts the weights; later ones read its casts, whatever the weights are now."""
-    module = Parallel(0.0, device=device)
-    given = inputs("parallel", device)
+    dtype = planned_dtype(device)
+    module = Parallel(0.0, params_dtype=dtype, device=device)
+    given = inputs("parallel", device, dtype)
     first = step(module, given, "current", is_first_microbatch=True)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -202,12 +208,14 @@ def test_microbatches(device):
 
 
 def test_masks_and_arguments_of_a_call(device):
-    module = EncoderDecoder(device=device)
-    twin, given = hooked(module), inputs("encoder-decoder", device)
+    dtype = planned_dtype(device)
+    module = EncoderDecoder(params_dtype=dtype, device=device)
+    twin, given = hooked(module), inputs("encoder-decoder", device, dtype)
     for seed in range(3):
         mask = torch.rand(BATCH, 1, TOKENS, SOURCE, device=device) < 0.2 + 0.2 * seed
         assert_same_bits(step(module, given, mask=mask), step(twin, given, mask=mask))
-    block, other = Parallel(0.0, device=device), inputs("parallel", device)
+    block = Parallel(0.0, params_dtype=dtype, device=device)
+    other = inputs("parallel", device, dtype)
     plain = hooked(block)
     for mask_type in ("causal", "no_mask", "causal"):
         assert_same_bits(

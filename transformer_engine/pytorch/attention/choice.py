@@ -61,6 +61,9 @@ _switches = constant_in_graphs(attention_switches)
 """What the environment allows now; in a graph, what it allowed when that was traced."""
 
 
+_LARGEST_CAP = 2.0**100  # of cuDNN's attention: see csrc/cuda/attention_supports.c
+
+
 @constant_in_graphs
 def _device_facts(device: torch.device) -> tuple[int, int]:
     """Compute capability (90 for 9.0) and version of cuDNN; zeros for the CPU."""
@@ -85,12 +88,18 @@ def _dtype_of(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
 
 
-def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, capped: bool) -> str:
-    """What of a mask, a bias or its gradient the operator does not take on CUDA; "": nothing.
+def _unusual(
+    options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, cap: float, packed: bool
+) -> str:
+    """What of a mask, a bias, its gradient or a softcap the operator does not take on CUDA.
 
-    The same with gradients switched off: a recompute must run what the first pass ran.
+    "": nothing. The same with gradients switched off: a recompute must run what the first pass ran.
     """
     bias = options.core_attention_bias
+    if cap > _LARGEST_CAP:
+        return "a softcap above 2^100, which leaves the scores as they are"
+    if packed:
+        return ""
     if sizes[3] == 1:
         with_bias = options.core_attention_bias_type != "no_bias"
         return (
@@ -102,7 +111,7 @@ def _unusual(options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, c
         return "the gradient of a bias in another dtype than the queries, or before the scale"
     if tuple(bias.shape[2:]) != tuple(sizes[2:]):
         return "the gradient of a bias that several queries or keys share"
-    if capped:
+    if cap > 0.0:
         return "the gradient of a bias with a softcap"
     return ""
 
@@ -228,7 +237,7 @@ class BackendChoice:
     ) -> tuple:
         """All that the choice of a backend for a call depends on; of `query` dtype and device."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        in_fp8, capped = fp8.in_force(self), self._cap_of(options) > 0.0
+        in_fp8, cap = fp8.in_force(self), self._cap_of(options)
         window = self.window_size if options.window_size is None else options.window_size
         return (
             self.attn_mask_type if mask is None else mask,
@@ -239,7 +248,7 @@ class BackendChoice:
             _dtype_of(query) if any_autocast() else query.dtype,
             query.device,
             _switches(),
-            "" if query.device.type == "cpu" or packed else _unusual(options, sizes, query, capped),
+            "" if query.device.type == "cpu" else _unusual(options, sizes, query, cap, packed),
             packed,
             not packed and not options.tells_lengths(),
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
@@ -252,7 +261,7 @@ class BackendChoice:
             fp8.unbuilt(self) if in_fp8 else "",
             attention_class_name(),
             packed and options.has_gaps(),
-            capped,
+            cap > 0.0,
         )
 
     def _call_kind(self, key: tuple) -> CallKind:
