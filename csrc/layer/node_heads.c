@@ -337,18 +337,17 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     return TE_OK;
 }
 
-const te_node_rules te_attention_rules = {.name = "attention",
-                                          .inputs = INPUTS,
-                                          .numbers = NUMBERS,
-                                          .slices = 3,
-                                          .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
-                                                   TE_NODE_DETERMINISTIC | TE_NODE_PACKED |
-                                                   TE_NODE_FP8_GRADIENT | TE_LINEAR_NO_AMAX |
-                                                   TE_NODE_MAX_SCORES,
-                                          .casts = 1,
-                                          .check = check_attention,
-                                          .forward = forward_attention,
-                                          .backward = backward_attention};
+const te_node_rules te_attention_rules = {
+    .name = "attention",
+    .inputs = INPUTS,
+    .numbers = NUMBERS,
+    .slices = 3,
+    .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC |
+             TE_NODE_PACKED | TE_NODE_FP8_GRADIENT | TE_LINEAR_NO_AMAX | TE_NODE_MAX_SCORES,
+    .casts = 1,
+    .check = check_attention,
+    .forward = forward_attention,
+    .backward = backward_attention};
 
 /* ---- rotary embedding ----------------------------------------------------------------------- */
 

@@ -229,7 +229,8 @@ static void take_packed_sizes(tepy_run_call *run)
         const te_buffer_info *info = &plan->info.buffers[i];
         for (int32_t d = 0; d < info->ndim; d++) {
             const int32_t symbol = info->shape[d].symbol;
-            const uint32_t bit = symbol < TE_SYMBOL_SEQUENCES ? 0 : 1U << symbol >> TE_SYMBOL_SEQUENCES;
+            const uint32_t bit =
+                symbol < TE_SYMBOL_SEQUENCES ? 0 : 1U << symbol >> TE_SYMBOL_SEQUENCES;
             if ((wanted & bit) == 0 || run->buffers[i].ndim != info->ndim) continue;
             run->call.sizes.of[symbol] = run->buffers[i].shape[d] - info->shape[d].add;
             wanted &= ~bit;

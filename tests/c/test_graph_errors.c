@@ -324,9 +324,9 @@ static void check_flags(void (*make)(graph *g))
 {
     static const uint32_t linear = (TE_NODE_ZERO_CENTERED - 1) | TE_LINEAR_MEASURE_OPERANDS |
                                    TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED;
-    static const uint32_t attention =
-        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC |
-        TE_LINEAR_NO_AMAX | TE_NODE_MAX_SCORES;
+    static const uint32_t attention = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
+                                      TE_NODE_DETERMINISTIC | TE_LINEAR_NO_AMAX |
+                                      TE_NODE_MAX_SCORES;
     static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED;
     static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
                                                   [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,

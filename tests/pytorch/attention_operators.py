@@ -48,18 +48,29 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         query, key, value, output, statistics = ctx.saved_tensors
-        grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+        grads = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
+        ]
         added = [
             torch.empty_like(ctx.given[name], memory_format=torch.contiguous_format)
             if ctx.needs_input_grad[at]
             else None
             for at, name in ((5, "bias"), (6, "sink"))
         ]
-        turned = dict(zip(("query", "key", "value", "output"), map(ctx.turn, (query, key, value, output)), strict=True))
-        made = dict(zip(("grad_query", "grad_key", "grad_value"), map(ctx.turn, grads), strict=True))
+        turned = dict(
+            zip(
+                ("query", "key", "value", "output"),
+                map(ctx.turn, (query, key, value, output)),
+                strict=True,
+            )
+        )
+        made = dict(
+            zip(("grad_query", "grad_key", "grad_value"), map(ctx.turn, grads), strict=True)
+        )
         BACKWARD(
-            grad_output=ctx.turn(as_read(grad)), statistics=statistics, deterministic=deterministic(),
-            grad_bias=added[0], grad_sink=added[1], **turned, **made, **ctx.given,
+            grad_output=ctx.turn(as_read(grad)), statistics=statistics,
+            deterministic=deterministic(), grad_bias=added[0], grad_sink=added[1],
+            **turned, **made, **ctx.given,
         )  # fmt: skip
         return None, None, *grads, *added
 

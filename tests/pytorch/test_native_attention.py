@@ -122,7 +122,9 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
 
     def odd(shape, dtype=BF16, capped=False, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
-        return bool(unusual(_options(core_attention_bias=bias, **more), sizes, query, capped, False))
+        return bool(
+            unusual(_options(core_attention_bias=bias, **more), sizes, query, capped, False)
+        )
 
     with torch.set_grad_enabled(gradients):
         assert not odd((1, 4, 30, 50)) and not odd((2, 1, 30, 50))

@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 import torch
-from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.attention_operators import by_operators, unkept
+from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.layer_ways import dtype_of
 from tols import BF16, F32
 

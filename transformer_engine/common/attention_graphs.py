@@ -295,7 +295,10 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
         name=name,
         flags=_order(attention) | flags,
         numbers=(
-            attention.scale, attention.dropout, *map(float, attention.window), attention.softcap
+            attention.scale,
+            attention.dropout,
+            *map(float, attention.window),
+            attention.softcap,
         ),
         slices=attention.slices,
         **cast,

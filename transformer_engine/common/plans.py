@@ -78,9 +78,9 @@ def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
         sizes += (0, 0, 0) if dims is None else (math.prod(dims), *(*dims, 0, 0)[:2])
     if rows != -1:
         sizes[_core.SYMBOL_ROWS] = rows
-    sizes += [None] * (_core.SYMBOL_MAX_KEYS + 1 - len(sizes))
     if not plan.described.symbols >> _core.SYMBOL_SEQUENCES:
         return sizes
+    sizes += [None] * (_core.SYMBOL_MAX_KEYS + 1 - len(sizes))
     for buffer, shape in zip(plan.described.buffers, shapes, strict=False):
         for extent, length in zip(buffer.shape, shape, strict=False):
             if extent.symbol >= _core.SYMBOL_SEQUENCES and sizes[extent.symbol] is None:

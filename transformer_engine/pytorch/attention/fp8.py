@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in FP8 (``fp8_dpa`` and ``fp8_mha`` of a recipe): when it is, and what a call has of it.
+"""Attention in FP8 (``fp8_dpa`` and ``fp8_mha`` of a recipe): when it is, what a call has of it.
 
 Queries, keys and values are cast to FP8, both products multiply FP8, and the output is read again
 in the dtype of the queries. What is saved is in FP8. Which backward follows is said in one place,

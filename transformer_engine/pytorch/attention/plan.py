@@ -5,9 +5,9 @@ A call goes its way through checks, limits and the choice of a backend. Where th
 library's operator, in high precision or in FP8, it runs as a plan of one node. In eager mode, in
 high precision, the call is kept by what it depends on, in checkpoints, under `torch.autocast` and
 hooks of saved tensors too. Where no argument but queries, keys and values is a tensor, so is the
-whole way: by the arguments, and the facts of these three. Whatever else looks on, a graph that is
-traced, a dispatch mode, a transform of torch.func, makes a call of its own (`attend`). All ways give
-the same bits.
+whole way: by the arguments, and the facts of these three. In FP8, and where a graph is traced or a
+dispatch mode or a transform of torch.func looks on, each call is made anew (`attend`). All ways
+give the same bits.
 """
 
 import operator
@@ -419,13 +419,15 @@ def attend(
 ) -> Any:
     """Softmax(scale * query key^T + bias) value, with dropout of the weights; in FP8 where it is.
 
-    The attention is that of `module`, a `DotProductAttention`. Queries, keys and values are fp32 (on
-    the CPU), fp16 or bf16, in the format that `qkv_format` says; of what is in one tensor the
-    gradient is too. Bias and sink of the limits are differentiable. The output [.., heads * channels
-    of values] has the dtype of the queries, under `torch.autocast` its dtype, and is contiguous;
-    with ``fp8_output`` it is a `Float8Tensor` of that nominal one. Where the limits want them, the
-    largest scores [heads] fp32 follow, without a gradient. NotImplementedError for what no graph of
-    `torch.export` or transform of torch.func holds.
+    The attention is that of `module`, a `DotProductAttention`. Queries, keys and values are fp32
+    (on the CPU), fp16 or bf16: [sequence, batch, heads, channels] (sbhd), [batch, sequence, heads,
+    channels] (bshd) or [tokens, heads, channels] (thd); keys and values may have fewer heads, which
+    divide those of the queries. Of what is in one tensor the gradient is too. Bias and sink of the
+    limits are differentiable; a softcap bounds the products before the bias is added. The output
+    [.., heads * channels of values] has the dtype of the queries, under `torch.autocast` its dtype,
+    and is contiguous; with ``fp8_output`` it is a `Float8Tensor` of that nominal one. Where the
+    limits want them, the largest scores [heads] fp32 follow, without a gradient.
+    NotImplementedError for what no graph of `torch.export` or transform of torch.func holds.
     """
     traced, in_fp8 = torch.compiler.is_compiling(), fp8.in_force(module)
     if in_fp8 and fp8.leaves_graph(more, dropout, traced):
