@@ -8,7 +8,7 @@
 #include "numbers.h"
 #include "plans.h"
 
-enum { GRAPH_VALUES = 256, GRAPH_NODES = 64, GRAPH_INPUTS = 12 };
+enum { GRAPH_VALUES = 256, GRAPH_NODES = 64, GRAPH_INPUTS = 13 };
 
 typedef struct graph {
     te_value_desc values[GRAPH_VALUES];

@@ -12,6 +12,7 @@ from pytorch.attention_operators import by_operators, unkept
 from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.layer_ways import dtype_of
 from tols import BF16, F32
+from torch._dynamo.backends.debugging import aot_eager
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.call_key import KEPT
@@ -158,6 +159,31 @@ def test_bits_of_packed_sequences(device, native_runs, options):
     assert_same_step(core, tensors, packed_arguments(device), native_runs)
 
 
+@pytest.mark.parametrize("options", [{}, PACKED], ids=["sbhd", "thd"])
+def test_largest_scores(native_runs, options):
+    """A second result of the plan, without a gradient. No kernel of cuDNN writes them."""
+    core = make(**options, return_max_logit=True)
+    given = packed_arguments("cpu") if options else {}
+    tensors = leaves_of(core, "cpu", core.qkv_format, sizes=(10, 14) if options else LONG)
+
+    def run():
+        out, top = core(*tensors, **given)
+        assert not top.requires_grad
+        return [out, top, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    with by_operators():
+        expected = run()
+    for way in (
+        contextlib.nullcontext,
+        unkept,
+        torch.autograd.graph.save_on_cpu,
+    ):
+        with plans_only(native_runs), way():
+            assert_same_bits(run(), expected)
+    with torch.no_grad(), plans_only(native_runs):
+        assert_same_bits(list(core(*tensors, **given)), expected[:2])
+
+
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
 def test_dtypes(device, native_runs, dtype):
     if device != "cpu" and dtype is F32:
@@ -262,6 +288,42 @@ def test_lengths_make_no_plans(device):
     for length in range(2, 40):
         core(*leaves_of(core, device, sizes=(length, length + 1)))
     assert kept(core) == (1, 1)
+
+
+def test_bounds_and_numbers_of_sequences_make_no_plans(device):
+    """They are sizes that a run is given."""
+    core = make(**PACKED)
+    tensors = leaves_of(core, device, "thd", sizes=(10, 14))
+    lengths = ((3, 0, 7), (5, 2, 7)), ((4, 6), (9, 5)), ((10,), (14,)), ((1, 2, 3, 4), (5, 4, 3, 2))
+    for more, (queries, keys) in enumerate(lengths):
+        given = {
+            "cu_seqlens_q": sums(device, *queries), "cu_seqlens_kv": sums(device, *keys),
+            "max_seqlen_q": max(queries) + more, "max_seqlen_kv": max(keys) + more,
+        }  # fmt: skip
+        with by_operators():
+            expected = step(core, tensors, given)
+        for way in (contextlib.nullcontext, unkept):
+            with way():
+                assert_same_bits(step(core, tensors, given), expected)
+        assert kept(core) == (0, 1) and len(core._plans) == 1
+
+
+def test_compiled_bounds_are_sizes(device):
+    """A graph is for all of them, with the bits of eager mode."""
+    core, graphs = make(**PACKED), []
+
+    def backend(graph, inputs):
+        graphs.append(more)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(core, fullgraph=True, dynamic=True, backend=backend)
+    tensors = leaves_of(core, device, "thd", sizes=(10, 14))
+    for more in range(2, 6):
+        given = packed_arguments(device)
+        given |= {"max_seqlen_q": QUERIES + more, "max_seqlen_kv": KEYS + more * more}
+        expected = step(core, tensors, given)
+        assert_same_bits(step(compiled, tensors, given), expected)
+    assert set(graphs) == {2}  # none for a later bound
 
 
 def test_default_arguments_are_no_part_of_the_key(device):
