@@ -29,6 +29,10 @@ _Slots = int | tuple[int, ...]
 OPERAND_ROLES: Final[int]
 """Operands of a linear node; number node * OPERAND_ROLES + 1 is its weight in quantized form."""
 
+ATTENTION_INPUTS: Final[tuple[str, ...]]
+"""Inputs of an attention node, in order."""
+ATTENTION_NUMBERS: Final[tuple[str, ...]]
+"""Its numbers, likewise."""
 LINEAR_STAGES: Final[tuple[str, ...]]
 """Stages of a linear node; bit i of its `external` stands for LINEAR_STAGES[i]."""
 

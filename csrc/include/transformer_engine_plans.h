@@ -198,10 +198,7 @@ typedef enum te_node_kind {
     TE_NODE_NORM,        /* inputs x, gamma, beta */
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
-    TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
-                            keys, offsets of queries, of keys, sink, slopes, bounds of packed
-                            sequences, with dropout i64 [2] {seed, offset}. The bounds are i32
-                            [max queries, max keys, 0]: no elements, their shape says the sizes */
+    TE_NODE_ATTENTION,   /* TE_ATTENTION_INPUTS */
     TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied.
                             Two in a row that turn the same tokens are one stage */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual, with dropout or drop path i64 [2]
@@ -212,6 +209,30 @@ typedef enum te_node_kind {
                             "function" and "function_backward" (node_function.c: their buffers) */
     TE_NODE_KINDS
 } te_node_kind;
+
+/* Inputs and numbers of an attention, by the fields of its operator that they fill: X(NAME, name).
+ * Queries, keys and values are heads by slices, the bounds of packed sequences fill two numbers. */
+#define TE_ATTENTION_INPUTS(X)                                                                     \
+    X(QUERY, query)                                                                                \
+    X(KEY, key)                                                                                    \
+    X(VALUE, value)                                                                                \
+    X(MASK, mask)                                                                                  \
+    X(BIAS, bias)                                                                                  \
+    X(QUERY_LENGTHS, query_lengths)                                                                \
+    X(KEY_LENGTHS, key_lengths)                                                                    \
+    X(QUERY_OFFSETS, query_offsets)                                                                \
+    X(KEY_OFFSETS, key_offsets)                                                                    \
+    X(SINK, sink)                                                                                  \
+    X(SLOPES, slopes)                                                                              \
+    X(BOUNDS,                                                                                      \
+      bounds)   /* i32 [max queries, max keys, 0]: no elements, their shape says the sizes */      \
+    X(RNG, rng) /* with dropout i64 [2] {seed, offset} */
+#define TE_ATTENTION_NUMBERS(X)                                                                    \
+    X(SCALE, scale)                                                                                \
+    X(DROPOUT, dropout)                                                                            \
+    X(WINDOW_LEFT, window_left)                                                                    \
+    X(WINDOW_RIGHT, window_right)                                                                  \
+    X(SOFTCAP, softcap)
 
 enum {                           /* te_node_desc.flags */
        TE_LINEAR_SAVE_INPUT = 1, /* nothing of the input is saved in FP8: it is cast again */
@@ -256,8 +277,8 @@ typedef struct te_node_desc {
     uint32_t flags;
     int32_t output;
     const int32_t *inputs; /* values; -1: not there */
-    /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
-     * window to the left and to the right, softcap. Dropout + add: dropout, drop path */
+    /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention:
+     * TE_ATTENTION_NUMBERS; dropout + add: dropout, drop path */
     const double *numbers;
     const te_slice *slices;  /* attention, rope, norm of heads: of the first inputs */
     const int32_t *external; /* steps that the caller runs, ascending; linear: te_linear_stage */

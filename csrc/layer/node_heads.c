@@ -14,24 +14,18 @@
 /* ---- attention ------------------------------------------------------------------------------ */
 
 enum {
-    QUERY,
-    KEY,
-    VALUE,
-    MASK,
-    BIAS,
-    QUERY_LENGTHS,
-    KEY_LENGTHS,
-    QUERY_OFFSETS,
-    KEY_OFFSETS,
-    SINK,
-    SLOPES,
-    BOUNDS,
-    RANDOM_PAIR,
-    INPUTS
+#define X(NAME, name) NAME,
+    TE_ATTENTION_INPUTS(X)
+#undef X
+        INPUTS
 };
 
-/* Of an attention: te_node_desc.numbers. */
-enum { SCALE, DROPOUT, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, NUMBERS };
+enum {
+#define X(NAME, name) NAME,
+    TE_ATTENTION_NUMBERS(X)
+#undef X
+        NUMBERS
+};
 
 static int is_packed(const te_node_desc *node)
 {
@@ -94,28 +88,27 @@ static int32_t attended(te_build *build, int32_t n, int i, te_op op)
 /* A stage with what forward and backward read. */
 static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char *name)
 {
-    static const char *const fields[] = {"query", "key", "value"};
+    static const char *const inputs[] = {
+#define X(NAME, name) #name,
+        TE_ATTENTION_INPUTS(X)
+#undef X
+    };
+    static const char *const numbers[] = {
+#define X(NAME, name) #name,
+        TE_ATTENTION_NUMBERS(X)
+#undef X
+    };
     const te_node_desc *node = te_node(build, n);
     int32_t heads[VALUE + 1];
     te_stage *stage;
     for (int i = QUERY; i <= VALUE; i++) heads[i] = attended(build, n, i, op);
     stage = te_add(build, n, node->name, name, op);
-    for (int i = QUERY; i <= VALUE; i++) te_use_as(build, stage, fields[i], heads[i]);
-    te_use_value(build, stage, "mask", node->inputs[MASK]);
-    te_use_value(build, stage, "bias", node->inputs[BIAS]);
-    te_use_value(build, stage, "query_lengths", node->inputs[QUERY_LENGTHS]);
-    te_use_value(build, stage, "key_lengths", node->inputs[KEY_LENGTHS]);
-    te_use_value(build, stage, "query_offsets", node->inputs[QUERY_OFFSETS]);
-    te_use_value(build, stage, "key_offsets", node->inputs[KEY_OFFSETS]);
-    te_use_value(build, stage, "sink", node->inputs[SINK]);
-    te_use_value(build, stage, "slopes", node->inputs[SLOPES]);
-    te_use_value(build, stage, "rng", node->inputs[RANDOM_PAIR]);
-    te_set_number(build, stage, "scale", node->numbers[SCALE]);
-    te_set_number(build, stage, "dropout", node->numbers[DROPOUT]);
-    te_set_number(build, stage, "window_left", node->numbers[WINDOW_LEFT]);
-    te_set_number(build, stage, "window_right", node->numbers[WINDOW_RIGHT]);
+    for (int i = QUERY; i <= VALUE; i++) te_use_as(build, stage, inputs[i], heads[i]);
+    for (int i = MASK; i < INPUTS; i++) {
+        if (i != BOUNDS) te_use_value(build, stage, inputs[i], node->inputs[i]);
+    }
+    for (int i = 0; i < NUMBERS; i++) te_set_number(build, stage, numbers[i], node->numbers[i]);
     te_set_number(build, stage, "bottom_right", (node->flags & TE_NODE_BOTTOM_RIGHT) != 0);
-    te_set_number(build, stage, "softcap", node->numbers[SOFTCAP]);
     if (!is_packed(node)) return stage;
     (void)te_get(build, TE_LINK_VALUE, node->inputs[BOUNDS]); /* whose shape says the next two */
     te_use_size(build, stage, "max_queries", TE_SYMBOL_MAX_QUERIES);
@@ -325,7 +318,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no sink and no slopes (f32) of %d heads",
                        graph->values[node->inputs[i]].name, q->heads);
     }
-    TE_TRY(te_check_pair(graph, n, RANDOM_PAIR, node->numbers[DROPOUT] > 0.0));
+    TE_TRY(te_check_pair(graph, n, RNG, node->numbers[DROPOUT] > 0.0));
     TE_TRY(te_fp8_check(graph, n));
     for (int i = MASK; i < SINK; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;

@@ -98,7 +98,12 @@ static int add_constants(PyObject *module)
 #define X(NAME, name) , #name
 #define COUNT(NAME, name) "s"
     if (add_object(module, "LINEAR_STAGES",
-                   Py_BuildValue("(" TE_LINEAR_STAGES(COUNT) ")" TE_LINEAR_STAGES(X))) != 0) {
+                   Py_BuildValue("(" TE_LINEAR_STAGES(COUNT) ")" TE_LINEAR_STAGES(X))) != 0 ||
+        add_object(module, "ATTENTION_INPUTS",
+                   Py_BuildValue("(" TE_ATTENTION_INPUTS(COUNT) ")" TE_ATTENTION_INPUTS(X))) != 0 ||
+        add_object(module, "ATTENTION_NUMBERS",
+                   Py_BuildValue("(" TE_ATTENTION_NUMBERS(COUNT) ")" TE_ATTENTION_NUMBERS(X))) !=
+            0) {
         return -1;
     }
 #undef COUNT

@@ -277,7 +277,10 @@ static void check_heads(void)
     /* packed sequences */
     REFUSE_HEADS(nodes[0].flags, TE_NODE_PACKED, INVALID, "rope: no offsets for sequences that");
     REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: offsets -1, -1, of");
-    REFUSE_HEADS(inputs[1][11], 0, INVALID, "of sequences that are not packed: expected none");
+    make_attention(&g);
+    g.nodes[1].input_count = 12;
+    g.inputs[1][11] = 0; /* bounds */
+    refuse(&g, TE_ERROR_INVALID, "attention: bounds x, of sequences that are not packed");
     /* dropout + add; random pairs */
     REFUSE_HEADS(numbers[2][0], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");
     REFUSE_HEADS(numbers[2][1], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");

@@ -22,6 +22,7 @@ from tols import F32, tol
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 
 TOKENS, LONGEST = 32, 20
 OPTIONS = {
@@ -195,3 +196,15 @@ def test_flops_are_those_of_the_modules(device):
         for hook in hooks:
             hook.remove()
     assert counts[0] == counts[1] > 0
+
+
+def test_bounds_and_numbers_of_sequences_make_no_plans(device):
+    layer = make(device, None)
+    x = states(layer, TOKENS // 2, 2)
+    counts = []
+    for more, lengths in enumerate([(11, 0, 20)] * 3 + [(16, 16), (20, 12), (8, 8, 8, 8), (3, 20)]):
+        given = told(device, *lengths)
+        given["max_seqlen_q"] += more
+        layer(x, **given).sum().backward()
+        counts.append(_core.plan_count())
+    assert len(set(counts[2:])) == 1

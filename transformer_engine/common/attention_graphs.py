@@ -22,8 +22,6 @@ _SEQUENCES = tuple(
     for rows in (_core.SYMBOL_ROWS, _core.SYMBOL_SOURCE_ROWS)
 )
 """Rows and the two leading dims as extents, of queries and of keys of their own."""
-_OFFSETS = 4
-"""Where those of queries are among an attention's limits, before those of keys."""
 _PREFIXES = ("query_", "key_")
 _SEQUENCE_COUNT = _core.Extent(symbol=_core.SYMBOL_SEQUENCES, multiply=1)
 _SUMS = _core.Extent(symbol=_core.SYMBOL_SEQUENCES, multiply=1, add=1)
@@ -33,8 +31,6 @@ _LONGEST = (
     _core.Extent(),
 )
 """The shape of the bounds, which have no elements."""
-_PAIR = 12
-"""Where the random pair of a dropout is among the inputs of an attention."""
 
 
 class AttentionSpec(NamedTuple):
@@ -90,43 +86,37 @@ def add_angles(graph: Graph, attention: AttentionSpec, name: str) -> tuple[int, 
     )
 
 
-def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) -> tuple:
+def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) -> dict[str, int]:
     """Add mask, bias, lengths, offsets, sink, slopes and bounds, as far as they are there.
 
-    `crossed`: the keys are of the source.
+    `crossed`: the keys are of the source. Returns their values by ``_core.ATTENTION_INPUTS``.
     """
-    given, dims, limits = _core.VALUE_INPUT, _score_dims(attention, crossed), []
-    wanted = given | (_core.VALUE_GRADIENT if attention.bias_grad else 0)
-    tensors = (
-        ("mask", attention.mask, _core.DTYPE_U8, given),
-        ("scores_bias", attention.bias, attention.bias_dtype, wanted),
-    )
-    for what, shape, dtype, flags in tensors:
-        if shape is None:
-            limits.append(-1)
-            continue
-        full = tuple(n or dim for n, dim in zip(shape, dims, strict=True))
-        limits.append(graph.tensor(name + what, dtype, full, flags))
+    dims, limits = _score_dims(attention, crossed), {}
     batch = _SEQUENCE_COUNT if attention.packed else dims[0]
-    for i, what in enumerate(("query_lengths", "key_lengths")):
-        is_there = i < attention.lengths
-        number = graph.tensor(name + what, _core.DTYPE_I32, (batch,), given) if is_there else -1
-        limits.append(number)
-    for what in ("query_offsets", "key_offsets"):
-        is_there = attention.packed
-        number = graph.tensor(name + what, _core.DTYPE_I32, (_SUMS,), given) if is_there else -1
-        limits.append(number)
-    wanted = given | (_core.VALUE_GRADIENT if attention.sink_grad else 0)
-    of_heads = ("sink", int(attention.sink), wanted), ("slopes", attention.slopes, given)
-    for what, count, flags in of_heads:
-        shape = (batch, dims[1])[2 - count :]
-        number = graph.tensor(name + what, _core.DTYPE_F32, shape, flags) if count else -1
-        limits.append(number)
+
+    def add(field: str, dtype: int, shape: tuple, gradient: bool = False, kind: str = "") -> None:
+        flags = _core.VALUE_INPUT | (_core.VALUE_GRADIENT if gradient else 0)
+        limits[field] = graph.tensor(name + kind + field, dtype, shape, flags)
+
+    def scores(lengths: tuple[int, ...]) -> tuple:
+        return tuple(n or dim for n, dim in zip(lengths, dims, strict=True))
+
+    if attention.mask is not None:
+        add("mask", _core.DTYPE_U8, scores(attention.mask))
+    if attention.bias is not None:
+        shape = scores(attention.bias)
+        add("bias", attention.bias_dtype, shape, attention.bias_grad, "scores_")
+    for prefix in _PREFIXES[: attention.lengths]:
+        add(f"{prefix}lengths", _core.DTYPE_I32, (batch,))
+    for prefix in _PREFIXES if attention.packed else ():
+        add(f"{prefix}offsets", _core.DTYPE_I32, (_SUMS,))
+    if attention.sink:
+        add("sink", _core.DTYPE_F32, (dims[1],), attention.sink_grad)
+    if attention.slopes:
+        add("slopes", _core.DTYPE_F32, (batch, dims[1])[2 - attention.slopes :])
     if attention.packed:
-        limits.append(graph.tensor(f"{name}bounds", _core.DTYPE_I32, _LONGEST, given))
-    while limits and limits[-1] < 0:
-        limits.pop()
-    return tuple(limits)
+        add("bounds", _core.DTYPE_I32, _LONGEST)
+    return limits
 
 
 def _score_dims(attention: AttentionSpec, crossed: bool) -> tuple:
@@ -166,7 +156,7 @@ def _turn(  # noqa: PLR0913 - as of `_normalize`
     angles, limits = given
     turned = _heads(graph, x, slice_, name.removesuffix("_"))
     flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
-    starts = (limits[_OFFSETS + i],) if attention.packed else ()
+    starts = (limits[f"{_PREFIXES[i]}offsets"],) if attention.packed else ()
     inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
     graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
     return turned
@@ -200,7 +190,7 @@ def attend(
     graph: Graph,
     attention: AttentionSpec,
     projected: list[int],
-    given: tuple[tuple, tuple, tuple],
+    given: tuple[tuple, dict, tuple],
     name: str,
     owner: int,
 ) -> int:
@@ -237,7 +227,7 @@ def attend(
     dtype = graph.values[projected[0]].dtype
     context = graph.value(f"{name}context", dtype, (ROWS, heads * channels), flags)
     attention = attention._replace(slices=tuple(slices))
-    _add_attention(graph, attention, (*values, *limits), context, f"{name}core_", owner)
+    _add_attention(graph, attention, values, limits, context, f"{name}core_", owner)
     return context
 
 
@@ -266,7 +256,8 @@ def add_dropout(
 def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     graph: Graph,
     attention: AttentionSpec,
-    inputs: tuple,
+    heads: list[int],
+    limits: dict[str, int],
     context: int,
     name: str,
     owner: int = 0,
@@ -285,21 +276,18 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
     if attention.quantization is not None:
         casts = attention.quantization._replace(backward=_core.BACKWARD_QUANTIZED)
         cast = {"quantization": casts, "owner": owner}
+    given = dict(zip(("query", "key", "value"), heads, strict=True)) | limits
     if attention.dropout:
-        absent = (-1,) * (_PAIR - len(inputs))
-        inputs = (*inputs, *absent, graph.pair(f"{name}rng"))
+        given["rng"] = graph.pair(f"{name}rng")
+    left, right = attention.window
+    numbers = {**attention._asdict(), "window_left": left, "window_right": right}
     graph.node(
         _core.NODE_ATTENTION,
-        inputs,
+        tuple(given.get(field, -1) for field in _core.ATTENTION_INPUTS),
         context,
         name=name,
         flags=_order(attention) | flags,
-        numbers=(
-            attention.scale,
-            attention.dropout,
-            *map(float, attention.window),
-            attention.softcap,
-        ),
+        numbers=tuple(float(numbers[field]) for field in _core.ATTENTION_NUMBERS),
         slices=attention.slices,
         **cast,
     )
@@ -332,7 +320,7 @@ def core_graph(attention: AttentionSpec, dtype: int, gradient: bool, joined: int
     columns = attention.slices[0][0] * attention.slices[2][1]
     returned = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
     context = graph.value("output", dtype, (ROWS, columns), RESULT | returned)
-    _add_attention(graph, attention, (*values, *limits), context, "")
+    _add_attention(graph, attention, values, limits, context, "")
     if attention.max_scores:
         graph.results.append(("max_scores", 0))
     return graph

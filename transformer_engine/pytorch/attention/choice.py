@@ -27,7 +27,7 @@ from transformer_engine.pytorch.attention.backends import (
     refusals,
 )
 from transformer_engine.pytorch.attention.cache_adapter import options_for_cache
-from transformer_engine.pytorch.attention.fp8_recipe import unbuilt_name
+from transformer_engine.pytorch.attention.fp8 import unbuilt_name
 from transformer_engine.pytorch.attention.limits import (
     CallKind,
     Limits,

@@ -42,6 +42,7 @@ from transformer_engine.pytorch.attention.problem import (
     in_one_format,
 )
 from transformer_engine.pytorch.attention.scores import score_mod_of
+from transformer_engine.pytorch.attention.torch_backends import attend_emulated
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -558,11 +559,9 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             return run
         if not fp8.in_force(self):
             return BACKENDS[backend].run
-        # Few ask for it, and what it loads.
-        from transformer_engine.pytorch.attention import fp8_emulated
 
         def emulate(*given: Any) -> Any:
-            return fp8_emulated.attend(self, *given)
+            return attend_emulated(self, *given)
 
         return emulate
 

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.backends import (
 from transformer_engine.pytorch.attention.core import (
     DotProductAttention,
 )
-from transformer_engine.pytorch.attention.fp8_recipe import (
+from transformer_engine.pytorch.attention.fp8 import (
     recipe_of,
     unbuilt_name,
 )
