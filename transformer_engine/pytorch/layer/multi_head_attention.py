@@ -31,7 +31,12 @@ from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parallel import ContextParallel
-from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
+from transformer_engine.pytorch.module.parameters import (
+    device_of,
+    functions,
+    one_of,
+    positive_sizes,
+)
 from transformer_engine.pytorch.torchside.modes import only_forwards
 
 __all__ = ["MultiheadAttention"]
@@ -197,6 +202,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=self.return_layernorm_output,
         )  # fmt: skip
+        functions(_NAME, output_layer_init_method=output_layer_init_method)
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         inner = {**linear, "parallel_mode": column, "init_method": init_method}
         self._make_projections(fuse_qkv_params, inner, norm)
@@ -577,7 +583,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)
                 if not packed:
                     angles = angles_for_cache(angles, params, length)
-            of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
+            pair = isinstance(angles, tuple | list)
+            if pair and len(angles) != 2:
+                raise ValueError(f"{_NAME}: rotary_pos_emb: {len(angles)}, expected one or a pair")
+            of_query, of_key = angles if pair else (angles, angles)
             options = {"interleaved": self.rotary_pos_interleaved}
             given = (self.qkv_format, start_positions)
             query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)

@@ -18,10 +18,10 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.optimizers.checks import (
     DIRECT,
     DTYPES,
+    check_adam,
     check_beginning,
     check_decoupled,
     check_dense,
-    check_numbers,
     check_parameter,
     check_states,
 )
@@ -166,11 +166,10 @@ class FusedAdam(torch.optim.Optimizer):
             "master_param": master_weight_dtype or torch.float32,
         }
         check_states(dtypes, capturable, bool(master_weights), store_param_remainders)
-        check_numbers(_NAME, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"{_NAME}: betas={betas!r}, expected two numbers from 0 to below 1")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        defaults["weight_decay"] = weight_decay
+        check_adam(_NAME, defaults)
+        super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
@@ -197,6 +196,11 @@ class FusedAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._rows = {}
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with numbers of their own; raises as the class does."""
+        check_adam(_NAME, param_group)
+        super().add_param_group(param_group)
 
     # ---- gradients and state ---------------------------------------------------------------------
 
