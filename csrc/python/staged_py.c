@@ -110,9 +110,13 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *given, *result = NULL;
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *name = NULL, *given,
+             *result = NULL;
     const int abandoned = event == TE_STAGE_ABANDON;
-    if (abandoned) PyErr_Fetch(&type, &value, &trace); /* of the stage that raised, if one has */
+    if (abandoned) {
+        PyErr_Fetch(&type, &value, &trace); /* of the stage that raised, if one has */
+        name = PyUnicode_FromString(info->name);
+    }
     staged->views = buffers;
     given = buffers_of(staged);
     if (given != NULL && (event == TE_STAGE_RUN || abandoned)) {
@@ -123,8 +127,11 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
     }
     staged->views = NULL;
     Py_XDECREF(result);
-    if (abandoned && result == NULL) PyErr_WriteUnraisable(staged->functions);
-    if (abandoned) PyErr_Restore(type, value, trace);
+    if (abandoned) {
+        if (result == NULL) PyErr_WriteUnraisable(name); /* nobody catches it besides the first */
+        Py_XDECREF(name);
+        PyErr_Restore(type, value, trace);
+    }
     PyGILState_Release(gil);
     if (result != NULL) return TE_OK;
     return TE_FAIL(TE_ERROR_CALLBACK, "stage %s: its Python function raised", info->name);

@@ -137,7 +137,7 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
         self._plans: dict[tuple, CallPlans] = {}
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
-        self._external = (frozenset[int](),) * len(self.PARTS)
+        self._external = self._halves = (frozenset[int](),) * len(self.PARTS)
         self._bound: dict[tuple, KeptCall] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()
