@@ -51,7 +51,8 @@ static int is_rows(const te_extent *extent)
 static int rows_fit(const te_extent *in, const te_extent *out, int64_t ranks)
 {
     const int constant = in->symbol == TE_SYMBOL_NONE;
-    const int64_t from = constant ? in->add : in->multiply, to = constant ? out->add : out->multiply;
+    const int64_t from = constant ? in->add : in->multiply,
+                  to = constant ? out->add : out->multiply;
     if (ranks != TE_ANY_RANKS) return from * ranks == to;
     return from % to == 0 || to % from == 0;
 }

@@ -110,8 +110,7 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *name = NULL, *given,
-             *result = NULL;
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *name = NULL, *given, *result = NULL;
     const int abandoned = event == TE_STAGE_ABANDON;
     if (abandoned) {
         PyErr_Fetch(&type, &value, &trace); /* of the stage that raised, if one has */

@@ -180,7 +180,8 @@ static void check_order(void)
         forget_events();
     }
     for (int64_t i = 0; i < 5 * WIDTH; i++) {
-        EXPECT(!isnan(graph_get(&g, &memory, TE_LINK_VALUE, g.nodes[4].output, i)), "y[%d]", (int)i);
+        EXPECT(!isnan(graph_get(&g, &memory, TE_LINK_VALUE, g.nodes[4].output, i)), "y[%d]",
+               (int)i);
         EXPECT(!isnan(graph_get(&g, &memory, TE_LINK_GRADIENT, 0, i)), "gradient of x[%d]", (int)i);
     }
     graph_drop(&g);
@@ -301,7 +302,8 @@ static void check_rows(void)
         float at = (float)graph_get(&g, &memory, TE_LINK_VALUE, x, i), grad[3], sum;
         for (int r = 0; r < 3; r++) {
             const int64_t k = r * 5 * WIDTH + i;
-            EXPECT(graph_get(&g, &memory, TE_LINK_VALUE, many, k) == (double)at, "many[%d]", (int)k);
+            EXPECT(graph_get(&g, &memory, TE_LINK_VALUE, many, k) == (double)at, "many[%d]",
+                   (int)k);
             grad[r] = (float)graph_get(&g, &memory, TE_LINK_GRADIENT, many, k) +
                       (float)graph_get(&g, &memory, TE_LINK_GRADIENT, y, i);
         }

@@ -73,7 +73,9 @@ class Copy(HalvedFunction):
     def _copy(pairs):
         for source, to in pairs:
             if to.shape[0] >= source.shape[0]:
-                to.view(-1, *source.shape).copy_(source.expand(to.shape[0] // source.shape[0], -1, -1))
+                to.view(-1, *source.shape).copy_(
+                    source.expand(to.shape[0] // source.shape[0], -1, -1)
+                )
             else:
                 to.copy_(source.view(-1, *to.shape).sum(0))
 
@@ -139,8 +141,12 @@ def step(module, x, recipe=None):
 
 def kept(module):
     found = [of.get("_calls") for of in module.__dict__.get("_by_arguments", {}).values()]
-    return [call for calls in [*found, module.__dict__.get("_calls")] if calls is not None
-            for call in getattr(calls, "calls", {}).values()]
+    return [
+        call
+        for calls in [*found, module.__dict__.get("_calls")]
+        if calls is not None
+        for call in getattr(calls, "calls", {}).values()
+    ]
 
 
 def assert_one_plan(module):
@@ -234,7 +240,9 @@ def test_a_function_of_many_values(device):
 
         def emit(self, nodes, x):
             parts = [nodes.run(layer, x) for layer in self.layers]
-            return nodes.run(self.last, nodes.function(lambda *all: torch.cat(all, 1).sin(), *parts))
+            return nodes.run(
+                self.last, nodes.function(lambda *all: torch.cat(all, 1).sin(), *parts)
+            )
 
     module, x = Many(), tokens(device)
     twin = hooked(module)
@@ -247,7 +255,9 @@ def test_a_function_of_many_values(device):
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["start", "finish", "between", "start_backward", "finish_backward"])
+@pytest.mark.parametrize(
+    "where", ["start", "finish", "between", "start_backward", "finish_backward"]
+)
 def test_failures(device, where, error):
     """What was started is finished, the error arrives, and the next call is right."""
     module, x = Overlapped(device=device), tokens(device)
@@ -268,7 +278,9 @@ def test_failures(device, where, error):
         step(module, x)
     module.zero_grad()
     for one in (first, second):
-        begun = sum(name.startswith("start") for name in one.log) - (one is first and "start" in where)
+        begun = sum(name.startswith("start") for name in one.log) - (
+            one is first and "start" in where
+        )
         assert begun == sum(name.startswith("finish") for name in one.log)
         one.__dict__.pop("_note", None)
         one.pending.clear()
@@ -301,7 +313,9 @@ def doubling(*names):
     """A sum of two ranks that have the same, in two halves, by the buffers that it is of."""
 
     def of(name):
-        return Halves(lambda buffers: buffers[name], lambda buffers, started: double(buffers, name, started))
+        return Halves(
+            lambda buffers: buffers[name], lambda buffers, started: double(buffers, name, started)
+        )
 
     def double(buffers, name, started):
         assert buffers[name].data_ptr() == started.data_ptr()
@@ -336,7 +350,10 @@ def test_halves_of_a_linear_layer(device, recipe):
     for _ in range(3):
         assert_same_bits(step(layer, x, recipe), step(whole, x, recipe))
     names = [stage.name for stage in layer.plans_of(x.requires_grad_())[1][1].stages]
-    at = [names.index(n) for n in ("reduce_grad_input", "gemm_grad_weight", "reduce_grad_input_finish")]
+    at = [
+        names.index(n)
+        for n in ("reduce_grad_input", "gemm_grad_weight", "reduce_grad_input_finish")
+    ]
     assert at == sorted(at)
 
 
@@ -406,7 +423,13 @@ def test_stages_of_modules_in_a_layer(device, recipe):
 def test_stages_in_a_transformer_layer(device, recipe):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layer = te.TransformerLayer(
-        HIDDEN, 2 * HIDDEN, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, device=device
+        HIDDEN,
+        2 * HIDDEN,
+        4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        device=device,
     )
     (proj, fc2) = doubling("output", "output")
     layer.self_attention.proj.override_stages(reduce_output=proj)
@@ -428,7 +451,9 @@ def test_text(device):
         graph = read_text(plan.text)
         halves = [node.halves for node in graph.nodes if node.kind == _core.NODE_FUNCTION]
         assert sorted(halves) == [(), (0, 1), (0, 1)]
-        again = _core.make_plan(graph.direction, _core.Graph(graph.flags, graph.values, graph.nodes))
+        again = _core.make_plan(
+            graph.direction, _core.Graph(graph.flags, graph.values, graph.nodes)
+        )
         assert again.id == plan.native.id
         nodes = [node._replace(halves=()) for node in graph.nodes]
         whole = _core.make_plan(graph.direction, _core.Graph(graph.flags, graph.values, nodes))

@@ -35,10 +35,10 @@ class Halves(NamedTuple):
 class HalvedFunction:
     """A function of rows in two halves, as a node of a graph: work that overlaps what lies between.
 
-    Its inputs are one or more matrices [rows, columns], its output one of their dtype; gradients are
-    written by a function in two halves too. What the first half has started may read and write these
-    tensors until the second half has returned; on CUDA, on any stream that waits for the current one
-    and that the second half lets the current one wait for.
+    Its inputs are one or more matrices [rows, columns], its output is one in the dtype of the first
+    of them; gradients are made in two halves too. What the first half starts may read and write
+    these tensors until the second half has returned: on CUDA on another stream, which waits for the
+    current one, and which the second half lets the current one wait for.
     """
 
     ranks: int | Fraction = 1
@@ -70,16 +70,13 @@ class HalvedFunction:
         """Run at once, both halves one after the other."""
         return _AtOnce.apply(self, *inputs)
 
-    def stages(self, wanted: tuple[bool, ...], backward: bool) -> "Halves":
-        """What runs its stages; `wanted` says which inputs have gradients.
+    def halves(self, wanted: tuple[bool, ...], backward: bool) -> tuple[Callable, Callable]:
+        """``start(tensors)``, of the buffers of its stage in their order, and ``finish(started)``.
 
-        ``buffers`` are the tensors of a stage, in the order of its buffers.
+        `wanted` says which inputs have gradients.
         """
         if not backward:
-            return Halves(
-                lambda tensors: self.start(tuple(tensors[:-1]), tensors[-1]),
-                lambda _, started: self.finish(started),
-            )
+            return lambda tensors: self.start(tuple(tensors[:-1]), tensors[-1]), self.finish
 
         def start(tensors: list[Tensor]) -> Any:
             grad, *others = tensors
@@ -87,7 +84,7 @@ class HalvedFunction:
             grads = tuple([next(made) if is_ else None for is_ in wanted])
             return self.start_backward(grad, tuple(others[: len(wanted)]), grads)
 
-        return Halves(start, lambda _, started: self.finish_backward(started))
+        return start, self.finish_backward
 
 
 class _AtOnce(torch.autograd.Function):
@@ -106,10 +103,10 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        inputs, function = ctx.saved_tensors, ctx.function
+        inputs, function, grad = ctx.saved_tensors, ctx.function, grad.contiguous()
         wanted = zip(inputs, ctx.needs_input_grad[1:], strict=True)
         grads = tuple([torch.empty_like(x) if needed else None for x, needed in wanted])
-        function.finish_backward(function.start_backward(grad.contiguous(), inputs, grads))
+        function.finish_backward(function.start_backward(grad, inputs, grads))
         return None, *grads
 
 

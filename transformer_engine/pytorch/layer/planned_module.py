@@ -84,9 +84,10 @@ class PlannedModule(CompositeLayer):
         ``dropout(x) + y``; `drop_path` drops whole samples of `x`, by its first dim. Both are
         probabilities of this call: 0.0 where ``self.training`` is False.
     ``nodes.function(f, x, ...)``
-        ``f(x, ...)`` of different values, as matrices [rows, features]: a matrix of as many rows. `f` is of torch's operations; its gradient is autograd's, which repeats it. The
-        plan calls it in its turn. Modules are called instead where it reads parameters or tensors
-        of the call, or draws random numbers.
+        ``f(x, ...)`` of different values, as matrices [rows, features]: a matrix of as many rows.
+        `f` is of torch's operations; its gradient is autograd's, which repeats it. The plan calls
+        it in its turn. Modules are called instead where it reads parameters or tensors of the call,
+        or draws random numbers.
 
     The arguments of ``emit`` after `x` are those of the call: tensors may only be handed on to
     attentions (a mask, ``encoder_output``); others are numbers, strings or None, and each

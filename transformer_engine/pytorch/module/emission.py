@@ -4,9 +4,7 @@
 Both have the methods that ``emit`` and ``_emit`` of modules call; see `layer_call`.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,23 +13,18 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import attention_graphs
 from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
-from transformer_engine.common.plan_text import Plan
-from transformer_engine.common.plans import CallPlans, dims_of, is_of_source, lead_of, plans_of
-from transformer_engine.pytorch.execution.stages import (
-    HalvedFunction,
-    Halves,
-    Staged,
-    StageBuffers,
-    named,
-)
+from transformer_engine.common.plans import CallPlans, plans_of
+from transformer_engine.pytorch.execution.stages import HalvedFunction, Staged, named
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.layer_stages import (
+    ModuleStages,
+    function_of_stage,
+    lending,
+)
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES
-
-_Lend = Callable[[int], Tensor]
-"""Lends a buffer of the plan that runs, by its number."""
 
 __all__ = ["Bias", "ByModules", "Emission", "Outline", "Value"]
 
@@ -191,7 +184,7 @@ class Emission:
         self._sites = self._named = 0  # how many there are so far
         self._functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
         """Those of the program by their nodes, each with whether its inputs have gradients."""
-        self._staged: list[_ModuleStages] = []  # of modules some of whose stages functions run
+        self._staged: list[ModuleStages] = []  # of modules some of whose stages functions run
         self._order: dict[int, int] = {}  # numbers of values in the graph that is complete
         self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
         self._parameters: list[Link | None] = []
@@ -229,7 +222,7 @@ class Emission:
         self._places += len(module._parameter_names())
         if call.staged is not None:
             at = numbers, len(self.graph.nodes) - len(own.nodes), len(self.calls)
-            self._staged.append(_ModuleStages(call, name, *at, self._rows(x)))
+            self._staged.append(ModuleStages(call, name, *at, self._rows(x)))
         self.calls.append(call)
         wanted = x.wanted or call.plans.backward is not None
         _, made = own.results[0]
@@ -395,149 +388,19 @@ class Emission:
             for number, stage in enumerate(() if plan is None else plan.stages):
                 if stage.node in self._functions and not 0 <= stage.half < number:
                     function, wanted = self._functions[stage.node]
-                    one = _function_of_stage(function, wanted, stage, way == "backward")
+                    one = function_of_stage(function, wanted, stage, way == "backward")
                     found |= named({stage.name: one})
             for stages in self._staged if plan is not None else ():
-                found |= stages.functions(way, plan, self._order)
-        return Staged(found, None, _lending) if found else None
+                functions = stages.functions(way, plan, self._order)
+                if functions is None:
+                    raise ByModules
+                found |= functions
+        return Staged(found, None, lending) if found else None
 
     def splits(self) -> tuple[SplitTensors, ...]:
         """Weights that come as several tensors, with their places among those of the layer."""
         before = 1 + sum(map(len, self._given))
         return tuple(split._replace(begin=before + split.begin) for split in self._splits)
-
-
-# ---- functions of a program ----------------------------------------------------------------------
-
-
-def _function_of_stage(
-    function: Callable, wanted: tuple[bool, ...], stage: _core.Stage, backward: bool
-) -> Callable | Halves:
-    """A function of the program at a stage of its node."""
-    if isinstance(function, HalvedFunction):
-        halves = function.stages(wanted, backward)
-        over = zip(halves, (stage.buffers, ()), strict=True)  # the second one has its own
-        return Halves(*(partial(_over, each, buffers) for each, buffers in over))
-    run = _run_gradient if backward else _run_function
-    return partial(_over, partial(run, function, wanted), stage.buffers)
-
-
-def _over(function: Callable, buffers: tuple[int, ...], lend: _Lend, *started: Any) -> Any:
-    # As matrices: arguments and outputs of a call have its leading dims.
-    return function([lend(number).flatten(0, -2) for number in buffers], *started)
-
-
-def _lending(plan: Plan, lend: _Lend, *sizes: int) -> _Lend:
-    """What functions of a layer's stages get: the function that lends a buffer by its number."""
-    del plan, sizes
-    return lend
-
-
-def _run_function(function: Callable, wanted: tuple[bool, ...], tensors: list[Tensor]) -> None:
-    """A function of a program in a forward: of the inputs, to the output."""
-    del wanted
-    *inputs, output = tensors
-    with torch.no_grad():
-        output.copy_(function(*inputs))
-
-
-def _run_gradient(function: Callable, wanted: tuple[bool, ...], tensors: list[Tensor]) -> None:
-    """Its gradients, by autograd: of that of the output, and the inputs."""
-    grad, *others = tensors
-    inputs, grads = others[: len(wanted)], others[len(wanted) :]
-    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
-    with torch.enable_grad():
-        out = function(*inputs)
-    asked_for = [x for x in inputs if x.requires_grad]
-    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
-    for into, made in zip(grads, found, strict=True):
-        into.zero_() if made is None else into.copy_(made)
-
-
-_OF_NODE = ("mean", "rsigma", "bias_cast", "gathered")
-
-
-class _ModuleStages(NamedTuple):
-    """A module in a layer, some of whose stages functions run (`Inspected.override_stages`).
-
-    They are given the buffers that they know, those of the module's own plans.
-    """
-
-    call: ModuleCall  # that the module would make
-    prefix: str  # of the names of its nodes in the layer
-    values: dict[int, int]  # numbers of its values there
-    node: int  # number of its first node there
-    owner: int  # number of the module
-    rows: _core.Extent  # of its input
-
-    def functions(self, way: str, plan: Plan, order: dict[int, int]) -> dict[str, Callable]:
-        """Functions of stages of the layer's plan, whose values have these numbers."""
-        own, slots = getattr(self.call.plans, way), self.call.slots
-        if own is None:
-            return {}
-        places = self._places(own, plan, order)
-        lead = lead_of(plan, is_of_source(self.rows))
-        lead = lead, partial(dims_of, plan, lead)
-        slot = 0 if slots is None else getattr(slots, f"{way}_slot")
-        functions, given = self.call.staged.functions, (own, places, lead, slot)
-        return {
-            self.prefix + stage.name: partial(self._run, functions[stage.name], *given)
-            for stage in own.stages
-            if stage.external
-        }
-
-    def _places(self, own: Plan, plan: Plan, order: dict[int, int]) -> dict[int, int]:
-        """Numbers of buffers of the module's plan in the layer's, as far as they are there.
-
-        What an external stage is given is told by its place. A gradient has other contributions in
-        a layer, and is not told otherwise.
-        """
-        found = {}
-        for (link, of), number in own.links.items():
-            there = plan.links.get((link, self._moved(link, of, order)))
-            if there is not None and link not in ("gradient", "part"):
-                found[number] = there
-        given = {stage.name: stage.buffers for stage in reversed(plan.stages)}
-        for stage in own.stages:
-            there = given.get(self.prefix + stage.name, ())
-            if stage.external and len(there) != len(stage.buffers):
-                raise ByModules
-            if stage.external:
-                found.update(zip(stage.buffers, there, strict=True))
-        return found
-
-    def _moved(self, link: str, of: int, order: dict[int, int]) -> int:
-        if link == "value":
-            return order[self.values[of]]
-        if link in ("scale", "history"):
-            return self.owner
-        if link == "partials":
-            return of
-        return of + self.node * (1 if link in _OF_NODE else _core.OPERAND_ROLES)
-
-    def _run(
-        self,
-        function: Callable,
-        own: Plan,
-        places: dict[int, int],
-        lead: tuple[int, Callable],
-        slot: int,
-        lend: _Lend,
-        *started: Any,
-    ) -> Any:
-        first, *dims = lead[1](lend(lead[0]).shape)
-        dims = first * self.rows.multiply, *dims  # the leading dims of the module's input
-
-        def lend_own(number: int) -> Tensor:
-            buffer = own.described.buffers[number]
-            if number not in places:
-                raise KeyError(f"{buffer.name}: the layer's plan has no such buffer at this stage")
-            tensor = lend(places[number])
-            if not buffer.leading or buffer.role not in ("input", "output"):
-                return tensor
-            return tensor.view(*dims, tensor.shape[-1])
-
-        return function(StageBuffers(own, lend_own, math.prod(dims), slot), *started)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

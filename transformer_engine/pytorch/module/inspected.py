@@ -63,8 +63,8 @@ class Inspected:
         ``f(buffers)`` by stage name (see `explain`, and `stages.StageBuffers`) fills the buffers
         that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
         the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
-        so on. `stages.Halves` runs a stage in two halves: other stages of the plan run between them.
-        ValueError for a name that is no stage.
+        so on. `stages.Halves` runs a stage in two halves: other stages of the plan run between
+        them. ValueError for a name that is no stage.
         """
         halves = {name: f for name, f in stages.items() if isinstance(f, Halves)}
         self._external = external_steps(stages, self.PARTS)
