@@ -3,6 +3,7 @@
 
 import copy
 import sys
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -218,7 +219,7 @@ class Gathered(te.PlannedModule):
         return x if self.scatter is None else nodes.function(self.scatter, x)
 
 
-@pytest.mark.parametrize("shape", [(TOKENS,), (TOKENS, BATCH)])
+@pytest.mark.parametrize("shape", [(16,), (8, BATCH)])  # FP8 pads the rows of each rank to 16
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("recipe", FP8)
 def test_other_rows(device, recipe, scatter, shape):
@@ -439,6 +440,57 @@ def test_stages_in_a_transformer_layer(device, recipe):
         assert_same_bits(step(layer, x, recipe), step(twin, x, recipe))
     assert_one_plan(layer)
     assert not kept(twin)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_stages_over_a_source(device, recipe):
+    """A module of a layer may read another sequence, whose rows its functions are told."""
+
+    class Cross(te.PlannedModule):
+        def __init__(self):
+            super().__init__()
+            options = {"attention_dropout": 0.0, "params_dtype": dtype, "device": device}
+            self.attention = te.MultiheadAttention(
+                HIDDEN, 4, attention_type="cross", input_layernorm=True, **options
+            )
+
+        def emit(self, nodes, x):
+            return nodes.add(nodes.run(self.attention, x, encoder_output=source), x)
+
+    def double(buffers):
+        seen.append((buffers.rows, tuple(buffers["output"].shape[:-1])))
+        return buffers["output"].mul_(2)
+
+    dtype, seen = torch.bfloat16 if device == "cuda" else torch.float32, []
+    source = tokens(device, 4, BATCH, dtype=dtype)
+    module, x = Cross(), tokens(device, dtype=dtype)
+    module.attention.key_value.override_stages(reduce_output=double)
+    twin = hooked(module)
+    twin.attention.proj.register_forward_hook(lambda *_: None)
+    twin.attention.key_value._stages = module.attention.key_value._stages
+    for _ in range(3):
+        assert_same_bits(step(module, x, recipe), step(twin, x, recipe))
+    assert_one_plan(module)
+    assert len(seen) == 6 and set(seen) == {(4 * BATCH, (4, BATCH))}
+
+
+def test_what_a_first_half_gives_lives_as_long_as_the_run(device):
+    class Started:
+        pass
+
+    layer, x, alive = te.Linear(HIDDEN, HIDDEN, device=device), tokens(device), []
+
+    def start(buffers):
+        given = Started()
+        alive.append(weakref.ref(given))
+        return given
+
+    layer.override_stages(
+        reduce_output=Halves(start, lambda _, given: alive.append(given is not None))
+    )
+    for _ in range(3):
+        layer(x)
+    assert [one() for one in alive[::2]] == [None] * 3 and alive[1::2] == [True] * 3
 
 
 # ---- texts and graphs ----------------------------------------------------------------------------
