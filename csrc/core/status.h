@@ -10,6 +10,10 @@
 /* How often this thread has failed: whether a call has left a text. */
 uint64_t te_failure_count(void);
 
+/* Bytes of te_last_error's text, and another text in its place. */
+#define TE_ERROR_TEXT_BYTES 1024
+void te_set_error(const char *text);
+
 /* Propagates a failure out of a function that holds nothing to release. */
 #define TE_TRY(expression)                                                                         \
     do {                                                                                           \

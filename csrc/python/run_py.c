@@ -202,14 +202,26 @@ static int64_t saved_bytes_of(const tepy_run_call *run)
 static int take_sizes(tepy_run_call *run, int sequence)
 {
     const tepy_plan *plan = run->plan;
-    const tepy_leading *leading = &run->leading[sequence];
+    tepy_leading *leading = &run->leading[sequence];
     const int32_t lead = plan->lead[sequence];
     const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
     const te_tensor *view;
+    int64_t ranks;
     if (lead < 0) return 0;
     view = &run->buffers[lead];
     if (view->ndim != plan->info.buffers[lead].ndim) return check_shape(run, lead);
     run->call.sizes.of[rows] = view->shape[0] * (view->ndim == 4 ? view->shape[1] : 1);
+    ranks = plan->info.buffers[lead].shape[0].multiply; /* whose rows lie behind each other */
+    if (ranks > 1 && (leading->count == 0 || leading->dims[0] % ranks != 0)) {
+        return tepy_fail(PyExc_ValueError,
+                         (tepy_site){run->function, plan->info.buffers[lead].name},
+                         "the first dim has size %lld, expected a multiple of %lld",
+                         (long long)(leading->count == 0 ? 1 : leading->dims[0]), (long long)ranks);
+    }
+    if (ranks > 1) {
+        leading->dims[0] /= ranks;
+        run->call.sizes.of[rows] /= ranks;
+    }
     if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
     if (leading->count != 2) {
         return tepy_fail(PyExc_ValueError,
