@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # fmt: off
-# Made by tools/tex_stubs.py.
+# The list of signatures: implementations take theirs from here (plugin/builtin/signatures.py).
+# tools/tex_stubs.py checks it.
 from collections.abc import Sequence
 from typing import Any
 

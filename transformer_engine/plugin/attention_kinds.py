@@ -19,8 +19,6 @@ from transformer_engine.plugin.core.ops import (
 )
 from transformer_engine.pytorch.attention.problem import layout_parts
 
-__all__ = ["enumerated", "formats", "in_batches", "in_format", "kinds_of", "limits"]
-
 
 def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
     """An enumerator, given as one or as its number."""

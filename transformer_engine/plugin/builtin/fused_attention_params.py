@@ -2,9 +2,11 @@
 """`FusedAttentionParams`: what the operator `get_fused_attn_backend` is asked about."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from transformer_engine.plugin.builtin.attention import no_backend_because
+from transformer_engine.plugin.builtin.signatures import signature
 from transformer_engine.plugin.core.ops import (
     DType,
     NVTE_Bias_Type,
@@ -14,7 +16,8 @@ from transformer_engine.plugin.core.ops import (
     NVTE_Softmax_Type,
 )
 
-__all__ = ["FusedAttentionParams", "why_none"]
+_FIELDS = {"q_dtype": "qkv_dtype", "kv_dtype": "qkv_dtype", "p_dropout": "dropout"}
+"""Arguments of the operator whose fields have other names."""
 
 
 @dataclass
@@ -71,24 +74,11 @@ class FusedAttentionParams:
 
     def scalars(self) -> dict[str, Any]:
         """The same as arguments of the operator of that name, which plug-ins implement."""
-        return {
-            "is_training": self.is_training, "q_dtype": self.qkv_dtype, "kv_dtype": self.qkv_dtype,
-            "qkv_layout": self.qkv_layout, "bias_type": self.bias_type,
-            "attn_mask_type": self.attn_mask_type, "softmax_type": self.softmax_type,
-            "p_dropout": self.dropout, "num_attn_heads": self.num_attn_heads,
-            "num_gqa_groups": self.num_gqa_groups, "max_seqlen_q": self.max_seqlen_q,
-            "max_seqlen_kv": self.max_seqlen_kv, "head_dim_qk": self.head_dim_qk,
-            "head_dim_v": self.head_dim_v, "window_size_left": self.window_size_left,
-            "window_size_right": self.window_size_right,
-            "return_max_logit": self.return_max_logit,
-        }  # fmt: skip
+        names = signature("get_fused_attn_backend").parameters
+        return {name: getattr(self, _FIELDS.get(name, name)) for name in names}
 
 
 def why_none(params: FusedAttentionParams) -> str:
     """Why no fused attention takes a call that is described, where none does."""
-    reason = no_backend_because(
-        (params.qkv_dtype, params.qkv_dtype), params.qkv_layout, params.bias_type,
-        (params.num_attn_heads, params.num_gqa_groups), (params.head_dim_qk, params.head_dim_v),
-        params.return_max_logit,
-    )  # fmt: skip
+    reason = no_backend_because(SimpleNamespace(**params.scalars()))
     return reason or "get_fused_attn_backend: the implementation in force takes no such call"

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from operator import is_not, itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
@@ -59,19 +59,14 @@ class _Row:
             self.shape = manager._shapes.setdefault(shape, object())  # which is compared faster
 
 
-class _Table:
+class _Table(NamedTuple):
     """Candidates of every operator under a policy, and what they were chosen from."""
 
-    __slots__ = ("entries", "epoch", "generation", "picks", "rows")
-
-    def __init__(
-        self, entries: tuple, rows: tuple[_Row, ...], picks: dict, generation: int, epoch: int
-    ) -> None:
-        self.entries = entries  # by place: tuples of `_core.Implementation`; what modules run
-        self.rows = rows
-        self.picks = picks  # by shape: what takes the entry out of a row
-        self.generation = generation  # of the manager when that was read
-        self.epoch = epoch
+    entries: tuple  # by place: tuples of `_core.Implementation`; what modules run
+    rows: tuple[_Row, ...]
+    picks: dict  # by shape: what takes the entry out of a row
+    generation: int  # of the manager when that was read
+    epoch: int
 
 
 class OpManager:
@@ -404,11 +399,8 @@ class OpManager:
             raise NotImplementedError(
                 f"{op_name}: the call is none that {names} takes{because}{strict}\n{explanation}"
             )
-        known = (
-            ""
-            if explanation.candidates
-            else nearest(op_name, self._registry.snapshot().impls_by_op)
-        )
+        ops = () if explanation.candidates else self._registry.snapshot().impls_by_op
+        known = nearest(op_name, ops)
         raise NobodyError(f"{op_name}: no implementation can be called{known}\n{explanation}")
 
     def _function(self, op_name: str) -> Callable[..., Any]:

@@ -17,24 +17,13 @@ Importing this package imports no torch; adapters are imported when one is neede
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.selections import CLASSES
-
-__all__ = [
-    "ATTENTION_CLASS",
-    "MAPPED",
-    "NATIVE",
-    "OPERATORS",
-    "PLACED",
-    "UNEXPRESSED",
-    "Mapped",
-    "overrides",
-    "overriding",
-    "selection",
-]
+from transformer_engine.plugin import builtin
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -48,22 +37,9 @@ class Mapped(NamedTuple):
     adapter: str  # module of this package, and its function of choices and fields of a call
 
 
-_UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
-_ACTIVATIONS = (
-    *_UNGATED,
-    *("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"),
-)
-_GRADIENTS = (
-    *(f"d{name}" for name in _ACTIVATIONS[:-1]),
-    "clamped_dswiglu",
-    *(f"dbias_d{name}" for name in _UNGATED),
-)
 _CASTS = ("quantize", "bgrad_quantize")
 _OF_VALUES = (*_CASTS, "compute_amax")  # what becomes of values that another operator computes
-_SOFTMAX = tuple(
-    f"scaled_{kind}softmax"
-    for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
-)
+_SOFTMAX = builtin.NATIVE["softmax"].split()  # each forward, and its backward
 _UPDATE = "fused_amax_and_scale_update_after_reduction"
 
 MAPPED: tuple[Mapped, ...] = (
@@ -72,18 +48,18 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
     Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "norm:forward"),
     Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
-    Mapped("activation", (*_ACTIVATIONS, *_OF_VALUES), "activation:forward"),
-    Mapped("activation_backward", (*_GRADIENTS, *_OF_VALUES), "activation:backward"),
+    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "activation:forward"),
+    Mapped(
+        "activation_backward",
+        (*itertools.chain(*builtin.ACTIVATIONS.values()), *_OF_VALUES),
+        "activation:backward",
+    ),
     Mapped("softcap", _OF_VALUES, "activation:softcap"),
     Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
     Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
-    Mapped("softmax", tuple(f"{name}_forward" for name in _SOFTMAX), "softmax:forward"),
-    Mapped("softmax_backward", tuple(f"{name}_backward" for name in _SOFTMAX), "softmax:backward"),
-    Mapped(
-        "rope",
-        tuple(f"fused_{of}rope_{way}" for of in ("qkv_", "") for way in ("forward", "backward")),
-        "rope:rope",
-    ),
+    Mapped("softmax", tuple(_SOFTMAX[::2]), "softmax:forward"),
+    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "softmax:backward"),
+    Mapped("rope", tuple(builtin.NATIVE["rope"].split()), "rope:rope"),
     Mapped("cache_append", ("copy_to_kv_cache",), "state:cache_append"),
     Mapped("transpose", ("fp8_transpose",), "state:transpose"),
     Mapped("amax", ("compute_amax",), "state:amax"),

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.builtin import ACTIVATIONS
 from transformer_engine.plugin.slots.fields import Choices, Fields, apart, reads, written
 from transformer_engine.plugin.slots.values import (
     CAST_FIELDS,
@@ -58,7 +59,7 @@ def backward(choices: Choices, fields: Fields) -> Any:
     """The gradient of an activation, cast as asked, and its column sums."""
     kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
     sums = fields["bias_grad"]
-    name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
+    name = ACTIVATIONS[kind][0]
     with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
     numbers = _numbers(kind, fields)
     found: Any = NotImplemented

@@ -6,8 +6,6 @@ from typing import Any
 
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
-__all__ = ["backward", "forward"]
-
 _PLAIN, _MASKED = "scaled_softmax", "scaled_masked_softmax"
 _TRIANGLE, _ALIGNED = (
     "scaled_upper_triang_masked_softmax",

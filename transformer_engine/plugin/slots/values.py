@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.plugin.slots import casts, state
 from transformer_engine.plugin.slots.fields import Fields, fields_of, matrix, written
 
-__all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver", "ours"]
-
 _OWN = ("wide", "amax_partials")
 CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))
 """Of operators that cast what they compute."""
