@@ -222,8 +222,8 @@ te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const v
 {
     const te_op_info *info = te_op_describe(op);
     size_t size;
-    if (info == NULL) return TE_FAIL(TE_ERROR_INVALID, "operator %d does not exist", (int)op);
-    if (args == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: args is NULL", te_op_name(op));
+    TE_FAIL_IF(info == NULL, TE_ERROR_INVALID, "operator %d does not exist", (int)op);
+    TE_FAIL_IF(args == NULL, TE_ERROR_INVALID, "%s: args is NULL", te_op_name(op));
     *whole = args;
     size = *(const size_t *)args;
     if (size == info->size) return TE_OK;
@@ -235,10 +235,10 @@ te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const v
     if (size > info->size) return TE_OK;
     for (int32_t i = 0; i < info->field_count; i++) {
         const te_field *field = &info->fields[i];
-        if (size < sizeof(size_t) || (field->offset < size && field->offset + field->size > size)) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: args->size = %zu ends within %s, expected %zu",
-                           te_op_name(op), size, field->name, info->size);
-        }
+        TE_FAIL_IF(size < sizeof(size_t) ||
+                       (field->offset < size && field->offset + field->size > size),
+                   TE_ERROR_INVALID, "%s: args->size = %zu ends within %s, expected %zu",
+                   te_op_name(op), size, field->name, info->size);
     }
     te_op_initial(op, buffer);
     memcpy((char *)buffer + sizeof(size_t), (const char *)args + sizeof(size_t),

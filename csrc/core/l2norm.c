@@ -25,11 +25,9 @@ static te_status check_tensors(const te_l2norm_args *args, te_device device)
 {
     for (int64_t i = 0; i < args->count; i++) {
         TE_TRY(te_check_listed("l2norm: tensors", i, &args->tensors[i], device));
-        if (!te_dtype_is_high_precision(args->tensors[i].dtype)) {
-            return TE_FAIL(TE_ERROR_TYPE,
-                           "l2norm: tensors %lld: dtype %s, expected f32, f16 or bf16",
-                           (long long)i, te_dtype_name(args->tensors[i].dtype));
-        }
+        TE_FAIL_IF(!te_dtype_is_high_precision(args->tensors[i].dtype), TE_ERROR_TYPE,
+                   "l2norm: tensors %lld: dtype %s, expected f32, f16 or bf16", (long long)i,
+                   te_dtype_name(args->tensors[i].dtype));
     }
     return TE_OK;
 }

@@ -110,11 +110,10 @@ static te_status check_tensor(const te_update_args *args, te_device device, int 
         return LISTED("%lld elements, expected the %lld of its gradient", name, (long long)i,
                       (long long)elements, (long long)wanted);
     }
-    if (!te_dtype_is_high_precision(tensor->dtype) || tensor->dtype != args->lists[list][0].dtype) {
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "%s %lld: dtype %s, expected f32, f16 or bf16, one for the list", name,
-                       (long long)i, te_dtype_name(tensor->dtype));
-    }
+    TE_FAIL_IF(!te_dtype_is_high_precision(tensor->dtype) ||
+                   tensor->dtype != args->lists[list][0].dtype,
+               TE_ERROR_TYPE, "%s %lld: dtype %s, expected f32, f16 or bf16, one for the list",
+               name, (long long)i, te_dtype_name(tensor->dtype));
     return TE_OK;
 }
 
@@ -125,14 +124,11 @@ static te_status check_lists(const te_update_args *args, te_device device)
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         const unsigned bit = 1U << list;
         if (lists[list] != NULL) given |= bit;
-        if (lists[list] == NULL && (kinds[args->kind].required & bit) != 0U) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: is missing: %s needs it", list_names[list],
-                           kinds[args->kind].name);
-        }
-        if (lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: %s has no such list", list_names[list],
-                           kinds[args->kind].name);
-        }
+        TE_FAIL_IF(lists[list] == NULL && (kinds[args->kind].required & bit) != 0U,
+                   TE_ERROR_INVALID, "%s: is missing: %s needs it", list_names[list],
+                   kinds[args->kind].name);
+        TE_FAIL_IF(lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U, TE_ERROR_INVALID,
+                   "%s: %s has no such list", list_names[list], kinds[args->kind].name);
     }
     if (args->kind == TE_UPDATE_SGD && args->momentum != 0.0 && lists[TE_UPDATE_MEAN] == NULL) {
         return REFUSED("mean: is missing: momentum = %g needs it", args->momentum);
@@ -142,14 +138,14 @@ static te_status check_lists(const te_update_args *args, te_device device)
             TE_TRY(check_tensor(args, device, list, i));
         }
     }
-    if ((given & BIT(REMAINDER)) != 0U && (lists[TE_UPDATE_VALUE][0].dtype != TE_DTYPE_BF16 ||
-                                           lists[TE_UPDATE_REMAINDER][0].dtype != TE_DTYPE_BF16)) {
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "update: remainder: dtype %s beside a value of %s, expected "
-                       "bf16 and bf16",
-                       te_dtype_name(lists[TE_UPDATE_REMAINDER][0].dtype),
-                       te_dtype_name(lists[TE_UPDATE_VALUE][0].dtype));
-    }
+    TE_FAIL_IF((given & BIT(REMAINDER)) != 0U &&
+                   (lists[TE_UPDATE_VALUE][0].dtype != TE_DTYPE_BF16 ||
+                    lists[TE_UPDATE_REMAINDER][0].dtype != TE_DTYPE_BF16),
+               TE_ERROR_TYPE,
+               "update: remainder: dtype %s beside a value of %s, expected "
+               "bf16 and bf16",
+               te_dtype_name(lists[TE_UPDATE_REMAINDER][0].dtype),
+               te_dtype_name(lists[TE_UPDATE_VALUE][0].dtype));
     return TE_OK;
 }
 

@@ -37,11 +37,9 @@ static int may_use(const tepy_state *state, te_device device)
 
 PyObject *tepy_before_cuda(PyObject *module, PyObject *check)
 {
-    if (!PyCallable_Check(check)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
-                        "expected a callable, got %R", Py_TYPE(check));
-        return NULL;
-    }
+    if (!PyCallable_Check(check))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
+                         "expected a callable, got %R", Py_TYPE(check));
     tepy_set(&tepy_state_of(module)->before_cuda, Py_NewRef(check));
     return Py_NewRef(Py_None);
 }
@@ -213,23 +211,17 @@ tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyOb
         context->users++;
         return context;
     }
-    if ((PyObject *)Py_TYPE(given) != state->context_type) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a Context or None, got %R",
-                        Py_TYPE(given));
-        return NULL;
-    }
-    if (context->context == NULL) {
-        (void)tepy_fail(PyExc_RuntimeError, site, "it is closed: make a new Context");
-        return NULL;
-    }
-    if (!tepy_same(context->device, device)) {
-        (void)tepy_fail(
+    if ((PyObject *)Py_TYPE(given) != state->context_type)
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a Context or None, got %R",
+                         Py_TYPE(given));
+    if (context->context == NULL)
+        return TEPY_FAIL(PyExc_RuntimeError, site, "it is closed: make a new Context");
+    if (!tepy_same(context->device, device))
+        return TEPY_FAIL(
             PyExc_ValueError, site,
             "it is of %s:%d and the tensors are on %s:%d: pass a Context of their device",
             tepy_device_name(context->device), (int)context->device.index, tepy_device_name(device),
             (int)device.index);
-        return NULL;
-    }
     context->users++;
     return (tepy_context *)Py_NewRef(given);
 }
