@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 import transformer_engine_torch as tex
 from transformer_engine.common import absent
 from transformer_engine.plugin import builtin
+from transformer_engine.plugin.builtin import signatures
 from transformer_engine.plugin.core import ops
 
 STUB = ROOT / "transformer_engine_torch/__init__.pyi"
@@ -36,9 +37,8 @@ def _type(annotation):
     return text
 
 
-def _signature(operator):
-    """Return the text of an operator's signature."""
-    signature = inspect.signature(operator)
+def _signature(signature):
+    """Return the text of a signature."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     types = {p.name: _type(p.annotation) for p in signature.parameters.values()}
     parts, keywords = [], False
@@ -56,7 +56,7 @@ def _operators():
     for name in builtin.OPERATORS:
         operator = builtin_of(name)
         first = inspect.getdoc(operator).split("\n\n")[0].replace("\n", " ")
-        yield name, _signature(operator), first
+        yield name, _signature(inspect.signature(operator)), first
 
 
 def builtin_of(name):
@@ -69,12 +69,16 @@ def main():
     found = list(_operators())
     table = rows(("operator", "what it does"), [(f"`{n}{s}`", doc) for n, s, doc in found])
     status = keep("docs/operators.md", SCRIPT, table)
-    flash = _signature(tex.flash_attention).replace("-> Any", "-> torch.nn.Module")
-    lines = [f"def {n}{s}: ..." for n, s in (("flash_attention", flash), *(f[:2] for f in found))]
+    own = [("flash_attention", _signature(inspect.signature(tex.flash_attention)))]
+    lacking = [
+        f"def {name}{text}: ..."
+        for name, text in (*own, *(each[:2] for each in found))
+        if text != _signature(signatures.signature(name)).replace("nn.modules.module.Module", "Any")
+    ]
     exported = [n for n in tex.__all__ if n in ops.__all__ or n.endswith("Quantizer")]
-    lines += [f"{n} as {n}" for n in exported if n not in absent.names_of(tex.__name__)]
+    exported = [f"{n} as {n}" for n in exported if n not in absent.names_of(tex.__name__)]
     text = STUB.read_text(encoding="utf-8")
-    lacking = [line for line in lines if line not in text]
+    lacking += [name for name in exported if name not in text]
     for line in lacking:
         print(f"{STUB.relative_to(ROOT)} lacks: {line}")
     return 1 if lacking else status

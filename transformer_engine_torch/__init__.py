@@ -10,8 +10,8 @@ from typing import Any
 
 from transformer_engine.common import absent, config
 from transformer_engine.plugin.builtin import OPERATORS
-from transformer_engine.plugin.core import ops, resets
-from transformer_engine.plugin.core.manager import get_default_manager
+from transformer_engine.plugin.core import ops
+from transformer_engine.plugin.core.manager import BINDERS, get_default_manager
 
 _QUANTIZERS = (
     "Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer MXFP8Quantizer "
@@ -41,7 +41,7 @@ def bind_operators() -> None:
 
 
 bind_operators()
-resets.BINDERS[:] = [bind_operators]
+BINDERS[:] = [bind_operators]
 
 
 def flash_attention(

@@ -257,7 +257,12 @@ def test_the_stub_and_the_page_are_up_to_date():
 def test_the_stub_has_the_signatures():
     """As the parser of Python reads it."""
     source = Path(tex.__file__).with_suffix(".pyi").read_text()
-    stubs = {node.name: node.args for node in ast.parse(source).body if hasattr(node, "args")}
+    stubs = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            stubs[node.name] = node.args
+        elif isinstance(node, ast.Assign):  # others of the same signature
+            stubs |= {other.id: stubs[node.value.id] for other in node.targets}
     assert stubs.keys() == {*builtin.OPERATORS, "flash_attention"}
     for name in builtin.OPERATORS:
         parameters = inspect.signature(plugin.get_manager().operator(name)).parameters

@@ -29,8 +29,14 @@ _NAMES: dict[str, Any] = {
 
 @functools.cache
 def _definitions() -> dict[str, ast.FunctionDef]:
-    tree = ast.parse(_STUB.read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse(_STUB.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name):
+                found[name] = node
+            case ast.Assign(targets=others, value=ast.Name(id=name)):
+                found.update((other.id, found[name]) for other in others)
+    return found
 
 
 def _type(node: ast.expr | None) -> Any:

@@ -504,15 +504,22 @@ def obey_default_manager() -> None:
     manager.ensure_initialized()
 
 
+BINDERS: list[Callable[[], None]] = []
+"""What takes the operators of the manager anew: that of ``transformer_engine_torch``."""
+
+
 def reset_default_manager() -> None:
     """Let the next use make another manager, with a registry of its own; plug-ins register anew.
 
-    What holds operators of the former one goes on with that.
+    The attributes of ``transformer_engine_torch`` are its operators from then on. Who holds
+    operators of the former one goes on with that.
     """
     global _default
     with _making:
         _default = None
     _core.obey(None)  # modules, too: their next run looks for plug-ins anew
+    for bind in BINDERS:
+        bind()
 
 
 reset_registry = reset_default_manager

@@ -21,8 +21,9 @@ _ELSEWHERE = {
         ("TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"),
         "transformer_engine.plugin.core.backend_base",
     ),
-    **dict.fromkeys(("get_manager", "get_registry"), "transformer_engine.plugin.core.manager"),
-    "reset_registry": "transformer_engine.plugin.core.resets",
+    **dict.fromkeys(
+        ("get_manager", "get_registry", "reset_registry"), "transformer_engine.plugin.core.manager"
+    ),
 }
 __getattr__, __dir__ = absent.attach(globals(), lazy=_ELSEWHERE)
 

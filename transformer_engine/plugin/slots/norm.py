@@ -40,7 +40,6 @@ def forward(choices: Choices, fields: Fields) -> Any:
     """
     kind, inp = fields["kind"], fields["input"]
     choice = choices.get(f"{_NAMES.get(kind)}_fwd")
-    cast = are_cast(fields)
     values, place = NotImplemented, None
     wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
     if choice is not None:
@@ -49,14 +48,11 @@ def forward(choices: Choices, fields: Fields) -> Any:
         given = (rows, _factor(fields["gamma"], inp, zero_centered))
         given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
         quantizer, out, otype = None, None, torch.float32
-        if not cast:
-            otype = fields["wide"].dtype
-            out = fields["wide"]
+        if not are_cast(fields):
+            out, otype = fields["wide"], fields["wide"].dtype
             out = out if out.shape == rows.shape else out.view(rows.shape)
-        else:
-            place = asked_for(fields, tuple(rows.shape), choices)
-            if place is not None:
-                quantizer, out = place.quantizer, place.output
+        elif (place := asked_for(fields, tuple(rows.shape), choices)) is not None:
+            quantizer, out = place.quantizer, place.output
         options = fields["eps"], out, quantizer, otype, 0, zero_centered
         values = choice(*given, *options, out=(out, *wanted))
     if values is NotImplemented:

@@ -37,11 +37,8 @@ def fused_amax_and_scale_update_after_reduction(call: Any) -> None:
     NaN counts for nothing; a slot whose amax is Inf keeps its scale, one without a new amax its
     scale and its history.
     """
-    op = "fused_amax_and_scale_update_after_reduction"
-    rule = call.amax_compute_algo, call.fp8_dtype, call.margin
-    largest, most_recent = native.update_rule(op, *rule)
-    states = call.amax_reduction_buffer, call.amax_histories, call.scales
-    for scale, history in native.with_newest(op, *states):
+    largest, most_recent = native.update_rule(call)
+    for scale, history in native.with_newest(call):
         used = history[0] != 0
         numbers = history.nan_to_num(nan=0.0, posinf=torch.inf)
         amax = numbers[0] if most_recent else numbers.amax(0)
