@@ -296,7 +296,8 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"name", "implementations", "refuse", "keywords", NULL};
     PyObject *name, *implementations, *refuse = Py_None, *keywords = Py_None;
-    PyObject *module = PyType_GetModule(type), *kind;
+    PyObject *module = PyType_GetModule(type);
+    const tepy_state *state;
     Py_ssize_t count;
     choice *self;
     if (module == NULL ||
@@ -306,18 +307,14 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
          tepy_require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
         return NULL;
     }
-    kind = tepy_state_of(module)->implementation_type;
+    state = tepy_state_of(module);
     count = PyTuple_Size(implementations);
     if (keywords != Py_None && (!PyTuple_Check(keywords) || PyTuple_Size(keywords) != count))
         return TEPY_FAIL(PyExc_TypeError, (tepy_site){"Choice", "keywords"},
                          "expected None or a tuple, one bool for each implementation");
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(implementations, i);
-        if (Py_TYPE(item) == (PyTypeObject *)kind) continue;
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "implementations"},
-                        "expected Implementations, got %R", Py_TYPE(item));
+    if (tepy_check_implementations(state, implementations,
+                                   (tepy_site){"Choice", "implementations"}) != 0)
         return NULL;
-    }
     self = (choice *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->call = choice_vectorcall;
@@ -328,15 +325,10 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static PyMemberDef choice_members[] = {
-    TEPY_CALL_MEMBER(choice),
-    {NULL, 0, 0, 0, NULL},
-};
-
 TEPY_TYPE(static PyObject *make_choice, choice, choice, "Choice", Py_TPFLAGS_HAVE_VECTORCALL,
           {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
                       "Calls the first implementation that takes a call."},
-          {Py_tp_new, choice_new}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, choice_members})
+          {Py_tp_new, choice_new}, TEPY_CALLED(choice))
 
 /* ---- dispatchers -------------------------------------------------------------------------- */
 

@@ -37,6 +37,10 @@ static inline void tepy_dispose(PyObject *object)
 }
 
 /* clang-format off */
+/* Slots of the type of such objects that have no other members. */
+#define TEPY_CALLED(type)                                                                          \
+    {Py_tp_call, PyVectorcall_Call},                                                               \
+    {Py_tp_members, (PyMemberDef[]){TEPY_CALL_MEMBER(type), {NULL, 0, 0, 0, NULL}}}
 #define TEPY_VISIT(member) Py_VISIT(self->member);
 #define TEPY_DROP(member) Py_XDECREF((PyObject *)self->member);
 /* NAME_traverse and NAME_dealloc of objects of a struct that holds references in the members that
@@ -100,8 +104,9 @@ int tepy_predicate_read(PyObject *answer, PyObject **reason);
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
 /* Whether this thread is in a scope in which runs of plans obey nobody: the innermost one. */
 int tepy_obeys_nobody(const tepy_dispatcher *dispatcher);
-/* -1 with an exception where an entry of a table, a tuple, has another item than Implementations.
- */
+/* -1 with an exception where a tuple, or an entry of a table that is one, has another item than
+ * Implementations. */
+int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_site site);
 int tepy_check_table(const tepy_dispatcher *dispatcher, PyObject *table, tepy_site site);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);

@@ -119,19 +119,13 @@ static PyMethodDef native_slot_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef native_slot_members[] = {
-    TEPY_CALL_MEMBER(native_slot),
-    {NULL, 0, 0, 0, NULL},
-};
-
 TEPY_TYPE(PyObject *tepy_native_slot_make_type, native_slot, native_slot, "NativeSlot",
           Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_doc,
            "An operator of a plug-in: a call runs it, with the arguments that the function of "
            "the operator's name takes."},
-          {Py_tp_call, PyVectorcall_Call}, {Py_tp_repr, native_slot_repr},
-          {Py_tp_methods, native_slot_methods}, {Py_tp_members, native_slot_members},
-          {Py_tp_getset, native_slot_getset})
+          TEPY_CALLED(native_slot), {Py_tp_repr, native_slot_repr},
+          {Py_tp_methods, native_slot_methods}, {Py_tp_getset, native_slot_getset})
 
 /* ---- for the other files ------------------------------------------------------------------ */
 

@@ -197,16 +197,10 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return (PyObject *)self;
 }
 
-static PyMemberDef predicate_members[] = {
-    TEPY_CALL_MEMBER(predicate),
-    {NULL, 0, 0, 0, NULL},
-};
-
 TEPY_TYPE(PyObject *tepy_predicate_make_type, predicate, predicate, "Predicate",
           Py_TPFLAGS_HAVE_VECTORCALL,
           {Py_tp_doc,
            "Predicate(fits, supports=None, by_device=True)\n--\n\n"
            "Whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
            "each pair (without by_device for each dtype), and supports(*its arguments)."},
-          {Py_tp_new, predicate_new}, {Py_tp_call, PyVectorcall_Call},
-          {Py_tp_members, predicate_members})
+          {Py_tp_new, predicate_new}, TEPY_CALLED(predicate))

@@ -76,17 +76,23 @@ void tepy_scopes_clear(tepy_state *state)
 
 /* ---- tables in force ---------------------------------------------------------------------- */
 
+int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_site site)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(entry); i++) {
+        PyObject *item = PyTuple_GetItem(entry, i);
+        if (Py_TYPE(item) != (PyTypeObject *)state->implementation_type)
+            return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
+                             Py_TYPE(item));
+    }
+    return 0;
+}
+
 int tepy_check_table(const tepy_dispatcher *self, PyObject *table, tepy_site site)
 {
-    const PyTypeObject *wanted = (PyTypeObject *)self->state->implementation_type;
     for (Py_ssize_t place = 0; place < PyTuple_Size(table); place++) {
         PyObject *entry = PyTuple_GetItem(table, place);
-        for (Py_ssize_t i = 0; PyTuple_Check(entry) && i < PyTuple_Size(entry); i++) {
-            PyObject *item = PyTuple_GetItem(entry, i);
-            if (Py_TYPE(item) != wanted)
-                return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
-                                 Py_TYPE(item));
-        }
+        if (PyTuple_Check(entry) && tepy_check_implementations(self->state, entry, site) != 0)
+            return -1;
     }
     return 0;
 }

@@ -169,20 +169,17 @@ static PyObject *selection_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->module = Py_NewRef(module);
     self->slots = calloc((size_t)PyTuple_Size(slots) + 1, sizeof *self->slots);
     if (self->slots == NULL) {
-        Py_DECREF((PyObject *)self);
-        return PyErr_NoMemory();
+        (void)PyErr_NoMemory();
+        goto failed;
     }
     self->count = PyTuple_Size(slots);
     for (Py_ssize_t i = 0; i < self->count; i++) {
-        if (take_slot(self, i, PyTuple_GetItem(slots, i)) == 0) continue;
-        Py_DECREF((PyObject *)self);
-        return NULL;
+        if (take_slot(self, i, PyTuple_GetItem(slots, i)) != 0) goto failed;
     }
-    if (make_backends(self) != 0) {
-        Py_DECREF((PyObject *)self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    if (make_backends(self) == 0) return (PyObject *)self;
+failed:
+    Py_DECREF((PyObject *)self);
+    return NULL;
 }
 
 static PyMemberDef selection_members[] = {

@@ -16,12 +16,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
 from transformer_engine.plugin.builtin.signatures import operator
-from transformer_engine.plugin.core.ops import (
-    NVTE_Bias_Type,
-    NVTE_Fused_Attn_Backend,
-    NVTE_Softmax_Type,
-    qkv_format_name,
-)
+from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
@@ -79,21 +74,21 @@ def _added(op: str, call: Any, bias: Tensor | None, offset: Tensor | None) -> di
     """Bias, slopes and sink."""
     found: dict[str, Any] = {}
     heads, device = call.Q.shape[-2], call.Q.device
-    kind = enumerated(op, NVTE_Bias_Type, "bias_type", call.bias_type)
-    if kind == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+    kind = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
+    if kind == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise NotImplementedError(
             f"{op}: bias_type={kind.name}: not built yet; divide by the scale"
         )
-    if kind == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS:
+    if kind == ops.NVTE_Bias_Type.NVTE_POST_SCALE_BIAS:
         if bias is None:
             raise ValueError(f"{op}: bias_type={kind.name} needs Bias")
         found["bias"] = bias.detach()
-    elif kind == NVTE_Bias_Type.NVTE_ALIBI:
+    elif kind == ops.NVTE_Bias_Type.NVTE_ALIBI:
         found["slopes"] = default_alibi_slopes(heads, device)
-    softmax = enumerated(op, NVTE_Softmax_Type, "softmax_type", call.softmax_type)
-    if softmax == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
+    softmax = enumerated(op, ops.NVTE_Softmax_Type, "softmax_type", call.softmax_type)
+    if softmax == ops.NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
         found["sink"] = torch.zeros(heads, dtype=torch.float32, device=device)
-    elif softmax == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
+    elif softmax == ops.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
         if offset is None:
             raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")
         found["sink"] = offset.detach().reshape(-1).float()
@@ -120,7 +115,7 @@ def problem_of(op: str, call: Any, added: tuple[Tensor | None, Tensor | None]) -
 def added_of(bias_type: Any, aux: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Bias and SoftmaxOffset of the forward, by what it gave its backward."""
     rest = list(aux[2:])
-    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    has_bias = ops.NVTE_Bias_Type(bias_type) == ops.NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
     bias = rest.pop(0) if has_bias and rest else None
     return bias, rest.pop(0) if rest else None
 
@@ -142,13 +137,13 @@ def _heads(op: str, **given: Any) -> list[Tensor]:
 
 
 @operator
-def get_fused_attn_backend(call: Any) -> NVTE_Fused_Attn_Backend:
+def get_fused_attn_backend(call: Any) -> ops.NVTE_Fused_Attn_Backend:
     """Whether `fused_attn_fwd` and its backward take such a call on the current device.
 
     `NVTE_F16_arbitrary_seqlen` where they do: fp16 or bf16 (without a CUDA device fp32, too), on
     compute capability 9.0 heads of multiples of 8 channels up to 256; else `NVTE_No_Backend`.
     """
-    kinds = NVTE_Fused_Attn_Backend
+    kinds = ops.NVTE_Fused_Attn_Backend
     return kinds.NVTE_No_Backend if no_backend_because(call) else kinds.NVTE_F16_arbitrary_seqlen
 
 
@@ -171,7 +166,7 @@ def no_backend_because(call: Any) -> str:
         (call.head_dim_qk, call.head_dim_v),
     )
     found = [torch_dtype(op, name, getattr(call, name)) for name in ("q_dtype", "kv_dtype")]
-    bias = enumerated(op, NVTE_Bias_Type, "bias_type", call.bias_type)
+    bias = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
     try:
         packed = [form == "thd" for form in formats(op, call.qkv_layout)]
     except NotImplementedError as error:
@@ -188,7 +183,7 @@ def no_backend_because(call: Any) -> str:
         text = f"{heads[0]} heads of queries and {heads[1]} of keys: these must divide those"
     elif packed[0] != packed[1]:
         text = "packed queries or keys alone: pack both"
-    elif bias == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+    elif bias == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         text = f"bias_type={bias.name}: not built yet"
     elif on_cuda and any(dim % 8 != 0 or dim > 256 for dim in channels):
         text = f"{channels} channels of a head: expected multiples of 8 up to 256"
@@ -337,7 +332,7 @@ def copy_to_kv_cache(call: Any) -> None:
     max_ctx_len, max_seq_len, max_pages_per_seq
         Not needed.
     """
-    form, table = qkv_format_name("copy_to_kv_cache", call.kv_format), call.page_table
+    form, table = ops.qkv_format_name("copy_to_kv_cache", call.kv_format), call.page_table
     new = [t.detach().contiguous() for t in (call.new_k, call.new_v)]
     if form == "sbhd":
         new = [t.transpose(0, 1) for t in new]

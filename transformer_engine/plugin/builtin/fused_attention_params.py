@@ -7,14 +7,7 @@ from typing import Any
 
 from transformer_engine.plugin.builtin.attention import no_backend_because
 from transformer_engine.plugin.builtin.signatures import signature
-from transformer_engine.plugin.core.ops import (
-    DType,
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
+from transformer_engine.plugin.core import ops
 
 _FIELDS = {"q_dtype": "qkv_dtype", "kv_dtype": "qkv_dtype", "p_dropout": "dropout"}
 """Arguments of the operator whose fields have other names."""
@@ -33,23 +26,23 @@ class FusedAttentionParams:
     deterministic: bool = False
     cuda_graph: bool = False
     return_max_logit: bool = False
-    attn_mask_type: Any = NVTE_Mask_Type.NVTE_NO_MASK
-    bias_type: Any = NVTE_Bias_Type.NVTE_NO_BIAS
+    attn_mask_type: Any = ops.NVTE_Mask_Type.NVTE_NO_MASK
+    bias_type: Any = ops.NVTE_Bias_Type.NVTE_NO_BIAS
     window_size_left: int = -1
     window_size_right: int = -1
     bottom_right_diagonal: bool = True
-    softmax_type: Any = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    softmax_type: Any = ops.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
     scaling_mode: Any = 0
     dropout: float = 0.0
     attn_scale: float = 1.0
-    qkv_dtype: Any = DType.kBFloat16
-    o_dtype: Any = DType.kBFloat16
-    do_dtype: Any = DType.kBFloat16
-    dqkv_dtype: Any = DType.kBFloat16
-    qkv_layout: Any = NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
-    o_format: Any = NVTE_QKV_Format.NVTE_SBHD
-    do_format: Any = NVTE_QKV_Format.NVTE_SBHD
-    dqkv_layout: Any = NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+    qkv_dtype: Any = ops.DType.kBFloat16
+    o_dtype: Any = ops.DType.kBFloat16
+    do_dtype: Any = ops.DType.kBFloat16
+    dqkv_dtype: Any = ops.DType.kBFloat16
+    qkv_layout: Any = ops.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+    o_format: Any = ops.NVTE_QKV_Format.NVTE_SBHD
+    do_format: Any = ops.NVTE_QKV_Format.NVTE_SBHD
+    dqkv_layout: Any = ops.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
     qkv_scale_inv_format: Any = None
     do_scale_inv_format: Any = None
     batch_size: int = 0
