@@ -6,6 +6,7 @@
  * use is refused instead of pulling it from under another thread.
  */
 #include "python/args.h"
+#include "python/dispatch_py.h"
 
 static int context_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -130,27 +131,10 @@ static PyGetSetDef context_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot context_slots[] = {
-    {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
-    {Py_tp_new, context_new},
-    {Py_tp_dealloc, context_dealloc},
-    {Py_tp_traverse, context_traverse},
-    {Py_tp_methods, context_methods},
-    {Py_tp_getset, context_getset},
-    {0, NULL},
-};
-
-static PyType_Spec context_spec = {
-    .name = "transformer_engine._core.Context",
-    .basicsize = sizeof(tepy_context),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = context_slots,
-};
-
-PyObject *tepy_context_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &context_spec, NULL);
-}
+TEPY_TYPE(PyObject *tepy_context_make_type, context, tepy_context, "Context", 0,
+          {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
+          {Py_tp_new, context_new}, {Py_tp_methods, context_methods},
+          {Py_tp_getset, context_getset})
 
 /* Neither closed nor of a process of which this one is a forked child. */
 static int is_usable(const tepy_context *self)

@@ -22,13 +22,6 @@ def are_cast(fields: Fields) -> bool:
     return any(fields[name] is not None for name in wanted)
 
 
-def are_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
-    """Whether somebody else has what becomes of a call's values: their cast, or their amax."""
-    if fields["amax_partials"] is not None:
-        return "compute_amax" in choices
-    return are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
-
-
 def asked_for(
     fields: Fields, shape: tuple[int, int], choices: Mapping[str, Any]
 ) -> casts.Place | None:
@@ -46,21 +39,18 @@ def asked_for(
 
 
 def ours(
-    run: Callable[..., None],
-    shape: Sequence[int],
-    fields: Fields,
-    choices: Mapping[str, Any],
-    *tensors: Tensor,
-    **given: Any,
+    run: Callable, shape: Sequence[int], fields: Fields, choices: Mapping[str, Any], *names: str
 ) -> Any:
-    """What this library computes, in fp32, of which somebody else makes what is wanted.
+    """What this library computes of fields by name, in fp32, for somebody else's cast or amax.
 
-    NotImplemented where nobody else does.
+    NotImplemented where nobody else has what is wanted.
     """
-    if not are_elsewhere(fields, choices):
+    of_amax = fields["amax_partials"] is not None
+    cast = are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
+    if not ("compute_amax" in choices if of_amax else cast):
         return NotImplemented
-    made = tensors[0].new_empty(shape, dtype=torch.float32)
-    run(*tensors, wide=made, **given)
+    made = fields["input"].new_empty(shape, dtype=torch.float32)
+    run(wide=made, **{name: fields[name] for name in names})
     return made
 
 
