@@ -23,7 +23,8 @@ extern "C" {
 
 /* Numbers that a plan does not fix: they are given with each run. Of the tokens, and of a second
  * sequence that they attend to (the source, encoder_output): how many there are, and their two
- * leading dims, whose product that is. */
+ * leading dims, whose product that is. Of packed sequences: how many there are, and bounds of the
+ * lengths of their queries and of their keys. */
 typedef enum te_symbol {
     TE_SYMBOL_NONE, /* of constants */
     TE_SYMBOL_ROWS,
@@ -32,6 +33,9 @@ typedef enum te_symbol {
     TE_SYMBOL_SOURCE_ROWS,
     TE_SYMBOL_SOURCE_DIM_0,
     TE_SYMBOL_SOURCE_DIM_1,
+    TE_SYMBOL_SEQUENCES,
+    TE_SYMBOL_MAX_QUERIES,
+    TE_SYMBOL_MAX_KEYS,
     TE_SYMBOL_COUNT
 } te_symbol;
 #define TE_SEQUENCES 2 /* the tokens, the source */
@@ -44,7 +48,7 @@ typedef struct te_sizes {
 
 static inline te_sizes te_sizes_of_rows(int64_t rows)
 {
-    te_sizes sizes = {{0, rows, 0, 0, 0, 0, 0}};
+    te_sizes sizes = {{0, rows, 0, 0, 0, 0, 0, 0, 0, 0}};
     return sizes;
 }
 
@@ -195,8 +199,9 @@ typedef enum te_node_kind {
     TE_NODE_ACTIVATION,  /* inputs x */
     TE_NODE_SOFTCAP,     /* inputs x */
     TE_NODE_ATTENTION,   /* inputs query, key, value (by slices), mask, bias, lengths of queries, of
-                            keys, offsets of queries, of keys, sink, slopes, with dropout i64 [2]
-                            {seed, offset} */
+                            keys, offsets of queries, of keys, sink, slopes, bounds of packed
+                            sequences, with dropout i64 [2] {seed, offset}. The bounds are i32
+                            [max queries, max keys, 0]: no elements, their shape says the sizes */
     TE_NODE_ROPE,        /* inputs x (by slice), angles, offsets; without angles heads are copied.
                             Two in a row that turn the same tokens are one stage */
     TE_NODE_DROPOUT_ADD, /* inputs x, bias, residual, with dropout or drop path i64 [2]
@@ -228,7 +233,9 @@ enum {                           /* te_node_desc.flags */
        TE_LINEAR_MEASURE_GRAD = 8192,
        TE_NODE_FP8_GRADIENT = 16384, /* attention with a recipe (delayed): its gradients are made in
                                        FP8, else in high precision from what was saved in FP8 */
-       TE_LINEAR_MEASURE_RETURNED = 32768 /* likewise what is returned quantized is measured */
+       TE_LINEAR_MEASURE_RETURNED = 32768, /* likewise what is returned quantized is measured */
+       TE_NODE_MAX_SCORES = 65536          /* attention: the forward returns the largest score of
+                                              each head too (link MAX_SCORES) */
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
@@ -250,8 +257,7 @@ typedef struct te_node_desc {
     int32_t output;
     const int32_t *inputs; /* values; -1: not there */
     /* norms: eps; activation: limit, alpha, linear_offset; softcap: cap; attention: scale, dropout,
-     * window to the left and to the right, packed: bounds of queries and of keys; softcap. Dropout
-     * + add: dropout, drop path */
+     * window to the left and to the right, softcap. Dropout + add: dropout, drop path */
     const double *numbers;
     const te_slice *slices;  /* attention, rope, norm of heads: of the first inputs */
     const int32_t *external; /* steps that the caller runs, ascending; linear: te_linear_stage */
@@ -367,6 +373,7 @@ typedef enum te_buffer_role {
     X(BIAS_CAST, bias_cast, node)                                                                  \
     X(GATHERED, gathered, node)                                                                    \
     X(STATISTICS, statistics, node)                                                                \
+    X(MAX_SCORES, max_scores, node) /* of an attention, [heads] */                                 \
     X(HEADS, heads, node *TE_HEADS_ROLES + te_heads_role)                                          \
     X(HEADS_SCALES, heads_scales, likewise)                                                        \
     X(HEADS_WIDE, heads_wide, likewise) /* read again */                                           \

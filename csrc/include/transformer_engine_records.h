@@ -93,7 +93,7 @@ TE_API void te_record_release(const te_record *record, void *memory);
 /* ---- graphs as text ------------------------------------------------------------------------- */
 
 /* A graph and a direction, for whoever makes that plan in another process, or without the program
- * that made the graph. One line of ASCII: "plan/6 forward {values=[{name="input" flags=25
+ * that made the graph. One line of ASCII: "plan/7 forward {values=[{name="input" flags=25
  * shape=[{symbol=1 multiply=1} {add=24}]} ...] nodes=[...]}". Members go by name, and those with
  * their initial values are left out; strings have the escapes \" \\ \xNN; numbers are read to the
  * bits that were written. Equal graphs have equal texts.

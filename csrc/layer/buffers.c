@@ -163,6 +163,9 @@ static void describe_own(const te_build *build, te_link link, int32_t of, te_buf
         te_describe_form(&node->quantization, TE_INPUT_OPERAND, TE_LINK_ROW,
                          te_value(build, node->inputs[0])->shape, info);
         info->shape[0].multiply *= node->gather;
+    } else if (link == TE_LINK_MAX_SCORES) {
+        what = "max_scores";
+        info->shape[0] = te_constant(node->slices[0].heads);
     } else {
         what = "statistics";
         info->ndim = 2;
@@ -282,6 +285,7 @@ static te_buffer_role role_of(const te_build *build, te_link link, int32_t of)
     if (link == TE_LINK_GRADIENT) role = role_of_gradient(build, of);
     if (link == TE_LINK_SCALE || link == TE_LINK_HISTORY) role = TE_ROLE_STATE;
     if (form_names[link] != NULL) role = role_of_form(build, link, of);
+    if (link == TE_LINK_MAX_SCORES) role = TE_ROLE_OUTPUT;
     if (link == TE_LINK_HEADS || link == TE_LINK_HEADS_SCALES) role = role_of_heads(build, of);
     if (role != TE_ROLE_SCRATCH) return role;
     if (te_links_has(&build->saved, link, of)) return TE_ROLE_SAVED;

@@ -55,6 +55,11 @@ static te_status check_shape(const te_value_desc *value)
         int constant = e->symbol == TE_SYMBOL_NONE;
         int64_t length = constant ? e->add : e->multiply;
         if (free && constant && length == TE_ANY_LENGTH) continue;
+        if (free && constant && length == 0 && d == value->ndim - 1) continue; /* no elements */
+        if (free && e->symbol == TE_SYMBOL_SEQUENCES && e->multiply == 1 && e->align == 1 &&
+            e->add == 1) {
+            continue; /* offsets: one more than there are sequences */
+        }
         if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
             e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
             (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW)))) {

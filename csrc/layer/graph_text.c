@@ -12,7 +12,7 @@
 #include "core/status.h"
 #include "transformer_engine.h"
 
-#define VERSION "plan/6" /* raised whenever a number of a graph gets another meaning */
+#define VERSION "plan/7" /* raised whenever a number of a graph gets another meaning */
 
 enum { NUMBER_CHARACTERS = 40 }; /* more than any number has */
 

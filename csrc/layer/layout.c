@@ -131,7 +131,7 @@ static te_status check_sizes(const te_plan *plan, const te_sizes *sizes)
         return TE_FAIL(TE_ERROR_INVALID, "rows = %lld, expected 0 to %d", (long long)sizes->of[s],
                        INT32_MAX);
     }
-    for (int rows = TE_SYMBOL_ROWS; rows < TE_SYMBOL_COUNT;
+    for (int rows = TE_SYMBOL_ROWS; rows <= TE_SYMBOL_SOURCE_ROWS;
          rows += TE_SYMBOL_SOURCE_ROWS - TE_SYMBOL_ROWS) {
         const int64_t *of = &sizes->of[rows];
         if ((plan->symbols >> rows & 2U) == 0 || of[1] * of[2] == of[0]) continue;

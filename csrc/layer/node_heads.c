@@ -25,9 +25,13 @@ enum {
     KEY_OFFSETS,
     SINK,
     SLOPES,
+    BOUNDS,
     RANDOM_PAIR,
     INPUTS
 };
+
+/* Of an attention: te_node_desc.numbers. */
+enum { SCALE, DROPOUT, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, NUMBERS };
 
 static int is_packed(const te_node_desc *node)
 {
@@ -106,14 +110,16 @@ static te_stage *add_attention(te_build *build, int32_t n, te_op op, const char 
     te_use_value(build, stage, "sink", node->inputs[SINK]);
     te_use_value(build, stage, "slopes", node->inputs[SLOPES]);
     te_use_value(build, stage, "rng", node->inputs[RANDOM_PAIR]);
-    te_set_number(build, stage, "scale", node->numbers[0]);
-    te_set_number(build, stage, "dropout", node->numbers[1]);
-    te_set_number(build, stage, "window_left", node->numbers[2]);
-    te_set_number(build, stage, "window_right", node->numbers[3]);
+    te_set_number(build, stage, "scale", node->numbers[SCALE]);
+    te_set_number(build, stage, "dropout", node->numbers[DROPOUT]);
+    te_set_number(build, stage, "window_left", node->numbers[WINDOW_LEFT]);
+    te_set_number(build, stage, "window_right", node->numbers[WINDOW_RIGHT]);
     te_set_number(build, stage, "bottom_right", (node->flags & TE_NODE_BOTTOM_RIGHT) != 0);
-    te_set_number(build, stage, "max_queries", node->numbers[4]);
-    te_set_number(build, stage, "max_keys", node->numbers[5]);
-    te_set_number(build, stage, "softcap", node->numbers[6]);
+    te_set_number(build, stage, "softcap", node->numbers[SOFTCAP]);
+    if (!is_packed(node)) return stage;
+    (void)te_get(build, TE_LINK_VALUE, node->inputs[BOUNDS]); /* whose shape says the next two */
+    te_use_size(build, stage, "max_queries", TE_SYMBOL_MAX_QUERIES);
+    te_use_size(build, stage, "max_keys", TE_SYMBOL_MAX_KEYS);
     return stage;
 }
 
@@ -134,6 +140,9 @@ static void forward_attention(te_build *build, int32_t n)
     te_use_as(build, stage, "output", output);
     if (te_links_has(&build->saved, TE_LINK_STATISTICS, n)) {
         te_use_as(build, stage, "statistics", statistics_of(build, n));
+    }
+    if ((te_node(build, n)->flags & TE_NODE_MAX_SCORES) != 0) {
+        te_use_as(build, stage, "top", te_get(build, TE_LINK_MAX_SCORES, n));
     }
     if (fp8) te_fp8_read_output(build, n);
 }
@@ -227,20 +236,31 @@ static int is_limit(const te_value_desc *value, int input)
            (value->dtype == TE_DTYPE_I32) == lengths;
 }
 
-/* What goes with packed sequences: offsets, bounds, no mask, no bias, no other tokens' lengths. */
-static te_status check_packed(const te_node_desc *node)
+/* Whether a value has no elements and the shape [max queries, max keys, 0]. */
+static int is_bounds(const te_value_desc *value)
 {
-    const int packed = is_packed(node);
+    const te_extent *shape = value->shape;
+    return value->flags == TE_VALUE_INPUT && value->dtype == TE_DTYPE_I32 && value->ndim == 3 &&
+           shape[0].symbol == TE_SYMBOL_MAX_QUERIES && shape[1].symbol == TE_SYMBOL_MAX_KEYS &&
+           shape[0].multiply == 1 && shape[1].multiply == 1 && shape[0].align == 1 &&
+           shape[1].align == 1 && shape[2].symbol == TE_SYMBOL_NONE && shape[2].add == 0;
+}
+
+/* What goes with packed sequences: offsets, bounds, no mask, no bias, no other tokens' lengths. */
+static te_status check_packed(const te_graph_desc *graph, const te_node_desc *node)
+{
+    const int packed = is_packed(node), bounds = node->inputs[BOUNDS];
     if ((node->inputs[QUERY_OFFSETS] >= 0) != packed ||
         (node->inputs[KEY_OFFSETS] >= 0) != packed) {
         return TE_FAIL(
             TE_ERROR_INVALID, "attention: offsets %d, %d, of sequences that are %spacked",
             node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
     }
-    if (!is_window(node->numbers[4]) || !is_window(node->numbers[5]) || node->numbers[4] < 0.0 ||
-        node->numbers[5] < 0.0) {
-        return TE_FAIL(TE_ERROR_INVALID, "attention: bounds %g and %g, expected 0 to 2^31 - 1",
-                       node->numbers[4], node->numbers[5]);
+    if ((bounds >= 0) != packed || (packed && !is_bounds(&graph->values[bounds]))) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "attention: bounds %s, of sequences that are %spacked: expected %s",
+                       bounds < 0 ? "none" : graph->values[bounds].name, packed ? "" : "not ",
+                       packed ? "an input i32 [max queries, max keys, 0]" : "none");
     }
     if (packed && (node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0)) {
         return TE_FAIL(TE_ERROR_INVALID, "attention: packed sequences with mask %d, bias %d",
@@ -255,14 +275,16 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
     const te_value_desc *x, *y = &graph->values[node->output];
     if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
-        !(node->numbers[1] >= 0.0 && node->numbers[1] <= 1.0) || !is_window(node->numbers[2]) ||
-        !is_window(node->numbers[3]) || !is_cap(node->numbers[6])) {
+        !(node->numbers[DROPOUT] >= 0.0 && node->numbers[DROPOUT] <= 1.0) ||
+        !is_window(node->numbers[WINDOW_LEFT]) || !is_window(node->numbers[WINDOW_RIGHT]) ||
+        !is_cap(node->numbers[SOFTCAP])) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "attention: inputs %d, %d, %d, dropout %g, window %g and %g, softcap %g",
                        node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
-                       node->numbers[1], node->numbers[2], node->numbers[3], node->numbers[6]);
+                       node->numbers[DROPOUT], node->numbers[WINDOW_LEFT],
+                       node->numbers[WINDOW_RIGHT], node->numbers[SOFTCAP]);
     }
-    TE_TRY(check_packed(node));
+    TE_TRY(check_packed(graph, node));
     for (int i = QUERY; i <= VALUE; i++) {
         TE_TRY(te_check_slice(graph, n, i));
         x = &graph->values[node->inputs[i]];
@@ -303,7 +325,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no sink and no slopes (f32) of %d heads",
                        graph->values[node->inputs[i]].name, q->heads);
     }
-    TE_TRY(te_check_pair(graph, n, RANDOM_PAIR, node->numbers[1] > 0.0));
+    TE_TRY(te_check_pair(graph, n, RANDOM_PAIR, node->numbers[DROPOUT] > 0.0));
     TE_TRY(te_fp8_check(graph, n));
     for (int i = MASK; i < SINK; i++) {
         if (node->inputs[i] < 0 || is_limit(&graph->values[node->inputs[i]], i)) continue;
@@ -315,17 +337,17 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     return TE_OK;
 }
 
-const te_node_rules te_attention_rules = {.name = "attention",
-                                          .inputs = INPUTS,
-                                          .numbers = 7,
-                                          .slices = 3,
-                                          .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
-                                                   TE_NODE_DETERMINISTIC | TE_NODE_PACKED |
-                                                   TE_NODE_FP8_GRADIENT | TE_LINEAR_NO_AMAX,
-                                          .casts = 1,
-                                          .check = check_attention,
-                                          .forward = forward_attention,
-                                          .backward = backward_attention};
+const te_node_rules te_attention_rules = {
+    .name = "attention",
+    .inputs = INPUTS,
+    .numbers = NUMBERS,
+    .slices = 3,
+    .flags = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC |
+             TE_NODE_PACKED | TE_NODE_FP8_GRADIENT | TE_LINEAR_NO_AMAX | TE_NODE_MAX_SCORES,
+    .casts = 1,
+    .check = check_attention,
+    .forward = forward_attention,
+    .backward = backward_attention};
 
 /* ---- rotary embedding ----------------------------------------------------------------------- */
 

@@ -250,11 +250,12 @@ static te_status sum_saved(te_plan *plan)
     return TE_OK;
 }
 
-/* A dim is named with its rows and the other one. */
+/* A leading dim is named with its rows and the other one. */
 static void name_symbol(te_plan *plan, int32_t symbol)
 {
     int32_t rows = symbol < TE_SYMBOL_SOURCE_ROWS ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
-    plan->symbols |= symbol <= rows ? 1U << symbol : 7U << rows;
+    int dim = symbol > rows && symbol <= TE_SYMBOL_SOURCE_DIM_1;
+    plan->symbols |= dim ? 7U << rows : 1U << symbol;
 }
 
 /* What te_plan_describe hands out. */

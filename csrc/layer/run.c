@@ -354,6 +354,7 @@ static int is_ordinary(const te_tensor *tensor)
 {
     int ordinary = ((uintptr_t)tensor->data & 15U) == 0;
     int64_t dense = 1;
+    if (te_tensor_numel(tensor) == 0) return 1;
     for (int32_t d = tensor->ndim - 1; d >= 0; d--) {
         ordinary &= tensor->shape[d] < 2 || tensor->strides[d] == dense;
         dense *= tensor->shape[d];

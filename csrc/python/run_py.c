@@ -220,6 +220,24 @@ static int take_sizes(tepy_run_call *run, int sequence)
     return 0;
 }
 
+/* Sizes of packed sequences, from the first input of whose shape each is a dim. */
+static void take_packed_sizes(tepy_run_call *run)
+{
+    const tepy_plan *plan = run->plan;
+    uint32_t wanted = plan->info.symbols >> TE_SYMBOL_SEQUENCES;
+    for (int32_t i = 0; wanted != 0 && i < plan->arg_count; i++) {
+        const te_buffer_info *info = &plan->info.buffers[i];
+        for (int32_t d = 0; d < info->ndim; d++) {
+            const int32_t symbol = info->shape[d].symbol;
+            const uint32_t bit =
+                symbol < TE_SYMBOL_SEQUENCES ? 0 : 1U << symbol >> TE_SYMBOL_SEQUENCES;
+            if ((wanted & bit) == 0 || run->buffers[i].ndim != info->ndim) continue;
+            run->call.sizes.of[symbol] = run->buffers[i].shape[d] - info->shape[d].add;
+            wanted &= ~bit;
+        }
+    }
+}
+
 /* The tensors, then the saved buffer, then the number of rows. */
 static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -248,6 +266,7 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
         run->plain[i] = run->held_count == held ? args[i] : NULL;
     }
     if (take_sizes(run, 0) != 0 || take_sizes(run, 1) != 0) return -1;
+    take_packed_sizes(run);
     for (int32_t i = 0; i < plan->arg_count; i++) {
         if (check_shape(run, i) != 0) return -1;
     }

@@ -8,7 +8,7 @@
 #include "numbers.h"
 #include "plans.h"
 
-enum { GRAPH_VALUES = 256, GRAPH_NODES = 64, GRAPH_INPUTS = 12 };
+enum { GRAPH_VALUES = 256, GRAPH_NODES = 64, GRAPH_INPUTS = 13 };
 
 typedef struct graph {
     te_value_desc values[GRAPH_VALUES];
@@ -110,7 +110,7 @@ static const struct graph_counts {
     int32_t inputs, numbers, slices;
 } graph_counts[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = {3, 0, 0},      [TE_NODE_NORM] = {3, 1, 0},
                                  [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
-                                 [TE_NODE_ATTENTION] = {12, 7, 3},  [TE_NODE_ROPE] = {2, 0, 1},
+                                 [TE_NODE_ATTENTION] = {13, 5, 3},  [TE_NODE_ROPE] = {2, 0, 1},
                                  [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
                                  [TE_NODE_FUNCTION] = {4, 0, 0}};
 
@@ -246,7 +246,7 @@ static inline te_slice graph_dense(int32_t heads, int32_t channels)
 /* Where a node has its random pair; -1: it is none that drops. */
 static inline int graph_pair_at(const te_node_desc *node)
 {
-    if (node->kind == TE_NODE_ATTENTION) return node->numbers[1] > 0 ? 11 : -1;
+    if (node->kind == TE_NODE_ATTENTION) return node->numbers[1] > 0 ? 12 : -1;
     if (node->kind != TE_NODE_DROPOUT_ADD) return -1;
     return node->numbers[0] > 0 || node->numbers[1] > 0 ? 3 : -1;
 }

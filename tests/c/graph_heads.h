@@ -120,9 +120,9 @@ static inline double graph_score(const graph_attention_state *a, const int64_t a
     }
     score *= node->numbers[0];
     *slope = 1;
-    if (node->numbers[6] > 0) {
-        double share = tanh(score / node->numbers[6]);
-        score = node->numbers[6] * share;
+    if (node->numbers[4] > 0) {
+        double share = tanh(score / node->numbers[4]);
+        score = node->numbers[4] * share;
         *slope = 1 - share * share;
     }
     return bias < 0 ? score : score + a->g->value[bias][graph_broadcast(a, bias, at)];

@@ -190,7 +190,7 @@ static double tolerance(const graph *g)
 static inline te_sizes sizes_of(int64_t batch, int64_t length, int64_t source, int first)
 {
     te_sizes sizes = {.of = {0, batch * length, batch, length, batch * source, batch, source}};
-    for (int s = TE_SYMBOL_DIM_0; first && s < TE_SYMBOL_COUNT; s += 3) {
+    for (int s = TE_SYMBOL_DIM_0; first && s < TE_SYMBOL_SEQUENCES; s += 3) {
         int64_t swap = sizes.of[s];
         sizes.of[s] = sizes.of[s + 1];
         sizes.of[s + 1] = swap;

@@ -236,9 +236,9 @@ static void check_heads(void)
     /* attention */
     REFUSE_HEADS(inputs[1][1], -1, INVALID, "attention: inputs 2, -1, 0");
     REFUSE_HEADS(inputs[1][2], -1, INVALID, "attention: inputs 2, 0, -1");
-    REFUSE_HEADS(numbers[1][6], -1, INVALID, "attention: inputs 2, 0, 0, dropout 0, window -1");
-    REFUSE_HEADS(numbers[1][6], INFINITY, INVALID, "softcap inf");
-    REFUSE_HEADS(numbers[1][6], 1e-60, INVALID, "softcap 1e-60");
+    REFUSE_HEADS(numbers[1][4], -1, INVALID, "attention: inputs 2, 0, 0, dropout 0, window -1");
+    REFUSE_HEADS(numbers[1][4], INFINITY, INVALID, "softcap inf");
+    REFUSE_HEADS(numbers[1][4], 1e-60, INVALID, "softcap 1e-60");
     REFUSE_HEADS(nodes[1].external_count, 1, INVALID, "node 1 (attention): 11 inputs");
     REFUSE_HEADS(numbers[1][1], 1.5, INVALID, "dropout 1.5,");
     REFUSE_HEADS(numbers[1][1], -0.1, INVALID, "dropout -0.1,");
@@ -277,10 +277,11 @@ static void check_heads(void)
     /* packed sequences */
     REFUSE_HEADS(nodes[0].flags, TE_NODE_PACKED, INVALID, "rope: no offsets for sequences that");
     REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: offsets -1, -1, of");
+    REFUSE_HEADS(inputs[1][11], 0, INVALID, "of sequences that are not packed: expected none");
     /* dropout + add; random pairs */
     REFUSE_HEADS(numbers[2][0], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");
     REFUSE_HEADS(numbers[2][1], 0.5, INVALID, "node 2: inputs[3] = -1, expected an input i64 [2]");
-    REFUSE_HEADS(numbers[1][1], 0.5, INVALID, "node 1: inputs[11] = -1, expected an input i64 [2]");
+    REFUSE_HEADS(numbers[1][1], 0.5, INVALID, "node 1: inputs[12] = -1, expected an input i64 [2]");
     REFUSE_HEADS(inputs[2][3], 1, INVALID, "node 2: inputs[3] = 1, expected none");
     make_attention(&g);
     g.numbers[2][0] = 0.5;
@@ -324,8 +325,9 @@ static void check_flags(void (*make)(graph *g))
 {
     static const uint32_t linear = (TE_NODE_ZERO_CENTERED - 1) | TE_LINEAR_MEASURE_OPERANDS |
                                    TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED;
-    static const uint32_t attention =
-        TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT | TE_NODE_DETERMINISTIC | TE_LINEAR_NO_AMAX;
+    static const uint32_t attention = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
+                                      TE_NODE_DETERMINISTIC | TE_LINEAR_NO_AMAX |
+                                      TE_NODE_MAX_SCORES;
     static const uint32_t rope = TE_NODE_SEQUENCE_FIRST | TE_NODE_INTERLEAVED;
     static const uint32_t known[TE_NODE_KINDS] = {[TE_NODE_LINEAR] = linear,
                                                   [TE_NODE_NORM] = TE_NODE_ZERO_CENTERED,

@@ -379,7 +379,7 @@ static void check_sizes(void)
     graph_make(&g);
     OK(te_plan_infer(g.plans[0], &given, &sizes, NULL));
     OK(te_plan_scratch(context, g.plans[1], &given, &scratch));
-    for (int s = TE_SYMBOL_ROWS; s < TE_SYMBOL_COUNT; s++) {
+    for (int s = TE_SYMBOL_ROWS; s < TE_SYMBOL_SEQUENCES; s++) {
         static const int64_t wrong[] = {-1,        1,        INT32_MAX, (int64_t)INT32_MAX + 1,
                                         INT64_MAX, INT64_MIN};
         for (unsigned i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {

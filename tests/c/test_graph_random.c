@@ -262,7 +262,7 @@ static void add_random_attention(pool *p, const char *name, int sequence, int32_
     if (one_in(3)) node->flags |= TE_NODE_BOTTOM_RIGHT;
     if (one_in(3)) node->flags |= TE_NODE_DETERMINISTIC;
     if (one_in(3)) numbers_of(g, node)[1] = 0.25;
-    if (one_in(4)) numbers_of(g, node)[6] = 0.5;
+    if (one_in(4)) numbers_of(g, node)[4] = 0.5;
     if (one_in(2)) numbers_of(g, node)[3] = (double)(test_random() % 3);
     if (one_in(3)) numbers_of(g, node)[2] = (double)(test_random() % 4);
     score_shape(p, &h, sequence, from, shape);

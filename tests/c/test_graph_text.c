@@ -185,22 +185,22 @@ static void check_refused(void)
         const char *text, *said;
     } all[] = {
         {"plan/5 (0, 0, (), ())", "\"plan/5 (0, 0, ()\": this version of transformer_engine reads "
-                                  "plan/6: export the program again with it, or"},
+                                  "plan/7: export the program again with it, or"},
         {"", "\"\": this version"},
-        {"\x80plan/6", "\"?plan/6\": this version"},
-        {"plan/6 sideways {}", "damaged at character 7: \"sideways {}\", expected a direction"},
-        {"plan/6 forward {} ", "expected the end"},
-        {"plan/6 forward {flags=1 flags=1}", "a member once"},
-        {"plan/6 forward {size=1}", "a member once"},
-        {"plan/6 forward {flags=4294967296}", "a number of its size"},
-        {"plan/6 forward {flags=-1}", "a number of its size"},
-        {"plan/6 forward {flags=99999999999999999999}", "a smaller number"},
-        {"plan/6 forward {values=[{shape=[{} {} {} {} {}]}]}", "expected ]"},
-        {"plan/6 forward {values=[{name=\"xxxxxxxxxxxxxxxxxxxxxxxx\"}]}", "the end of a string"},
-        {"plan/6 forward {values=[{name=\"\\x00\"}]}", "a character of a string"},
-        {"plan/6 forward {nodes=[{numbers=[1,5]}]}", "] or a space"},
-        {"plan/6 forward {nodes=[{numbers=[1.5.2]}]}", "a number before"},
-        {"plan/6 forward {nodes=[{slots=[1 2 3]}]}", "expected ]"},
+        {"\x80plan/7", "\"?plan/7\": this version"},
+        {"plan/7 sideways {}", "damaged at character 7: \"sideways {}\", expected a direction"},
+        {"plan/7 forward {} ", "expected the end"},
+        {"plan/7 forward {flags=1 flags=1}", "a member once"},
+        {"plan/7 forward {size=1}", "a member once"},
+        {"plan/7 forward {flags=4294967296}", "a number of its size"},
+        {"plan/7 forward {flags=-1}", "a number of its size"},
+        {"plan/7 forward {flags=99999999999999999999}", "a smaller number"},
+        {"plan/7 forward {values=[{shape=[{} {} {} {} {}]}]}", "expected ]"},
+        {"plan/7 forward {values=[{name=\"xxxxxxxxxxxxxxxxxxxxxxxx\"}]}", "the end of a string"},
+        {"plan/7 forward {values=[{name=\"\\x00\"}]}", "a character of a string"},
+        {"plan/7 forward {nodes=[{numbers=[1,5]}]}", "] or a space"},
+        {"plan/7 forward {nodes=[{numbers=[1.5.2]}]}", "a number before"},
+        {"plan/7 forward {nodes=[{slots=[1 2 3]}]}", "expected ]"},
     };
     te_graph_desc graph;
     te_direction direction;

@@ -120,9 +120,9 @@ GRAPH_ERRORS = [
     ),
     (dict(value=("", dict(shape=(0, K)))), ValueError, "make_plan: shape: 0 is out of range"),
     (
-        dict(value=("", dict(shape=({"symbol": 9, "multiply": 1}, K)))),
+        dict(value=("", dict(shape=({"symbol": 10, "multiply": 1}, K)))),
         ValueError,
-        "dim 0 is 1 . roundup.symbol 9, 1",
+        "dim 0 is 1 . roundup.symbol 10, 1",
     ),
     (dict(value=("", dict(shape=(2**31 - 1, K)))), ValueError, "graph: input: dim 0 is"),
     (dict(value=("", dict(shape=(ROWS_DIM, 2**30)))), ValueError, "graph: input: too large"),

@@ -106,6 +106,54 @@ def test_shapes_without_a_device(core):
     assert [tuple(shape) for _, shape in made] == [tuple(t.shape) for t in grads]
 
 
+def packed_tensors(max_queries=4, max_keys=6):
+    """Two sequences: of 4 and 1 queries, of 6 and 1 keys."""
+    made = [torch.randn(n, heads, CHANNELS) for n, heads in ((5, HEADS), (7, GROUPS), (7, GROUPS))]
+    made += [torch.tensor(sums, dtype=torch.int32) for sums in ([0, 4, 5], [0, 6, 7])]
+    return [*made, torch.empty(max_queries, max_keys, 0, dtype=torch.int32)]
+
+
+def test_packed_sequences_of_any_bounds(core):
+    """A plan takes them, and how many sequences there are, from shapes of its inputs."""
+    graph = core_graph(*spec_of(core, packed=True, max_scores=True))
+    forward, backward = graph.make(0), graph.make(1)
+    first, wider = packed_tensors(), packed_tensors(40, 70)[-1:]
+    given = [*first[:-1], *wider]
+    assert sizes_of(forward, [t.shape for t in given])[core.SYMBOL_SEQUENCES :] == [2, 40, 70]
+    runs = [core.run(forward.native, 0, 0, *tensors) for tensors in (first, given)]
+    for found, right in zip(*runs, strict=True):
+        assert torch.equal(found, right)
+    output, top, saved = runs[0]
+    queries, keys = first[0], first[1].repeat_interleave(HEADS // GROUPS, 1)
+    scores = [0.5 * torch.einsum("qhc,khc->hqk", queries[a], keys[b]).flatten(1)
+              for a, b in ((slice(4), slice(6)), (slice(4, 5), slice(6, 7)))]  # fmt: skip
+    torch.testing.assert_close(top, torch.cat(scores, 1).amax(1))
+    grad = torch.randn(output.shape)
+    # In order of values: the output is among the last of them.
+    backs = [
+        core.run(backward.native, 0, 0, grad, *tensors, output, saved) for tensors in (first, given)
+    ]
+    for found, right in zip(*backs, strict=True):
+        assert found is right is None or torch.equal(found, right)
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "text"),
+    [
+        (5, lambda t: t[0], "run: bounds: it has 2 dims, expected 3"),
+        (5, lambda t: t.long(), "run: bounds: dtype i64, expected i32"),
+        (5, lambda t: torch.zeros(4, 6, 1, dtype=torch.int32), "bounds: the last dim has size 1"),
+        (4, lambda t: t[:-1], "run: key_offsets: .* has size 2, expected 3"),
+    ],
+)
+def test_a_packed_run_names_what_is_wrong(core, at, change, text):
+    plan = core_graph(*spec_of(core, packed=True)).make(0).native
+    tensors = packed_tensors()
+    tensors[at] = change(tensors[at])
+    with pytest.raises((TypeError, ValueError), match=text):
+        core.run(plan, 0, 0, *tensors)
+
+
 @pytest.mark.parametrize(
     ("at", "change", "text"),
     [

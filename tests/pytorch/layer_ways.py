@@ -11,7 +11,6 @@ from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, 
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.layer import transformer_layer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
@@ -108,14 +107,6 @@ def by_modules():
     """Every layer calls its modules in the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer, *given: None))
-        yield
-
-
-@contextlib.contextmanager
-def by_operators():
-    """Every `DotProductAttention` runs operators in the block, and no plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeptCalls, "key_of", lambda *_: None)
         yield
 
 

@@ -102,7 +102,8 @@ def test_rows_speak_of_fields_and_backends():
     known = {*BACKENDS, "cpu", "cudnn"}
     assert all(set(feature.lacking) <= known and feature.lacking for feature in FEATURES)
     without = {name for name, backend in BACKENDS.items() if backend.run is None}
-    assert without == {"flash", "plugin"}  # the one is not built, the other a class of somebody's
+    # Not built, a class of somebody's, and what runs as a plan of its own.
+    assert without == {"flash", "plugin", "native"}
 
 
 # ---- what nobody runs ----------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 
 import pytest
 import torch
+from pytorch.attention_operators import unkept
 from pytorch.helpers import RECIPES
-from pytorch.layer_ways import by_modules, by_operators
+from pytorch.layer_ways import by_modules
 from tols import BF16
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention import native, scores
+from transformer_engine.pytorch.attention import plan, scores
 
 LENGTH, BATCH, HIDDEN, HEADS = 40, 2, 64, 4
 
@@ -19,8 +20,8 @@ def made(monkeypatch):
     """Weak references to the memory of what forwards of attention make, by what it is."""
     found = {}
 
-    def note(module, *names):
-        forward = module._forward
+    def note(of, way, *names):
+        forward = getattr(of, way)
 
         def noted(*arguments):
             results = forward(*arguments)
@@ -29,10 +30,10 @@ def made(monkeypatch):
                     found[name] = StorageWeakRef(tensor.untyped_storage())
             return results
 
-        monkeypatch.setattr(module, "_forward", noted)
+        monkeypatch.setattr(of, way, noted)
 
-    note(native, "output", "statistics", "top")
-    note(scores, "weights", "probabilities", "log_sum")
+    note(plan._Call, "_run_forward", "output", "statistics")  # the second packs what is saved
+    note(scores, "_forward", "weights", "probabilities", "log_sum")
     return found
 
 
@@ -60,7 +61,7 @@ def attend(kind, device):
 @pytest.mark.parametrize("kind", ["core", "attention", "layer"])
 def test_what_attention_makes_is_freed(device, backend, kind, made):
     run = attend(kind, device)
-    with by_modules(), by_operators():
+    with by_modules(), unkept():
         out = run(False)
     assert alive(made) >= ({"statistics"} if backend == "native" else {"probabilities"})
     out.sum().backward()
@@ -78,7 +79,7 @@ def test_in_fp8_the_output_is_freed_too(device, kind, recipe, made):
     """The projection keeps its FP8 form."""
     run = attend(kind, device)
     with te.autocast(recipe=RECIPES[recipe]()):
-        with by_modules():
+        with by_modules(), unkept():
             out = run(False)
         assert alive(made) == {"output", "statistics"}
         made.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`native.attend`: autograd, torch.compile and torch.func on the operator `attention`."""
+"""`plan.attend`: autograd, torch.compile and torch.func on attention by itself."""
 
 import pytest
 import torch
@@ -8,12 +8,13 @@ from buffers import normal
 from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.choice import (
     _unusual as unusual,
 )
 from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.native import attend
-from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
+from transformer_engine.pytorch.attention.plan import attend
+from transformer_engine.pytorch.attention.problem import AttentionOptions, CoreOptions, Heads
 
 SHAPE = (2, 4, 30, 50)  # batch, heads, queries, keys
 
@@ -28,9 +29,13 @@ def leaves(rng, dtype):
     return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
 
+CORE = te.DotProductAttention(4, (16, 8), 2, qkv_format="bshd")
+
+
 def run(query, key, value, bias, dropout=0.0):
     limits = Limits(None, bias, (-1, 0), True)
-    return attend(Heads((query, key, value)), "bshd", limits, 0.25, dropout)
+    heads = Heads((query, key, value))
+    return attend(CORE, CoreOptions(), heads, "bshd", limits, 0.25, dropout).unflatten(-1, (4, 8))
 
 
 def definition(query, key, value, bias):
@@ -117,7 +122,9 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
 
     def odd(shape, dtype=BF16, capped=False, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
-        return bool(unusual(_options(core_attention_bias=bias, **more), sizes, query, capped))
+        return bool(
+            unusual(_options(core_attention_bias=bias, **more), sizes, query, capped, False)
+        )
 
     with torch.set_grad_enabled(gradients):
         assert not odd((1, 4, 30, 50)) and not odd((2, 1, 30, 50))
@@ -134,7 +141,7 @@ def test_masks_and_biases_over_one_key_are_unusual():
         {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"},
         {"core_attention_bias_type": "alibi"},
     ):
-        assert "over one key" in unusual(AttentionOptions(**given), one, query, False)
-        assert not unusual(AttentionOptions(**given), two, query, False)
-    assert not unusual(AttentionOptions(), one, query, False)
-    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query, False)
+        assert "over one key" in unusual(AttentionOptions(**given), one, query, 0.0, False)
+        assert not unusual(AttentionOptions(**given), two, query, 0.0, False)
+    assert not unusual(AttentionOptions(), one, query, 0.0, False)
+    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query, 0.0, False)

@@ -8,9 +8,11 @@ import pickle
 
 import pytest
 import torch
+from pytorch.attention_operators import by_operators, unkept
 from pytorch.helpers import assert_same_bits, captured, same_draws
-from pytorch.layer_ways import by_operators, dtype_of
+from pytorch.layer_ways import dtype_of
 from tols import BF16, F32
+from torch._dynamo.backends.debugging import aot_eager
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.call_key import KEPT
@@ -118,14 +120,9 @@ def step(core, tensors, given):
 def plans_only(native_runs):
     """Assert that a block runs plans, and no operator of attention."""
     native_runs.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_forward", "_backward"):
-            patch.setattr(f"{NATIVE}.{name}", lambda *_: pytest.fail("the operator ran"))
-        yield
+    yield
     assert {"run", "run_staged"} & set(native_runs)
-
-
-NATIVE = "transformer_engine.pytorch.attention.native"
+    assert not {"attention", "attention_backward"} & set(native_runs)
 
 
 def assert_same_step(core, tensors, given, native_runs):
@@ -135,6 +132,8 @@ def assert_same_step(core, tensors, given, native_runs):
     with plans_only(native_runs):
         for _ in range(3):
             assert_same_bits(step(core, tensors, given), expected)
+    with unkept(), plans_only(native_runs):
+        assert_same_bits(step(core, tensors, given), expected)
     with torch.no_grad(), plans_only(native_runs):
         assert_same_bits(core(*tensors, **given), expected[0].detach())
 
@@ -158,6 +157,31 @@ def test_bits_of_packed_sequences(device, native_runs, options):
     core = make(**PACKED, **options).to(device)
     tensors = leaves_of(core, device, "thd", sizes=(10, 14))
     assert_same_step(core, tensors, packed_arguments(device), native_runs)
+
+
+@pytest.mark.parametrize("options", [{}, PACKED], ids=["sbhd", "thd"])
+def test_largest_scores(native_runs, options):
+    """A second result of the plan, without a gradient. No kernel of cuDNN writes them."""
+    core = make(**options, return_max_logit=True)
+    given = packed_arguments("cpu") if options else {}
+    tensors = leaves_of(core, "cpu", core.qkv_format, sizes=(10, 14) if options else LONG)
+
+    def run():
+        out, top = core(*tensors, **given)
+        assert not top.requires_grad
+        return [out, top, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    with by_operators():
+        expected = run()
+    for way in (
+        contextlib.nullcontext,
+        unkept,
+        torch.autograd.graph.save_on_cpu,
+    ):
+        with plans_only(native_runs), way():
+            assert_same_bits(run(), expected)
+    with torch.no_grad(), plans_only(native_runs):
+        assert_same_bits(list(core(*tensors, **given)), expected[:2])
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
@@ -266,6 +290,42 @@ def test_lengths_make_no_plans(device):
     assert kept(core) == (1, 1)
 
 
+def test_bounds_and_numbers_of_sequences_make_no_plans(device):
+    """They are sizes that a run is given."""
+    core = make(**PACKED)
+    tensors = leaves_of(core, device, "thd", sizes=(10, 14))
+    lengths = ((3, 0, 7), (5, 2, 7)), ((4, 6), (9, 5)), ((10,), (14,)), ((1, 2, 3, 4), (5, 4, 3, 2))
+    for more, (queries, keys) in enumerate(lengths):
+        given = {
+            "cu_seqlens_q": sums(device, *queries), "cu_seqlens_kv": sums(device, *keys),
+            "max_seqlen_q": max(queries) + more, "max_seqlen_kv": max(keys) + more,
+        }  # fmt: skip
+        with by_operators():
+            expected = step(core, tensors, given)
+        for way in (contextlib.nullcontext, unkept):
+            with way():
+                assert_same_bits(step(core, tensors, given), expected)
+        assert kept(core) == (0, 1) and len(core._plans) == 1
+
+
+def test_compiled_bounds_are_sizes(device):
+    """A graph is for all of them, with the bits of eager mode."""
+    core, graphs = make(**PACKED), []
+
+    def backend(graph, inputs):
+        graphs.append(more)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(core, fullgraph=True, dynamic=True, backend=backend)
+    tensors = leaves_of(core, device, "thd", sizes=(10, 14))
+    for more in range(2, 6):
+        given = packed_arguments(device)
+        given |= {"max_seqlen_q": QUERIES + more, "max_seqlen_kv": KEYS + more * more}
+        expected = step(core, tensors, given)
+        assert_same_bits(step(compiled, tensors, given), expected)
+    assert set(graphs) == {2}  # none for a later bound
+
+
 def test_default_arguments_are_no_part_of_the_key(device):
     """However they are given; an argument that differs is."""
     core = make()
@@ -362,8 +422,6 @@ def test_settings_that_change_all_the_time_make_few_plans(device):
             expected = step(core, tensors, {})
         assert_same_bits(step(core, tensors, {}), expected)
         assert max(kept(core)) <= KEPT
-    made = core._kept._recurrence._made
-    assert made <= KEPT
 
 
 def test_copies_have_no_calls(device):
@@ -439,20 +497,6 @@ def test_under_a_checkpoint(device, native_runs, reentrant, known):
     assert_same_bits([out, *(tensor.grad for tensor in tensors)], expected)
 
 
-def test_checkpoints_of_calls_that_change_all_the_time(device, native_runs):
-    """Both forwards of a checkpoint run plans, where plain calls would make none any more."""
-    core = make()
-    tensors = leaves_of(core, device)
-    core._kept._recurrence._made = 10 * KEPT
-    with by_operators():
-        expected = step(core, tensors, {})
-    with plans_only(native_runs):
-        out = torch.utils.checkpoint.checkpoint(core, *tensors, use_reentrant=False)
-        grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
-        found = [out, *torch.autograd.grad(out, tensors, grad)]
-    assert_same_bits(found, expected)
-
-
 def test_under_hooks_of_saved_tensors(device, native_runs):
     core = make()
     tensors = leaves_of(core, device)
@@ -515,7 +559,7 @@ def test_a_counter_around_the_backward(device):
     core = make(attn_mask_type="no_mask")
     tensors = leaves_of(core, device)
     counts = []
-    for way in (contextlib.nullcontext, by_operators):
+    for way in (contextlib.nullcontext, unkept):
         with way():
             out = core(*tensors)
         with FlopCounterMode(display=False) as counter:

@@ -25,7 +25,15 @@ _SEQUENCES = tuple(
 _OFFSETS = 4
 """Where those of queries are among an attention's limits, before those of keys."""
 _PREFIXES = ("query_", "key_")
-_PAIR = 11
+_SEQUENCE_COUNT = _core.Extent(symbol=_core.SYMBOL_SEQUENCES, multiply=1)
+_SUMS = _core.Extent(symbol=_core.SYMBOL_SEQUENCES, multiply=1, add=1)
+_LONGEST = (
+    _core.Extent(symbol=_core.SYMBOL_MAX_QUERIES, multiply=1),
+    _core.Extent(symbol=_core.SYMBOL_MAX_KEYS, multiply=1),
+    _core.Extent(),
+)
+"""The shape of the bounds, which have no elements."""
+_PAIR = 12
 """Where the random pair of a dropout is among the inputs of an attention."""
 
 
@@ -51,17 +59,17 @@ class AttentionSpec(NamedTuple):
     bias_dtype: int = _core.DTYPE_F32  # ``_core.DTYPE_*``
     bias_grad: bool = False  # the bias has a gradient
     deterministic: bool = False  # gradients are bitwise repeatable
-    packed: tuple[int, int, int] | None = None
-    """Packed sequences: how many, and bounds of their queries and of their keys."""
+    packed: bool = False  # rows are tokens of packed sequences
     sink: bool = False  # the softmax has a term without a key
     sink_grad: bool = False  # which has a gradient
     slopes: int = 0  # of ALiBi, how many dims they have: 0, none; 1, [heads]; 2, [batch, heads]
+    softcap: float = 0.0  # bounds the scaled scores; 0: nothing does
+    max_scores: bool = False  # the largest score of each head is a result too
     quantization: Quantization | None = None  # of queries, keys and values; None: high precision
     fp8_gradient: bool = False  # the gradients are computed in FP8 too
     no_amax: bool = False  # with a quantization: none is recorded in the forward
     fp8_output: bool = False
     """With a quantization: the output goes on in FP8, to the projection behind or to the caller."""
-    softcap: float = 0.0  # bounds the scaled scores; 0: nothing does
 
 
 # ---- tensors that a call is given ----------------------------------------------------------------
@@ -83,7 +91,7 @@ def add_angles(graph: Graph, attention: AttentionSpec, name: str) -> tuple[int, 
 
 
 def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool) -> tuple:
-    """Add mask, bias, lengths, offsets, sink and slopes, as far as they are there.
+    """Add mask, bias, lengths, offsets, sink, slopes and bounds, as far as they are there.
 
     `crossed`: the keys are of the source.
     """
@@ -99,14 +107,14 @@ def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool)
             continue
         full = tuple(n or dim for n, dim in zip(shape, dims, strict=True))
         limits.append(graph.tensor(name + what, dtype, full, flags))
-    batch = dims[0] if attention.packed is None else attention.packed[0]
+    batch = _SEQUENCE_COUNT if attention.packed else dims[0]
     for i, what in enumerate(("query_lengths", "key_lengths")):
         is_there = i < attention.lengths
         number = graph.tensor(name + what, _core.DTYPE_I32, (batch,), given) if is_there else -1
         limits.append(number)
     for what in ("query_offsets", "key_offsets"):
-        is_there = attention.packed is not None
-        number = graph.tensor(name + what, _core.DTYPE_I32, (batch + 1,), given) if is_there else -1
+        is_there = attention.packed
+        number = graph.tensor(name + what, _core.DTYPE_I32, (_SUMS,), given) if is_there else -1
         limits.append(number)
     wanted = given | (_core.VALUE_GRADIENT if attention.sink_grad else 0)
     of_heads = ("sink", int(attention.sink), wanted), ("slopes", attention.slopes, given)
@@ -114,6 +122,8 @@ def add_limits(graph: Graph, attention: AttentionSpec, name: str, crossed: bool)
         shape = (batch, dims[1])[2 - count :]
         number = graph.tensor(name + what, _core.DTYPE_F32, shape, flags) if count else -1
         limits.append(number)
+    if attention.packed:
+        limits.append(graph.tensor(f"{name}bounds", _core.DTYPE_I32, _LONGEST, given))
     while limits and limits[-1] < 0:
         limits.pop()
     return tuple(limits)
@@ -141,7 +151,7 @@ def _order(attention: AttentionSpec) -> int:
     return flags_of(
         [
             (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
-            (_core.NODE_PACKED, attention.packed is not None),
+            (_core.NODE_PACKED, attention.packed),
         ]
     )
 
@@ -156,7 +166,7 @@ def _turn(  # noqa: PLR0913 - as of `_normalize`
     angles, limits = given
     turned = _heads(graph, x, slice_, name.removesuffix("_"))
     flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
-    starts = () if attention.packed is None else (limits[_OFFSETS + i],)
+    starts = (limits[_OFFSETS + i],) if attention.packed else ()
     inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
     graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
     return turned
@@ -268,6 +278,7 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
             (_core.NODE_DETERMINISTIC, attention.deterministic),
             (_core.NODE_FP8_GRADIENT, attention.fp8_gradient),
             (_core.LINEAR_NO_AMAX, attention.no_amax),
+            (_core.NODE_MAX_SCORES, attention.max_scores),
         ]
     )
     cast = {}
@@ -286,7 +297,7 @@ def _add_attention(  # noqa: PLR0913 - as of `_normalize`
         numbers=(
             attention.scale,
             attention.dropout,
-            *map(float, (*attention.window, *(attention.packed or (0, 0, 0))[1:])),
+            *map(float, attention.window),
             attention.softcap,
         ),
         slices=attention.slices,
@@ -308,7 +319,7 @@ def core_graph(attention: AttentionSpec, dtype: int, gradient: bool, joined: int
     names = ("query", "key", "value")
     for i, (heads, channels, *_) in enumerate(attention.slices[: 3 - joined]):
         rows, first, second = _SEQUENCES[i > 0]
-        lead = (first, second) if attention.packed is None else (rows,)
+        lead = (rows,) if attention.packed else (first, second)
         shape = (*lead, heads, channels)
         if attention.quantization is not None:
             shape = (rows, heads * channels)
@@ -322,4 +333,6 @@ def core_graph(attention: AttentionSpec, dtype: int, gradient: bool, joined: int
     returned = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
     context = graph.value("output", dtype, (ROWS, columns), RESULT | returned)
     _add_attention(graph, attention, (*values, *limits), context, "")
+    if attention.max_scores:
+        graph.results.append(("max_scores", 0))
     return graph

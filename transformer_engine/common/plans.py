@@ -32,7 +32,7 @@ _keep = functools.lru_cache(maxsize=64)
 
 
 class Argument(NamedTuple):
-    """What a plan is given."""
+    """Arguments of a plan."""
 
     link: Link  # what it is
     written: bool  # the run changes it
@@ -78,6 +78,13 @@ def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
         sizes += (0, 0, 0) if dims is None else (math.prod(dims), *(*dims, 0, 0)[:2])
     if rows != -1:
         sizes[_core.SYMBOL_ROWS] = rows
+    if not plan.described.symbols >> _core.SYMBOL_SEQUENCES:
+        return sizes
+    sizes += [None] * (_core.SYMBOL_MAX_KEYS + 1 - len(sizes))
+    for buffer, shape in zip(plan.described.buffers, shapes, strict=False):
+        for extent, length in zip(buffer.shape, shape, strict=False):
+            if extent.symbol >= _core.SYMBOL_SEQUENCES and sizes[extent.symbol] is None:
+                sizes[extent.symbol] = length - extent.add
     return sizes
 
 
@@ -210,7 +217,8 @@ class CallPlans:
         self.may_consume = not self.defer and bool(_links(self.backward, "scratch"))
         arguments = _arguments(self.backward)
         self.backward_state = tuple(a.link for a in arguments if a.link[0] in _STATE)
-        results = [("gradient", of) for _, of in self.results]
+        # Of the largest scores of an attention there is none, so nothing reads that.
+        results = [("gradient", of) if link == "value" else (link, of) for link, of in self.results]
         ours = (*_STATE, "gradient")
         saved = [a.link for a in arguments if a.link[0] not in ours]
         self.reads_saved = len(saved)

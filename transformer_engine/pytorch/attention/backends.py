@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from transformer_engine.pytorch.attention import native, torch_backends
+from transformer_engine.pytorch.attention import torch_backends
 from transformer_engine.pytorch.attention.limits import CallKind
 from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
@@ -274,7 +274,7 @@ that is given, so what holds for whole machines comes first."""
 class Backend(NamedTuple):
     """How it runs, and what it is.
 
-    See `native.attend` for the arguments; None: another way, or it is not built.
+    See `torch_backends.attend_in_steps` for the arguments; None: another way, or it is not built.
     """
 
     run: Callable | None
@@ -288,7 +288,7 @@ BACKENDS = {
         "the class that a plug-in gives for get_flash_attention_class",
         lambda s: bool(s.plugin),
     ),
-    "native": Backend(native.attend, "the library's own operator (cuDNN on CUDA)"),
+    "native": Backend(None, "the library's own operator (cuDNN on CUDA)"),
     "sdpa": Backend(
         torch_backends.attend_by_sdpa,
         "torch's scaled_dot_product_attention",

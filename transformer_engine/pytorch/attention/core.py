@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, masks, plugin_backend, policies
+from transformer_engine.pytorch.attention import fp8, masks, plan, plugin_backend, policies
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
@@ -213,7 +213,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             if learns and have_memory(self):
                 self.reset_parameters()
         check_constructible(tuple(self._mildest_calls()))
-        self._plans: dict[tuple, CallPlans] = {}  # of attention in FP8
+        self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -521,6 +521,8 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
         if is_quantized(out):
             return out
+        if choice.backend == "native":
+            return out
         out, *top = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
         return (out, *top) if top else out
@@ -537,7 +539,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         return policies.joined(results, self.return_max_logit)
 
     def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
-        """The function that runs a backend, in FP8 where that is in force.
+        """The function that runs a backend, in FP8 where that is in force: see `plan.attend`.
 
         A function of its own and no `functools.partial`, which torch 2.11 can not make again
         behind the end of a graph.
@@ -548,14 +550,14 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 return plugin_backend.attend(self, heads, options, qkv_format)
 
             return of_class
-        if not fp8.in_force(self):
-            return BACKENDS[backend].run
-        if backend != "unfused":
+        if backend == "native":
 
             def run(*given: Any) -> Any:
-                return fp8.attend(self, more, *given)
+                return plan.attend(self, more, *given)
 
             return run
+        if not fp8.in_force(self):
+            return BACKENDS[backend].run
         # Few ask for it, and what it loads.
         from transformer_engine.pytorch.attention import fp8_emulated
 
@@ -601,9 +603,9 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 
     @constant_in_graphs
-    def _ensure_fp8_plans(self, key: tuple) -> None:
+    def _ensure_plans(self, key: tuple) -> None:
         """Make plans while a graph is traced, outside of the graph."""
-        fp8.ensure_plans(self, key)
+        plan.ensure_plans(self, key)
 
 
 def _refuse_export(what: str) -> None:

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in FP8 (``fp8_dpa`` and ``fp8_mha`` of a recipe): one node with casts, run as a plan.
+"""Attention in FP8 (``fp8_dpa`` and ``fp8_mha`` of a recipe): when it is, what a call has of it.
 
 Queries, keys and values are cast to FP8, both products multiply FP8, and the output is read again
 in the dtype of the queries. What is saved is in FP8. Which backward follows is said in one place,
 `GRADIENT_RULE`.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
-from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.config import TE_FP8_ATTENTION_BACKWARD
 from transformer_engine.common.operand_casts import Quantization
-from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.attention.fp8_recipe import (
     asks_for_it,
@@ -25,23 +21,14 @@ from transformer_engine.pytorch.attention.fp8_recipe import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.native import (
-    deterministic,
-    lengths_and_offsets,
-)
-from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
+from transformer_engine.pytorch.attention.limits import Limits, deterministic
+from transformer_engine.pytorch.attention.problem import CoreOptions
 from transformer_engine.pytorch.execution import plan_ops, recompute
-from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.execution.recompute_frames import unread_history
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.module.call_key import keep
-from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.torchside.device import prepare_device
-from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     exporting,
     graph_task,
@@ -53,7 +40,9 @@ from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 __all__ = [
     "GRADIENT_RULE",
     "asks_for_it",
-    "attend",
+    "begin",
+    "casts_of",
+    "end",
     "facts_of",
     "gradient_of",
     "hands_to",
@@ -61,6 +50,7 @@ __all__ = [
     "in_layer",
     "is_asked_for",
     "is_outside_graphs",
+    "leaves_graph",
     "recipe_of",
     "settings",
     "state_of",
@@ -241,132 +231,81 @@ def in_layer(
 # ---- a call --------------------------------------------------------------------------------------
 
 
-class _Call(ModuleCall):
-    """One call of an attention by itself."""
+class Casts(NamedTuple):
+    """What a call of an attention by itself has of FP8."""
 
-    def _returned(self, made: tuple) -> Any:
-        """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
-        from transformer_engine.pytorch.tensor.recipes import format_of
-
-        graph = self.plans.graph
-        cast = graph.nodes[0].quantization.input
-        row = format_of(cast)
-        forms = [None if place < 0 else made[place] for place in self.plans.returned]
-        quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
-        slots = self.slots
-        if slots is not None:
-            slot = slots.forward_slot + OUTPUT_SLOT
-            quantizer.scale = slots.forward_scale[slot : slot + 1]
-            quantizer.amax = slots.forward_history[0, slot : slot + 1]
-            quantizer._bound = slots
-        shape = tuple(forms[0].shape)
-        fields = {**row.fields(quantizer, tuple(forms), shape), "_quantizer": quantizer}
-        return row.tensor._made(fields, _core.torch_dtype(graph.values[0].dtype), shape)
+    region: Region  # with the recipe of attention
+    slots: scaling.Slots | None
+    scales: Tensor | None  # as of `state_of`
+    history: Tensor | None
+    key: tuple  # quantization as codes and epsilons; gradients in FP8, no amaxes, output in FP8
 
 
-def _flat(heads: Heads) -> list[Tensor]:
-    """Its tensors as rows, dense as a plan reads them."""
-    last = len(heads.tensors) - 1
-    return [
-        tensor.flatten(-3 if heads.dim != 0 and i == last else -2).contiguous()
-        for i, tensor in enumerate(heads.tensors)
-    ]
+def leaves_graph(more: CoreOptions, dropout: float, traced: bool) -> bool:
+    """Whether a call runs outside of the graph that is traced.
 
-
-def attend(
-    module: Any,
-    more: CoreOptions,
-    heads: Heads,
-    qkv_format: str,
-    limits: Limits,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """Attend in FP8; arguments as of `native.attend`, of a `DotProductAttention`.
-
-    The output [.., heads, channels of values] has the dtype of the queries; with ``fp8_output`` it
-    is a `Float8Tensor` [.., heads * channels] of that nominal one. NotImplementedError for what no
-    graph of `torch.export` or transform of torch.func holds.
+    Graphs have no dropout of these plans, and pass no quantized tensors on. NotImplementedError
+    where there is no outside.
     """
-    traced = torch.compiler.is_compiling()
     if more.fp8_output and in_transform():
         raise NotImplementedError(
             "DotProductAttention: fp8_output=True (or fp8_mha) in a transform of torch.func: leave "
             "it out there"
         )
-    # Graphs have no dropout of these plans, and pass no quantized tensors on.
-    if traced and (dropout > 0.0 or more.fp8_output):
-        if exporting():
-            what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
-            if more.fp8_output:
-                what, remedy = "fp8_output=True (or fp8_mha)", "leave it out there"
-            raise NotImplementedError(f"DotProductAttention: {what} in torch.export: {remedy}")
-        return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
+    if not traced or (dropout == 0.0 and not more.fp8_output):
+        return False
+    if exporting():
+        what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
+        if more.fp8_output:
+            what, remedy = "fp8_output=True (or fp8_mha)", "leave it out there"
+        raise NotImplementedError(f"DotProductAttention: {what} in torch.export: {remedy}")
+    return True
+
+
+def casts_of(
+    module: Any,
+    more: CoreOptions,
+    like: Tensor,
+    limits: Limits,
+    traced: bool,
+    *,
+    gradient: bool,
+    **problem: Any,
+) -> Casts:
+    """How a call that begins now is cast; `gradient`: there is one, `problem` as of `facts_of`."""
     region = module._region(traced)
     if region.replay is None:
         region = region._replace(recipe=recipe_of(region.recipe, module))
-    device = heads.tensors[0].device
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        heads = heads._replace(tensors=tuple(tensor.to(dtype) for tensor in heads.tensors))
-    like = heads.tensors[0]
     if not traced and without_memory(like):
         region = region._replace(blank=True)
-    where, packed = _where(limits)
-    gradient = torch.is_grad_enabled() and any(t.requires_grad for t in heads.tensors)
-    gradient = gradient and not region.exported
-    slices = slices_of(heads)
-    if traced:  # sizes that differ from graph to graph become symbols, of which no plan is made
-        slices = tuple(tuple(map(operator.index, each)) for each in slices)
-        packed = None if packed is None else tuple(map(operator.index, packed))
-    channels = slices[0][1], slices[2][1]
     codes, epsilons = module._quantization_of(region.recipe, traced).flat()
-    queries = like.shape[1 if qkv_format == "bshd" else 0]
-    fp8_gradient = gradient and gradient_of(  # without one no graph depends on how many there are
-        region.recipe, limits, device=device.type, queries=queries, channels=channels,
-        dropout=dropout, wide=more.wide_backward,
-    )  # fmt: skip
+    if traced:
+        epsilons = tuple([plan_ops.as_constant(epsilon) for epsilon in epsilons])
+    # Without a gradient no graph depends on how many queries there are.
+    fp8_gradient = gradient and gradient_of(
+        region.recipe, limits, device=like.device.type, wide=more.wide_backward, **problem
+    )
     slots, scales, history = state_of(module, region, like)
     no_amax = scales is not None and history is None
-    key = (
-        torch.device("meta") if region.blank else device, like.dtype,
-        gradient, heads.joined if heads.dim else 0, slices,
-        qkv_format == "sbhd",
-        plan_ops.as_constant(scale) if traced else scale, 0.0 if traced else dropout,
-        tuple(limits.window),
-        limits.bottom_right, len(where), packed, codes,
-        tuple(map(plan_ops.as_constant, epsilons)) if traced else epsilons,
-        fp8_gradient, no_amax, deterministic(), more.fp8_output,
-        plan_ops.as_constant(limits.softcap) if traced else limits.softcap,
-    )  # fmt: skip
-    call = _Call(_plans_of(module, key, traced), slots, type(module).__name__)
-    call.traced = traced or region.blank
-    call.scales, call.unread_history, call.recipe = scales, history, region.recipe
-    records = call.plans.backward is not None
+    key = codes, epsilons, fp8_gradient, no_amax, more.fp8_output
+    return Casts(region, slots, scales, history, key)
+
+
+def begin(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
+    """Give a call its state; `records`: a backward follows."""
+    region = casts.region
+    call.scales, call.unread_history, call.recipe = casts.scales, casts.history, region.recipe
     call.first = module._is_first(region, records)
     call.domain = (region.replay or region.state).domain
-    offsets = () if limits.packed is None else lengths_and_offsets(limits.packed)[1]
-    run = run_call if records else run_without_backward
-    out = run(call, *_flat(heads), *where, *offsets)
+
+
+def end(module: Any, call: ModuleCall, casts: Casts) -> None:
+    """Note that a call has run."""
+    region = casts.region
     if call.first and region.replay is None:
         region.state.first = False
     if region.record:
-        module._record(region, slots if region.replay is None else None, call.first)
-    return out if more.fp8_output else out.unflatten(-1, (slices[0][0], channels[1]))
-
-
-_attend_outside = Outside(attend)
-
-
-def _where(limits: Limits) -> tuple[tuple[Tensor, ...], tuple[int, int, int] | None]:
-    """Lengths; and how many packed sequences there are, with bounds of their lengths."""
-    if limits.packed is None:
-        both = limits.query_lengths, limits.key_lengths
-        return tuple(each for each in both if each is not None), None
-    lengths, offsets = lengths_and_offsets(limits.packed)
-    queries, keys = limits.packed
-    packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
-    return tuple(each for each in lengths if each is not None), packed
+        module._record(region, casts.slots if region.replay is None else None, call.first)
 
 
 def state_of(
@@ -387,32 +326,3 @@ def state_of(
         return scaling.BlankSlots(arenas.rule_of(region.recipe), like), None, None
     slots = module._slots_for(region.recipe, region.state.group, like.device, region.traced)
     return slots, None, None
-
-
-def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:
-    if traced:
-        module._ensure_fp8_plans(key)
-    known = module._plans.get(key)
-    return _make_plans(module, key) if known is None else known
-
-
-def _make_plans(module: Any, key: tuple) -> CallPlans:
-    (
-        device, dtype, gradient, joined, slices, sequence_first, scale, dropout, window,
-        bottom_right, lengths, packed, codes, epsilon, fp8_gradient, no_amax, repeatable,
-        fp8_output, softcap,
-    ) = key  # fmt: skip
-    prepare_device(device)
-    spec = AttentionSpec(
-        slices, sequence_first, scale, dropout, window, bottom_right, lengths=lengths,
-        deterministic=repeatable, packed=packed, quantization=Quantization.of_flat(codes, epsilon),
-        fp8_gradient=fp8_gradient, no_amax=no_amax, fp8_output=fp8_output, softcap=softcap,
-    )  # fmt: skip
-    graph = core_graph(spec, _core.dtype_code(dtype), gradient, joined)
-    return keep(module._plans, key, plans_of(graph))
-
-
-def ensure_plans(module: Any, key: tuple) -> None:
-    """Make plans of a module where there are none."""
-    if key not in module._plans:
-        _make_plans(module, key)

@@ -104,7 +104,7 @@ class _Casts:
 def attend(
     module: Any, heads: Heads, qkv_format: str, limits: Limits, scale: float, dropout: float
 ) -> Any:
-    """Attend; arguments as of `native.attend`, of a `DotProductAttention`.
+    """Attend; arguments as of `torch_backends.attend_in_steps`, of a `DotProductAttention`.
 
     Its casts keep their state outside of graphs, and so it runs. NotImplementedError in
     `torch.export`.

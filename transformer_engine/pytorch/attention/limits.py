@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import AttentionSwitches
+from transformer_engine.common.config import AttentionSwitches, attention_switches
 from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.cache_adapter import cached_sequences
 from transformer_engine.pytorch.attention.problem import (
@@ -85,6 +85,19 @@ class Limits(NamedTuple):
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
         return self._without_slopes(queries, keys)._without_lengths(queries, keys)
 
+    def ends(self) -> tuple[Tensor, ...]:
+        """Lengths of the sequences' queries and keys; () where all of them are full.
+
+        Of packed sequences where they do not follow from the offsets.
+        """
+        if self.packed is None:
+            return () if self.query_lengths is None else (self.query_lengths, self.key_lengths)
+        queries, keys = self.packed
+        if queries.lengths is None and keys.lengths is None:
+            return ()
+        same = keys.lengths is queries.lengths
+        return (of_queries := queries.ends()), of_queries if same else keys.ends()
+
     def lengths_fit(self, queries: int, keys: int) -> Tensor:
         """Whether the lengths of each sequence are within these, [batch] bool."""
         of_queries, of_keys = self.query_lengths, self.key_lengths
@@ -131,6 +144,11 @@ def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor 
     if not bottom_right or lengths[0] is lengths[1]:
         return None
     return (lengths[1] - lengths[0])[:, None, None, None]
+
+
+def deterministic() -> bool:
+    """Whether gradients must be the same from run to run, bit for bit."""
+    return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
 def constant_limits(call_kind: CallKind) -> Limits | None:

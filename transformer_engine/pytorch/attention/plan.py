@@ -2,12 +2,15 @@
 """Attention as a node of a plan: that of a layer, or its own.
 
 A call goes its way through checks, limits and the choice of a backend. Where that ends at the
-library's operator, and nothing but autograd looks on, it runs as a plan of one node, which is kept
-by what it depends on; in checkpoints, under `torch.autocast` and hooks of saved tensors too. Where
-no argument but queries, keys and values is a tensor, so is the whole way: by the arguments, and the
-facts of these three. Both ways give the same bits.
+library's operator, in high precision or in FP8, it runs as a plan of one node. In eager mode, in
+high precision, the call is kept by what it depends on, in checkpoints, under `torch.autocast` and
+hooks of saved tensors too. Where no argument but queries, keys and values is a tensor, so is the
+whole way: by the arguments, and the facts of these three. In FP8, and where a graph is traced or a
+dispatch mode or a transform of torch.func looks on, each call is made anew (`attend`). All ways
+give the same bits.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,23 +20,33 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.config import attention_switches
-from transformer_engine.common.plans import plans_of
-from transformer_engine.pytorch.attention import fp8, native
+from transformer_engine.common.operand_casts import Quantization
+from transformer_engine.common.plans import CallPlans, plans_of
+from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import Choice
-from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.problem import Heads, slices_of
-from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
+from transformer_engine.pytorch.attention.limits import Limits, deterministic
+from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.autograd import (
+    apply_of,
+    run_call,
+    run_forward_alone,
+    run_without_backward,
+)
 from transformer_engine.pytorch.execution.overrides import attention_class_name
-from transformer_engine.pytorch.module.call import LayerCall
-from transformer_engine.pytorch.module.call_key import Recurrence, keep
+from transformer_engine.pytorch.module.call import ModuleCall
+from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import Attending, fills_of
+from transformer_engine.pytorch.module.quantized import measures_first
+from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     dispatch_modes,
+    exporting,
     forward_gradients,
     graph_task,
     in_transform,
-    top_saved_hooks,
 )
 
 __all__ = [
@@ -41,12 +54,61 @@ __all__ = [
     "KeptCalls",
     "alike",
     "angles_of",
+    "attend",
     "attention_node",
+    "ensure_plans",
     "is_constant",
     "sink_of",
 ]
 
 # ---- the node ------------------------------------------------------------------------------------
+
+
+_NOT_TURNED = ((), False, False)
+
+
+def _fields(
+    limits: Limits,
+    slices: tuple,
+    sequence_first: bool,
+    numbers: tuple[float, float],
+    turned: tuple[tuple, bool, bool] = _NOT_TURNED,
+) -> tuple[tuple, tuple[Tensor, ...]]:
+    """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
+
+    `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
+    dtype of a bias is torch's: see `_spec`.
+    """
+    masks = [
+        None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
+        for tensor in (limits.mask, limits.bias)
+    ]
+    ends, offsets, bounds = limits.ends(), (), ()
+    if limits.packed is not None:
+        queries, keys = limits.packed
+        offsets = queries.offsets, keys.offsets
+        # It has no elements: its shape tells a plan the bounds.
+        longest = queries.longest, keys.longest, 0
+        bounds = (queries.offsets.new_empty(longest, dtype=torch.int32),)
+    bias, sink, slopes = limits.bias, limits.sink, limits.slopes
+    records = torch.is_grad_enabled() and not exporting()
+    bias_grad, sink_grad = (
+        records and added is not None and added.requires_grad for added in (bias, sink)
+    )
+    fields = (
+        slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *turned,
+        *masks, len(ends), torch.float32 if bias is None else bias.dtype, bias_grad,
+        deterministic(), limits.packed is not None, sink is not None, sink_grad,
+        0 if slopes is None else slopes.dim(), limits.softcap, limits.wants_top,
+    )  # fmt: skip
+    tensors = (limits.mask, bias, *ends, *offsets, sink, slopes, *bounds)
+    return fields, tuple([tensor for tensor in tensors if tensor is not None])
+
+
+def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
+    """What `_fields` stands for, with fields of its quantization."""
+    spec = AttentionSpec(*fields, **cast)
+    return spec._replace(bias_dtype=_core.dtype_code(spec.bias_dtype))
 
 
 _NOTHING = ((), (), False, False)
@@ -57,70 +119,51 @@ def attention_node(
     how: tuple[Choice, Limits],
     slices: tuple,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    qkv_format: str | None = None,
     about: tuple[str, int] = ("cpu", 0),
     hands_over: bool = False,
 ) -> Attending | None:
-    """How a call attends as part of a plan; None for what runs in no plan.
+    """How a layer attends as part of its plan; None for what runs in none.
 
-    Scale, dropout, random state and, if None is given, the format are those of `core`, a
-    `DotProductAttention`; `how` is what its `limits_for` gives; `slices` are of queries, keys and
-    values in their projections; `given` is the source or nothing, the angles, whether these are
-    interleaved, and whether norms come before them. `about` says on what type of device that is,
-    and how many queries there are, which attention in FP8 depends on; `hands_over`: that hands its
-    output on in FP8.
+    Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `how` is
+    what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
+    `given` is the source or nothing, the angles, whether these are interleaved, and whether norms
+    come before them. `about` says on what type of device that is, and how many queries there are,
+    which attention in FP8 depends on; `hands_over`: that hands its output on in FP8.
     """
     choice, limits = how
     if choice.backend != "native" or limits.wants_top:
         return None
-    qkv_format = core.qkv_format if qkv_format is None else qkv_format
-    source, angles, interleaved, norms_first = given
     dropout = core.attention_dropout if core.training else 0.0
-    tracker = core._get_tracker if dropout > 0.0 else None
-    masks = [
-        None if tensor is None else tuple(1 if n == 1 else 0 for n in tensor.shape)
-        for tensor in (limits.mask, limits.bias)
-    ]
-    lengths = [n for n in (limits.query_lengths, limits.key_lengths) if n is not None]
-    offsets, packed = (), None
-    if limits.packed is not None:
-        of_lengths, offsets = native.lengths_and_offsets(limits.packed)
-        lengths = [n for n in of_lengths if n is not None]
-        queries, keys = limits.packed
-        packed = offsets[0].shape[0] - 1, queries.longest, keys.longest
-    bias = limits.bias
-    bias_dtype = torch.float32 if bias is None else bias.dtype
-    sink, slopes = limits.sink, limits.slopes
-    bias_grad, sink_grad = (
-        added is not None and added.requires_grad and torch.is_grad_enabled()
-        for added in (bias, sink)
-    )
-    softmax = sink is not None, sink_grad, 0 if slopes is None else slopes.dim()
-    window = tuple(limits.window)
-    channels = tuple(of.shape[1] for of in angles)
-    repeatable = native.deterministic()
     in_fp8 = fp8.in_layer(core, *about, limits, dropout, hands_over)
-    key = (
-        slices, dropout, tracker, core.softmax_scale, window, limits.bottom_right, *masks,
-        len(lengths), bias_dtype, bias_grad, channels, interleaved, norms_first, qkv_format,
-        bool(source) and source[0].requires_grad, repeatable, packed, *softmax, in_fp8,
-        limits.softcap,
-    )  # fmt: skip
+    return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
+
+
+def _node(
+    core: Any,
+    how: tuple[Choice, Limits],
+    slices: tuple,
+    qkv_format: str,
+    dropout: float,
+    given: tuple[tuple, tuple, bool, bool] = _NOTHING,
+    in_fp8: fp8.InLayer | None = None,
+) -> Attending:
+    """`attention_node` of what runs in a plan."""
+    choice, limits = how
+    source, angles, interleaved, norms_first = given
+    tracker = core._get_tracker if dropout > 0.0 else None
+    turned = tuple(of.shape[1] for of in angles), interleaved, norms_first
+    numbers = core.softmax_scale, dropout
+    fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
+    key = fields, tracker, bool(source) and source[0].requires_grad, in_fp8
 
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()
         cast.pop("recipe", None)
-        return AttentionSpec(
-            slices, qkv_format == "sbhd", core.softmax_scale, dropout, window,
-            limits.bottom_right, channels, interleaved, norms_first, *masks, len(lengths),
-            _core.dtype_code(bias_dtype), bias_grad, repeatable, packed, *softmax,
-            softcap=limits.softcap, **cast,
-        )  # fmt: skip
+        return _spec(fields, **cast)
 
-    tensors = (limits.mask, bias, *lengths, *offsets, sink, slopes)
-    tensors = (*source, *angles, *(tensor for tensor in tensors if tensor is not None))
     owner = None if in_fp8 is None else core
     constant = not (source or angles) and is_constant(core, limits)
+    tensors = (*source, *angles, *tensors)
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 
 
@@ -215,22 +258,28 @@ _VALUES = (bool, int, float, str, type(None))
 class KeptCall(NamedTuple):
     """How a call runs."""
 
-    call: LayerCall
+    call: ModuleCall
     apply: Callable | None  # runs it and records its backward; None: there is none
     limits: tuple[Tensor, ...]  # tensors of the call behind queries, keys and values
     choice: Choice
     dtype: torch.dtype | None  # that `torch.autocast` casts queries, keys and values to, or None
 
-    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+    def run(self, tensors: Sequence[Tensor]) -> Any:
         """Run it over queries, keys and values."""
         if self.dtype is not None:
             tensors = [tensor.to(self.dtype) for tensor in tensors]
         if self.apply is None:
             return run_forward_alone(self.call, (*tensors, *self.limits))
-        return self.apply(self.call, *tensors, *self.limits)
+        out = self.apply(self.call, *tensors, *self.limits)
+        return out if type(out) is Tensor else _without_gradient(out)
 
 
-class _JoinedCall(LayerCall):
+def _without_gradient(out: Any) -> Any:
+    """A result, where it is two the largest scores [heads] without a gradient."""
+    return (out[0], out[1].detach()) if type(out) is tuple else out
+
+
+class _JoinedCall(ModuleCall):
     """A call over a tensor of several of queries, keys and values: a matrix to its plans."""
 
     inner: tuple[int, ...]  # its dims behind the leading ones
@@ -253,8 +302,7 @@ class KeptCalls:
 
     def __init__(self) -> None:
         self._by_arguments: dict[tuple, KeptCall] = {}
-        self._calls: dict[tuple, tuple[LayerCall, Callable | None]] = {}
-        self._recurrence = Recurrence()
+        self._calls: dict[tuple, tuple[ModuleCall, Callable | None]] = {}
 
     def key_of(self, core: Any, tensors: tuple, arguments: tuple | None) -> tuple | None:
         """What a call is found by; None for one that runs in no plan.
@@ -285,31 +333,20 @@ class KeptCalls:
     def find(
         self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple
     ) -> KeptCall | None:
-        """The call for what its `limits_for` gave; None where it runs in no plan."""
-        if heads.dim != 0 and not heads.tensors[-1].is_contiguous():
+        """The call for what its `limits_for` gave; None where another backend runs it."""
+        if how[0].backend != "native":
             return None
-        attends = attention_node(core, how, slices_of(heads), qkv_format=qkv_format)
-        if attends is None:
-            return None
+        dropout = core.attention_dropout if core.training else 0.0
+        attends = _node(core, how, slices_of(heads), qkv_format, dropout)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
         if made is None:
-            if not (self._recurrence.is_met(kind) or _may_be_repeated()):
-                return None
             made = keep(self._calls, kind, _bind(heads, attends, dtype))
         found = KeptCall(*made, attends.tensors, how[0], dtype)
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
-
-
-def _may_be_repeated() -> bool:
-    """Whether a call is in a checkpoint, which compares what its two forwards save.
-
-    So both run the same way, whichever calls came between.
-    """
-    return graph_task() != -1 or top_saved_hooks(False) is not None
 
 
 def _autocast_dtype(like: Tensor) -> torch.dtype | None:
@@ -320,7 +357,7 @@ def _autocast_dtype(like: Tensor) -> torch.dtype | None:
 
 def _bind(
     heads: Heads, attends: Attending, dtype: torch.dtype | None
-) -> tuple[LayerCall, Callable | None]:
+) -> tuple[ModuleCall, Callable | None]:
     """Make the call of a kind, and what runs it; `dtype` as of `KeptCall`."""
     tensors, joined = heads.tensors, heads.joined
     trained = (*tensors, *attends.tensors)
@@ -328,16 +365,153 @@ def _bind(
     graph = core_graph(
         attends.spec(), _core.dtype_code(dtype or tensors[0].dtype), gradient, joined
     )
-    plans, label = plans_of(graph), "attention"
+    plans = plans_of(graph)
     if joined:
-        call: LayerCall = _JoinedCall(plans, None, label)
+        call: ModuleCall = _JoinedCall(plans, None, _LABEL)
         call.at, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
     else:
-        call = LayerCall(plans, None, label)
-    call.set_owners(())
+        call = ModuleCall(plans, None, _LABEL)
     call.fills = fills_of(plans, (attends,))
-    return call, None if plans.backward is None else apply_of(label)
+    return call, None if plans.backward is None else apply_of(_LABEL)
 
 
 def _flat(arguments: tuple) -> list:
     return [item for each in arguments for item in (each if isinstance(each, tuple) else (each,))]
+
+
+_LABEL = "attention"
+
+
+# ---- a call of its own ---------------------------------------------------------------------------
+
+
+class _Call(ModuleCall):
+    """One call of an attention by itself."""
+
+    def _returned(self, made: tuple) -> Any:
+        """The output as a `Float8Tensor`, whose next values are cast with its slot, or measured."""
+        from transformer_engine.pytorch.tensor.recipes import format_of
+
+        graph = self.plans.graph
+        cast = graph.nodes[0].quantization.input
+        row = format_of(cast)
+        forms = [None if place < 0 else made[place] for place in self.plans.returned]
+        quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
+        slots = self.slots
+        if slots is not None:
+            slot = slots.forward_slot + fp8.OUTPUT_SLOT
+            quantizer.scale = slots.forward_scale[slot : slot + 1]
+            quantizer.amax = slots.forward_history[0, slot : slot + 1]
+            quantizer._bound = slots
+        shape = tuple(forms[0].shape)
+        fields = {**row.fields(quantizer, tuple(forms), shape), "_quantizer": quantizer}
+        return row.tensor._made(fields, _core.torch_dtype(graph.values[0].dtype), shape)
+
+
+def attend(
+    module: Any,
+    more: CoreOptions,
+    heads: Heads,
+    qkv_format: str,
+    limits: Limits,
+    scale: float,
+    dropout: float,
+) -> Any:
+    """Softmax(scale * query key^T + bias) value, with dropout of the weights; in FP8 where it is.
+
+    The attention is that of `module`, a `DotProductAttention`. Queries, keys and values are fp32
+    (on the CPU), fp16 or bf16: [sequence, batch, heads, channels] (sbhd), [batch, sequence, heads,
+    channels] (bshd) or [tokens, heads, channels] (thd); keys and values may have fewer heads, which
+    divide those of the queries. Of what is in one tensor the gradient is too. Bias and sink of the
+    limits are differentiable; a softcap bounds the products before the bias is added. The output
+    [.., heads * channels of values] has the dtype of the queries, under `torch.autocast` its dtype,
+    and is contiguous; with ``fp8_output`` it is a `Float8Tensor` of that nominal one. Where the
+    limits want them, the largest scores [heads] fp32 follow, without a gradient.
+    NotImplementedError for what no graph of `torch.export` or transform of torch.func holds.
+    """
+    traced, in_fp8 = torch.compiler.is_compiling(), fp8.in_force(module)
+    if in_fp8 and fp8.leaves_graph(more, dropout, traced):
+        return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
+    device = heads.tensors[0].device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        heads = heads._replace(tensors=tuple([tensor.to(dtype) for tensor in heads.tensors]))
+    like, slices = heads.tensors[0], slices_of(heads)
+    if traced:  # what differs from graph to graph becomes a symbol, of which no plan is made
+        slices = tuple([tuple([operator.index(each) for each in slice_]) for slice_ in slices])
+        scale, dropout = plan_ops.as_constant(float(scale)), plan_ops.as_constant(float(dropout))
+        limits = limits.but(softcap=plan_ops.as_constant(float(limits.softcap)))
+    fields, given = _fields(limits, slices, qkv_format == "sbhd", (scale, dropout))
+    trained = heads.tensors if in_fp8 else (*heads.tensors, *given)
+    gradient = torch.is_grad_enabled() and not exporting()
+    gradient = gradient and any([tensor.requires_grad for tensor in trained])
+    casts = None
+    if in_fp8:
+        queries = like.shape[1 if qkv_format == "bshd" else 0]
+        channels = slices[0][1], slices[2][1]
+        casts = fp8.casts_of(
+            module, more, like, limits, traced, gradient=gradient, queries=queries,
+            channels=channels, dropout=dropout,
+        )  # fmt: skip
+    blank = casts is not None and casts.region.blank
+    key = (
+        torch.device("meta") if blank else like.device, like.dtype, gradient,
+        heads.joined, fields, None if casts is None else casts.key,
+    )  # fmt: skip
+    call = _Call(
+        _plans_of(module, key, traced),
+        None if casts is None else casts.slots,
+        _LABEL if casts is None else type(module).__name__,
+    )
+    call.traced = plan_ops.behind_operators(like)
+    records = call.plans.backward is not None
+    if casts is not None:
+        fp8.begin(module, call, casts, records)
+    run = run_call if records else run_without_backward
+    out = run(call, *_rows_of(heads, in_fp8), *given)
+    if casts is not None:
+        fp8.end(module, call, casts)
+    return _without_gradient(out)
+
+
+_attend_outside = Outside(attend)
+
+
+def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
+    """Its tensors as plans read them: several in one as rows, in FP8 all of them, dense."""
+    tensors = list(heads.tensors)
+    if heads.dim != 0:
+        tensors[-1] = tensors[-1].flatten(-3)
+    if not in_fp8:
+        return tensors
+    apart = len(tensors) - (heads.dim != 0)
+    return [
+        (tensor.flatten(-2) if i < apart else tensor).contiguous()
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:
+    if traced:
+        module._ensure_plans(key)
+    known = module._plans.get(key)
+    return _make_plans(module, key) if known is None else known
+
+
+def _make_plans(module: Any, key: tuple) -> CallPlans:
+    device, dtype, gradient, joined, fields, casts = key
+    prepare_device(device)
+    cast = {}
+    if casts is not None:
+        codes, epsilons, *bits = casts
+        names = "fp8_gradient", "no_amax", "fp8_output"
+        cast = dict(zip(names, bits, strict=True))
+        cast["quantization"] = Quantization.of_flat(codes, epsilons)
+    graph = core_graph(_spec(fields, **cast), _core.dtype_code(dtype), gradient, joined)
+    return keep(module._plans, key, plans_of(graph))
+
+
+def ensure_plans(module: Any, key: tuple) -> None:
+    """Make plans of a module where there are none."""
+    if key not in module._plans:
+        _make_plans(module, key)

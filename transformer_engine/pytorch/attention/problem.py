@@ -135,12 +135,6 @@ class Heads(NamedTuple):
         return (*query, *packed.unbind(self.dim))
 
 
-def joined_shape(shape: tuple[int, ...], count: int, dim: int) -> list[int]:
-    """The shape of a tensor that holds `count` of a shape, counted by its dim -3 or -2."""
-    at = len(shape) + 1 + dim
-    return [*shape[:at], count, *shape[at:]]
-
-
 def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
     """What was given of query, key and value (`separate`), and of the packed tensors.
 

@@ -45,9 +45,7 @@ def operator(
     empty: Callable,
     *,
     unit_stride: str = "",
-    aligned: bool = False,
     by_sequence: str = "",
-    split: Callable | None = None,
 ) -> Callable:
     """Make a function of `_core` a torch operator, and what runs either.
 
@@ -68,20 +66,13 @@ def operator(
         none of. Behind the torch operator that is an empty tensor.
     unit_stride : str
         Fields that are copied where they have another last stride than 1.
-    aligned : bool
-        These are copied also where lines of their last dim begin at no multiple of 16 bytes, or
-        are one in memory (`Tensor.expand`), on a CUDA device.
     by_sequence : str
         Fields [batch, sequence, ...] that come as [sequence, batch, ...] where the argument
-        ``sequence_first`` is True, and as [tokens, ...] where there are ``query_offsets``: those of
-        packed sequences have one batch entry.
-    split : callable, optional
-        Takes what `empty` made, and the arguments; gives a tensor for each field of the results,
-        where these are views of fewer tensors.
+        ``sequence_first`` is True.
     """
     names = [argument.split()[-1] for argument in arguments.split(",")]
-    given = (names, results.split(), empty, unit_stride.split(), aligned, by_sequence.split())
-    return traceable(name, arguments, len(results.split()), _native(name, *given, split), empty)
+    given = (names, results.split(), empty, unit_stride.split(), by_sequence.split())
+    return traceable(name, arguments, len(results.split()), _native(name, *given), empty)
 
 
 def traceable(
@@ -107,33 +98,23 @@ def _native(
     results: list[str],
     empty: Callable,
     unit_stride: list[str],
-    aligned: bool,
     by_sequence: list[str],
-    split: Callable | None,
 ) -> Callable:
-    """What eager code calls: made as text, so that a call costs what one written by hand does."""
+    """Make the function for eager code from text: a call costs what one written by hand does."""
     fields = _core.op_fields(name)
     lines = [f"def {name}({', '.join(arguments)}):"]
     for field in unit_stride:
         lines.append(f"if {field}.stride(-1) != 1: {field} = {field}.contiguous()")
-        if aligned:
-            lines.append(f"if {field}.is_cuda and not lies({field}): {field} = copied({field})")
     lines.append(f"made = empty({', '.join(arguments)})")
-    parts = "made" if split is None else f"split(made, {', '.join(arguments)})"
-    lines.append(f"{', '.join(results)} = {parts}")
-    for condition, view in (
-        ("sequence_first", "transpose(0, 1)"),
-        ("query_offsets is not None", "unsqueeze(0)"),
-    ):
-        if by_sequence and condition.split()[0] in arguments:
-            views = ", ".join(f"{field}.{view}" for field in by_sequence)
-            lines.append(f"if {condition}: {', '.join(by_sequence)} = {views}")
+    lines.append(f"{', '.join(results)} = made")
+    if by_sequence:
+        views = ", ".join(f"{field}.transpose(0, 1)" for field in by_sequence)
+        lines.append(f"if sequence_first: {', '.join(by_sequence)} = {views}")
     first = [field for field, *_ in itertools.takewhile(lambda field: field[3], fields)]
     known = {field for field, *_ in fields} - set(first)
     keywords = [f"{each}={each}" for each in (*results, *arguments) if each in known]
     lines += [f"core({', '.join(first + keywords)})", "return made"]
-    scope = {"core": _core.obeying(name), "empty": empty, "lies": is_aligned, "copied": _copied}
-    scope["split"] = split
+    scope = {"core": _core.obeying(name), "empty": empty}
     exec("\n    ".join(lines), scope)
     return scope[name]
 

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.module.emission import Bias, Value
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
@@ -217,9 +218,13 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             options = {**common, "parameters_split": None if fused else parts}
             kind = "layernorm_linear" if normalized else "linear"
             options["name"] = self._name_of(f"{kind}_{''.join(name[0] for name in names)}")
+            sizes = self.hidden_size, sum(parts.values())
             if normalized:
-                return LayerNormLinear(self.hidden_size, sum(parts.values()), **norm, **options)
-            return Linear(self.hidden_size, sum(parts.values()), **options)
+                made: LinearBase = LayerNormLinear(*sizes, **norm, **options)
+            else:
+                made = Linear(*sizes, **options)
+            made._input_name = "hidden_states" if "query" in names else "encoder_output"
+            return made
 
         if self.attention_type == "self":
             setattr(self, self._first(), make("query", "key", "value"))
@@ -286,7 +291,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             bool, True: masked out; see `DotProductAttention`.
         encoder_output : Tensor, optional
             Keys and values come from it: like `hidden_states`, with a sequence of its own. Only
-            for attention type "cross", and needed there.
+            for attention type "cross", and needed there. As all that no norm reads first, of the
+            dtype of the parameters, outside of `torch.autocast`.
         is_first_microbatch : bool, optional
             As of `Linear`.
         rotary_pos_emb : Tensor or (Tensor, Tensor), optional

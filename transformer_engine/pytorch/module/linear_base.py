@@ -113,6 +113,8 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
     return_layernorm_output = False
     save_original_input = False
     eps = 0.0
+    _input_name = "inp"
+    """What a program calls the input: an argument of the layer that this is part of, maybe."""
     _observer: Observer | None = None
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
@@ -498,7 +500,7 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
         quantization = () if recipe is None else self._quantizations(recipe, traced)
         usable = quantized.usable_parts(kind, parts, recipe, quantization)
         given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
-        tensors = promoted(kind, self._sizes()[0][0], given, recipe)
+        tensors = promoted(kind, self._sizes()[0][0], given, recipe, self._input_name)
         if not traced:
             tensors = tensors._replace(given=CallTensors(*given, tensors.output_dtype).flat())
         return tensors, tuple(part.weights[0] for part in parts)

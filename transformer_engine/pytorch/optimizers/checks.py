@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optimizers refuse, before they have changed anything."""
+"""Checks of optimizers, before they change anything."""
 
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
@@ -53,7 +53,7 @@ def check_parameter(optimizer: str, param: Tensor) -> None:
 
 
 def check_decoupled(optimizer: str, param: Tensor, grad: Tensor) -> None:
-    """What torch checks of gradients, but for their dtype and shape."""
+    """Check gradients as torch does, but for their dtype and shape."""
     have, given = local_part(param), local_part(grad)
     if have.numel() != given.numel() or have.device != given.device:
         raise ValueError(

@@ -58,7 +58,7 @@ _COPIED = (
 
 
 class _Row:
-    """What a step updates of one parameter. Between steps it has no states: programs move them."""
+    """Tensors of one parameter that a step updates. Between steps it holds no states."""
 
     __slots__ = (
         "again", "dtype", "extra", "kept", "kind", "master", "mean", "param", "square", "type",
@@ -191,7 +191,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
 
     def __getstate__(self) -> dict:
-        """What copies and pickles have: torch's, and what is of this class."""
+        """State for copies and pickles: torch's, and that of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def __setstate__(self, state: dict) -> None:
@@ -469,7 +469,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] += (self._dummy_overflow_buf != 1).to(torch.int32)
 
     def _unscaling(self, grad_scaler: Any, found: dict | None) -> Tensor:
-        """What gradients are multiplied with; sets the flag where `found` says Inf or NaN."""
+        """Return the factor of the gradients; set the flag where `found` says Inf or NaN."""
         flag = self._dummy_overflow_buf
         if found is None:
             flag.zero_()
@@ -479,7 +479,7 @@ class FusedAdam(torch.optim.Optimizer):
         return scale.double().reciprocal().float().reshape(1).to(flag.device)
 
     def _row(self, param: Tensor) -> _Row:
-        """What a step updates of a parameter; it is kept where steps find it again."""
+        """Return the `Update` of a parameter, kept for later steps."""
         state = self.state[param]
         quantized = is_quantized(local_part(param))
         if self._has_master(param) and "master_param" not in state:  # the parameter was fp32 before

@@ -80,7 +80,7 @@ class FusedSGD(torch.optim.Optimizer):
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
 
     def __getstate__(self) -> dict:
-        """What copies and pickles have: torch's, and what is of this class."""
+        """State for copies and pickles: torch's, and that of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def add_param_group(self, param_group: dict) -> None:

@@ -27,7 +27,7 @@ _GRAD = 0
 
 
 def local_part(param: Tensor) -> Tensor:
-    """What this rank has of a parameter."""
+    """Part of a parameter that this rank has."""
     return getattr(param, "_local_tensor", param)
 
 

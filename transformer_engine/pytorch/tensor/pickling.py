@@ -11,7 +11,7 @@ from transformer_engine.pytorch.constants import DType
 
 
 def pickled_class(kind: type) -> Any:
-    """What a pickle calls a class by: its name, but a class of a program itself."""
+    """Return a pickle's reference to a class: its name, but a class of a program itself."""
     name = kind.__name__
     known = getattr(formats, name, None)
     return name if known is kind else kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of this package.
+"""Formulas of `torch.utils.flop_counter.FlopCounterMode` for the operators of this package.
 
 2 m n k for each GEMM that a plan runs, on the sizes of the layer, not on what FP8 pads: as many as
 the same layer of `torch.nn` has. Attention counts as in torch's kernels on a GPU: two products
@@ -55,51 +55,19 @@ def _flops_of_stage(graph: PlanGraph, stage: _core.Stage, sizes: list) -> int:
     heads, of_query = fields.slices[0].heads, fields.slices[0].channels
     of_value = fields.slices[2].channels
     if fields.flags & _core.NODE_PACKED:  # as if each had as many keys as the longest may have
-        scores = heads * queries[0] * int(fields.numbers[5])
-        return _flops_of_products(operator, scores, of_query, of_value)
-    queries, keys = queries[1:], keys[1:]
-    sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
-    scores = heads * queries[0] * queries[1] * keys[not sequence_first]
-    return _flops_of_products(operator, scores, of_query, of_value)
+        pairs = queries[0] * sizes[_core.SYMBOL_MAX_KEYS]
+    else:
+        sequence_first = bool(fields.flags & _core.NODE_SEQUENCE_FIRST)
+        pairs = queries[1] * queries[2] * keys[1:][not sequence_first]
+    over_keys, over_values = _PRODUCTS[operator]
+    return 2 * heads * pairs * (over_keys * of_query + over_values * of_value)
 
 
 _PRODUCTS = {"attention": (1, 1), "attention_backward": (3, 2)}
 """How many products each operator makes over the channels of keys, and over those of values."""
 
 
-def _flops_of_products(operator: str, scores: int, of_query: int, of_value: int) -> int:
-    """FLOPs of an attention of so many pairs of queries and keys, and so many channels."""
-    over_keys, over_values = _PRODUCTS[operator]
-    return 2 * scores * (over_keys * of_query + over_values * of_value)
-
-
-def _flops_of_problem(
-    operator: str, query: Tensor, key: Tensor, value: Tensor, *others: Any
-) -> int:
-    *_, longest, sequence_first = others
-    if query.dim() == 3:  # packed sequences
-        scores = query.shape[:2].numel() * longest
-    else:
-        scores = query.shape[:3].numel() * key.shape[0 if sequence_first else 1]
-    return _flops_of_products(operator, scores, query.shape[-1], value.shape[-1])
-
-
-def _flops_of_attention(*arguments: Any, **results: Any) -> int:
-    *problem, _ = arguments  # the last one asks for the largest scores
-    del results
-    return _flops_of_problem("attention", *problem)
-
-
-def _flops_of_attention_backward(*arguments: Any, **results: Any) -> int:
-    del results
-    return _flops_of_problem("attention_backward", *arguments[6:])  # query and what comes behind it
-
-
-FORMULAS = {
-    "run": _flops_of_run,
-    "attention": _flops_of_attention,
-    "attention_backward": _flops_of_attention_backward,
-}
+FORMULAS = {"run": _flops_of_run}
 """By name of the operator; those that are defined later, with their definition."""
 
 
