@@ -21,7 +21,13 @@ void te_set_error(const char *text);
         if (te_try_status != TE_OK) return te_try_status;                                          \
     } while (0)
 
-/* The same for a function that leaves through `done:` with its status in `st`. */
+/* Fails out of such a function where a condition holds. */
+#define TE_FAIL_IF(condition, kind, ...)                                                           \
+    do {                                                                                           \
+        if (condition) return TE_FAIL(kind, __VA_ARGS__);                                          \
+    } while (0)
+
+/* TE_TRY for a function that leaves through `done:` with its status in `st`. */
 #define TE_TRY_DONE(expression)                                                                    \
     do {                                                                                           \
         st = (expression);                                                                         \

@@ -490,12 +490,10 @@ static PyObject *run_plain(PyObject *module, PyObject *const *args, Py_ssize_t n
     tepy_run_call run;
     PyObject *result = NULL;
     if (begin(&run, module, function) != 0) return NULL;
-    if (nargs < 3) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
-                     function, nargs);
-        return NULL;
-    }
+    if (nargs < 3)
+        return PyErr_Format(PyExc_TypeError,
+                            "%s: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
+                            function, nargs);
     run.call.consumes_saved = consumes_saved;
     if (take_plan(&run, args[0]) != 0) goto done;
     if (run.plan->external) {
@@ -527,18 +525,14 @@ PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t na
     tepy_staged staged = {.run = &run};
     PyObject *result = NULL;
     if (begin(&run, module, "run_staged") != 0) return NULL;
-    if (nargs < 6) {
-        PyErr_Format(PyExc_TypeError,
-                     "run_staged: expected plan, slot_fwd, slot_bwd, functions, observer, "
-                     "make_buffers and tensors, got %zd arguments",
-                     nargs);
-        return NULL;
-    }
-    if (!PyDict_Check(args[3])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"run_staged", "functions"},
-                        "expected a dict, got %R", Py_TYPE(args[3]));
-        return NULL;
-    }
+    if (nargs < 6)
+        return PyErr_Format(PyExc_TypeError,
+                            "run_staged: expected plan, slot_fwd, slot_bwd, functions, observer, "
+                            "make_buffers and tensors, got %zd arguments",
+                            nargs);
+    if (!PyDict_Check(args[3]))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"run_staged", "functions"},
+                         "expected a dict, got %R", Py_TYPE(args[3]));
     if (take_plan(&run, args[0]) == 0 && tepy_staged_begin(&staged, &run, args) == 0 &&
         take_slots(&run, args[1], args[2]) == 0) {
         result = run_whole(&run, args + 6, nargs - 6, 1);

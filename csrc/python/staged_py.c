@@ -34,10 +34,8 @@ static PyObject *lend(PyObject *capsule, PyObject *number)
     if (PyCapsule_IsValid(capsule, capsule_name)) {
         staged = PyCapsule_GetPointer(capsule, capsule_name);
     }
-    if (staged == NULL || staged->views == NULL) {
-        (void)tepy_fail(PyExc_RuntimeError, site, "the run is over: take buffers while it runs");
-        return NULL;
-    }
+    if (staged == NULL || staged->views == NULL)
+        return TEPY_FAIL(PyExc_RuntimeError, site, "the run is over: take buffers while it runs");
     plan = staged->run->plan;
     if (tepy_int(number, site, 0, plan->info.buffer_count - 1, &at) != 0) return NULL;
     info = &plan->info.buffers[at];
