@@ -34,9 +34,9 @@ class Problem(NamedTuple):
     fields: dict[str, Any]
     forms: tuple[str, str]  # formats of queries, and of keys and values
 
-    def seen(self, tensor: Tensor, is_query: bool = True) -> Tensor:
-        """A tensor [batch, sequence, heads, channels], as native code reads it."""
-        return in_batches(tensor, self.forms[0 if is_query else 1])
+    def seen(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
+        """Tensors [batch, sequence, heads, channels], as native code reads them."""
+        return [in_batches(query, self.forms[0]), *(in_batches(t, self.forms[1]) for t in keys)]
 
     def shown_statistics(self, sums: Tensor) -> Tensor:
         """[b, heads, s, 1] of native code's [b, heads, s], [tokens, heads, 1] of packed ones."""
@@ -243,16 +243,14 @@ def fused_attn_fwd(call: Any) -> list:
     if probability > 0.0:
         rng.random_(generator=call.rng_gen)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    seen = problem.seen(query)
-    batch, queries, heads, _ = seen.shape
+    seen = problem.seen(query, key, value)
+    batch, queries, heads, _ = seen[0].shape
     shape = (1, queries, heads) if problem.forms[0] == "thd" else (batch, heads, queries)
     statistics = query.new_empty(shape, dtype=torch.float32)
     top = query.new_empty(heads, dtype=torch.float32) if call.return_max_logit else None
     _core.attention(
-        seen,
-        problem.seen(key, False),
-        problem.seen(value, False),
-        problem.seen(output),
+        *seen,
+        *problem.seen(output),
         statistics=statistics,
         top=top,
         rng=rng if probability > 0.0 else None,
@@ -292,15 +290,9 @@ def fused_attn_bwd(call: Any) -> list:
     grad_sink = None if offset is None else torch.empty_like(problem.fields["sink"])
     statistics = statistics[..., 0]
     _core.attention_backward(
-        problem.seen(grad),
-        problem.seen(query),
-        problem.seen(key, False),
-        problem.seen(value, False),
-        problem.seen(output),
+        *(*problem.seen(grad), *problem.seen(query, key, value), *problem.seen(output)),
         (statistics[None] if problem.forms[0] == "thd" else statistics).contiguous(),
-        grad_query=problem.seen(made[0]),
-        grad_key=problem.seen(made[1], False),
-        grad_value=problem.seen(made[2], False),
+        **dict(zip(("grad_query", "grad_key", "grad_value"), problem.seen(*made), strict=True)),
         grad_bias=grad_bias,
         grad_sink=grad_sink,
         rng=rng if call.p_dropout > 0.0 else None,

@@ -96,8 +96,7 @@ def attend(
 
 def _attended(problem: native.Problem, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """`attend` to queries, keys and values in their formats."""
-    seen = (problem.seen(t, i == 0) for i, t in enumerate(tensors))
-    return attend(problem.fields, *seen)
+    return attend(problem.fields, *problem.seen(*tensors))
 
 
 @in_own_dtypes
