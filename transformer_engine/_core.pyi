@@ -417,7 +417,7 @@ class Scope:
     def policy(self) -> Any: ...
     @property
     def selection(self) -> Selection | None:
-        """What a scope of a table has runs of plans ask; None of a scope of a policy."""
+        """Table that runs of plans ask in a scope of a table; None for a scope of a policy."""
 
     def __enter__(self) -> Any:
         """Returns the policy."""
@@ -472,7 +472,7 @@ class NativeSlot:
     def vendor(self) -> str | None: ...
     @property
     def kind(self) -> str:
-        """Who made it: "vendor", "default" or "reference"."""
+        """Kind of its source: "vendor", "default" or "reference"."""
 
     @property
     def device(self) -> int: ...
@@ -683,7 +683,7 @@ def unregister_backend(name: str, /) -> None:
 # ---- counters --------------------------------------------------------------------------------
 
 def counters() -> dict[str, int]:
-    """What really ran, without zeros: "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.<why>"."""
+    """Counts of what ran, without zeros: "gemm.cpu.e4m3.e4m3", "op.cuda.quantize", "fallback.<why>"."""
 
 def reset_counters() -> None:
     """Set all counters to 0."""

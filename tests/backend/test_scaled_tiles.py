@@ -11,7 +11,7 @@ from comparators import assert_bits, assert_nmse, assert_within
 from gemm_problem import sum_bound
 from reference import as_f32, quiet
 from scaled_output import MODES, OPTIONS, Scaled
-from thinning import case_id, in_turns
+from thinning import case_id, in_turns, pairs_first
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 from transformer_engine import _core
@@ -73,11 +73,12 @@ def test_hard_values(device, mode, dtype, kind, rng):
             assert not wrong.any(), "NaN where the input had none"
 
 
+@pytest.mark.parametrize("turns", [1000, pytest.param(4000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mode", MODES)
-def test_thousands_of_small_matrices(device, mode, rng):
-    """Sizes around those of tiles and vectors, any contents: 4,000 of each mode."""
+def test_thousands_of_small_matrices(device, mode, turns, rng):
+    """Sizes around those of tiles and vectors, any contents."""
     sizes = np.array([*RAGGED, 2, 3, 5, 30, 100, 128])
-    for turn in range(4000):
+    for turn in range(turns):
         shape = tuple(int(n) for n in rng.choice(sizes[sizes < 40], 2))
         if turn % 40 == 0:
             shape = tuple(int(n) for n in rng.choice(sizes, 2))
@@ -207,9 +208,11 @@ def test_gemm(device, pair, target, dtypes, sizes, rng, counters):
         check_product(d.tensor, exact, terms, k)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("sizes", [(16, 256, 8192), (72, 144, 16384), (1, 8, 24592)], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "with_bias", "sizes"),
+    pairs_first(PAIRS, [True, False], [(16, 256, 8192), (72, 144, 16384), (1, 8, 24592)]),
+    ids=case_id,
+)
 def test_long_sums_of_few_tiles(device, pair, with_bias, sizes, rng):
     """Where cuBLASLt would split k: it offers nothing for rows with a bias unless asked again."""
     m, n, k = sizes

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
     current_scaling_factory,
     delayed_scaling_factory,
 )
-from transformer_engine.pytorch.module import call_key, linear_base, norm
+from transformer_engine.pytorch.module import call_key, linear_calls, norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -204,7 +204,7 @@ def run_program(make, seed, device, steps=programs):
 @pytest.mark.parametrize("seed", range(12))
 def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monkeypatch):
     as_it_is = run_program(MODULES[kind], seed, device)
-    monkeypatch.setattr(linear_base, "call_key", lambda *_: (None, ()))
+    monkeypatch.setattr(linear_calls, "call_key", lambda *_: (None, ()))
     long_way = run_program(MODULES[kind], seed, device)
     for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
         assert isinstance(ours, str) == isinstance(theirs, str), (step, ours, theirs)
@@ -221,7 +221,7 @@ def test_all_ways_find_the_calls_that_would_be_decided_on(kind, seed, device, mo
     """AMP of several dtypes, checkpoints in one another and around AMP, quantizers of a program."""
     make = {**MODULES, **NORMS, **MORE}[kind]
     as_it_is = run_program(make, seed, device, ways)
-    for owner in (linear_base, norm):
+    for owner in (linear_calls, norm):
         monkeypatch.setattr(owner, "call_key", lambda *_: (None, ()))
     long_way = run_program(make, seed, device, ways)
     for (step, ours, state), (_, theirs, expected) in zip(as_it_is, long_way, strict=True):
@@ -262,9 +262,9 @@ def test_each_way_is_found(device, kind, way, recipe, monkeypatch):
     module = {**MODULES, **MORE}[kind](device=device)
     if kind == "held" and (recipe is None or way in ("calibrating", "custom")):
         pytest.skip("without FP8 a quantized weight is dequantized at each call")
-    decided, found = linear_base.LinearBase._decide, []
+    decided, found = linear_calls.LinearCalls._decide, []
     monkeypatch.setattr(
-        linear_base.LinearBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+        linear_calls.LinearCalls, "_decide", lambda *a: (found.append(a), decided(*a))[1]
     )
     for number in range(6):
         x = torch.randn(16, 16, device=device, requires_grad=True)
@@ -328,10 +328,10 @@ def test_the_programs_find_calls(device, monkeypatch):
         taken.append(holds)
         return holds
 
-    decided = linear_base.LinearBase._decide
+    decided = linear_calls.LinearCalls._decide
     monkeypatch.setattr(call_key.KeptCall, "holds", noted)
     monkeypatch.setattr(
-        linear_base.LinearBase, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
+        linear_calls.LinearCalls, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
     )
     for seed in range(12):
         run_program(MODULES["linear"], seed, device)
@@ -344,9 +344,9 @@ def test_microbatches_are_found(device, kind, first, monkeypatch):
     """From the third one on nothing is decided anew."""
     module = MODULES[kind](device=device)
     main_grads_of(module)
-    decided, found = linear_base.LinearBase._decide, []
+    decided, found = linear_calls.LinearCalls._decide, []
     monkeypatch.setattr(
-        linear_base.LinearBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+        linear_calls.LinearCalls, "_decide", lambda *a: (found.append(a), decided(*a))[1]
     )
     for _ in range(6):
         x = torch.randn(16, 16, device=device, requires_grad=True)

@@ -2,6 +2,7 @@
 """Functions that programs import beside the modules: lists of tensors, GEMMs, losses, sizes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_multi_tensor_applier(device, flag):
     assert apply(lambda *a: a, flag, [[two, one], [one, two]], 5) == (128, flag, [[one], [two]], 5)
     with pytest.raises(RuntimeError, match=r"\[1, 2\] tensors"):
         apply(multi_tensor_scale, flag, [[one], [one, one]], 1.0)
+
+
+NO_TENSORS = {
+    "numbers": ([[1.0], [2.0]], r"tensor_lists\[0\]\[0\]: float, expected a tensor"),
+    "one": ([[torch.ones(2)], [None]], r"tensor_lists\[1\]\[0\]: NoneType, expected a tensor"),
+    "no lists": ([1.0, 2.0], r"tensor_lists\[0\]: float, expected a list"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_lists_of_no_tensors(device, flag, name):
+    lists, words = NO_TENSORS[name]
+    for call in (partial(multi_tensor_scale, 1), partial(multi_tensor_applier, multi_tensor_scale)):
+        with pytest.raises(TypeError, match=words):
+            call(flag, lists, 1.0)
 
 
 # ---- GEMM and loss -------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_the_norm_of_the_output_in_fp32(device):
     layer = with_norms_in(make_layer(device, BF16, output_layernorm=True), F32)
     found = assert_ways_agree(layer, given_to(layer, BF16, BF16))
     assert found[0]["outputs"][0].dtype is F32
-    with pytest.raises(TypeError, match="inp is torch.float32, weight torch.bfloat16"):
+    with pytest.raises(TypeError, match="hidden_states is torch.float32, weight"):
         layer(states(layer, dtype=F32))
 
 
@@ -161,13 +161,22 @@ def test_a_residual_that_changes_its_dtype(device):
         assert_same_bits(assert_whole(layer, hidden_states=values), expected[F32])
 
 
-def test_without_a_norm_dtypes_are_one(device):
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_without_a_norm_dtypes_are_one(device, dtype):
+    """As of a linear layer, under the name that the program has for the tensor.
+
+    `torch.autocast` converts it.
+    """
     layer = te.MultiheadAttention(32, HEADS, params_dtype=BF16, device=device)
+    refused = f"{dtype}, weight torch.bfloat16.*outside torch.autocast"
     for _ in range(3):
-        with pytest.raises(TypeError, match="inp is torch.float32, weight torch.bfloat16"):
-            layer(states(layer, dtype=F32))
+        with pytest.raises(TypeError, match=f"hidden_states is {refused}"):
+            layer(states(layer, dtype=dtype))
     crossed = make_layer(device, BF16, layer_type="decoder")
-    x = states(crossed, dtype=F32)
-    for source in (x, states(crossed, SOURCE, dtype=F32)):
-        with pytest.raises(TypeError, match="inp is torch.float32, weight torch.bfloat16"):
+    source = states(crossed, SOURCE, dtype=dtype)
+    for x in (states(crossed, dtype=dtype), states(crossed, dtype=BF16)):
+        with pytest.raises(TypeError, match=f"encoder_output is {refused}"):
             crossed(x, encoder_output=source)
+    with torch.autocast(device, dtype=BF16):
+        found = crossed(x, encoder_output=source)
+        assert_same_bits(found, crossed(x, encoder_output=source.to(BF16)))

@@ -561,5 +561,41 @@ def test_words_that_choose_nothing(kind, sizes, device):
             module(*tensors)
 
 
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=lambda given: getattr(given, "__name__", ""))
+def test_functions_that_can_not_be_called(kind, sizes):
+    for p in inspect.signature(kind.__init__).parameters.values():
+        if "Callable" in str(p.annotation):
+            for value in ("normal", 0.02, [torch.nn.init.zeros_]):
+                with pytest.raises(TypeError, match=f"{p.name}=.*, expected a function or None"):
+                    kind(*sizes, **{p.name: value})
+        if p.name == "layer_number":
+            for value in ("1", [1], 1.5, 0):
+                with pytest.raises(ValueError, match="layer_number=.*: an int that counts from 1"):
+                    kind(*sizes, layer_number=value)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS[-3:], ids=lambda g: getattr(g, "__name__", ""))
+@pytest.mark.parametrize("name", ["alibi_slopes", "core_attention_bias"])
+def test_what_is_no_tensor_of_numbers(kind, sizes, name, device):
+    module = kind(*sizes).to(device)
+    shapes = [(4, 2, 2, 16)] * 3 if kind is te.DotProductAttention else [(4, 2, 32)]
+    tensors = [x(device, *shape) for shape in shapes]
+    options = {"core_attention_bias_type": "alibi" if "slopes" in name else "post_scale_bias"}
+    shape = (2,) if "slopes" in name else (1, 2, 4, 4)
+    complex_ones, marks = (torch.ones(shape, device=device, dtype=d) for d in (torch.cfloat, bool))
+    for given in ([0.5, 0.25], "0.5", 0.5, complex_ones, marks):
+        with pytest.raises(TypeError, match=f"DotProductAttention: {name}.*, expected"):
+            module(*tensors, **options, **{name: given})
+
+
+def test_angles_that_are_no_pair(device):
+    angles = te.RotaryPositionEmbedding(16).to(device)(4)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"rotary_pos_emb: {count}, expected one or a pair"):
+            te.MultiheadAttention(32, 2).to(device)(
+                x(device, 4, 2, 32), rotary_pos_emb=[angles] * count
+            )
+
+
 def test_there_are_enough():
     assert len(MISTAKES) >= 60

@@ -474,6 +474,17 @@ def test_errors():
                 FusedAdam([parameter], **{name: value})
     with pytest.raises(ValueError, match=r"betas=\(0.9, 1.0\), expected two numbers"):
         FusedAdam([parameter], betas=(0.9, 1.0))
+    for betas in (0.9, ("0.9", 0.99), (None, 0.9), (0.9,), (0.9, 0.9, 0.9), "ab"):
+        for given in ({"betas": betas}, {"params": [{"params": [parameter], "betas": betas}]}):
+            with pytest.raises(TypeError, match="FusedAdam: betas=.*, expected two numbers"):
+                FusedAdam(**{"params": [parameter], **given})
+    for kind, first in ((FusedAdam, {}), (FusedSGD, {"lr": 0.1})):
+        for number in ({"lr": "1e-3"}, {"weight_decay": "0.1"}):
+            (name,) = number
+            with pytest.raises(TypeError, match=f"{kind.__name__}: {name}='.*', expected a number"):
+                kind([{"params": [parameter], **number}], **first)
+        with pytest.raises(TypeError, match="param_group must be a dict"):
+            kind([parameter], **first).add_param_group([torch.nn.Parameter(torch.ones(1))])
     optimizer = FusedAdam([parameter])
     parameter.grad = torch.ones(3).to_sparse()
     with pytest.raises(TypeError, match="gradient of torch.float32, torch.sparse_coo: expected"):

@@ -392,6 +392,24 @@ def test_a_pickle_of_another_class_is_refused(kind):
             rebuild_quantizer(kind, {})
 
 
+CRAFTED = {  # by place of an argument: what a file may not say
+    1: (None, "ab", {"a": 1}, 5, ("4", 4)),
+    2: (None, "float32", torch.int8),
+    4: ("ab", {}, ["Float8Quantizer", {}], ("Float8Quantizer",), (1, {})),
+    5: (None, (), (False, False), (False, False, [])),
+}
+
+
+@pytest.mark.parametrize("place", CRAFTED)
+def test_a_pickle_of_other_parts_is_refused(device, place):
+    rebuild, parts = quantized(device).__reduce_ex__(2)[:2]
+    for wrong in CRAFTED[place]:
+        given = [*parts]
+        given[place] = wrong
+        with pytest.raises((TypeError, ValueError), match="a pickled Float8Tensor: .*, expected"):
+            rebuild(*given)
+
+
 def test_printing(device):
     text = repr(quantized(device))
     assert text.startswith("Float8Tensor(fp8_dtype=kFloat8E4M3, scale_inv=")

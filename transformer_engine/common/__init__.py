@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every framework's front end shares: recipes and configuration. Standard library only."""
+"""Code that every framework's front end shares: recipes, configuration. Standard library only."""
 
 from transformer_engine.common import absent, config, recipe
 

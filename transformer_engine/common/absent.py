@@ -67,7 +67,7 @@ def names_of(module: str) -> list[str]:
 
 
 def message(path: str, feature: Feature, what: str = "") -> str:
-    """What an error says: the name, the reason, what to do instead."""
+    """Text of the error: the name, the reason, the alternative."""
     return f"{path}{what} is not built yet: {feature.reason}. Instead: {feature.instead}"
 
 

@@ -30,7 +30,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 T = TypeVar("T")
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
-"""What a recipe's ``backward_override`` may be, besides None."""
+"""Values of a recipe's ``backward_override``, besides None."""
 
 
 @dataclass(frozen=True)
@@ -474,7 +474,7 @@ attention_recipe = _read_together(
     TE_DPA_FP8_RECIPE_DPA,
     TE_DPA_FP8_RECIPE_MHA,
 )
-"""What the environment says of the recipe of attention now, `AttentionRecipe`.
+"""Recipe of attention that the environment names now, `AttentionRecipe`.
 
 ValueError for a variable that is not understood.
 """
@@ -504,7 +504,7 @@ class Told(Protocol):
     same: str
 
     def line(self, name: str, value: str) -> str:
-        """What a program is told of one that is set."""
+        """Text of the warning where it is set."""
         ...
 
 

@@ -10,7 +10,7 @@ from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
-"""What a buffer is: its link and the number that goes with it (see te_links in the C header)."""
+"""Role of a buffer: its link and the number that goes with it (see te_links in the C header)."""
 
 # Flags of a linear layer's part of a call: bias added, which gradients are wanted, and so on.
 (

@@ -35,7 +35,7 @@ class OperandCast(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """What of a recipe the plans of a linear layer depend on.
+    """Part of a recipe that the plans of a linear layer depend on.
 
     `casts` and `backward` are the members of te_quantization, so that nodes take it as it is.
     """

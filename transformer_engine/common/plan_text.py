@@ -29,7 +29,7 @@ class Plan:
 
     @functools.cached_property
     def described(self) -> _core.PlanDescription:
-        """What ``_core.plan_describe`` says of it."""
+        """Result of ``_core.plan_describe`` for it."""
         return _core.plan_describe(self.native)
 
     @functools.cached_property

@@ -32,7 +32,7 @@ _keep = functools.lru_cache(maxsize=64)
 
 
 class Argument(NamedTuple):
-    """What a plan is given."""
+    """Arguments of a plan."""
 
     link: Link  # what it is
     written: bool  # the run changes it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recipes are made of: element types, options, rules of fields, and their base.
+"""Parts of recipes: element types, options, rules of fields, and their base.
 
 Programs know all of this from `recipe`, where the recipes are; pickles name that module.
 """
@@ -193,7 +193,7 @@ def attention_setting(rule: Callable[[str, Any], Any] = rules.boolean) -> Any:
 
 
 def override_setting(rule: Callable[[str, Any], Any] = rules.backward_override) -> Any:
-    """What the backward computes from."""
+    """Operands that the backward computes from."""
     return setting(rule, config.TE_BACKWARD_OVERRIDE)
 
 

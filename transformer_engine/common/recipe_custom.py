@@ -18,7 +18,7 @@ from transformer_engine.common.recipe_base import (
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """What a quantizer is for: the argument of a `CustomRecipe`'s function.
+    """Role of a quantizer: the argument of a `CustomRecipe`'s function.
 
     Parameters
     ----------

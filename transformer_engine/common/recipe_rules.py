@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fields of a recipe accept.
+"""Checks of the fields of a recipe.
 
 A rule maps (where, value) to the value to store, in one canonical type, so that two recipes that
 mean the same print the same; `where` names the field in messages. Rules raise ValueError for a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be there before `transformer_engine.pytorch` can be imported, and how to get it."""
+"""Requirements of `transformer_engine.pytorch`, and how to install them."""
 
 import importlib.util
 import re

@@ -10,7 +10,7 @@ GENERATION = ["0"]
 conditions, which take numbers that change for variables."""
 
 CLASSES: dict[int, Callable[[], type | None]] = {}
-"""What gives the class that `te.DotProductAttention` asks for, by number of the selection."""
+"""Sources of the class that `te.DotProductAttention` asks for, by number of the selection."""
 
 
 def changed() -> None:

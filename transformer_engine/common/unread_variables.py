@@ -18,7 +18,7 @@ class Unread(NamedTuple):
     same: str = ""  # values, separated by blanks, that ask for what is done here anyway
 
     def line(self, name: str, value: str) -> str:
-        """What a program is told of one that is set."""
+        """Text of the warning where it is set."""
         return (
             f"environment variable {name}={value!r} is not read by this library ({self.what}). "
             f"Here: {self.instead}"

@@ -25,7 +25,7 @@ UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 class CheckpointExtraStatePolicy(Enum):
-    """What a checkpoint holds of a recipe besides the weights."""
+    """Data of a recipe in a checkpoint, besides the weights."""
 
     STATELESS = "stateless"  # nothing
     STATEFUL_FP8_DELAYED_SCALING = "stateful_fp8_delayed_scaling"  # scales and amax histories
@@ -60,7 +60,7 @@ def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
 
 
 def extra_state_pickle_advisory(context: Any) -> str:
-    """What to tell about a pickle that is found at a place, say a key of a state dict."""
+    """Error text for a pickle that is found at a place, say a key of a state dict."""
     return (
         f"{context}: a pickle of another package, which is never loaded. Set TE_EXTRA_STATE=ignore "
         "to load the weights and start with fresh scales"

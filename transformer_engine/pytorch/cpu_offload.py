@@ -24,7 +24,7 @@ __getattr__, __dir__ = absent.attach(globals())
 NVTE_CPU_OFFLOAD_V1 = False
 """Whether `cpu_offload_v1` offloads."""
 OFFLOAD_SYNCHRONIZER = None
-"""What copies activations in the current context: nothing."""
+"""Context that copies activations: none."""
 CPUOffloadEnabled = False
 """Whether activations are offloaded."""
 

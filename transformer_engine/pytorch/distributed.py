@@ -221,7 +221,7 @@ def _collective(name: str, older: str) -> Callable:
 
 
 def _alone(inp: Tensor, output: Tensor | None) -> Tensor:
-    """What a collective of one rank returns: its input, written to the output that is given."""
+    """Return the result of a collective of one rank: its input, written to the given output."""
     return inp if output is None else output.copy_(inp)
 
 

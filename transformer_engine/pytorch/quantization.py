@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in force, and what this machine can do, under the names that programs ask by."""
+"""State in force and capabilities of this machine, under the names that programs ask by."""
 
 import contextlib
 from functools import partial
@@ -217,13 +217,13 @@ class _QuantizationState:
 
 
 class _InForce(tuple):
-    """What a thread has in force, and the domain that its regions update."""
+    """State in force in a thread, and the domain that its regions update."""
 
     domain: Domain | None = None
 
 
 class FP8GlobalStateManager(ManagerNames):
-    """What is in force in this thread, and the scaling state of all modules.
+    """State in force in this thread, and the scaling state of all modules.
 
     A view under the names that programs use; `autocast` and the modules do not need it.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_engine.plugin.attention_kinds import formats
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention import native
+from transformer_engine.pytorch.attention import limits
 from transformer_engine.pytorch.attention.core import DotProductAttention
 
 
@@ -75,7 +75,7 @@ class FlashAttention(FlashAttentionBase):
                 f"get_flash_attention_class: qkv_layout={qkv_layout!r}: not built yet; give one "
                 "format"
             )
-        if self.deterministic and not native.deterministic():
+        if self.deterministic and not limits.deterministic():
             raise NotImplementedError(
                 "get_flash_attention_class: deterministic=True for one module: not built yet; "
                 "torch.use_deterministic_algorithms(True) or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 "

@@ -118,7 +118,10 @@ def _unusual(
 
 def _are_apart(slopes: Tensor | None) -> bool:
     """Whether the slopes of ALiBi are of each sequence, not of all."""
-    return slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
+    if slopes is None:
+        return False
+    masks.check_numbers(slopes, f"{_NAME}: alibi_slopes")
+    return slopes.dim() == 2 and slopes.shape[0] > 1
 
 
 class BackendChoice:
@@ -251,8 +254,8 @@ class BackendChoice:
             "" if query.device.type == "cpu" else _unusual(options, sizes, query, cap, packed),
             packed,
             not packed and not options.tells_lengths(),
-            options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             _are_apart(options.alibi_slopes),
+            options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             in_fp8,
             options.attention_mask is not None and options.inference_params is None,
             sizes[2] == 1 and not packed,
@@ -267,7 +270,7 @@ class BackendChoice:
     def _call_kind(self, key: tuple) -> CallKind:
         """The kind of call of a key."""
         name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, are_full, slopes_grad, slopes_apart, in_fp8, has_mask, one_query, *last = more
+        packed, are_full, slopes_apart, slopes_grad, in_fp8, has_mask, one_query, *last = more
         kind = masks.mask_type(name)
         if packed:
             kind = masks.padding_form(kind, "qkv_format='thd'")

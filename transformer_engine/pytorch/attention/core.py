@@ -48,6 +48,7 @@ from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import (
     default_device,
+    functions,
     have_memory,
     initialise,
     one_of,
@@ -183,8 +184,10 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 f"{num_gqa_groups}: the groups must divide the heads"
             )
         one_of(_NAME, ("self", "cross"), attention_type=attention_type)
-        if layer_number is not None and layer_number < 1:
-            raise ValueError(f"{_NAME}: layer_number={layer_number}: counts from 1")
+        counts = hasattr(layer_number, "__index__") and layer_number >= 1
+        if layer_number is not None and not counts:
+            raise ValueError(f"{_NAME}: layer_number={layer_number!r}: an int that counts from 1")
+        functions(_NAME, get_rng_state_tracker=get_rng_state_tracker)
         check_format(qkv_format)
         probabilities(_NAME, attention_dropout=attention_dropout)
         channels = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels,) * 2

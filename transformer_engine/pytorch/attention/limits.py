@@ -230,6 +230,8 @@ def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
         raise ValueError(
             f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes: 'alibi' does"
         )
+    if takes:
+        masks.check_numbers(bias, f"{_NAME}: core_attention_bias")
     if takes and (
         bias.dim() != 4
         or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))

@@ -256,7 +256,15 @@ def window_mask(
     return (distance > right) | (distance < -left)
 
 
-# ---- ALiBi ---------------------------------------------------------------------------------------
+# ---- ALiBi and other biases ----------------------------------------------------------------------
+
+
+def check_numbers(given: Any, label: str) -> None:
+    """Raise a TypeError for what is added to scores, of that name, and is no tensor of numbers."""
+    if not hasattr(given, "dim"):
+        raise TypeError(f"{label}={given!r}: {type(given).__name__}, expected a tensor")
+    if given.dtype.is_complex or given.dtype is torch.bool:
+        raise TypeError(f"{label}: {given.dtype}, expected real numbers")
 
 
 def default_alibi_slopes(heads: int, device: torch.device) -> Tensor:

@@ -72,7 +72,7 @@ no_op_logger.disabled = True
 
 @dataclass(eq=True)
 class AttentionParams:
-    """What an attention is asked about: sizes, layout, mask, bias and the rest of its arguments.
+    """Arguments of a question about attention: sizes, layout, mask, bias and the rest.
 
     The shapes are those of `DotProductAttention`: `alibi_slopes_shape` [heads] or [batch, heads],
     `core_attention_bias_shape` one of "bhss", "1hss", "b1ss", "11ss", "111s", or the four sizes.
@@ -155,7 +155,7 @@ def _dtype_of(params: AttentionParams) -> torch.dtype:
 
 
 def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What counts the queries, and the keys: the dims before the heads."""
+    """Dims that count the queries, and the keys: those before the heads."""
     batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
     if not packed:
         return (batch, queries), (batch, keys)

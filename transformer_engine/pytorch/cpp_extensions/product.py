@@ -32,7 +32,7 @@ _activation_backward = _core.obeying("activation_backward")
 
 
 def _read(tensor: Any, by_rows: bool) -> Any:
-    """What is multiplied of an operand: of two formats the one of this form, of none the values."""
+    """Data of an operand that is multiplied: of two formats that of this form, else the values."""
     if isinstance(tensor, HybridQuantizedTensorStorage):
         part = tensor._rowwise_storage if by_rows else tensor._columnwise_storage
         return tensor if part is None else _read(part, by_rows)
@@ -241,7 +241,7 @@ def _checked_bias(
 
 
 def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: bool) -> Any:
-    """What is given to be read, or to be written."""
+    """Tensor of an argument that is read, or written."""
     if gelu_in is None:
         if is_read:
             raise ValueError(f"{op}: gelu=True with grad=True needs gelu_in")
@@ -252,7 +252,7 @@ def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: boo
 
 
 def _place_name(op: str) -> str:
-    """What an operator calls the place of its result."""
+    """Name of the operator's argument for its result."""
     return "D" if op == "generic_gemm" else "out"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the implementations of several groups do with their arguments and results."""
+"""Arguments and results of operators, for the implementations of several groups."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,7 +112,7 @@ _FUSED = (Float8Quantizer, Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quanti
 def computed(
     op: str, run: Callable[..., None], like: Tensor, dtype: torch.dtype, quantizer: Any, out: Any
 ) -> Any:
-    """What an operator makes that casts as it computes, as it is asked for: see `quantized`.
+    """Result of an operator that casts as it computes, in the form asked for: see `quantized`.
 
     ``run(**fields)`` runs it on matrices, with fields of ``te_cast_request``. `like` is a tensor of
     the shape of the values.

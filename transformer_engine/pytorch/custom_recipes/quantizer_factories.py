@@ -31,7 +31,7 @@ _GRADIENTS = ("grad_output", "grad_input", "do", "dp")
 
 
 def tensor_of(role: QuantizerRole | None) -> str:
-    """What a role is for: "weight", "gradient", or "input" for everything else."""
+    """Kind of a role: "weight", "gradient", or "input" for everything else."""
     kind = "" if role is None else role.tensor_type
     return kind if kind == "weight" else "gradient" if kind in _GRADIENTS else "input"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference quantizers share: their tensors are plain ones of PyTorch, to read and test.
+"""Code that the reference quantizers share: their tensors are plain ones of PyTorch.
 
 Under a `CustomRecipe` they are called at their stage, and what they make is multiplied out.
 """
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 HIGH_PRECISION_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What is not quantized."""
+"""Values that are not quantized."""
 
 
 class Fp4Formats(Enum):
@@ -64,7 +64,7 @@ class ReferenceTensor(QuantizedTensorStorage):
         return tuple(self.original_shape)
 
     def _values(self, transposed: bool) -> Tensor:
-        """What a form stands for, in fp32, as a matrix."""
+        """Values of a form, in fp32, as a matrix."""
         raise NotImplementedError
 
     def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:

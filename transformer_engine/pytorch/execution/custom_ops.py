@@ -100,7 +100,7 @@ def _native(
     unit_stride: list[str],
     by_sequence: list[str],
 ) -> Callable:
-    """What eager code calls: made as text, so that a call costs what one written by hand does."""
+    """Make the function for eager code from text: a call costs what one written by hand does."""
     fields = _core.op_fields(name)
     lines = [f"def {name}({', '.join(arguments)}):"]
     for field in unit_stride:

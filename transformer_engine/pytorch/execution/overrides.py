@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules have to do with the plug-in system: they run what the policy in force selects.
+"""Link between modules and plug-ins: modules run what the policy in force selects.
 
 A run of a plan reads the selection of its thread natively (`_core.Selection`). Here is what Python
 adds: plug-ins are looked for once, a backward runs in the scope of its forward, and a graph of

@@ -151,7 +151,7 @@ _pass_on = super(torch.autograd.Function, _NoBackward).apply  # the same under f
 
 
 def _refusing_batches(name: str) -> Callable:
-    """What an operator says to `torch.vmap`, which modules refuse; jacobians batch backwards."""
+    """Rule for `torch.vmap`: modules refuse it, but jacobians batch backwards."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         raise NotImplementedError(

@@ -291,7 +291,7 @@ class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
 def of_first(
     key: Hashable, state: Sequence[torch.Tensor], measures: bool
 ) -> Sequence[torch.Tensor]:
-    """What a forward's plan that a graph runs is given as its scaling state, instead of `state`.
+    """Scaling state of a forward's plan that a graph runs, instead of `state`.
 
     Inside a checkpointed forward that is `state`, of which the checkpoint keeps copies; in its
     repetition these, so that it casts by the same scales and leaves the state alone. `key` is the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpointed forward leaves: an `Entry` of each module call, a `Run` of each plan's run.
+"""Records of a checkpointed forward: an `Entry` of each module call, a `Run` of each plan's run.
 
 Where frames are found, and who writes to them, see `recompute`.
 """
@@ -132,7 +132,7 @@ class Frame:
         return id(module) in self._entries
 
     def next_of(self, module: Any) -> Entry | None:
-        """What `replay` is going to find; None: nothing."""
+        """Next record that `replay` finds; None: there is none."""
         entries = self._entries.get(id(module), [])
         at = self._next.get(id(module), 0) if graph_task() == self._pass else 0
         return entries[at] if at < len(entries) else None
@@ -164,7 +164,7 @@ class Queue(Frame):
         return bool(self._queues.get(module))
 
     def next_of(self, module: Any) -> Entry | None:
-        """What `replay` is going to find; None: nothing."""
+        """Next record that `replay` finds; None: there is none."""
         queue = self._queues.get(module)
         return queue[0] if queue else None
 

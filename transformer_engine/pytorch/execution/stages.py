@@ -86,10 +86,10 @@ class Staged(NamedTuple):
     functions: Mapping[str, Callable]  # ``f(buffers)`` for each external stage
     observer: Observer | None = None
     make_buffers: Callable = StageBuffers
-    """What they get: the result for plan, lend(), rows and first slot (see `StageBuffers`)."""
+    """Arguments of the functions: their plan, lend(), rows and first slot (see `StageBuffers`)."""
 
     def of(self, plan: Plan) -> tuple[Mapping, Callable | None, Callable]:
-        """What ``_core.run_staged`` takes for a run of a plan."""
+        """Argument of ``_core.run_staged`` for a run of a plan."""
         observer = self.observer
         if observer is not None:
             observer = functools.partial(_tell, observer, plan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an `autocast` region sets: per thread, read by every module's forward."""
+"""State that an `autocast` region sets: per thread, read by every module's forward."""
 
 import threading
 from typing import Any

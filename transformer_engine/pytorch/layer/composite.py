@@ -3,22 +3,20 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.module.base import Fp8Module, NativeModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls, given_to
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear_base import LinearBase
-from transformer_engine.pytorch.module.program_names import PlainNames
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 """Norms of a layer by the names that its ``normalization`` takes."""
 
 
-class CompositeLayer(PlainNames, torch.nn.Module):
+class CompositeLayer(NativeModule):
     """Base of the layers made of linear modules.
 
     An adapter, LoRA say, takes the place of a linear module, calls it and computes with what it

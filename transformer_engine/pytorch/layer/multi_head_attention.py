@@ -28,9 +28,15 @@ from transformer_engine.pytorch.module.emission import Bias, Value
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import L2Normalization
 from transformer_engine.pytorch.module.parallel import ContextParallel
-from transformer_engine.pytorch.module.parameters import device_of, one_of, positive_sizes
+from transformer_engine.pytorch.module.parameters import (
+    device_of,
+    functions,
+    one_of,
+    positive_sizes,
+)
 from transformer_engine.pytorch.torchside.modes import only_forwards
 
 __all__ = ["MultiheadAttention"]
@@ -196,6 +202,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=self.return_layernorm_output,
         )  # fmt: skip
+        functions(_NAME, output_layer_init_method=output_layer_init_method)
         column, row = ("column", "row") if set_parallel_mode else (None, None)
         inner = {**linear, "parallel_mode": column, "init_method": init_method}
         self._make_projections(fuse_qkv_params, inner, norm)
@@ -217,9 +224,13 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             options = {**common, "parameters_split": None if fused else parts}
             kind = "layernorm_linear" if normalized else "linear"
             options["name"] = self._name_of(f"{kind}_{''.join(name[0] for name in names)}")
+            sizes = self.hidden_size, sum(parts.values())
             if normalized:
-                return LayerNormLinear(self.hidden_size, sum(parts.values()), **norm, **options)
-            return Linear(self.hidden_size, sum(parts.values()), **options)
+                made: LinearBase = LayerNormLinear(*sizes, **norm, **options)
+            else:
+                made = Linear(*sizes, **options)
+            made._input_name = "hidden_states" if "query" in names else "encoder_output"
+            return made
 
         if self.attention_type == "self":
             setattr(self, self._first(), make("query", "key", "value"))
@@ -286,7 +297,8 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             bool, True: masked out; see `DotProductAttention`.
         encoder_output : Tensor, optional
             Keys and values come from it: like `hidden_states`, with a sequence of its own. Only
-            for attention type "cross", and needed there.
+            for attention type "cross", and needed there. As all that no norm reads first, of the
+            dtype of the parameters, outside of `torch.autocast`.
         is_first_microbatch : bool, optional
             As of `Linear`.
         rotary_pos_emb : Tensor or (Tensor, Tensor), optional
@@ -571,7 +583,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)
                 if not packed:
                     angles = angles_for_cache(angles, params, length)
-            of_query, of_key = angles if isinstance(angles, tuple | list) else (angles, angles)
+            pair = isinstance(angles, tuple | list)
+            if pair and len(angles) != 2:
+                raise ValueError(f"{_NAME}: rotary_pos_emb: {len(angles)}, expected one or a pair")
+            of_query, of_key = angles if pair else (angles, angles)
             options = {"interleaved": self.rotary_pos_interleaved}
             given = (self.qkv_format, start_positions)
             query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)

@@ -269,7 +269,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
 enc_dec_window_size, enc_dec_bottom_right_diagonal
             As of the constructor, for this call.
         encoder_output : Tensor, optional
-            What a decoder attends to; like `hidden_states`, with a sequence of its own.
+            What a decoder attends to; like `hidden_states`, with a sequence of its own. No norm
+            reads it: of the dtype of the parameters, outside of `torch.autocast`.
         enc_dec_attn_mask : Tensor or pair of Tensor, optional
             Masks of that attention.
         is_first_microbatch : bool, optional

@@ -3,8 +3,7 @@
 
 import copy
 import weakref
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +11,19 @@ from torch import Tensor
 
 from transformer_engine.common import absent, config, unread_variables
 from transformer_engine.common.operand_casts import quantization_of
-from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.common.recipe import DelayedScaling, QuantizerRole, Recipe
 from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
-from transformer_engine.pytorch.module.parameters import default_device
-from transformer_engine.pytorch.module.program_names import ModuleNames, PlainNames
+from transformer_engine.pytorch.module.program_names import (
+    UserBufferQuantizationMode,
+    get_dummy_wgrad,
+    get_workspace,
+    is_ub_initialized,
+    layers_atomic_ring_exchange,
+    using_cublasmp_backend,
+)
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.torchside.modes import (
@@ -68,9 +73,10 @@ class Region(NamedTuple):
 
 
 _NO_FRAMES: list = []
+_SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
-class NativeModule(PlainNames, torch.nn.Module):
+class NativeModule(torch.nn.Module):
     """Base of the modules whose forward calls native code."""
 
     def __init__(self) -> None:
@@ -84,8 +90,16 @@ class NativeModule(PlainNames, torch.nn.Module):
             "torch.compile"
         )
 
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute that is no parameter, buffer or module, past `torch.nn.Module`."""
+        object.__setattr__(self, name, value)
 
-class Fp8Module(ModuleNames, NativeModule):
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as `torch.nn.Module` does."""
+        torch.nn.Module.__setattr__(self, name, value)
+
+
+class Fp8Module(NativeModule):
     """Base of the modules that run GEMMs in FP8.
 
     A module owns `SLOTS` consecutive slots of the forward and of the backward scaling state. They
@@ -95,6 +109,12 @@ class Fp8Module(ModuleNames, NativeModule):
 
     SLOTS: tuple[int, int]
     """Slots of the forward and of the backward state."""
+    name: str | None = None
+    """Given by the user, for messages."""
+    output_quantizer_role: QuantizerRole | None = None
+    """Role of the output, for the caller's own use: outputs stay in high precision."""
+    grad_input_quantizer_role: QuantizerRole | None = None
+    """Role of the gradient of the input, likewise."""
     _trained_under: str | None = None
     """Class of the recipe of the last training call."""
 
@@ -347,6 +367,68 @@ class Fp8Module(ModuleNames, NativeModule):
         """Recipe, scales and amax histories as a mapping; see `Fp8Meta`."""
         return Fp8Meta(self)
 
+    # ---- what programs call, and calls of the module do not need -------------------------------
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Nothing: this module has no parameters of its own."""
+        del defer_init
+
+    def need_backward_dw(self) -> bool:
+        """Whether a backward leaves the weight gradient to `backward_dw`."""
+        return getattr(self, "delay_wgrad_compute", False)
+
+    def backward_dw(self) -> None:
+        """Nothing: this module has no weight gradient that a backward would leave out."""
+
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable
+    ) -> None:
+        """Have a function called without arguments when `backward_dw` has made a gradient."""
+        self.__dict__.setdefault("_wgrad_hooks", []).append(wgrad_accumulation_and_reduce_hook)
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]] | None:
+        """Copies of the scaling state, or None where there is none.
+
+        ``scaling_fwd`` and ``scaling_bwd``: [scale [n], amax history [length, n]], fp32.
+        """
+        values = self._state_values()
+        if values is None:
+            return None
+        return {f"scaling_{_SHORT[d]}": [t.clone() for t in values[d]] for d in _SHORT}
+
+    def reset_fp8_meta_tensors(
+        self, fp8_meta_tensors: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> None:
+        """Take over what `get_fp8_meta_tensors` gave; None: scale 1 and an empty history."""
+        if fp8_meta_tensors is None:
+            self._loaded_state = None
+            self._slots = None
+            return
+        self._put_state({d: tuple(fp8_meta_tensors[f"scaling_{_SHORT[d]}"]) for d in _SHORT})
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> list[QuantizerRole | None] | None:
+        """Roles of the quantizers of a direction; None: the module asks for none by role."""
+        del fwd, num_quantizers
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 has sharded the parameters."""
+        return any(hasattr(p, "device_mesh") for p in self._parameters.values())
+
+    def is_debug_iter(self) -> bool:
+        """Whether debug features look at this iteration: never."""
+        return False
+
+    def no_debug_features_active(self, quantizers: Any) -> bool:
+        """Whether no debug feature changes what quantizers do: always."""
+        del quantizers
+        return True
+
+    def set_nccl_overlap_warning_if_tp(self) -> None:
+        """Nothing: communication is not overlapped with GEMMs."""
+
     # ---- copies and checkpoints ----------------------------------------------------------------
 
     def __getstate__(self) -> dict:
@@ -486,49 +568,3 @@ absent.attach_methods(Fp8Module, __name__, "TransformerEngineBaseModule")
 
 _2X_ACC_FPROP, _2X_ACC_DGRAD, _2X_ACC_WGRAD = False, True, True
 """Whether sums of FP8 products of a direction are promoted to fp32 on the way, by default."""
-
-layers_atomic_ring_exchange: list[str] = []
-"""Layers whose overlap of communication and GEMMs would be atomic: none."""
-
-
-def is_ub_initialized() -> bool:
-    """Whether there are user buffers: never."""
-    return False
-
-
-def using_cublasmp_backend() -> bool:
-    """Whether communication and GEMMs are overlapped by cuBLASMp: never."""
-    return False
-
-
-class UserBufferQuantizationMode(Enum):
-    """What an overlap of communication and GEMMs would send."""
-
-    NONE = "none"
-    FP8 = "fp8"
-
-
-def get_workspace() -> Tensor:
-    """A tensor for arguments called ``workspace``: empty, as the library finds its own memory."""
-    return torch.empty(0, dtype=torch.uint8, device=default_device())
-
-
-_DUMMIES: dict[tuple, Tensor] = {}
-"""Made by `get_dummy_wgrad`, by shape, dtype and device."""
-
-
-def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """What stands for a weight gradient that was added to ``main_grad`` already.
-
-    Of the shape and dtype of the weight, on the current CUDA device, or the CPU where there is
-    none; of zeros with `zero`, else its contents mean nothing. One memory serves all calls of a
-    kind.
-    """
-    device = torch.device(default_device())
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = (tuple(shape), dtype, device)
-    if key not in _DUMMIES:
-        _DUMMIES[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
-    dummy = _DUMMIES[key].detach()
-    return dummy.zero_() if zero else dummy

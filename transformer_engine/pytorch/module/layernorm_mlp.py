@@ -16,6 +16,7 @@ from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
     checked_dtype,
     device_of,
+    functions,
     have_memory,
     make_bias,
     make_weight,
@@ -145,6 +146,9 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self.activation = activation
         self.activation_spec = _activation(activation, activation_params)
         self._init_methods = (init_method, output_layer_init_method)
+        methods = {"output_layer_init_method": output_layer_init_method}
+        methods["get_rng_state_tracker"] = get_rng_state_tracker
+        functions("LayerNormMLP", init_method=init_method, **methods)
         self._rng = (get_rng_state_tracker, None)
         device, dtype = device_of(device), checked_dtype("LayerNormMLP", params_dtype)
         self._make_norm(hidden_size, device, dtype)

@@ -1,60 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the modules with linear layers: how a call is found by its key, or decided, and run."""
+"""Base of the modules with linear layers: their parameters, settings, tools."""
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.common import config, graphs
-from transformer_engine.common.flags import flags_of
-from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization, is_backward_wide
+from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.execution.autograd import (
-    run_call,
-    run_forward_alone,
-    run_without_backward,
-)
-from transformer_engine.pytorch.execution.recompute import may_concern
-from transformer_engine.pytorch.execution.recompute_frames import unread_history
-from transformer_engine.pytorch.execution.stages import Observer, Staged
-from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
-from transformer_engine.pytorch.module import custom, quantized, weight_cache
-from transformer_engine.pytorch.module.base import Fp8Module, Region
-from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import CallRun, ModuleCall, Ran
-from transformer_engine.pytorch.module.call_key import (
-    KeptCall,
-    call_key,
-    converted,
-    keep,
-    key_of_quantized,
-)
-from transformer_engine.pytorch.module.inspected import Inspected
-from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.module.operands import (
-    CallTensors,
-    PartTensors,
-    conversions,
-    promoted,
-)
-from transformer_engine.pytorch.module.parameters import reset_linear
-from transformer_engine.pytorch.module.planned import Planned
-from transformer_engine.pytorch.module.weight_gradients import WeightGradients
-from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.modes import (
-    allows_tf32,
-    constant_in_graphs,
-    dispatch_modes,
-    exporting,
-    forward_gradients,
-    without_memory,
-)
+from transformer_engine.pytorch.execution.stages import Observer, StageBuffers, external_steps
+from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.module import custom, quantized
+from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.module.call import Deferred, Ran, main_grad_of
+from transformer_engine.pytorch.module.call_key import KeptCall
+from transformer_engine.pytorch.module.linear_calls import LinearCalls
+from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
+from transformer_engine.pytorch.torchside.modes import without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 _SETTINGS = (
@@ -77,43 +43,23 @@ _SETTINGS = (
 )
 """Attributes that a call depends on and that users set after construction."""
 
-_NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
-"""Recipes of weights of which no quantized form is kept."""
+_SHOWN = (
+    "zero_centered_gamma",
+    "return_layernorm_output",
+    "return_bias",
+    "fuse_wgrad_accumulation",
+    "delay_wgrad_compute",
+    "save_original_input",
+)
+"""Settings that ``repr`` shows where they are on."""
 
 
-_OF_SLOTS = (None, None)
-"""Scales and histories are those of the slots."""
-
-
-class _BoundState(NamedTuple):
-    """What a call quantizes with, and the flags that follow for each part."""
-
-    quantization: tuple[Quantization, ...]  # of each part
-    flags: tuple[int, ...]
-    slots: scaling.Slots | None
-    repeated: tuple[Tensor | None, Tensor | None]  # ``scales``, ``unread_history`` of `ModuleCall`
-    caches: Sequence  # as of `ModuleCall`
-
-
-class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
+class LinearBase(LinearCalls):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
     """
 
-    PARTS: tuple[str, ...] = ("",)
-    """Prefix of the attribute names of each linear layer's weight and bias."""
-    NORM: int | None = None
-    """``_core.NORM_*`` of the norm before the first layer."""
-    activation_spec: graphs.Activation | None = None
-    """The activation between two layers."""
-    checkpoint = False
-    """The backward repeats the forward up to the last layer."""
-    zero_centered_gamma = False
-    return_layernorm_output = False
-    save_original_input = False
-    eps = 0.0
-    _observer: Observer | None = None
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
     cache_weights = False
@@ -144,26 +90,6 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
         self._ran: Ran | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
-
-    @abstractmethod
-    def _sizes(self) -> tuple[tuple[int, int], ...]:
-        """(in_features, out_features) of each part."""
-
-    @abstractmethod
-    def _part_tensors(self) -> tuple[PartTensors, ...]:
-        """Weight and bias of each part, as a call reads them."""
-
-    def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
-        """Gamma and beta (None for RMSNorm); None without a norm."""
-        return None
-
-    @abstractmethod
-    def _parameter_names(self) -> tuple[str | None, ...]:
-        """Attribute of each tensor of a call after the input; None: it is none of its own."""
-
-    def _split_tensors(self) -> SplitTensors | None:
-        """How tensors of a call make up the one part's weight and bias; None for whole ones."""
-        return None
 
     @abstractmethod
     def _returned_bias(self, dtype: torch.dtype) -> Tensor:
@@ -258,157 +184,7 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
         made.__dict__.update(_bound={}, _present=None, _held=())
         return made
 
-    # ---- forward -------------------------------------------------------------------------------
-
-    def _call(self, inp: Tensor, is_first_microbatch: bool | None, returns: int = 0) -> Any:
-        """Run a call: the output, or (output, norm output).
-
-        `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
-        """
-        if torch.compiler.is_compiling():
-            return self._call_traced(inp, is_first_microbatch, returns)
-        state = current_state()
-        own = self.__dict__  # a class with __getattr__ takes longer for each
-        if own.get("cache_weights"):
-            is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
-        recipe, region = state.recipe if state.enabled else None, None
-        custom_made = recipe is not None and recipe.custom()
-        if custom_made or may_concern(torch.is_grad_enabled(), recipe is not None):
-            region = self._region(False)
-            recipe = region.recipe
-        key, tensors, shared = None, (), ((), ())
-        if own["_present"] is not None:
-            key, tensors, shared = self._find_key(state, recipe, region, inp, is_first_microbatch)
-        if returns and key is not None:
-            key = (key, returns)
-        bound = None if key is None else own["_bound"].get(key)
-        if (
-            bound is None
-            or not (bound.records or not forward_gradients())
-            or not bound.holds(self, state, region)
-        ):
-            found = key, shared[0]
-            return self._decide(inp, is_first_microbatch, False, returns, region, found)
-        if recipe is None and state.calibrating:
-            record_amaxes(self, state, self._promote(inp, None)[0])
-        own["_ran"] = bound.ran
-        if bound.quantized:
-            own["_quantization"] = bound.quantization
-        if bound.dtypes:
-            tensors = converted(tensors, bound.dtypes)
-        run = call = bound.call
-        if region is not None or shared[0] or shared[1] or (state.first and bound.updates):
-            run = self._run_of(bound, state, region, shared)
-        out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
-        if run is not call:
-            self._finish(call, run.first, state, region, shared[0])
-        return out
-
-    def _run_of(
-        self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
-    ) -> CallRun:
-        """A run of a call that was made before; `shared` are its caches and main gradients."""
-        run = CallRun(bound.call, *shared)
-        if region is None:
-            run.first, run.domain = state.first and bound.updates, state.domain
-            return run
-        replay = region.replay
-        run.first = bound.quantized and self._is_first(region, bound.records)
-        run.domain = (replay or state).domain
-        if replay is not None:
-            run.scales, run.unread_history = replay.scales, unread_history(replay)
-        return run
-
-    def _finish(
-        self,
-        call: ModuleCall,
-        first: bool,
-        state: RegionState,
-        region: Region | None,
-        caches: Sequence,
-        parts: tuple[PartTensors, ...] | None = None,
-    ) -> None:
-        """Take over what a run has made, and leave to checkpoints what its repetition needs.
-
-        `caches` are those of the run, `parts` what it computed with, where that is no parameter.
-        """
-        repeats = region is not None and region.replay is not None
-        kept = tuple([part for part, _ in call.plans.writes_caches])
-        if first and not repeats:
-            state.first = False
-        if kept and not repeats:
-            recipe = state.recipe if region is None else region.recipe
-            of = self._part_tensors() if parts is None else parts
-            weight_cache.keep_caches((self,), caches, (of,), recipe)
-        if region is not None and region.record:
-            cache = caches if kept or call.plans.reads_caches else None
-            self._record(region, call.slots, first, cache, kept)
-
-    def _call_traced(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
-        """`_call` while a graph is traced."""
-        left_out = self._left_out(is_first_microbatch, returns)
-        if left_out and exporting():
-            kind = type(self).__name__
-            raise NotImplementedError(f"{kind}: {left_out} in torch.export: leave it out there")
-        if left_out:
-            return _call_outside(self, inp, is_first_microbatch, returns)
-        return self._decide(inp, is_first_microbatch, True, returns)
-
-    def _left_out(self, is_first_microbatch: bool | None, returns: int) -> str:
-        """What of a call no graph of torch.compile holds; "" where one does.
-
-        A graph holds plain tensors alone between the functions of autograd that it is made of, and
-        what it keeps from call to call is the state of delayed scaling.
-        """
-        state = current_state()
-        recipe = state.recipe
-        if returns:
-            return "fp8_output=True" if returns & graphs.RETURN_OUTPUT else "fp8_grad=True"
-        if self._stages:
-            return "override_stages"
-        if not state.enabled:
-            records = state.calibrating and recipe is not None and recipe.delayed()
-            return "calibrating=True" if records else ""
-        if recipe.custom():
-            return "CustomRecipe"
-        if is_first_microbatch is not None and not exporting():
-            return "is_first_microbatch"
-        return ""
-
-    def _find_key(
-        self,
-        state: RegionState,
-        recipe: Any,
-        region: Region | None,
-        inp: Tensor,
-        is_first_microbatch: bool | None,
-    ) -> tuple[tuple | None, tuple, tuple]:
-        """Key of a call, its tensors, and what a run has of its own: caches and weights."""
-        own, shared, forms = self.__dict__, ((), ()), ()
-        if region is not None and custom.calls_back(recipe):
-            return None, (), shared
-        if type(inp) is Tensor or self.NORM is not None:
-            if recipe is None:
-                identity, wide = (state.depth > 0) + 2 * state.calibrating, True
-            else:
-                identity, wide = recipe.__repr__(), recipe.backward_override is not None
-            key, tensors = call_key(identity, inp, own["_present"], wide, region)
-        else:
-            key, tensors, forms = key_of_quantized(recipe, region, inp, own["_present"], self)
-        held = own["_held"]
-        if held:
-            fp8 = recipe is not None and not recipe.custom()
-            key, tensors = quantized.filled(key, tensors, held, fp8)
-        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
-        if region is not None and region.replay is not None:
-            shares = shares or region.replay.cache is not None
-        if key is not None and shares:
-            shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, tensors if held else (), region
-            )
-        if forms:
-            shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
-        return key, tensors, shared
+    # ---- what a forward returns ----------------------------------------------------------------
 
     def _results(self, inp: Tensor, out: Any) -> Any:
         """What a forward returns, of the results of a call: output[, bias][, norm output]."""
@@ -422,160 +198,6 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
         before = (inp, *self._norm_tensors())
         wanted = any(tensor is not None and tensor.requires_grad for tensor in before)
         return normed if wanted else normed.detach()
-
-    def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
-        """Note which parameters a call consists of, where it consists of them alone."""
-        names = self._parameter_names()
-        pairs = list(zip(names, flat[1:], strict=False))  # fewer where weights were put together
-        own = len(names) == len(flat) - 1
-        own = own and all(t is None or self._parameters.get(name) is t for name, t in pairs)
-        places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
-        self._present, self._held = quantized.apart(places) if own else (None, ())
-
-    def _decide(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None,
-        traced: bool,
-        returns: int = 0,
-        region: Region | None = None,
-        found: tuple[tuple | None, Sequence] = (None, ()),
-    ) -> Any:
-        """Find out what applies to a call, keep that, and run it.
-
-        `region` is what is in force, where the caller has asked: a checkpoint counts the questions.
-        `found` are the key to keep it by, None for a call that has none, and its caches.
-        """
-        if region is None:
-            region = self._region(traced)
-        if not traced and isinstance(inp, Tensor) and without_memory(inp):
-            region = region._replace(blank=True)
-        tensors, owners = self._promote(inp, region.recipe, traced)
-        if region.state.calibrating and region.recipe is None and not region.blank:
-            record_amaxes(self, region.state, tensors)
-        call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
-        run = run_without_backward if call.plans.backward is None else run_call
-        ran = None
-        if not call.traced:
-            ran = Ran(call.plans, region.state.why() if region.recipe is None else None)
-            self._keep(found, call, ran, tensors)
-        out = run(call, *tensors.flat())
-        self._finish(call, call.first, region.state, region, call.caches, tensors.parts)
-        if ran is not None:
-            self.__dict__["_ran"] = ran
-        return out
-
-    def _keep(
-        self, found: tuple[tuple | None, Sequence], call: ModuleCall, ran: Ran, tensors: CallTensors
-    ) -> None:
-        """Keep a call by its key, before it runs: a checkpoint may end a repetition in the middle.
-
-        Not one that repeats a call over former slots, which it would keep alive.
-        """
-        if self._present is None:
-            self._find_present(tensors.given)
-        key, caches = found
-        if key is None or not weight_cache.reads(call, caches):
-            return
-        if call.slots is None or call.slots is self._slots:
-            call.dtypes = conversions(tensors.given, tensors.flat())
-            keep(self._bound, key, KeptCall(call, ran, self._quantization))
-
-    def _promote(
-        self, inp: Tensor, recipe: Any, traced: bool = False
-    ) -> tuple[CallTensors, tuple[Tensor, ...]]:
-        """Apply the dtype rules to the input and this module's tensors; these, and the weights.
-
-        Each tensor is read once a call: a parametrization computes it, and may move on as it does.
-        """
-        own = self._parameters
-        missing = [n for n in self._parameter_names() if n in own and own[n] is None]
-        if missing:
-            what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
-            raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
-        parts = self._part_tensors()
-        kind, norm = type(self).__name__, self._norm_tensors()
-        quantization = () if recipe is None else self._quantizations(recipe, traced)
-        usable = quantized.usable_parts(kind, parts, recipe, quantization)
-        given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
-        tensors = promoted(kind, self._sizes()[0][0], given, recipe)
-        if not traced:
-            tensors = tensors._replace(given=CallTensors(*given, tensors.output_dtype).flat())
-        return tensors, tuple(part.weights[0] for part in parts)
-
-    def _prepare(
-        self,
-        tensors: CallTensors,
-        region: Region,
-        is_first_microbatch: bool | None,
-        owners: tuple[Tensor, ...],
-        returns: int = 0,
-    ) -> ModuleCall:
-        """Choose the plans and bind them to the state in force; `owners` are the weights."""
-        recipe = region.recipe
-        inp, parts = tensors.input, tensors.parts
-        flags, bias_grads, records = self._wanted(tensors, not region.exported)
-        for i, owner in enumerate(owners):
-            if flags[i] & graphs.WGRAD:
-                flags[i] |= self._wgrad_flags(owner, is_first_microbatch)
-        bound = None
-        if recipe is not None:
-            bound = self._bind_state(tensors, region, is_first_microbatch)
-            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
-            flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches)
-            if returns:
-                quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
-        if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
-            tf32 = graphs.ALLOW_TF32 if allows_tf32() else 0
-            flags = [f | tf32 for f in flags]
-        dtypes = [inp.dtype, tensors.output_dtype]
-        dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
-        for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
-            into_main = f & (graphs.ACCUMULATE | graphs.OVERWRITE)
-            dtype = weights[0].dtype
-            dtypes.append(dtype)
-            dtypes.append(biases[0].dtype if biases else dtype)
-            dtypes.append(owner.main_grad.dtype if into_main else dtype)
-        # Of a CustomRecipe the casts: another function may have the address of one that is gone.
-        identity = None if recipe is None else custom.identity_of(recipe)
-        recompute = self.checkpoint and records
-        device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
-        key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
-        quantization = (HIGH_PRECISION,) * len(parts)
-        if bound is not None:
-            quantization = bound.quantization
-        plans = self._plans_for(key, quantization, region.traced)
-        call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
-        call.traced = region.traced or region.blank
-        observer = None if region.traced else self._observer
-        functions = {**custom.functions_of(recipe, owners, parts), **(self._stages or {})}
-        if functions or observer is not None:
-            call.staged = Staged(functions, observer)
-        split = self._split_tensors()
-        if split is not None and len(parts[0].weights) > 1:
-            call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
-        if bound is not None:
-            call.scales, call.unread_history, call.caches = *bound.repeated, caches
-            call.recipe, call.quantizers = recipe, {}
-            call.first = self._is_first(region, records)
-            call.domain = (region.replay or region.state).domain
-            call.unread = plans.unread_of(quantization, returns) if region.repeats else 0
-        if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
-            call.weights = owners
-            call.queue = self._wgrads
-        return call
-
-    def _resolved(self, recipe: Any, traced: bool) -> Any:
-        """The recipe that this module follows where one is in force; None: high precision.
-
-        A `CustomRecipe` is asked for the quantizers of the module once.
-        """
-        if recipe is None or not recipe.custom():
-            return recipe
-        kind = type(self).__name__
-        return custom.remembered(
-            self, recipe, lambda: custom.resolve(recipe, kind, self.name, self.PARTS)
-        )
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list:
         """Roles of the quantizers of a direction, in the order of the slots of the state.
@@ -600,90 +222,89 @@ class LinearBase(Inspected, Planned, WeightGradients, Fp8Module):
             roles[1] = self.grad_input_quantizer_role
         return roles
 
-    def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
-        """How each part casts under a recipe that this module follows."""
-        found = self._quantization_of(recipe, traced)
-        return custom.of_parts(recipe, found, len(self.PARTS))
+    # ---- weight gradients that were put off ----------------------------------------------------
 
-    def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
-        """(flags of each part, whether its bias has a gradient, whether anything has)."""
-        gradients = gradients and torch.is_grad_enabled()
-        before = gradients and tensors.input.requires_grad
-        first = flags_of(((graphs.DGRAD, before), (graphs.ZERO_CENTERED, self.zero_centered_gamma)))
-        if tensors.norm is not None:
-            gamma, beta = tensors.norm
-            if self.return_layernorm_output:
-                first |= graphs.RETURN_NORM
-            if gradients and gamma.requires_grad:
-                first |= graphs.GRAD_GAMMA
-                before = True
-            if gradients and beta is not None and beta.requires_grad:
-                first |= graphs.GRAD_BETA
-                before = True
-        flags, bias_grads = [], []
-        for weights, biases in tensors.parts:
-            wgrad = gradients and any(weight.requires_grad for weight in weights)
-            bias_grad = gradients and any(bias.requires_grad for bias in biases)
-            dgrad = before if flags else False
-            bits = (graphs.BIAS, len(biases) > 0), (graphs.DGRAD, dgrad), (graphs.WGRAD, wgrad)
-            flags.append(flags_of(bits))
-            bias_grads.append(bias_grad)
-            before = before or wgrad or bias_grad
-        flags[0] |= first
-        return flags, bias_grads, before
+    def backward_dw(self) -> None:
+        """Compute the oldest weight gradients that a backward deferred.
 
-    def _bind_state(
-        self, tensors: CallTensors, region: Region, is_first_microbatch: bool | None
-    ) -> _BoundState:
-        """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
-        count = len(self.PARTS)
-        quantization = self._quantizations(region.recipe, region.traced)
-        common = graphs.SAVE_INPUT if self.save_original_input else 0
-        replay = region.replay
-        if replay is not None:
-            watched = dispatch_modes() > 0
-            caches = weight_cache.caches_to_repeat(replay, count, watched)
-            ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
-            history = unread_history(replay)
-            for part in replay.kept if watched else ():
-                ways[part] = graphs.WEIGHT_KEPT
-            no_amax = replay.scales is not None and history is None
-            common |= replay.measures | graphs.NO_AMAX * no_amax
-            flags = tuple([common | way for way in ways])
-            return _BoundState(quantization, flags, replay.slots, (replay.scales, history), caches)
-        slots = None
-        if region.recipe.delayed():
-            device = tensors.input.device
-            if region.exported:
-                scales = self._scales_to_export(device)
-                flags = (common | graphs.NO_AMAX,) * count
-                return _BoundState(quantization, flags, None, (scales, None), (None,) * count)
-            if region.blank:
-                slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
-            else:
-                slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
-                self._bind_outside() if region.traced else quantized.bind_quantizers(self)
-            common |= slots.measures | graphs.MEASURE_OPERANDS * region.state.measures
-        if is_first_microbatch is None or region.exported or region.blank:
-            return _BoundState(quantization, (common,) * count, slots, _OF_SLOTS, (None,) * count)
-        caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
-        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
-        casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
-        flags = tuple(common | way * kept for way, kept in zip(ways, casts, strict=True))
-        return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
+        They are added to ``weight.grad`` (of each split weight), or to ``weight.main_grad`` with
+        `fuse_wgrad_accumulation`. Does nothing without `delay_wgrad_compute`; RuntimeError where no
+        weight gradient is pending.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._wgrads:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward_dw: no weight gradient is pending; call it once a "
+                "backward"
+            )
+        pending: Deferred = self._wgrads[0]
+        plans = pending.plans
+        state = [main_grad_of(pending.weights[i]) for i, _ in plans.main_grads]
+        with torch.no_grad():
+            outputs = iter(pending.run(state))
+            self._wgrads.popleft()  # only now: a call that raised can be made again
+            for i, part in enumerate(plans.parts):
+                if not part.flags & graphs.WGRAD:
+                    continue
+                if i not in dict(plans.main_grads):
+                    self._add_weight_grad(i, next(outputs))
+                elif hasattr(pending.weights[i], "grad_added_to_main_grad"):
+                    pending.weights[i].grad_added_to_main_grad = True
+        for hook in self.__dict__.get("_wgrad_hooks", ()):
+            hook()
 
-    @constant_in_graphs
-    def _bind_outside(self) -> None:
-        """Bind quantizers of weights while a graph is traced, outside of the graph."""
-        quantized.bind_quantizers(self)
+    def _add_weight_grad(self, part: int, grad: Tensor) -> None:
+        """Add to the ``grad`` of a part's weight."""
+        add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
 
-    # ---- calibration -----------------------------------------------------------------------------
+    # ---- tools and frameworks ------------------------------------------------------------------
 
-    def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
-        """What each part's forward GEMM would multiply, in high precision."""
-        return [tensors.input.detach()]
+    def plans_of(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> list[tuple[str, Plan]]:
+        """(title, plan) of what a call would run; see `explain`. Changes no state."""
+        state = current_state()
+        recipe = self._resolved(state.recipe if state.enabled else None, False)
+        slots, loaded = self._slots, self._loaded_state
+        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
+        tensors, owners = self._promote(inp, recipe)
+        call = self._prepare(tensors, region, is_first_microbatch, owners)
+        self._slots, self._loaded_state = slots, loaded
+        plans = call.plans
+        titles = ("forward", plans.forward), ("backward", plans.backward), ("wgrad", plans.wgrad)
+        return [(title, plan) for title, plan in titles if plan is not None]
 
+    def observe_stages(self, observer: Observer | None) -> None:
+        """Let a function look at the stages of this module's plans from the next call on.
 
-@Outside
-def _call_outside(module: LinearBase, *arguments: Any) -> Any:
-    return module._call(*arguments)
+        ``f(stage, buffers, done)`` (see `stages.Observer`) is called before and after each stage;
+        None ends it.
+        The backward of a call that was observed is observed too. Calls inside compiled graphs are
+        not.
+        """
+        self._observer = observer
+        self._bound = {}
+
+    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
+        """Let Python functions run stages of this module's plans; none restores the built-in ones.
+
+        ``f(buffers)`` by stage name (see `explain`, and `stages.StageBuffers`) fills the buffers
+        that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
+        the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
+        so on. ValueError for a name that is no stage.
+        """
+        self._external = external_steps(stages, self.PARTS)
+        self._stages = dict(stages) or None
+        self._plans = {}
+        self._bound = {}
+        self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
+
+    def _flags_text(self) -> list[str]:
+        """Settings that differ from their defaults, for ``repr``."""
+        return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]
+
+    def _label(self) -> str:
+        """Class and name, for messages and profilers."""
+        kind, name = type(self).__name__, self.name
+        return kind if name is None else f"{kind}[{name}]"

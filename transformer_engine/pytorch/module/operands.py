@@ -64,13 +64,13 @@ def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
             )
 
 
-def check_input(kind: str, inp: Any) -> None:
+def check_input(kind: str, inp: Any, name: str = "inp") -> None:
     """Raise a TypeError for what is no tensor on a device of the library."""
     if not isinstance(inp, Tensor):
-        raise TypeError(f"{kind}: inp: {type(inp).__name__}, expected a tensor")
+        raise TypeError(f"{kind}: {name}: {type(inp).__name__}, expected a tensor")
     if inp.device.type not in DEVICES:
         raise TypeError(
-            f"{kind}: inp is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
+            f"{kind}: {name} is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
         )
 
 
@@ -94,8 +94,11 @@ def promoted(
     features: int,
     given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[PartTensors, ...]],
     recipe: Any,
+    name: str = "inp",
 ) -> CallTensors:
     """Check a call's tensors, as `CallTensors` has them, and apply the dtype rules.
+
+    `name` is what the caller calls the input.
 
     Outside `torch.autocast` weights and biases are of one dtype, which is that of the result and,
     without a norm, of the input; a norm reads the input and its own parameters in any. Inside, the
@@ -107,9 +110,9 @@ def promoted(
     not `features`.
     """
     inp, norm, parts = given
-    check_input(kind, inp)
+    check_input(kind, inp, name)
     if inp.dim() == 0 or inp.size(-1) != features:
-        raise ValueError(f"{kind}: inp: shape {tuple(inp.shape)}, expected [..., {features}]")
+        raise ValueError(f"{kind}: {name}: shape {tuple(inp.shape)}, expected [..., {features}]")
     device = inp.device.type
     tensors = [t for part in parts for t in (*part.weights, *part.biases)]
     tensors += [t for t in norm or () if t is not None]
@@ -126,7 +129,7 @@ def promoted(
     if any(t.dtype != dtype for part in parts for t in (*part.weights, *part.biases)):
         raise TypeError(
             f"{kind}: "
-            + ("" if norm is not None else f"inp is {dtype}, ")
+            + ("" if norm is not None else f"{name} is {dtype}, ")
             + f"weight {weights[0].dtype}, bias {biases[0].dtype if biases else None}"
             ": outside torch.autocast they must be of one dtype; convert the "
             + ("module" if norm is not None else "input or the module")

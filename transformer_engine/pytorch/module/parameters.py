@@ -104,6 +104,13 @@ def probabilities(module: str, **values: Any) -> None:
             raise ValueError(f"{module}: {label}={value!r}, expected a number from 0 to 1")
 
 
+def functions(module: str, **values: Any) -> None:
+    """Raise a TypeError for a value, given by name, that can not be called and is not None."""
+    for label, value in values.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{module}: {label}={value!r}, expected a function or None")
+
+
 class Split(NamedTuple):
     """How a weight is kept as several parameters."""
 

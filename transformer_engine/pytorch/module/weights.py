@@ -17,6 +17,7 @@ from transformer_engine.pytorch.module.parameters import (
     Split,
     add_grad,
     bias_to_return,
+    functions,
     have_memory,
     make_bias,
     make_weight,
@@ -49,6 +50,7 @@ class WeightModule(TensorParallel, LinearBase):
         """Check and keep the arguments about the parameters, after `_begin`."""
         kind = type(self).__name__
         positive_sizes(kind, in_features=in_features, out_features=out_features)
+        functions(kind, init_method=init_method, get_rng_state_tracker=rng[0])
         self.in_features = in_features
         self.out_features = out_features
         self._init_method = init_method

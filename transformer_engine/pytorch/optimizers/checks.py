@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optimizers refuse, before they have changed anything."""
+"""Checks of optimizers, before they change anything."""
 
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from transformer_engine.pytorch.optimizers.updates import check_apart, local_part
 from transformer_engine.pytorch.torchside.device import is_capturing
@@ -13,6 +14,7 @@ from transformer_engine.pytorch.torchside.device import is_capturing
 __all__ = [
     "DIRECT",
     "DTYPES",
+    "check_adam",
     "check_beginning",
     "check_decoupled",
     "check_dense",
@@ -26,14 +28,33 @@ DIRECT = (torch.float32, torch.bfloat16)
 """dtypes of state that an update reads and writes as it is."""
 
 
-def check_numbers(optimizer: str, numbers: Mapping[str, Any]) -> None:
-    """TypeError for what is no number, ValueError for one below 0."""
-    for name, value in numbers.items():
+def check_numbers(optimizer: str, given: Any, *names: str) -> None:
+    """TypeError for a number of a group of parameters that is none, ValueError for one below 0."""
+    if not isinstance(given, Mapping):
+        return  # no group: torch says so
+    for name in names:
+        value = given.get(name, required)
+        if value is required:
+            continue
         text = f"{optimizer}: {name}={value!r}, expected a number of 0 or more"
         if not isinstance(value, SupportsFloat):
             raise TypeError(text)
         if not value >= 0.0:
             raise ValueError(text)
+
+
+def check_adam(optimizer: str, given: Any) -> None:
+    """`check_numbers`, and betas from 0 to below 1."""
+    check_numbers(optimizer, given, "lr", "eps", "weight_decay")
+    if not isinstance(given, Mapping) or "betas" not in given:
+        return
+    betas = given["betas"]
+    text = f"{optimizer}: betas={betas!r}, expected two numbers from 0 to below 1"
+    is_pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not is_pair or not all(isinstance(beta, SupportsFloat) for beta in betas):
+        raise TypeError(text)
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(text)
 
 
 def check_dense(optimizer: str, label: str, tensor: Tensor) -> None:
@@ -53,7 +74,7 @@ def check_parameter(optimizer: str, param: Tensor) -> None:
 
 
 def check_decoupled(optimizer: str, param: Tensor, grad: Tensor) -> None:
-    """What torch checks of gradients, but for their dtype and shape."""
+    """Check gradients as torch does, but for their dtype and shape."""
     have, given = local_part(param), local_part(grad)
     if have.numel() != given.numel() or have.device != given.device:
         raise ValueError(

@@ -18,10 +18,10 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.optimizers.checks import (
     DIRECT,
     DTYPES,
+    check_adam,
     check_beginning,
     check_decoupled,
     check_dense,
-    check_numbers,
     check_parameter,
     check_states,
 )
@@ -58,7 +58,7 @@ _COPIED = (
 
 
 class _Row:
-    """What a step updates of one parameter. Between steps it has no states: programs move them."""
+    """Tensors of one parameter that a step updates. Between steps it holds no states."""
 
     __slots__ = (
         "again", "dtype", "extra", "kept", "kind", "master", "mean", "param", "square", "type",
@@ -166,11 +166,10 @@ class FusedAdam(torch.optim.Optimizer):
             "master_param": master_weight_dtype or torch.float32,
         }
         check_states(dtypes, capturable, bool(master_weights), store_param_remainders)
-        check_numbers(_NAME, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"{_NAME}: betas={betas!r}, expected two numbers from 0 to below 1")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        defaults["weight_decay"] = weight_decay
+        check_adam(_NAME, defaults)
+        super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
@@ -191,12 +190,17 @@ class FusedAdam(torch.optim.Optimizer):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
 
     def __getstate__(self) -> dict:
-        """What copies and pickles have: torch's, and what is of this class."""
+        """State for copies and pickles: torch's, and that of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._rows = {}
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with numbers of their own; raises as the class does."""
+        check_adam(_NAME, param_group)
+        super().add_param_group(param_group)
 
     # ---- gradients and state ---------------------------------------------------------------------
 
@@ -469,7 +473,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] += (self._dummy_overflow_buf != 1).to(torch.int32)
 
     def _unscaling(self, grad_scaler: Any, found: dict | None) -> Tensor:
-        """What gradients are multiplied with; sets the flag where `found` says Inf or NaN."""
+        """Return the factor of the gradients; set the flag where `found` says Inf or NaN."""
         flag = self._dummy_overflow_buf
         if found is None:
             flag.zero_()
@@ -479,7 +483,7 @@ class FusedAdam(torch.optim.Optimizer):
         return scale.double().reciprocal().float().reshape(1).to(flag.device)
 
     def _row(self, param: Tensor) -> _Row:
-        """What a step updates of a parameter; it is kept where steps find it again."""
+        """Return the `Update` of a parameter, kept for later steps."""
         state = self.state[param]
         quantized = is_quantized(local_part(param))
         if self._has_master(param) and "master_param" not in state:  # the parameter was fp32 before

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 __all__ = ["FusedSGD"]
 
 _NAME = "FusedSGD"
+_NUMBERS = ("lr", "momentum", "weight_decay")  # that groups of parameters may have
 _COPIED = "_grad_none", "materialize_master_grads", "wd_after_momentum"
 """Attributes of an optimizer, beside torch's, that its copies have."""
 
@@ -68,7 +69,7 @@ class FusedSGD(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        _check_numbers(numbers)
+        check_numbers(_NAME, numbers, *_NUMBERS)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
                 f"{_NAME}: nesterov=True with momentum={momentum!r} and dampening={dampening!r}: "
@@ -80,13 +81,13 @@ class FusedSGD(torch.optim.Optimizer):
         self._grad_none = True if set_grad_none is None else bool(set_grad_none)
 
     def __getstate__(self) -> dict:
-        """What copies and pickles have: torch's, and what is of this class."""
+        """State for copies and pickles: torch's, and that of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters with numbers of their own; raises as the class does."""
-        _check_numbers(param_group)
-        if param_group.get("lr", self.defaults["lr"]) is required:
+        check_numbers(_NAME, param_group, *_NUMBERS)
+        if isinstance(param_group, dict) and param_group.get("lr", self.defaults["lr"]) is required:
             raise ValueError(f"{_NAME}: no lr for a group of parameters, expected a learning rate")
         super().add_param_group(param_group)
 
@@ -169,8 +170,3 @@ class FusedSGD(torch.optim.Optimizer):
 
 def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None) -> None:
     multi_tensor_applier(functools.partial(multi_tensor_sgd_cast, casts), flag, lists, *numbers)
-
-
-def _check_numbers(numbers: dict) -> None:
-    known = ((name, numbers.get(name, required)) for name in ("lr", "momentum", "weight_decay"))
-    check_numbers(_NAME, {name: value for name, value in known if value is not required})

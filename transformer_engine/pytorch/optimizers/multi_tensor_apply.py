@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch.optimizers.updates import checked_lists, run_update
+from transformer_engine.pytorch.optimizers.updates import checked_lists, refuse_others, run_update
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -47,13 +47,17 @@ class MultiTensorApply:
         """Call an operation (see above) on the tensors that have elements; None where none has.
 
         `noop_flag_buffer` is [1] int32, `args` are further arguments of `op`. The lists have one
-        length (RuntimeError otherwise); DTensors stand for this rank's part.
+        length (RuntimeError otherwise), of tensors (TypeError); DTensors stand for local parts.
         """
-        if len({len(each) for each in tensor_lists}) > 1:
+        try:
             lengths = [len(each) for each in tensor_lists]
+            local = [[getattr(t, "_local_tensor", t) for t in each] for each in tensor_lists]
+            kept = [i for i, tensor in enumerate(local[0]) if tensor.numel() > 0] if local else []
+        except (AttributeError, TypeError):
+            refuse_others("multi_tensor_applier", tensor_lists)
+            raise
+        if len(set(lengths)) > 1:
             raise RuntimeError(f"multi_tensor_applier: lists of {lengths} tensors")
-        local = [[getattr(t, "_local_tensor", t) for t in each] for each in tensor_lists]
-        kept = [i for i, tensor in enumerate(local[0]) if tensor.numel() > 0] if local else []
         if not kept:
             return None
         return op(self.chunk_size, noop_flag_buffer, [[e[i] for i in kept] for e in local], *args)

@@ -17,6 +17,7 @@ __all__ = [
     "check_apart",
     "checked_lists",
     "local_part",
+    "refuse_others",
     "run_update",
     "wide_copy",
 ]
@@ -27,7 +28,7 @@ _GRAD = 0
 
 
 def local_part(param: Tensor) -> Tensor:
-    """What this rank has of a parameter."""
+    """Part of a parameter that this rank has."""
     return getattr(param, "_local_tensor", param)
 
 
@@ -110,7 +111,9 @@ class _Updated(Computed):
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
-    """The lists; ValueError for another number of them, or other lengths."""
+    """The lists; ValueError for another number or other lengths, TypeError for no lists."""
+    if not all(hasattr(each, "__len__") for each in lists):
+        refuse_others(op, lists)
     if len(lists) not in counts or len({len(each) for each in lists}) > 1:
         expected = " or ".join(map(str, counts))
         raise ValueError(
@@ -118,6 +121,17 @@ def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
             "lists of one length"
         )
     return [list(each) for each in lists]
+
+
+def refuse_others(op: str, lists: Any) -> None:
+    """Raise a TypeError for lists of anything but tensors, of which None is no list."""
+    for i, each in enumerate(lists if isinstance(lists, list | tuple) else [lists]):
+        if each is not None and not isinstance(each, list | tuple):
+            raise TypeError(f"{op}: tensor_lists[{i}]: {type(each).__name__}, expected a list")
+        for j, tensor in enumerate(each or ()):
+            if not isinstance(tensor, Tensor):
+                found = type(tensor).__name__
+                raise TypeError(f"{op}: tensor_lists[{i}][{j}]: {found}, expected a tensor")
 
 
 def _on(device: torch.device, dtype: torch.dtype, number: Any) -> Tensor | None:
@@ -194,7 +208,7 @@ def _updated_as_they_are(call: tuple, lists: list, casts: Sequence[dict] | None)
         return True
     try:
         _run(call, lists[_GRAD][0].device, lists, casts)
-    except (TypeError, ValueError):  # all is checked before anything is written
+    except (AttributeError, TypeError, ValueError):  # all is checked before anything is written
         return False
     first = 0 if call[1] & _core.UPDATE_WRITE_GRAD else 1
     torch.autograd.graph.increment_version([t for each in lists[first:] if each for t in each])
@@ -206,6 +220,7 @@ def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) ->
 
     What is wrong with one group leaves the others as they are, too.
     """
+    refuse_others("update", lists)
     groups: dict[tuple, list[int]] = {}
     for i, grad in enumerate(lists[_GRAD]):
         key = grad.device, *(each[i].dtype for each in lists if each is not None)

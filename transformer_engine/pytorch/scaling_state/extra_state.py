@@ -36,7 +36,7 @@ _PICKLES_OF_NOTHING = frozenset(
     for value in ({}, None)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 )
-"""What the incumbent's modules without state write: compared byte by byte, never loaded."""
+"""Bytes that the incumbent's modules without state write: compared, never loaded."""
 
 M = TypeVar("M", bound=dict)
 

@@ -151,7 +151,7 @@ def _own_of(ties: "Ties", device: torch.device) -> _Own:
 
 
 class Ties:
-    """What an arena over several ranks knows of the others."""
+    """Knowledge of an arena over several ranks about the other ranks."""
 
     def __init__(self, arena: Arena) -> None:
         group = arena.group
@@ -237,7 +237,7 @@ def _time_limit(backend: Any, store: Any) -> timedelta:
 
 
 def layout_text(arena: Arena) -> str:
-    """What the slots of an arena stand for, for people."""
+    """Description of the slots of an arena, for error texts."""
     runs = [(kind, len(list(same))) for kind, same in itertools.groupby(arena.layout)]
     shown = [f"{count} x {kind}" if count > 1 else kind for kind, count in runs[:_SHOWN]]
     if len(runs) > _SHOWN:

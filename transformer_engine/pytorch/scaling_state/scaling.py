@@ -168,7 +168,7 @@ _HANDLES: "weakref.WeakSet[Slots]" = weakref.WeakSet()
 
 
 class _Program:
-    """What is known of the program as a whole, until `reset`."""
+    """State of the whole program, until `reset`."""
 
     length: int | None = None
     """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
@@ -431,7 +431,7 @@ def is_traced() -> bool:
 
 
 def extent() -> tuple[int, int]:
-    """What an update of this thread goes over: it changes where there is more, and not always."""
+    """Extent of an update of this thread: it changes where there is more, and not always."""
     return Chunk.made, len(current_state().domain.joined)
 
 

@@ -255,7 +255,7 @@ def measure(source: Tensor | Computed, hadamard: int = 0) -> Tensor:
 
 
 def no_partials(source: Tensor | Computed) -> Tensor:
-    """What `measure` would give of no values, where values are; it is only read."""
+    """Result of `measure` for no values, on the device of values; it is only read."""
     device = source.device
     if is_traced_or_faked() or dispatch_modes() or is_capturing(device):
         return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=device)

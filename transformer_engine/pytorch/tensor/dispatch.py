@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators of torch do with quantized tensors, for all formats.
+"""Operators of torch on quantized tensors, for all formats.
 
 Copies and views stay quantized as far as a format has them (`_viewed_fields`); all other views are
 in high precision, and what is written to them is written to the tensor (`_view_of`). All else reads
@@ -49,7 +49,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _way_of(func: Any) -> Callable:
-    """What runs an operator that has no handler, by what its schema says of its memory."""
+    """Handlers of operators without one of their own, by what their schemas say of memory."""
     if torch.Tag.inplace_view in func.tags:
         return _refuse
     if func._schema.is_mutable:
@@ -124,7 +124,7 @@ def _detach_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @_handles(aten.resize_.default, aten.resize_as_.default)
 def _resize(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What functions do with their `out` whatever its shape: nothing, where it has that shape."""
+    """Resize `out` as functions of torch do: not at all, where it has that shape."""
     tensor, size = args[:2]
     size = size.shape if isinstance(size, Tensor) else tuple(size)
     if is_quantized(tensor) and size != tensor.shape:

@@ -98,7 +98,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @property
     def _scale_inv(self) -> Tensor | None:
-        """What a code is multiplied with, fp32 [1]."""
+        """Factor of the codes, fp32 [1]."""
         return None if self._scales is None else self._scales[:1]
 
     @_scale_inv.setter

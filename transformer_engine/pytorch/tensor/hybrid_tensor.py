@@ -521,7 +521,7 @@ class HybridQuantizer(Quantizer):
 
 
 def casters_of(quantizer: Quantizer | None) -> tuple[Quantizer, ...]:
-    """What casts the forms of its tensors: itself, or the quantizers of both; none of None."""
+    """Quantizers of the forms of its tensors: itself, or those of both; none of None."""
     if isinstance(quantizer, HybridQuantizer):
         row, column = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
         return casters_of(row)[:1] + casters_of(column)[-1:]

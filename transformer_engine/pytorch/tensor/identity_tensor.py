@@ -213,7 +213,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 
 
 def _versions_of(tensor: Any) -> tuple | None:
-    """What changes with the data of a quantized tensor; None: they do not tell."""
+    """Version of the data of a quantized tensor; None: it does not tell."""
     tensors = [part for part in tensor.get_data_tensors() if part is not None]
     if is_traced_or_faked():
         return tuple(tensor._counted_writes())

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from transformer_engine.pytorch import tensor as formats
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, checked_shape
 
 
 def pickled_class(kind: type) -> Any:
-    """What a pickle calls a class by: its name, but a class of a program itself."""
+    """Return a pickle's reference to a class: its name, but a class of a program itself."""
     name = kind.__name__
     known = getattr(formats, name, None)
     return name if known is kind else kind
@@ -39,16 +40,19 @@ def rebuild_quantized(
     `recast` is the name of a quantizer's class and its arguments or None, `about` says whether a
     gradient is wanted, whether it is a parameter, and has attributes. ValueError for another class
     than a quantized tensor's, for fields that it does not have, and for attributes that are names
-    of the class: a file may not put something in place of a method.
+    of the class: a file may not put something in place of a method; TypeError or ValueError for
+    what is no shape, dtype or pair.
     """
     made = _named_class(kind, "QuantizedTensor", "quantized tensors")
+    label = f"a pickled {made.__name__}"
     fields = _fields_of(made, fields)
+    shape = checked_shape(label, shape)
+    checked_dtype(f"{label}: dtype", dtype)
     if recast is not None:
-        fields["_quantizer"] = rebuild_quantizer(*recast)
-    requires_grad, is_parameter, attributes = about
+        fields["_quantizer"] = rebuild_quantizer(*_items(label, recast, str | type, dict))
+    requires_grad, is_parameter, attributes = _items(label, about, bool, bool, dict)
     taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
     if taken:
-        label = f"a pickled {made.__name__}"
         raise ValueError(
             f"{label}: attributes {taken}: the class itself has these names, and they are not "
             "overwritten"
@@ -59,6 +63,15 @@ def rebuild_quantized(
     if is_parameter:
         tensor._is_param = True
     return tensor
+
+
+def _items(label: str, given: Any, *kinds: Any) -> tuple:
+    """A tuple of so many items of these classes; ValueError for anything else."""
+    legal = isinstance(given, tuple) and len(given) == len(kinds)
+    if not legal or not all(map(isinstance, given, kinds)):
+        names = ", ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise ValueError(f"{label}: {given!r}, expected a tuple of {names}")
+    return given
 
 
 def _fields_of(made: type, fields: Any) -> dict[str, Any]:
@@ -95,8 +108,10 @@ def rebuild_storage(kind: Any, dtype: torch.dtype, fields: dict, recast: tuple |
     made: Any = _named_class(kind, "QuantizedTensorStorage", "storages")
     fields = _fields_of(made, fields)
     if recast is not None:
-        fields["_quantizer"] = rebuild_quantizer(*recast)
+        parts = _items(f"a pickled {made.__name__}", recast, str | type, dict)
+        fields["_quantizer"] = rebuild_quantizer(*parts)
         fields["_quantizer"].internal = True
+    checked_dtype(f"a pickled {made.__name__}: dtype", dtype)
     storage = made._made(fields, dtype)
     storage._written()
     return storage

@@ -24,7 +24,7 @@ NOT_FIELDS = frozenset(
 )
 """Attributes of tensors and storages that say nothing of their data."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""What settings of a class that does not say which it has are compared by."""
+"""Settings that are compared of a class that does not name its own."""
 
 
 def _checked(function: Any) -> Any:
@@ -175,7 +175,7 @@ class QuantizedTensorStorage:
         return tuple(self._dequantized(torch.float32, ()).shape)
 
     def _default_quantizer(self) -> Quantizer:
-        """What casts into it where it has no quantizer."""
+        """Quantizer for writes into it, where it has none of its own."""
         raise RuntimeError(
             f"{type(self).__name__}: it has no quantizer: give one, "
             "quantizer.update_quantized(src, tensor)"
@@ -218,7 +218,7 @@ class QuantizedTensorStorage:
         """Take note that all forms have been written."""
 
     def _kind(self) -> tuple:
-        """What plans depend on, of the settings."""
+        """Settings that plans depend on."""
         names = (name for name in self._SETTINGS if name != "_transpose_version")
         values = [getattr(self, name) for name in names]
         if isinstance(type(self)._TENSORS, property):
@@ -226,7 +226,7 @@ class QuantizedTensorStorage:
         return tuple(values)
 
     def _state(self) -> dict[str, Any]:
-        """What `_take_state` takes over, where other tensors take the place of these."""
+        """State that `_take_state` takes over, where other tensors take the place of these."""
         return {}
 
     def _take_state(self, state: dict[str, Any]) -> None:
@@ -442,7 +442,7 @@ class QuantizedTensorStorage:
         return self._text({})
 
     def _shown(self) -> dict[str, Any]:
-        """What is printed before the values."""
+        """Text before the values."""
         return {}
 
     def _text(self, more: dict[str, Any]) -> str:

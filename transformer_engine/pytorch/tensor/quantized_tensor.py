@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all quantized tensors share: quantizers, storages, and tensors of torch over these.
+"""Bases of quantized tensors: quantizers, storages, and tensors of torch over these.
 
 A format is three small classes: a quantizer, which allocates and casts; a storage, which names its
 fields (`_TENSORS`, `_SETTINGS`) and says how they are read; and the two joined, a `torch.Tensor` of
@@ -245,7 +245,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """What `torch.distributed.fsdp` gathers of a sharded parameter: values in high precision.
+        """Return what `torch.distributed.fsdp` gathers of a sharded parameter: high precision.
 
         Parts have scales of their own, and the forward casts the whole weight.
         """
@@ -363,7 +363,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         return rebuild_quantized, (kind, tuple(self.shape), self.dtype, fields, recast, about)
 
     def _attributes(self) -> dict[str, Any]:
-        """What programs have put on the tensor."""
+        """Attributes that programs have put on the tensor."""
         own = {*self._TENSORS, *self._SETTINGS, *NOT_FIELDS} - {"_high_precision_init_val"}
         own |= {"_values", "_seen"}  # of an IdentityTensor
         return {name: value for name, value in self.__dict__.items() if name not in own}

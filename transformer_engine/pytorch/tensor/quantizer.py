@@ -176,7 +176,7 @@ class Quantizer(QuantizerParts, abc.ABC):
         return made
 
     def _made(self, source: Tensor) -> Any:
-        """What `quantize_impl` of a program makes; it knows its quantizer, and a nominal dtype."""
+        """Call `quantize_impl` of a program; the result knows its quantizer and nominal dtype."""
         outer = id(self) not in _THREAD.casting
         _THREAD.casting.add(id(self))
         try:
@@ -190,7 +190,7 @@ class Quantizer(QuantizerParts, abc.ABC):
         return made
 
     def _taken(self, made: Any, method: str) -> Any:
-        """What a method of a program returned; it knows its quantizer then.
+        """Give the result of a program's method its quantizer.
 
         TypeError where that is no quantized tensor.
         """
@@ -206,7 +206,7 @@ class Quantizer(QuantizerParts, abc.ABC):
 
     @constant_in_graphs
     def _number(self) -> int:
-        """What `_quantize_in_graph` knows it by."""
+        """Key of `_quantize_in_graph`."""
         for number, quantizer in _IN_GRAPHS.items():
             if quantizer is self:
                 return number
@@ -322,7 +322,7 @@ class Quantizer(QuantizerParts, abc.ABC):
         return cls(**arguments)
 
     def _settings(self) -> dict[str, Any]:
-        """What to print."""
+        """Text of ``repr``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def __repr__(self) -> str:
@@ -338,7 +338,7 @@ def check_caster(label: str, given: Any) -> None:
 
 
 class _Thread(threading.local):
-    """What a thread casts."""
+    """Casts of a thread."""
 
     def __init__(self) -> None:
         self.casting: set[int] = set()

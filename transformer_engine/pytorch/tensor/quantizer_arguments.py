@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantizers and the constructors of quantized tensors are given: checks with one text each.
+"""Checks of the arguments of quantizers and of constructors of quantized tensors, one text each.
 
 `label` says whose argument it is. All raise TypeError but where they say more.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a quantizer about its tensors: their parts, shapes, and what may be done.
+"""Questions to a quantizer about its tensors: their parts, shapes, and what may be done.
 
 All is composed of what a format declares: `_empty`, `_format_settings` and the constructor of its
 storage. Whoever makes tensors of parts uses both halves:
@@ -50,7 +50,7 @@ class QuantizerParts:
         """ValueError for a shape that the format has no blocks for."""
 
     def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
-        """What a tensor of a shape consists of, in the usages that are set."""
+        """Parts of a tensor of a shape, in the usages that are set."""
         self._check_declared("inner_tensor_specs(shape)")
         return [
             InnerTensor(name, tuple(part.shape), part.dtype)

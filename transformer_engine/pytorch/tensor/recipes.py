@@ -85,7 +85,7 @@ def _has(cast: OperandCast, option: int) -> bool:
 
 
 def with_scale(cast: OperandCast, scale: Tensor, amax: Tensor, first: bool) -> Float8Quantizer:
-    """What casts with a scale and an amax of somebody, row-wise; see `Float8Quantizer`."""
+    """Make a row-wise cast with a given scale and amax; see `Float8Quantizer`."""
     options = {"columnwise": False, "measure_first": first}
     return Float8Quantizer(scale, amax, _ELEMENTS[cast.dtype], **options)
 

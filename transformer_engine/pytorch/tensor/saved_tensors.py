@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd functions of programs save of quantized tensors: parts that autograd can keep."""
+"""Quantized tensors that autograd functions of programs save: as parts that autograd can keep."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
-    """What a ``save_for_backward`` is given of tensors and storages, and what else to keep.
+    """Return arguments of ``save_for_backward`` for tensors and storages, and what else to keep.
 
     Storages are emptied. Undo with `restore_from_saved`. TypeError for anything else but None.
     """

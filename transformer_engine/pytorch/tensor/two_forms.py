@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formats share that have scales of their own for each form: a class of these is a few lines.
+"""Base of formats that have scales of their own for each form: a class of these is a few lines.
 
 Both forms are cast from high precision. A format says by `_mode` how its scales lie
 (``_core.SCALING_*``), and by `_turned` whether one form can be made of the other.

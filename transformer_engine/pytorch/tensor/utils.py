@@ -145,7 +145,7 @@ def _slices(weight: Any, master: Tensor | None, start: int | None, shard: Any) -
 
 
 def _shards(given: Any) -> Shards:
-    """What a program gives: a row-wise shard, a pair, or None."""
+    """Argument of a program: a row-wise shard, a pair, or None."""
     pair = given if isinstance(given, (tuple, list)) else (given, None)
     if len(pair) != 2 or not all(isinstance(each, Tensor | None) for each in pair):
         raise ValueError(

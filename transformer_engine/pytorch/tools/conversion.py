@@ -29,7 +29,7 @@ _COUNTERPARTS = ((torch.nn.Linear, Linear), (torch.nn.LayerNorm, LayerNorm),
 
 
 class Conversion(NamedTuple):
-    """What becomes of one module."""
+    """Fate of one module."""
 
     name: str  # its path in the model; empty for the model itself
     module: type  # its class
@@ -232,7 +232,7 @@ def counterpart_of(module: Module) -> Module | str | None:
 
 
 def _unfit(module: Module) -> str | None:
-    """What keeps any module of a fitting class from being swapped."""
+    """Reason why a module of a fitting class is not swapped."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (by a hook of another package, say)"
     if module.__dict__.get("_compiled_call_impl") is not None:

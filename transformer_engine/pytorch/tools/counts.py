@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What really ran, counted where work is handed to the device; and the scales of a model."""
+"""Counters of the work that was handed to the device; and the scales of a model."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

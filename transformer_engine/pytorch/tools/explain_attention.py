@@ -123,7 +123,7 @@ def explain_attention(
 def _about_fp8(
     core: DotProductAttention, call_kind: CallKind, about: dict[str, Any], emulated: bool
 ) -> str:
-    """What there is to say of FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
+    """Text about FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
     state = current_state()
     if not state.enabled or not fp8.asks_for_it(state.recipe):
         return ""
@@ -205,7 +205,7 @@ def _kind_of(layers: tuple, dtype: Any, device: Any) -> tuple[torch.dtype, Any]:
 
 
 def _described(value: Any, kind: tuple[torch.dtype, Any]) -> Any:
-    """What stands for a shape; anything else as it is."""
+    """Return a stand-in for a shape; anything else as it is."""
     if isinstance(value, tuple) and all(isinstance(n, int) for n in value):
         return Described(value, *kind)
     return value

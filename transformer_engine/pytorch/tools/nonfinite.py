@@ -160,7 +160,7 @@ def find_nonfinite(model: Module) -> list[Finding]:
 
 
 class _Role(NamedTuple):
-    """What a tensor is to a module."""
+    """Role of a tensor in a module."""
 
     path: str
     module: Module

@@ -77,7 +77,7 @@ class CastRecord:
 
 
 class ModuleRecord:
-    """What one module did in a block; called for every stage of its plans."""
+    """Record of one module in a block; called for every stage of its plans."""
 
     def __init__(self) -> None:
         # By part of the module and number of the operand.
@@ -144,7 +144,7 @@ class ModuleRecord:
 
 
 def _values(stage: _core.Stage, role: int, buffers: StageBuffers) -> Tensor:
-    """What a stage casts, as the operator computes it before the cast: in fp32."""
+    """Values that a stage casts, as the operator computes them before the cast: in fp32."""
     graph = buffers.plan.graph
     linear = graph.nodes[stage.node]
     if stage.op == "quantize":

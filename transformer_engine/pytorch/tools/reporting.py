@@ -73,9 +73,9 @@ class LayerReport(NamedTuple):
     shape: tuple[int, ...]  # of the weight; empty where there is none
     gemms: tuple[GemmReport, ...]  # of a linear layer
     tensors: tuple[TensorReport, ...]
-    """What it casts to FP8; empty where its last call did not run in FP8."""
+    """Casts to FP8; empty where its last call did not run in FP8."""
     note: str | None
-    """What else there is to say: of a norm its precision, of an attention its backend."""
+    """Further facts: of a norm its precision, of an attention its backend."""
 
 
 def report(
@@ -315,7 +315,7 @@ def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
 def _weight(
     found: TensorReport, code: int, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> TensorReport:
-    """What the next cast of a weight does, with the scales that it finds; delayed: is given."""
+    """Describe the next cast of a weight, with the scales that it finds; delayed: is given."""
     weight = torch.cat([w.detach() for w in weights])
     if found.scale is None:
         scale = _found(weight, code, spec)

@@ -44,7 +44,7 @@ _MULTIPLIED_OUT = {_core.RECIPE_MXFP8: "mxfp8", _core.RECIPE_NVFP4: "nvfp4"}
 
 
 def emulation_of(one: OperandCast, other: OperandCast) -> str:
-    """What is said of a GEMM that multiplies its operands out: " (emulated mxfp8)"."""
+    """Remark on a GEMM that multiplies its operands out: " (emulated mxfp8)"."""
     recipes = {_core.RECIPE_DELAYED if c.recipe in _ONE_SCALE else c.recipe for c in (one, other)}
     by_rows = (one.options | other.options) & _core.CAST_ROW_SCALED
     if len(recipes) > 1 or by_rows or _core.RECIPE_EXTERNAL in recipes:
@@ -69,7 +69,7 @@ def scales_shape(mode: int, rows: int, columns: int) -> tuple[int, ...]:
 def scale_matrix(
     cast: OperandCast, scales: Any, rows: int, columns: int, amax: Tensor | None = None
 ) -> Tensor:
-    """What elements of [rows, columns] were multiplied with, as a matrix that broadcasts to it.
+    """Factors of the elements of [rows, columns], as a matrix that broadcasts to it.
 
     Exact under one scale per tensor and where scales are powers of two; else 1 / (1 / scale). Of
     NVFP4 with the amax of the tensor.

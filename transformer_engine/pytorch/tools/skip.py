@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools are given: a model, and modules of it to leave out."""
+"""Arguments of tools: a model, and modules of it to leave out."""
 
 import difflib
 import fnmatch

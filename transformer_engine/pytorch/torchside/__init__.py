@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch is doing, asked in one place: modes, devices, kinds of tensors, graph breaks."""
+"""State of torch, asked in one place: modes, devices, kinds of tensors, graph breaks."""

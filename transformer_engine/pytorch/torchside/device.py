@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the devices of this machine can do."""
+"""Capabilities of the devices of this machine."""
 
 import ctypes
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators of this package.
+"""Formulas of `torch.utils.flop_counter.FlopCounterMode` for the operators of this package.
 
 2 m n k for each GEMM that a plan runs, on the sizes of the layer, not on what FP8 pads: as many as
 the same layer of `torch.nn` has. Attention counts as in torch's kernels on a GPU: two products

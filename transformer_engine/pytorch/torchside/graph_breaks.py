@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no graph of `torch.compile` holds: it runs between two of them."""
+"""Code that no graph of `torch.compile` holds: it runs between two of them."""
 
 from collections.abc import Callable
 from typing import Any

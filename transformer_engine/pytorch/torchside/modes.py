@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch is doing around a call: tracing, exporting, watching, transforming, or only faking.
+"""State of torch around a call: tracing, export, modes, transforms, fake tensors.
 
 Names of torch that are not public stand here, because there is no public way to ask: tests of
 torch's tools fail where a release of torch renames one. Elsewhere are the variables of torch's
@@ -67,7 +67,7 @@ wraps_tensors: Callable[[Any], bool] = is_traceable_wrapper_subclass
 """Whether a tensor is one of a subclass that has its values in other tensors."""
 
 leaves_of: Callable[..., list] = arg_tree_leaves
-"""What arguments consist of: items of the lists, tuples and dicts among them."""
+"""Leaves of arguments: items of the lists, tuples and dicts among them."""
 
 mapped_tensors: Callable[..., Any] = tree_map_only
 """Apply a function to what is of a class among the items of lists, tuples and dicts."""
@@ -310,7 +310,7 @@ def is_traced_or_faked() -> bool:
 
 
 def compilation() -> CompileContext | None:
-    """What the thread compiles, tracing or not, the same in all attempts; None: nothing."""
+    """Identity of the frame that the thread compiles, the same in all attempts; None: none."""
     return CompileContext.try_get()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked about tensors that are not plainly `Tensor` or `Parameter`, before any is made."""
+"""Questions about tensors of other classes than `Tensor` and `Parameter`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_engine.pytorch.torchside.modes import wraps_tensors
 
 ALIGNMENT = 16
-"""What native code rounds the length of a line of quantized data up to; the padding is zero."""
+"""Native code pads a line of quantized data with zeros to a multiple of this length."""
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
