@@ -133,3 +133,17 @@ def test_a_layer_by_its_modules(device):
     layer.layernorm_mlp.register_forward_hook(lambda *_: None)
     text = text_of(layer, torch.randn(8, 2, 32, device=device))
     assert "it calls its modules; explain them: self_attention.layernorm_qkv" in text
+
+
+@pytest.mark.parametrize("told", [{}, {"max_seqlen_q": 9}])
+def test_packed_sequences(device, told):
+    """Their number and bounds are of the call; what is not given is read."""
+    layer = te.TransformerLayer(
+        32, 64, 4, attn_input_format="thd", self_attn_mask_type="padding", device=device,
+        params_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+    )  # fmt: skip
+    x = torch.randn(16, 32, device=device).to(layer.layernorm_mlp.fc2_weight.dtype)
+    told["cu_seqlens_q"] = torch.tensor([0, 7, 16], dtype=torch.int32, device=device)
+    text = text_of(layer, x, **told)
+    longest = told.get("max_seqlen_q", 64)
+    assert "query_offsets: i32 [3]" in text and f"bounds: i32 [{longest} x {longest} x 0]" in text

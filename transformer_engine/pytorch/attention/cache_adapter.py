@@ -13,7 +13,13 @@ from transformer_engine.pytorch.attention.masks import (
     padding_form,
     window_of,
 )
-from transformer_engine.pytorch.attention.problem import AttentionOptions, Sequences, keys_as
+from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
+    Heads,
+    Sequences,
+    check_tensors,
+    keys_as,
+)
 
 _NAME = "DotProductAttention"
 
@@ -46,7 +52,21 @@ def options_for_cache(
     )  # fmt: skip
 
 
-def check_new(core: Any, params: Any, batch: int, key: Tensor) -> None:
+def extend_cache(
+    core: Any, heads: Heads, options: AttentionOptions, qkv_format: str
+) -> tuple[Heads, AttentionOptions]:
+    """Put new keys and values into their cache: all of them, and the options for these."""
+    params = options.inference_params
+    options = options_for_cache(options, core.attn_mask_type, core.window_size)
+    query, *new = heads.split()
+    batch, *_ = check_tensors(core, query, *new, qkv_format, options)
+    _check_new(core, params, batch, new[0])
+    made, longest = _append_and_view(params, core.layer_number, tuple(new), qkv_format)
+    of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
+    return Heads((query, *made)), options._replace(**of_keys)
+
+
+def _check_new(core: Any, params: Any, batch: int, key: Tensor) -> None:
     """Raise for new keys that can not go into a cache (ValueError)."""
     if core.layer_number is None:
         raise ValueError(f"{_NAME}: inference_params needs a layer_number: give it to the module")
@@ -66,7 +86,7 @@ def check_new(core: Any, params: Any, batch: int, key: Tensor) -> None:
         )
 
 
-def append_and_view(
+def _append_and_view(
     params: Any, layer_number: int, new: tuple[Tensor, Tensor], qkv_format: str
 ) -> tuple[tuple[Tensor, Tensor], int]:
     """Put new keys and values into a cache; all of them, and the bound of their lengths.

@@ -18,15 +18,9 @@ from transformer_engine.pytorch.attention.backends import (
     Choice,
     check_constructible,
 )
-from transformer_engine.pytorch.attention.cache_adapter import (
-    append_and_view,
-    check_new,
-    options_for_cache,
-)
+from transformer_engine.pytorch.attention.cache_adapter import extend_cache
 from transformer_engine.pytorch.attention.choice import BackendChoice
-from transformer_engine.pytorch.attention.limits import (
-    Limits,
-)
+from transformer_engine.pytorch.attention.limits import Limits
 from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.attention.problem import (
     MIXED,
@@ -500,7 +494,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             heads, options, qkv_format = in_one_format(heads, options, qkv_format)
             found_by = None
         if options.inference_params is not None:
-            heads, options = self._extend_cache(heads, options, qkv_format)
+            heads, options = extend_cache(self, heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -567,19 +561,6 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             return attend_emulated(self, *given)
 
         return emulate
-
-    def _extend_cache(
-        self, heads: Heads, options: AttentionOptions, qkv_format: str
-    ) -> tuple[Heads, AttentionOptions]:
-        """Put new keys and values into their cache: all of them, and the options for these."""
-        params = options.inference_params
-        options = options_for_cache(options, self.attn_mask_type, self.window_size)
-        query, *new = heads.split()
-        batch, *_ = check_tensors(self, query, *new, qkv_format, options)
-        check_new(self, params, batch, new[0])
-        made, longest = append_and_view(params, self.layer_number, tuple(new), qkv_format)
-        of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
-        return Heads((query, *made)), options._replace(**of_keys)
 
     def _attend_in_fork(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import extent_value
+from transformer_engine.pytorch.attention.problem import AttentionOptions, sizes_of
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.module.linear_base import LinearBase
@@ -42,6 +43,15 @@ def _sizes(inp: Tensor | None) -> tuple[int, ...]:
     return inp.shape[:-1].numel(), *dims
 
 
+def _packed_sizes(given: dict, inp: Tensor) -> tuple[int, ...]:
+    """How many packed sequences a call has, and the bounds of their queries and keys."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    source = given.get("encoder_output")
+    keys = inp if source is None else source
+    options = AttentionOptions(**{name: given.get(name) for name in names})
+    return sizes_of(options, inp.shape[0], keys.shape[0])
+
+
 def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
     """Print the plans that calls of a module's layers run, without running them.
 
@@ -67,8 +77,10 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     if recipe is not None and (recipe.mxfp8() or recipe.nvfp4()):
         asked = is_mxfp8_available if recipe.mxfp8() else is_nvfp4_available
         lines.append(f"GEMMs are emulated: {asked(return_reason=True)[1]}")
-    sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
     plans = module.plans_of(*args, **kwargs)
+    sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
+    if any(plan.described.symbols >> _core.SYMBOL_SEQUENCES for _, plan in plans):
+        sizes = (*sizes, 0, 0, 0)[:6] + _packed_sizes(kwargs, inp)
     for title, plan in plans:
         lines += _plan_text(title, plan, sizes)
     if not plans:
