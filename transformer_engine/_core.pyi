@@ -34,7 +34,7 @@ ATTENTION_INPUTS: Final[tuple[str, ...]]
 ATTENTION_NUMBERS: Final[tuple[str, ...]]
 """Its numbers, likewise."""
 LINEAR_STAGES: Final[tuple[str, ...]]
-"""Stages of a linear node; bit i of its `external` stands for LINEAR_STAGES[i]."""
+"""Stages of a linear node; its lists of steps have their numbers here."""
 
 AMAX_PARTIALS: Final[int]
 """Elements of a `partials` tensor."""
@@ -314,7 +314,9 @@ def run_staged(
 ) -> tuple[Any, ...]:
     """`run` with Python functions at stages, called inside the run; arguments and result as there.
 
-    functions: ``f(buffers)`` by stage name, one for each external stage. observer:
+    functions: ``f(buffers)`` by stage name, one for each external stage; of a second half
+    ``f(buffers, started)``, with what the first one has returned, also where the run fails in
+    between. observer:
     ``f(stage number, buffers, done)``, called before and after every stage. What they raise ends the
     run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)` is the
     argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is

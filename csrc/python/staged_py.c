@@ -158,7 +158,7 @@ int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *
         if (function == NULL) return -1;
         Py_DECREF(function);
         if (info->stages[s].half < 0 || staged->started != NULL) continue;
-        staged->started = PyMem_Calloc((size_t)info->stage_count, sizeof *staged->started);
+        staged->started = PyMem_Calloc((size_t)info->stage_count, sizeof(PyObject *));
         if (staged->started == NULL) {
             (void)PyErr_NoMemory();
             return -1;
