@@ -60,21 +60,17 @@ static te_status check_shape(const te_value_desc *value)
             e->add == 1) {
             continue; /* offsets: one more than there are sequences */
         }
-        if (e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
-            e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
-            (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW)))) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld", value->name,
-                           d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
-        }
+        TE_FAIL_IF(e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
+                       e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
+                       (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW))),
+                   TE_ERROR_INVALID, "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld",
+                   value->name, d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
         if (!constant) most = MOST_IN_ROW;
         elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
     }
-    if (elements > most) return TE_FAIL(TE_ERROR_INVALID, "graph: %s: too large", value->name);
-    if ((value->flags & TE_VALUE_LEADING) != 0 && !has_leading(value)) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: %s: leading dims that are no number of rows",
-                       value->name);
-    }
+    TE_FAIL_IF(elements > most, TE_ERROR_INVALID, "graph: %s: too large", value->name);
+    TE_FAIL_IF((value->flags & TE_VALUE_LEADING) != 0 && !has_leading(value), TE_ERROR_INVALID,
+               "graph: %s: leading dims that are no number of rows", value->name);
     return TE_OK;
 }
 
@@ -103,25 +99,23 @@ static te_status check_value(const te_value_desc *value, int32_t number)
 {
     const uint32_t kinds = TE_VALUE_INPUT | TE_VALUE_PARAMETER | TE_VALUE_RESULT;
     uint32_t kind = value->flags & kinds;
-    if (memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
-        value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
-        value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
-        ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
-        !forms_fit(value->flags, kind)) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
-                       value->ndim, value->flags);
-    }
+    TE_FAIL_IF(memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
+                   value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
+                   value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
+                   ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
+                   !forms_fit(value->flags, kind),
+               TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
+               value->ndim, value->flags);
     if (value->flags == TE_VALUE_INPUT &&
         (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32 ||
          value->dtype == TE_DTYPE_I64)) {
         return check_shape(value);
     }
-    if (!te_dtype_is_high_precision((te_dtype)value->dtype) ||
-        !te_dtype_is_high_precision((te_dtype)value->grad_dtype)) {
-        return TE_FAIL(TE_ERROR_TYPE, "graph: %s: dtype %s, gradient %s, expected f32, f16 or bf16",
-                       value->name, te_dtype_name((te_dtype)value->dtype),
-                       te_dtype_name((te_dtype)value->grad_dtype));
-    }
+    TE_FAIL_IF(!te_dtype_is_high_precision((te_dtype)value->dtype) ||
+                   !te_dtype_is_high_precision((te_dtype)value->grad_dtype),
+               TE_ERROR_TYPE, "graph: %s: dtype %s, gradient %s, expected f32, f16 or bf16",
+               value->name, te_dtype_name((te_dtype)value->dtype),
+               te_dtype_name((te_dtype)value->grad_dtype));
     return check_shape(value);
 }
 
@@ -150,12 +144,10 @@ static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *value = &graph->values[node->inputs[i]];
-    if ((value->flags & OF_WEIGHT) != 0 &&
-        (node->kind != TE_NODE_LINEAR || i != TE_WEIGHT_OPERAND)) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
-                       value->name, value->flags);
-    }
+    TE_FAIL_IF(
+        (value->flags & OF_WEIGHT) != 0 && (node->kind != TE_NODE_LINEAR || i != TE_WEIGHT_OPERAND),
+        TE_ERROR_INVALID, "graph: node %d reads %s, whose flags 0x%x only a linear's weight has", n,
+        value->name, value->flags);
     return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_GEMM_OPERANDS);
 }
 
@@ -188,29 +180,26 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_node_rules *of = te_rules[node->kind];
-    if (memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
-        node->output < 0 || node->output >= graph->value_count) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n,
-                       node->inputs[0], node->output);
-    }
+    TE_FAIL_IF(memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
+                   node->output < 0 || node->output >= graph->value_count,
+               TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n, node->inputs[0],
+               node->output);
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         int32_t recipe = node->quantization.casts[role].recipe;
         if (te_recipe_exists(recipe)) continue;
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: recipe = %d does not exist", n, recipe);
     }
-    if ((node->flags & ~of->flags) != 0 || (!of->casts && te_is_quantized(&node->quantization))) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): flags 0x%x and recipe %d, of which it knows 0x%x and "
-                       "%s",
-                       n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
-                       of->casts ? "any" : "none");
-    }
+    TE_FAIL_IF((node->flags & ~of->flags) != 0 ||
+                   (!of->casts && te_is_quantized(&node->quantization)),
+               TE_ERROR_INVALID,
+               "graph: node %d (%s): flags 0x%x and recipe %d, of which it knows 0x%x and "
+               "%s",
+               n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
+               of->casts ? "any" : "none");
     TE_TRY(check_steps(node, n));
     for (int i = 0; i < node->input_count; i++) {
-        if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
-            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,
-                           node->inputs[i]);
-        }
+        TE_FAIL_IF(node->inputs[i] < -1 || node->inputs[i] >= graph->value_count, TE_ERROR_INVALID,
+                   "graph: node %d: there is no value %d", n, node->inputs[i]);
         if (node->inputs[i] >= 0) TE_TRY(check_reader(graph, n, i));
     }
     TE_TRY(check_operand(graph, n, node->output, TE_GRAD_OPERAND));
@@ -277,25 +266,20 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
         for (int i = 0; i < node->input_count; i++) {
             int32_t x = node->inputs[i];
             if (x < 0) continue;
-            if (!is_given(&graph->values[x]) && values[x].producer == TE_NOBODY) {
-                return TE_FAIL(TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made",
-                               n, graph->values[x].name);
-            }
-            if (values[x].readers++ > 0 && has_one_reader(&graph->values[x])) {
-                return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                               "graph: node %d: the gradient of %s, which is read twice", n,
-                               graph->values[x].name);
-            }
+            TE_FAIL_IF(!is_given(&graph->values[x]) && values[x].producer == TE_NOBODY,
+                       TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made", n,
+                       graph->values[x].name);
+            TE_FAIL_IF(values[x].readers++ > 0 && has_one_reader(&graph->values[x]),
+                       TE_ERROR_UNSUPPORTED,
+                       "graph: node %d: the gradient of %s, which is read twice", n,
+                       graph->values[x].name);
             if (i < node->slice_count) TE_TRY(check_slices(graph, n, i));
         }
-        if ((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && te_rules[node->kind]->again == NULL) {
-            return TE_FAIL(TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
-                           te_rules[node->kind]->name);
-        }
-        if (is_given(&graph->values[y]) || values[y].producer != TE_NOBODY) {
-            return TE_FAIL(TE_ERROR_INVALID, "graph: node %d makes %s, which is there already", n,
-                           graph->values[y].name);
-        }
+        TE_FAIL_IF((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && te_rules[node->kind]->again == NULL,
+                   TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
+                   te_rules[node->kind]->name);
+        TE_FAIL_IF(is_given(&graph->values[y]) || values[y].producer != TE_NOBODY, TE_ERROR_INVALID,
+                   "graph: node %d makes %s, which is there already", n, graph->values[y].name);
         values[y].producer = n;
     }
     for (int32_t n = 0; n < graph->node_count; n++) {
@@ -382,7 +366,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
 
 static te_status check_count(const char *what, const void *list, int32_t count, int32_t most)
 {
-    if (count == 0) return TE_FAIL(TE_ERROR_INVALID, "graph: it has no %s", what);
+    TE_FAIL_IF(count == 0, TE_ERROR_INVALID, "graph: it has no %s", what);
     if (list != NULL && count > 0 && count <= most) return TE_OK;
     return TE_FAIL(TE_ERROR_INVALID, "graph: %d %s%s, expected 1 to %d", count, what,
                    list == NULL ? " at NULL" : "", most);
@@ -390,16 +374,14 @@ static te_status check_count(const char *what, const void *list, int32_t count, 
 
 te_status te_check_head(const te_graph_desc *graph, te_direction direction)
 {
-    if (graph == NULL) return TE_FAIL(TE_ERROR_INVALID, "graph is NULL");
-    if (graph->size != sizeof *graph || (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: size %zu, expected %zu, or flags 0x%x",
-                       graph->size, sizeof *graph, graph->flags);
-    }
+    TE_FAIL_IF(graph == NULL, TE_ERROR_INVALID, "graph is NULL");
+    TE_FAIL_IF(graph->size != sizeof *graph || (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0,
+               TE_ERROR_INVALID, "graph: size %zu, expected %zu, or flags 0x%x", graph->size,
+               sizeof *graph, graph->flags);
     TE_TRY(check_count("values", graph->values, graph->value_count, TE_GRAPH_VALUES));
     TE_TRY(check_count("nodes", graph->nodes, graph->node_count, TE_GRAPH_NODES));
-    if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
-    }
+    TE_FAIL_IF((int)direction < 0 || direction >= TE_DIRECTION_COUNT, TE_ERROR_INVALID,
+               "graph: direction = %d does not exist", (int)direction);
     return TE_OK;
 }
 

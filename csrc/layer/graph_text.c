@@ -199,12 +199,10 @@ te_status te_graph_write(const te_graph_desc *graph, te_direction direction, cha
                          size_t size, size_t *length)
 {
     writer to = {buffer, buffer == NULL ? 0 : size, 0};
-    if (graph == NULL || length == NULL || graph->size != sizeof *graph) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: it or length is NULL, or its size is another");
-    }
-    if ((int)direction < 0 || direction >= TE_DIRECTION_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: direction = %d does not exist", (int)direction);
-    }
+    TE_FAIL_IF(graph == NULL || length == NULL || graph->size != sizeof *graph, TE_ERROR_INVALID,
+               "graph: it or length is NULL, or its size is another");
+    TE_FAIL_IF((int)direction < 0 || direction >= TE_DIRECTION_COUNT, TE_ERROR_INVALID,
+               "graph: direction = %d does not exist", (int)direction);
     put(&to, VERSION " ");
     put(&to, directions[direction]);
     put(&to, " ");
@@ -411,9 +409,8 @@ te_status te_graph_read(const char *text, te_graph_desc *graph, te_direction *di
     reader from = {text, text};
     int found = 0;
     te_status st;
-    if (text == NULL || graph == NULL || direction == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "plan: text, graph or direction is NULL");
-    }
+    TE_FAIL_IF(text == NULL || graph == NULL || direction == NULL, TE_ERROR_INVALID,
+               "plan: text, graph or direction is NULL");
     te_record_initial(record, graph);
     graph->size = sizeof *graph;
     if (!take(&from, VERSION " ")) {

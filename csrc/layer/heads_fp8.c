@@ -287,11 +287,8 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
                        q->casts[0].recipe, recipe);
     }
     TE_TRY(te_check_quantization(node, "attention"));
-    if (q->backward != TE_BACKWARD_QUANTIZED) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: backward = %d, but TE_NODE_FP8_GRADIENT says what its is",
-                       q->backward);
-    }
+    TE_FAIL_IF(q->backward != TE_BACKWARD_QUANTIZED, TE_ERROR_INVALID,
+               "attention: backward = %d, but TE_NODE_FP8_GRADIENT says what its is", q->backward);
     for (int i = TE_HEADS_INPUTS; i < node->input_count; i++) {
         const char *limit = node->inputs[i] < 0 ? NULL : graph->values[node->inputs[i]].name;
         const te_value_desc *value = limit == NULL ? NULL : &graph->values[node->inputs[i]];

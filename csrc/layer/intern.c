@@ -65,7 +65,7 @@ static te_plan *find_or_add(int64_t id, te_plan *made)
 
 te_status te_plan_find(int64_t id, te_plan **plan)
 {
-    if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
+    TE_FAIL_IF(plan == NULL, TE_ERROR_INVALID, "plan is NULL");
     *plan = find_or_add(id, NULL);
     if (*plan != NULL) return TE_OK;
     return TE_FAIL(TE_ERROR_INVALID, "plan %lld: nobody holds it in this process", (long long)id);

@@ -74,10 +74,9 @@ static te_status shape_tensor(const te_buffer *buffer, const te_sizes *sizes, te
         tensor->shape[d] = length;
         tensor->strides[d] = view ? te_extent_value(&info->strides[d], sizes) : stride;
         if (view || length == TE_ANY_LENGTH) continue;
-        if (length > 0 && stride > MOST_BYTES / (int64_t)sizeof(float) / length) {
-            return TE_FAIL(TE_ERROR_INVALID, "plan: %s: too large for %lld rows", buffer->name,
-                           (long long)sizes->of[TE_SYMBOL_ROWS]);
-        }
+        TE_FAIL_IF(length > 0 && stride > MOST_BYTES / (int64_t)sizeof(float) / length,
+                   TE_ERROR_INVALID, "plan: %s: too large for %lld rows", buffer->name,
+                   (long long)sizes->of[TE_SYMBOL_ROWS]);
         stride *= length;
     }
     return TE_OK;
@@ -160,11 +159,10 @@ te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *
         }
     }
     TE_TRY(check_sizes(plan, sizes));
-    if (consumes_saved && plan->direction == TE_DIRECTION_FORWARD) {
-        return TE_FAIL(TE_ERROR_INVALID, "plan: a forward consumes nothing that was saved");
-    }
+    TE_FAIL_IF(consumes_saved && plan->direction == TE_DIRECTION_FORWARD, TE_ERROR_INVALID,
+               "plan: a forward consumes nothing that was saved");
     made = calloc(1, sizeof *made + buffers * (sizeof made->tensors[0] + 1));
-    if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a layout");
+    TE_FAIL_IF(made == NULL, TE_ERROR_MEMORY, "no memory for a layout");
     made->in_saved = (unsigned char *)&made->tensors[buffers];
     made->device = device;
     made->sizes = *sizes;

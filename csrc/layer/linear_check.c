@@ -55,21 +55,18 @@ static te_status check_cast(const te_node_desc *node, te_operand_role role, cons
     const te_quantization *q = &node->quantization;
     const te_operand_cast *cast = te_cast_of(q, role);
     const te_recipe_rule *rule = te_recipe_rule_of(q, role);
-    if (rule->dtypes != 0 &&
-        ((uint32_t)cast->dtype >= 32 || (rule->dtypes >> cast->dtype & 1U) == 0)) {
-        return TE_FAIL(TE_ERROR_TYPE, "%s: %s: recipe %d has no %s", what, names[role],
-                       cast->recipe, te_dtype_name((te_dtype)cast->dtype));
-    }
-    if (!(cast->amax_epsilon >= 0) || (cast->options & ~options_of(q, role)) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "%s: %s: amax_epsilon or options 0x%x, of which recipe %d has 0x%x", what,
-                       names[role], cast->options, cast->recipe, options_of(q, role));
-    }
-    if (cast->margin != 0 &&
-        (cast->recipe != TE_RECIPE_MXFP8 || cast->margin < -126 || cast->margin > 126)) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: %s: margin = %d of recipe %d", what, names[role],
-                       cast->margin, cast->recipe);
-    }
+    TE_FAIL_IF(rule->dtypes != 0 &&
+                   ((uint32_t)cast->dtype >= 32 || (rule->dtypes >> cast->dtype & 1U) == 0),
+               TE_ERROR_TYPE, "%s: %s: recipe %d has no %s", what, names[role], cast->recipe,
+               te_dtype_name((te_dtype)cast->dtype));
+    TE_FAIL_IF(!(cast->amax_epsilon >= 0) || (cast->options & ~options_of(q, role)) != 0,
+               TE_ERROR_INVALID,
+               "%s: %s: amax_epsilon or options 0x%x, of which recipe %d has 0x%x", what,
+               names[role], cast->options, cast->recipe, options_of(q, role));
+    TE_FAIL_IF(cast->margin != 0 &&
+                   (cast->recipe != TE_RECIPE_MXFP8 || cast->margin < -126 || cast->margin > 126),
+               TE_ERROR_INVALID, "%s: %s: margin = %d of recipe %d", what, names[role],
+               cast->margin, cast->recipe);
     return TE_OK;
 }
 
@@ -79,15 +76,12 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         TE_TRY(check_cast(node, (te_operand_role)role, what));
     }
-    if (node->owner < 0 || node->owner >= TE_GRAPH_NODES) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: owner %d, expected 0 to %d", what, node->owner,
-                       TE_GRAPH_NODES - 1);
-    }
-    if (q->backward < TE_BACKWARD_QUANTIZED || q->backward > TE_BACKWARD_DEQUANTIZED ||
-        (q->backward != TE_BACKWARD_QUANTIZED && !te_is_quantized(q))) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: backward = %d with recipe %d: 0, or with one to 2",
-                       what, q->backward, q->casts[0].recipe);
-    }
+    TE_FAIL_IF(node->owner < 0 || node->owner >= TE_GRAPH_NODES, TE_ERROR_INVALID,
+               "%s: owner %d, expected 0 to %d", what, node->owner, TE_GRAPH_NODES - 1);
+    TE_FAIL_IF(q->backward < TE_BACKWARD_QUANTIZED || q->backward > TE_BACKWARD_DEQUANTIZED ||
+                   (q->backward != TE_BACKWARD_QUANTIZED && !te_is_quantized(q)),
+               TE_ERROR_INVALID, "%s: backward = %d with recipe %d: 0, or with one to 2", what,
+               q->backward, q->casts[0].recipe);
     for (int i = 0; i < 2; i++) {
         if (node->slots[i] >= 0 && node->slots[i] <= INT16_MAX) continue;
         return TE_FAIL(TE_ERROR_INVALID, "%s: slots[%d] = %d, expected 0 to %d", what, i,
@@ -99,15 +93,13 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
 static te_status check_gather(const te_node_desc *node)
 {
     const te_quantization *q = &node->quantization;
-    if (node->gather < 1 || node->gather > INT16_MAX ||
-        (node->gather > 1 &&
-         (!te_is_quantized(q) || !te_is_external(node, TE_LINEAR_STAGE_GATHER_INPUT)))) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "linear: gather = %d: at least 1; more needs a recipe and the external stage "
-            "gather_input",
-            node->gather);
-    }
+    TE_FAIL_IF(node->gather < 1 || node->gather > INT16_MAX ||
+                   (node->gather > 1 &&
+                    (!te_is_quantized(q) || !te_is_external(node, TE_LINEAR_STAGE_GATHER_INPUT))),
+               TE_ERROR_INVALID,
+               "linear: gather = %d: at least 1; more needs a recipe and the external stage "
+               "gather_input",
+               node->gather);
     return TE_OK;
 }
 
@@ -148,17 +140,16 @@ static te_status check_fp4(const te_graph_desc *graph, const te_node_desc *node)
             "rows have no tiles",
             q->casts[0].options, q->casts[1].options, q->casts[2].options);
     }
-    if (!te_pair_fits(graph, node->inputs[3], stochastic) ||
-        !te_pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node))) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "linear: inputs[3] = %d, inputs[4] = %d, expected an input i64 [2] where "
-                       "gradients are rounded stochastically, another one where that of the input "
-                       "is returned quantized besides, and else none",
-                       node->inputs[3], node->inputs[4]);
-    }
-    if (fp4 && graph->values[node->output].dtype == TE_DTYPE_F16) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: nvfp4 has no f16 output: use bf16 or f32");
-    }
+    TE_FAIL_IF(
+        !te_pair_fits(graph, node->inputs[3], stochastic) ||
+            !te_pair_fits(graph, node->inputs[4], stochastic && returns_gradient(graph, node)),
+        TE_ERROR_INVALID,
+        "linear: inputs[3] = %d, inputs[4] = %d, expected an input i64 [2] where "
+        "gradients are rounded stochastically, another one where that of the input "
+        "is returned quantized besides, and else none",
+        node->inputs[3], node->inputs[4]);
+    TE_FAIL_IF(fp4 && graph->values[node->output].dtype == TE_DTYPE_F16, TE_ERROR_UNSUPPORTED,
+               "linear: nvfp4 has no f16 output: use bf16 or f32");
     return TE_OK;
 }
 
@@ -194,11 +185,8 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
                te_is_made_outside(&node->quantization, (te_operand_role)role);
     }
     if (!own) return TE_OK;
-    if (node->gather > 1) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "linear: gather = %d: the scales of rows and tiles are not gathered",
-                       node->gather);
-    }
+    TE_FAIL_IF(node->gather > 1, TE_ERROR_UNSUPPORTED,
+               "linear: gather = %d: the scales of rows and tiles are not gathered", node->gather);
     if (rows->symbol == TE_SYMBOL_NONE || (rows->multiply == 1 && rows->align == 1)) return TE_OK;
     return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: scales of tiles of %lld * roundup(rows, %d) rows",
                    (long long)rows->multiply, rows->align);
@@ -226,7 +214,7 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     const te_node_desc *node = &graph->nodes[k];
     int64_t in = graph->values[node->inputs[0]].shape[1].add;
     int64_t out = graph->values[node->output].shape[1].add;
-    if (node->inputs[1] < 0) return TE_FAIL(TE_ERROR_INVALID, "linear: it has no weight");
+    TE_FAIL_IF(node->inputs[1] < 0, TE_ERROR_INVALID, "linear: it has no weight");
     TE_TRY(te_check_quantization(node, "linear"));
     TE_TRY(check_gather(node));
     TE_TRY(check_fp4(graph, node));

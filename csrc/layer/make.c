@@ -24,34 +24,29 @@ static te_status check_lists(const te_node_desc *node, int32_t n)
 {
     const te_node_rules *of;
     int inputs, steps;
-    if (node->kind < 0 || node->kind >= TE_NODE_KINDS) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: kind %d does not exist", n, node->kind);
-    }
+    TE_FAIL_IF(node->kind < 0 || node->kind >= TE_NODE_KINDS, TE_ERROR_INVALID,
+               "graph: node %d: kind %d does not exist", n, node->kind);
     of = te_rules[node->kind];
     inputs = of->many ? TE_GRAPH_VALUES : of->inputs;
     steps = of->outside ? 0 : of->steps;
-    if (node->input_count < 0 || node->input_count > inputs || node->number_count < 0 ||
-        node->number_count > of->numbers || node->slice_count < 0 ||
-        node->slice_count > of->slices || node->external_count < 0 ||
-        node->external_count > steps) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): %d inputs, %d numbers, %d slices and %d external "
-                       "steps, expected at most %d, %d, %d and %d",
-                       n, of->name, node->input_count, node->number_count, node->slice_count,
-                       node->external_count, inputs, of->numbers, of->slices, steps);
-    }
-    if (node->halves_count < 0 || node->halves_count > of->steps) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): %d steps in two halves, expected at most %d", n,
-                       of->name, node->halves_count, of->steps);
-    }
-    if ((node->input_count > 0 && node->inputs == NULL) ||
-        (node->number_count > 0 && node->numbers == NULL) ||
-        (node->slice_count > 0 && node->slices == NULL) ||
-        (node->external_count > 0 && node->external == NULL) ||
-        (node->halves_count > 0 && node->halves == NULL)) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
-    }
+    TE_FAIL_IF(node->input_count < 0 || node->input_count > inputs || node->number_count < 0 ||
+                   node->number_count > of->numbers || node->slice_count < 0 ||
+                   node->slice_count > of->slices || node->external_count < 0 ||
+                   node->external_count > steps,
+               TE_ERROR_INVALID,
+               "graph: node %d (%s): %d inputs, %d numbers, %d slices and %d external "
+               "steps, expected at most %d, %d, %d and %d",
+               n, of->name, node->input_count, node->number_count, node->slice_count,
+               node->external_count, inputs, of->numbers, of->slices, steps);
+    TE_FAIL_IF(node->halves_count < 0 || node->halves_count > of->steps, TE_ERROR_INVALID,
+               "graph: node %d (%s): %d steps in two halves, expected at most %d", n, of->name,
+               node->halves_count, of->steps);
+    TE_FAIL_IF((node->input_count > 0 && node->inputs == NULL) ||
+                   (node->number_count > 0 && node->numbers == NULL) ||
+                   (node->slice_count > 0 && node->slices == NULL) ||
+                   (node->external_count > 0 && node->external == NULL) ||
+                   (node->halves_count > 0 && node->halves == NULL),
+               TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
     return TE_OK;
 }
 
@@ -86,7 +81,7 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
                  (size_t)te_round_up(graph->nodes[n].halves_count, 2) * sizeof *inputs;
     }
     copy->nodes = calloc(1, bytes);
-    if (copy->nodes == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
+    TE_FAIL_IF(copy->nodes == NULL, TE_ERROR_MEMORY, "no memory for a graph");
     at = (char *)copy->nodes + nodes;
     for (int32_t n = 0; n < graph->node_count; n++) {
         const te_node_desc *from = &graph->nodes[n];
@@ -243,7 +238,7 @@ static te_status describe(const te_graph_desc *graph, te_direction direction, ch
 {
     TE_TRY(te_graph_write(graph, direction, NULL, 0, bytes));
     *text = malloc(*bytes + 1);
-    if (*text == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+    TE_FAIL_IF(*text == NULL, TE_ERROR_MEMORY, "no memory for a plan");
     return te_graph_write(graph, direction, *text, *bytes + 1, bytes);
 }
 
@@ -254,7 +249,7 @@ te_status te_plan_make(const te_graph_desc *graph, te_direction direction, te_pl
     size_t bytes = 0;
     char *desc = NULL;
     te_status st;
-    if (plan == NULL) return TE_FAIL(TE_ERROR_INVALID, "plan is NULL");
+    TE_FAIL_IF(plan == NULL, TE_ERROR_INVALID, "plan is NULL");
     *plan = NULL;
     TE_TRY(te_check_head(graph, direction));
     TE_TRY(copy_nodes(graph, &copy));

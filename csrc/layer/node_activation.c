@@ -108,14 +108,11 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
     int64_t columns = y->shape[1].add;
     TE_TRY(te_check_rows(graph, n, "activation", 1));
-    if ((uint32_t)node->variant >= TE_ACTIVATION_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "activation: kind = %d does not exist", node->variant);
-    }
+    TE_FAIL_IF((uint32_t)node->variant >= TE_ACTIVATION_COUNT, TE_ERROR_INVALID,
+               "activation: kind = %d does not exist", node->variant);
     if (is_gated(node)) columns *= 2;
-    if (is_softcap(node) && !(node->numbers[0] > 0.0)) {
-        return TE_FAIL(TE_ERROR_INVALID, "softcap: cap = %g, expected a positive number",
-                       node->numbers[0]);
-    }
+    TE_FAIL_IF(is_softcap(node) && !(node->numbers[0] > 0.0), TE_ERROR_INVALID,
+               "softcap: cap = %g, expected a positive number", node->numbers[0]);
     if (x->shape[1].add == columns && x->dtype == y->dtype) return TE_OK;
     return TE_FAIL(TE_ERROR_INVALID, "activation: %s of %lld %s columns gives no %lld of %s",
                    te_activation_name((te_activation_kind)node->variant),

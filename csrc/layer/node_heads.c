@@ -243,22 +243,18 @@ static int is_bounds(const te_value_desc *value)
 static te_status check_packed(const te_graph_desc *graph, const te_node_desc *node)
 {
     const int packed = is_packed(node), bounds = node->inputs[BOUNDS];
-    if ((node->inputs[QUERY_OFFSETS] >= 0) != packed ||
-        (node->inputs[KEY_OFFSETS] >= 0) != packed) {
-        return TE_FAIL(
-            TE_ERROR_INVALID, "attention: offsets %d, %d, of sequences that are %spacked",
-            node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
-    }
-    if ((bounds >= 0) != packed || (packed && !is_bounds(&graph->values[bounds]))) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: bounds %s, of sequences that are %spacked: expected %s",
-                       bounds < 0 ? "none" : graph->values[bounds].name, packed ? "" : "not ",
-                       packed ? "an input i32 [max queries, max keys, 0]" : "none");
-    }
-    if (packed && (node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0)) {
-        return TE_FAIL(TE_ERROR_INVALID, "attention: packed sequences with mask %d, bias %d",
-                       node->inputs[MASK], node->inputs[BIAS]);
-    }
+    TE_FAIL_IF((node->inputs[QUERY_OFFSETS] >= 0) != packed ||
+                   (node->inputs[KEY_OFFSETS] >= 0) != packed,
+               TE_ERROR_INVALID, "attention: offsets %d, %d, of sequences that are %spacked",
+               node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
+    TE_FAIL_IF((bounds >= 0) != packed || (packed && !is_bounds(&graph->values[bounds])),
+               TE_ERROR_INVALID,
+               "attention: bounds %s, of sequences that are %spacked: expected %s",
+               bounds < 0 ? "none" : graph->values[bounds].name, packed ? "" : "not ",
+               packed ? "an input i32 [max queries, max keys, 0]" : "none");
+    TE_FAIL_IF(packed && (node->inputs[MASK] >= 0 || node->inputs[BIAS] >= 0), TE_ERROR_INVALID,
+               "attention: packed sequences with mask %d, bias %d", node->inputs[MASK],
+               node->inputs[BIAS]);
     return TE_OK;
 }
 
@@ -267,25 +263,21 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
     const te_node_desc *node = &graph->nodes[n];
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
     const te_value_desc *x, *y = &graph->values[node->output];
-    if (node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
-        !(node->numbers[DROPOUT] >= 0.0 && node->numbers[DROPOUT] <= 1.0) ||
-        !is_window(node->numbers[WINDOW_LEFT]) || !is_window(node->numbers[WINDOW_RIGHT]) ||
-        !is_cap(node->numbers[SOFTCAP])) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: inputs %d, %d, %d, dropout %g, window %g and %g, softcap %g",
-                       node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE],
-                       node->numbers[DROPOUT], node->numbers[WINDOW_LEFT],
-                       node->numbers[WINDOW_RIGHT], node->numbers[SOFTCAP]);
-    }
+    TE_FAIL_IF(node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
+                   !(node->numbers[DROPOUT] >= 0.0 && node->numbers[DROPOUT] <= 1.0) ||
+                   !is_window(node->numbers[WINDOW_LEFT]) ||
+                   !is_window(node->numbers[WINDOW_RIGHT]) || !is_cap(node->numbers[SOFTCAP]),
+               TE_ERROR_INVALID,
+               "attention: inputs %d, %d, %d, dropout %g, window %g and %g, softcap %g",
+               node->inputs[QUERY], node->inputs[KEY], node->inputs[VALUE], node->numbers[DROPOUT],
+               node->numbers[WINDOW_LEFT], node->numbers[WINDOW_RIGHT], node->numbers[SOFTCAP]);
     TE_TRY(check_packed(graph, node));
     for (int i = QUERY; i <= VALUE; i++) {
         TE_TRY(te_check_slice(graph, n, i));
         x = &graph->values[node->inputs[i]];
-        if (te_is_of_heads(x) && (x->ndim == 3) != is_packed(node)) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "attention: %s has %d dims, of sequences that are %spacked", x->name,
-                           x->ndim, is_packed(node) ? "" : "not ");
-        }
+        TE_FAIL_IF(te_is_of_heads(x) && (x->ndim == 3) != is_packed(node), TE_ERROR_INVALID,
+                   "attention: %s has %d dims, of sequences that are %spacked", x->name, x->ndim,
+                   is_packed(node) ? "" : "not ");
         if (te_slice_together(&node->slices[i]) == 1) continue;
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "attention: heads of %s that lie together: let a rotary embedding or a norm "
@@ -298,19 +290,17 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
         return TE_FAIL(TE_ERROR_TYPE, "attention: %s and %s of different dtypes", x->name,
                        graph->values[node->inputs[i]].name);
     }
-    if (q->heads % k->heads != 0 || k->heads != v->heads || q->channels != k->channels ||
-        te_rows_symbol(&graph->values[node->inputs[KEY]]) !=
-            te_rows_symbol(&graph->values[node->inputs[VALUE]])) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "attention: query of %d heads of %d channels, key of %d of %d, value of %d",
-                       q->heads, q->channels, k->heads, k->channels, v->heads);
-    }
-    if (y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != te_rows_symbol(x) ||
-        y->shape[0].multiply != 1 || y->shape[0].align != 1 ||
-        y->shape[1].add != (int64_t)q->heads * v->channels) {
-        return TE_FAIL(TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels",
-                       y->name, q->heads, v->channels);
-    }
+    TE_FAIL_IF(q->heads % k->heads != 0 || k->heads != v->heads || q->channels != k->channels ||
+                   te_rows_symbol(&graph->values[node->inputs[KEY]]) !=
+                       te_rows_symbol(&graph->values[node->inputs[VALUE]]),
+               TE_ERROR_INVALID,
+               "attention: query of %d heads of %d channels, key of %d of %d, value of %d",
+               q->heads, q->channels, k->heads, k->channels, v->heads);
+    TE_FAIL_IF(y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != te_rows_symbol(x) ||
+                   y->shape[0].multiply != 1 || y->shape[0].align != 1 ||
+                   y->shape[1].add != (int64_t)q->heads * v->channels,
+               TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels", y->name,
+               q->heads, v->channels);
     for (int i = SINK; i <= SLOPES; i++) {
         if (node->inputs[i] < 0 || is_of_heads(&graph->values[node->inputs[i]], i, q->heads)) {
             continue;
@@ -437,12 +427,10 @@ static te_status check_rope(const te_graph_desc *graph, int32_t n)
     const te_value_desc *angles = node->inputs[1] < 0 ? NULL : &graph->values[node->inputs[1]];
     const te_value_desc *offsets = node->inputs[2] < 0 ? NULL : &graph->values[node->inputs[2]];
     TE_TRY(te_check_heads(graph, n, "rope"));
-    if ((offsets != NULL) != is_packed(node) ||
-        (offsets != NULL && !is_limit(offsets, QUERY_OFFSETS))) {
-        return TE_FAIL(TE_ERROR_INVALID, "rope: %s for sequences that are %spacked",
-                       offsets == NULL ? "no offsets" : offsets->name,
-                       is_packed(node) ? "" : "not ");
-    }
+    TE_FAIL_IF((offsets != NULL) != is_packed(node) ||
+                   (offsets != NULL && !is_limit(offsets, QUERY_OFFSETS)),
+               TE_ERROR_INVALID, "rope: %s for sequences that are %spacked",
+               offsets == NULL ? "no offsets" : offsets->name, is_packed(node) ? "" : "not ");
     if (angles == NULL ||
         (angles->ndim == 2 && angles->dtype == TE_DTYPE_F32 && angles->flags == TE_VALUE_INPUT)) {
         return TE_OK;

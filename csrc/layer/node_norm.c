@@ -98,26 +98,20 @@ te_status te_check_affine(const te_graph_desc *graph, int32_t n, int64_t columns
 {
     const te_node_desc *node = &graph->nodes[n];
     int32_t gamma = node->inputs[1], beta = node->inputs[2];
-    if (!(node->numbers[0] >= 0.0)) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm: eps = %g", node->numbers[0]);
-    }
+    TE_FAIL_IF(!(node->numbers[0] >= 0.0), TE_ERROR_INVALID, "norm: eps = %g", node->numbers[0]);
     TE_TRY(te_check_parameter(graph, gamma, "norm: gamma", 0, columns));
     TE_TRY(te_check_parameter(graph, beta, "norm: beta", 0, columns));
-    if (node->variant < TE_NORM_LAYERNORM || node->variant > TE_NORM_L2) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm: kind = %d does not exist", node->variant);
-    }
-    if ((beta >= 0 && (gamma < 0 || !has_mean(node))) ||
-        (gamma >= 0 && node->variant == TE_NORM_L2)) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "norm: kind %d with %s: only layernorm (0) has a beta, and l2 (2) has neither",
-            node->variant, beta >= 0 ? "a beta" : "a gamma");
-    }
-    if (beta >= 0 && graph->values[gamma].dtype != graph->values[beta].dtype) {
-        return TE_FAIL(TE_ERROR_TYPE, "norm: gamma %s, beta %s, expected one dtype",
-                       te_dtype_name((te_dtype)graph->values[gamma].dtype),
-                       te_dtype_name((te_dtype)graph->values[beta].dtype));
-    }
+    TE_FAIL_IF(node->variant < TE_NORM_LAYERNORM || node->variant > TE_NORM_L2, TE_ERROR_INVALID,
+               "norm: kind = %d does not exist", node->variant);
+    TE_FAIL_IF((beta >= 0 && (gamma < 0 || !has_mean(node))) ||
+                   (gamma >= 0 && node->variant == TE_NORM_L2),
+               TE_ERROR_INVALID,
+               "norm: kind %d with %s: only layernorm (0) has a beta, and l2 (2) has neither",
+               node->variant, beta >= 0 ? "a beta" : "a gamma");
+    TE_FAIL_IF(beta >= 0 && graph->values[gamma].dtype != graph->values[beta].dtype, TE_ERROR_TYPE,
+               "norm: gamma %s, beta %s, expected one dtype",
+               te_dtype_name((te_dtype)graph->values[gamma].dtype),
+               te_dtype_name((te_dtype)graph->values[beta].dtype));
     return TE_OK;
 }
 
@@ -126,10 +120,9 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     const te_node_desc *node = &graph->nodes[n];
     int64_t columns = graph->values[node->output].shape[1].add;
     TE_TRY(te_check_rows(graph, n, "norm", 1));
-    if (graph->values[node->inputs[0]].shape[1].add != columns) {
-        return TE_FAIL(TE_ERROR_INVALID, "norm: from %lld columns to %lld",
-                       (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns);
-    }
+    TE_FAIL_IF(graph->values[node->inputs[0]].shape[1].add != columns, TE_ERROR_INVALID,
+               "norm: from %lld columns to %lld",
+               (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns);
     return te_check_affine(graph, n, columns);
 }
 

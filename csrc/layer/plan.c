@@ -226,7 +226,7 @@ static te_status sort_buffers(te_plan *plan)
     int32_t *place;
     if (count == 0) return TE_OK;
     place = malloc((size_t)count * sizeof *place);
-    if (place == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
+    TE_FAIL_IF(place == NULL, TE_ERROR_MEMORY, "no memory for a plan");
     for (int32_t i = 0; i < count; i++) plan->buffers[i].first_use = i; /* where it was */
     qsort(plan->buffers, (size_t)count, sizeof *plan->buffers, compare);
     for (int32_t i = 0; i < count; i++) place[plan->buffers[i].first_use] = i;
@@ -303,10 +303,8 @@ static te_status sum_saved(te_plan *plan)
         total += varying->symbol == TE_SYMBOL_SOURCE_ROWS;
         fixed *= varying->multiply;
         total->multiply += varying->divide > 1 ? te_ceil_div(fixed, varying->divide) : fixed;
-        if (total->multiply > MOST_SAVED_PER_ROW) {
-            return TE_FAIL(TE_ERROR_INVALID, "graph: it saves %lld bytes per row",
-                           (long long)total->multiply);
-        }
+        TE_FAIL_IF(total->multiply > MOST_SAVED_PER_ROW, TE_ERROR_INVALID,
+                   "graph: it saves %lld bytes per row", (long long)total->multiply);
         if (varying->align > total->align) total->align = varying->align;
         varying_members++;
     }

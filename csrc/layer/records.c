@@ -279,15 +279,13 @@ te_status te_member_resize(const te_member *member, void *memory, int32_t count)
     char *at = (char *)memory;
     int32_t *number = (int32_t *)(void *)(at + member->count_at), before;
     char *items = te_member_items(member, memory);
-    if (count < 0 || count > member->most) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: %d %s, expected at most %d", count, member->name,
-                       member->most);
-    }
+    TE_FAIL_IF(count < 0 || count > member->most, TE_ERROR_INVALID,
+               "graph: %d %s, expected at most %d", count, member->name, member->most);
     if (member->count_at < 0) return TE_OK; /* all are there */
     before = *number;
     if (member->form == TE_MEMBER_LIST && (items == NULL || room_for(count) != room_for(before))) {
         items = realloc(items, room_for(count) * member->size);
-        if (items == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
+        TE_FAIL_IF(items == NULL, TE_ERROR_MEMORY, "no memory for a graph");
         *(void **)(void *)(at + member->offset) = items;
     }
     *number = count;

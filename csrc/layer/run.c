@@ -60,7 +60,7 @@ static te_status begin(run_state *run, te_context *context, const te_plan *plan,
     run->buffers = run->few;
     if (run->plan->buffer_count > FEW_BUFFERS) {
         run->buffers = malloc((size_t)run->plan->buffer_count * sizeof *run->buffers);
-        if (run->buffers == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a run");
+        TE_FAIL_IF(run->buffers == NULL, TE_ERROR_MEMORY, "no memory for a run");
     }
     memcpy(run->buffers, run->layout->tensors,
            (size_t)run->plan->buffer_count * sizeof *run->buffers);
@@ -123,10 +123,8 @@ static te_status check_buffer(const te_buffer *buffer, const te_tensor *expected
                               const te_tensor *given)
 {
     int fits = given->ndim == expected->ndim;
-    if (given->dtype != expected->dtype) {
-        return TE_FAIL(TE_ERROR_TYPE, "plan: %s: dtype %s, expected %s", buffer->name,
-                       te_dtype_name(given->dtype), te_dtype_name(expected->dtype));
-    }
+    TE_FAIL_IF(given->dtype != expected->dtype, TE_ERROR_TYPE, "plan: %s: dtype %s, expected %s",
+               buffer->name, te_dtype_name(given->dtype), te_dtype_name(expected->dtype));
     for (int32_t d = 0; fits && d < expected->ndim; d++) {
         if (length_fits(given->shape[d], expected->shape[d])) continue;
         return TE_FAIL(TE_ERROR_INVALID, "plan: %s: dim %d has size %lld, expected %lld",
@@ -150,13 +148,11 @@ static te_status check_slots(const run_state *run)
             if (use->chunk == 0) continue;
             chunk = &run->buffers[use->buffer];
             slot = run->slots[use->chunk - 1] + (int64_t)use->element;
-            if (slot < 0 || slot >= chunk->shape[chunk->ndim - 1] ||
-                chunk->strides[chunk->ndim - 1] != 1) {
-                return TE_FAIL(TE_ERROR_INVALID,
-                               "plan: %s: slot %lld is outside the chunk of %lld slots",
-                               run->plan->buffers[use->buffer].name, (long long)slot,
-                               (long long)chunk->shape[chunk->ndim - 1]);
-            }
+            TE_FAIL_IF(slot < 0 || slot >= chunk->shape[chunk->ndim - 1] ||
+                           chunk->strides[chunk->ndim - 1] != 1,
+                       TE_ERROR_INVALID, "plan: %s: slot %lld is outside the chunk of %lld slots",
+                       run->plan->buffers[use->buffer].name, (long long)slot,
+                       (long long)chunk->shape[chunk->ndim - 1]);
         }
     }
     return TE_OK;
@@ -191,11 +187,10 @@ static te_status place_views(run_state *run)
             continue;
         }
         for (int32_t d = base->ndim - 1; d >= 0; d--) {
-            if (base->shape[d] > 1 && base->strides[d] != dense) {
-                return TE_FAIL(TE_ERROR_INVALID, "plan: %s: dim %d has stride %lld, expected %lld",
-                               run->plan->buffers[info->base].name, (int)d,
-                               (long long)base->strides[d], (long long)dense);
-            }
+            TE_FAIL_IF(base->shape[d] > 1 && base->strides[d] != dense, TE_ERROR_INVALID,
+                       "plan: %s: dim %d has stride %lld, expected %lld",
+                       run->plan->buffers[info->base].name, (int)d, (long long)base->strides[d],
+                       (long long)dense);
             dense *= base->shape[d];
         }
         run->buffers[i].data = base->data == NULL
@@ -230,10 +225,8 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
 
 static te_status tell(run_state *run, const te_plan_call *call, int32_t s, te_stage_event event)
 {
-    if (call->stage == NULL) {
-        return TE_FAIL(TE_ERROR_STATE, "plan: stage %s is external and has no function",
-                       run->plan->stages[s].name);
-    }
+    TE_FAIL_IF(call->stage == NULL, TE_ERROR_STATE,
+               "plan: stage %s is external and has no function", run->plan->stages[s].name);
     return call->stage(call->stage_self, s, event, run->buffers);
 }
 
@@ -279,9 +272,8 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
 {
     run_state run;
     te_status st;
-    if (call == NULL || call->size != sizeof *call || call->buffers == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
-    }
+    TE_FAIL_IF(call == NULL || call->size != sizeof *call || call->buffers == NULL,
+               TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
     st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0, call->selection);
     if (st != TE_OK) goto done;
     if (call->slots == NULL && run.plan->owners > 0) {

@@ -62,21 +62,18 @@ te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what,
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
     const te_extent *in = x->shape, *out = y->shape;
-    if (!te_dtype_is_high_precision((te_dtype)x->dtype) ||
-        !te_dtype_is_high_precision((te_dtype)y->dtype)) {
-        return TE_FAIL(TE_ERROR_TYPE, "%s: from %s to %s, expected f32, f16 or bf16", what,
-                       te_dtype_name((te_dtype)x->dtype), te_dtype_name((te_dtype)y->dtype));
-    }
-    if (x->ndim != 2 || y->ndim != 2 || in[1].symbol != TE_SYMBOL_NONE ||
-        out[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "%s: from %s of %d dims to %s of %d, expected 2, the last of them constant",
-                       what, x->name, x->ndim, y->name, y->ndim);
-    }
-    if (in->symbol != out->symbol || in->align != out->align || !is_rows(in) ||
-        !rows_fit(in, out, ranks)) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
-    }
+    TE_FAIL_IF(!te_dtype_is_high_precision((te_dtype)x->dtype) ||
+                   !te_dtype_is_high_precision((te_dtype)y->dtype),
+               TE_ERROR_TYPE, "%s: from %s to %s, expected f32, f16 or bf16", what,
+               te_dtype_name((te_dtype)x->dtype), te_dtype_name((te_dtype)y->dtype));
+    TE_FAIL_IF(x->ndim != 2 || y->ndim != 2 || in[1].symbol != TE_SYMBOL_NONE ||
+                   out[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0,
+               TE_ERROR_INVALID,
+               "%s: from %s of %d dims to %s of %d, expected 2, the last of them constant", what,
+               x->name, x->ndim, y->name, y->ndim);
+    TE_FAIL_IF(in->symbol != out->symbol || in->align != out->align || !is_rows(in) ||
+                   !rows_fit(in, out, ranks),
+               TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
     return TE_OK;
 }
 
@@ -98,26 +95,24 @@ te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
         te_dtype_is_high_precision((te_dtype)x->dtype)) {
         return TE_OK;
     }
-    if (x->ndim != 2 || !te_dtype_is_high_precision((te_dtype)x->dtype) ||
-        (rows->symbol != TE_SYMBOL_ROWS && rows->symbol != TE_SYMBOL_SOURCE_ROWS) ||
-        rows->multiply != 1 || rows->align != 1 || x->shape[1].symbol != TE_SYMBOL_NONE ||
-        (x->flags & TE_VALUE_PARAMETER) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: heads of %s, which is no matrix of rows",
-                       n, x->name);
-    }
-    if (slice->heads < 1 || slice->channels < 1 || slice->offset < 0 || slice->together < 0 ||
-        slice->together > slice->heads || slice->heads % te_slice_together(slice) != 0 ||
-        slice->offset > x->shape[1].add || slice->stride < te_slice_width(slice) ||
-        slice->stride > x->shape[1].add ||
-        slice->offset + (te_slice_blocks(slice) - 1) * slice->stride + te_slice_width(slice) >
-            x->shape[1].add) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d: %d heads of %d channels at %lld + %lld h in the %lld "
-                       "columns of %s, %lld together",
-                       n, slice->heads, slice->channels, (long long)slice->offset,
-                       (long long)slice->stride, (long long)x->shape[1].add, x->name,
-                       (long long)slice->together);
-    }
+    TE_FAIL_IF(x->ndim != 2 || !te_dtype_is_high_precision((te_dtype)x->dtype) ||
+                   (rows->symbol != TE_SYMBOL_ROWS && rows->symbol != TE_SYMBOL_SOURCE_ROWS) ||
+                   rows->multiply != 1 || rows->align != 1 ||
+                   x->shape[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0,
+               TE_ERROR_INVALID, "graph: node %d: heads of %s, which is no matrix of rows", n,
+               x->name);
+    TE_FAIL_IF(
+        slice->heads < 1 || slice->channels < 1 || slice->offset < 0 || slice->together < 0 ||
+            slice->together > slice->heads || slice->heads % te_slice_together(slice) != 0 ||
+            slice->offset > x->shape[1].add || slice->stride < te_slice_width(slice) ||
+            slice->stride > x->shape[1].add ||
+            slice->offset + (te_slice_blocks(slice) - 1) * slice->stride + te_slice_width(slice) >
+                x->shape[1].add,
+        TE_ERROR_INVALID,
+        "graph: node %d: %d heads of %d channels at %lld + %lld h in the %lld "
+        "columns of %s, %lld together",
+        n, slice->heads, slice->channels, (long long)slice->offset, (long long)slice->stride,
+        (long long)x->shape[1].add, x->name, (long long)slice->together);
     return TE_OK;
 }
 
