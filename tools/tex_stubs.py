@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the stub of transformer_engine_torch, and the table of its operators in docs/operators.md.
+"""Check the stub of transformer_engine_torch, and write the table in docs/operators.md.
 
-Signatures and first sentences are those of this library's implementations, which the extension has
-to be built for. With --check nothing is written, and the exit status says whether both are up to
-date.
+The stub is the list of signatures (`plugin.builtin.signatures`): functions that have a signature of
+their own must have the same, which this script prints where they do not. First sentences are those
+of the implementations, which the extension has to be built for. With --check nothing is written.
+The exit status says whether both are up to date.
 """
 
 import inspect
@@ -15,26 +16,11 @@ sys.path.insert(0, str(ROOT))
 import transformer_engine_torch as tex
 from transformer_engine.common import absent
 from transformer_engine.plugin import builtin
+from transformer_engine.plugin.builtin import signatures
 from transformer_engine.plugin.core import ops
 
 STUB = ROOT / "transformer_engine_torch/__init__.pyi"
 SCRIPT = "tools/tex_stubs.py"
-HEAD = f"""\
-# SPDX-License-Identifier: Apache-2.0
-# fmt: off
-# Made by {SCRIPT}.
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Generator, Tensor, dtype
-
-from transformer_engine.plugin.core import ops
-from transformer_engine.plugin.core.ops import {{names}}
-from transformer_engine.pytorch.tensor import {{quantizers}}
-
-def flash_attention{{flash}}: ...
-"""
 SHORT = {
     "transformer_engine.plugin.core.": "", "collections.abc.": "", "typing.": "", "torch._C.": "",
     "torch.": "",
@@ -51,9 +37,8 @@ def _type(annotation):
     return text
 
 
-def _signature(operator):
-    """Return the text of an operator's signature."""
-    signature = inspect.signature(operator)
+def _signature(signature):
+    """Return the text of a signature."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     types = {p.name: _type(p.annotation) for p in signature.parameters.values()}
     parts, keywords = [], False
@@ -71,7 +56,7 @@ def _operators():
     for name in builtin.OPERATORS:
         operator = builtin_of(name)
         first = inspect.getdoc(operator).split("\n\n")[0].replace("\n", " ")
-        yield name, _signature(operator), first
+        yield name, _signature(inspect.signature(operator)), first
 
 
 def builtin_of(name):
@@ -82,23 +67,21 @@ def builtin_of(name):
 def main():
     """Write or check both; return an exit status."""
     found = list(_operators())
-    quantizers = [name for name in tex.__all__ if name.endswith("Quantizer")]
-    names = [n for n in tex.__all__ if n in ops.__all__ and n not in absent.names_of(tex.__name__)]
-    head = HEAD.format(
-        names=", ".join(f"{n} as {n}" for n in sorted(names)),
-        flash=_signature(tex.flash_attention).replace("-> Any", "-> torch.nn.Module"),
-        quantizers=", ".join(f"{n} as {n}" for n in quantizers),
-    )
-    text = head + "".join(f"def {name}{signature}: ...\n" for name, signature, _ in found)
     table = rows(("operator", "what it does"), [(f"`{n}{s}`", doc) for n, s, doc in found])
     status = keep("docs/operators.md", SCRIPT, table)
-    if STUB.exists() and STUB.read_text(encoding="utf-8") == text:
-        return status
-    if "--check" in sys.argv[1:]:
-        print(f"{STUB.relative_to(ROOT)} is not up to date: run python {SCRIPT}")
-        return 1
-    STUB.write_text(text, encoding="utf-8")
-    return status
+    own = [("flash_attention", _signature(inspect.signature(tex.flash_attention)))]
+    lacking = [
+        f"def {name}{text}: ..."
+        for name, text in (*own, *(each[:2] for each in found))
+        if text != _signature(signatures.signature(name)).replace("nn.modules.module.Module", "Any")
+    ]
+    exported = [n for n in tex.__all__ if n in ops.__all__ or n.endswith("Quantizer")]
+    exported = [f"{n} as {n}" for n in exported if n not in absent.names_of(tex.__name__)]
+    text = STUB.read_text(encoding="utf-8")
+    lacking += [name for name in exported if name not in text]
+    for line in lacking:
+        print(f"{STUB.relative_to(ROOT)} lacks: {line}")
+    return 1 if lacking else status
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ATTENTION_INPUTS: Final[tuple[str, ...]]
 ATTENTION_NUMBERS: Final[tuple[str, ...]]
 """Its numbers, likewise."""
 LINEAR_STAGES: Final[tuple[str, ...]]
-"""Stages of a linear node; bit i of its `external` stands for LINEAR_STAGES[i]."""
+"""Stages of a linear node; its lists of steps have their numbers here."""
 
 AMAX_PARTIALS: Final[int]
 """Elements of a `partials` tensor."""
@@ -159,7 +159,8 @@ class Slice(NamedTuple):
 class Node(NamedTuple):
     """A node of NODE_* kind: values as inputs (-1: not there) and output; te_node_desc.
 
-    external: its steps that the caller runs, ascending: numbers of LINEAR_STAGES.
+    external: its steps that the caller runs, ascending: numbers of LINEAR_STAGES. halves: those that
+    it runs in two halves; of a NODE_FUNCTION 0 is its forward, 1 its backward.
     """
 
     name: str = ""
@@ -175,6 +176,7 @@ class Node(NamedTuple):
     slots: Sequence[int] = (0, 0)
     gather: int = 1
     external: Sequence[int] = ()
+    halves: Sequence[int] = ()
 
 class Graph(NamedTuple):
     """GRAPH_* flags, values and nodes; te_graph_desc."""
@@ -209,7 +211,8 @@ class Stage(NamedTuple):
     """A stage of a plan; te_stage_info.
 
     op: the operator that runs it, or would where it is external; buffers: numbers of those that it
-    reads or writes; node: that it belongs to, or -1; step: number of LINEAR_STAGES, or -1.
+    reads or writes; node: that it belongs to, or -1; step: number of LINEAR_STAGES, of a function 0
+    or 1, or -1; half: number of the stage that is its other half, or -1.
     """
 
     name: str = ""
@@ -218,6 +221,7 @@ class Stage(NamedTuple):
     buffers: tuple[int, ...] = ()
     node: int = 0
     step: int = 0
+    half: int = -1
 
 class PlanDescription(NamedTuple):
     """A plan; te_plan_info.
@@ -310,7 +314,9 @@ def run_staged(
 ) -> tuple[Any, ...]:
     """`run` with Python functions at stages, called inside the run; arguments and result as there.
 
-    functions: ``f(buffers)`` by stage name, one for each external stage. observer:
+    functions: ``f(buffers)`` by stage name, one for each external stage; of a second half
+    ``f(buffers, started)``, with what the first one has returned, also where the run fails in
+    between. observer:
     ``f(stage number, buffers, done)``, called before and after every stage. What they raise ends the
     run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)` is the
     argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is

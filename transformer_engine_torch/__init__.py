@@ -10,14 +10,9 @@ from typing import Any
 
 from transformer_engine.common import absent, config
 from transformer_engine.plugin.builtin import OPERATORS
-from transformer_engine.plugin.core import ops, resets
-from transformer_engine.plugin.core.manager import get_default_manager
+from transformer_engine.plugin.core import ops
+from transformer_engine.plugin.core.manager import BINDERS, get_default_manager
 
-_OPS = (
-    "CommGemmOverlapRole CommOverlapAlgo CommOverlapType DType FP8BwdTensors FP8FwdTensors "
-    "FP8TensorMeta Float8BlockScaleTensorFormat NVTE_Activation_Type NVTE_Bias_Type "
-    "NVTE_Fused_Attn_Backend NVTE_Mask_Type NVTE_QKV_Format NVTE_QKV_Layout NVTE_Softmax_Type"
-)
 _QUANTIZERS = (
     "Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer MXFP8Quantizer "
     "NVFP4Quantizer"
@@ -26,13 +21,13 @@ _BY_PARAMS = ("get_fused_attn_backend",)
 """Operators that this module gives another form, too."""
 _LAZY = dict.fromkeys(_QUANTIZERS.split(), "transformer_engine.pytorch.tensor")
 
-globals().update({name: getattr(ops, name) for name in _OPS.split()})
+globals().update({name: getattr(ops, name) for name in ops.NAMES})
 __getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 __all__ = [
     "bind_operators",
     "flash_attention",
     *_LAZY,
-    *_OPS.split(),
+    *ops.NAMES,
     *OPERATORS,
     *absent.names_of(__name__),
 ]
@@ -46,7 +41,7 @@ def bind_operators() -> None:
 
 
 bind_operators()
-resets.BINDERS[:] = [bind_operators]
+BINDERS[:] = [bind_operators]
 
 
 def flash_attention(

@@ -130,15 +130,12 @@ static te_status unused_table(int plugins, const char *name, te_op_table **table
     candidate *candidates = NULL;
     int at = 1;
     while (at < POOL && pool[at].number != 0) at++;
-    if (at == POOL) {
-        return TE_FAIL(
-            TE_ERROR_STATE,
-            "backend %s: calls in flight hold %d operator tables, no more fit: wait for them", name,
-            POOL - 1);
-    }
+    TE_FAIL_IF(at == POOL, TE_ERROR_STATE,
+               "backend %s: calls in flight hold %d operator tables, no more fit: wait for them",
+               name, POOL - 1);
     if (plugins > 0) {
         candidates = calloc((size_t)plugins + 1, sizeof *candidates);
-        if (candidates == NULL) return TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory", name);
+        TE_FAIL_IF(candidates == NULL, TE_ERROR_MEMORY, "backend %s: no memory", name);
     }
     *table = &pool[at];
     memset(*table, 0, sizeof **table);
@@ -268,17 +265,15 @@ te_status te_backend_register(const te_backend *backend)
     registration *made = NULL, *unused = NULL, **at;
     te_op_table *table = NULL;
     int count;
-    if (backend == NULL || backend->size < offsetof(te_backend, slots) || backend->name == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend: size and name must be set");
-    }
-    if ((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)",
-                       backend->name, (int)backend->device);
-    }
+    TE_FAIL_IF(backend == NULL || backend->size < offsetof(te_backend, slots) ||
+                   backend->name == NULL,
+               TE_ERROR_INVALID, "backend: size and name must be set");
+    TE_FAIL_IF((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT, TE_ERROR_INVALID,
+               "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)", backend->name,
+               (int)backend->device);
     made = calloc(1, sizeof *made);
-    if (made == NULL) {
-        return TE_FAIL(TE_ERROR_MEMORY, "backend %s: no memory to register it", backend->name);
-    }
+    TE_FAIL_IF(made == NULL, TE_ERROR_MEMORY, "backend %s: no memory to register it",
+               backend->name);
     memcpy(&made->backend, backend,
            backend->size < sizeof *backend ? backend->size : sizeof *backend);
     made->users = 1;
@@ -306,7 +301,7 @@ te_status te_backend_unregister(const char *name)
     registration *removed, *unused = NULL, **at;
     te_op_table *table = NULL;
     int count;
-    if (name == NULL) return TE_FAIL(TE_ERROR_INVALID, "name is NULL");
+    TE_FAIL_IF(name == NULL, TE_ERROR_INVALID, "name is NULL");
     (void)pthread_mutex_lock(&lock);
     at = find_registered(name, &count);
     removed = *at;
@@ -503,7 +498,7 @@ te_status te_op_workspace_selected(te_context *context, const te_selection *sele
     te_any_args whole;
     te_op_table *table;
     te_status st;
-    if (bytes == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
+    TE_FAIL_IF(bytes == NULL, TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
     TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(te_context_check(context));
     table = te_op_table_acquire(te_context_device(context).type);
@@ -524,9 +519,8 @@ static te_status check_slot(const te_op_slot *slot, te_context *context, te_op o
                             te_any_args *buffer, const void *args, const void **whole)
 {
     TE_TRY(te_check_size(op, args, buffer, whole));
-    if (slot == NULL || slot->function == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: the slot has no function", te_op_name(op));
-    }
+    TE_FAIL_IF(slot == NULL || slot->function == NULL, TE_ERROR_INVALID,
+               "%s: the slot has no function", te_op_name(op));
     TE_TRY(check_call(context, op, *whole));
     return slot->supports == NULL ? TE_OK : slot->supports(slot->self, context, *whole);
 }
@@ -541,7 +535,7 @@ te_status te_slot_workspace(const te_op_slot *slot, te_context *context, te_op o
                             size_t *bytes)
 {
     te_any_args whole;
-    if (bytes == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
+    TE_FAIL_IF(bytes == NULL, TE_ERROR_INVALID, "%s: bytes is NULL", te_op_name(op));
     *bytes = 0;
     TE_TRY(check_slot(slot, context, op, &whole, args, &args));
     return slot->workspace == NULL ? TE_OK : slot->workspace(slot->self, context, args, bytes);

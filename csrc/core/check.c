@@ -24,15 +24,13 @@ te_status te_check_fail(const te_check_site *site, const char *name, te_status k
 te_status te_check_sizes(const te_check_site *site, const char *name, const te_tensor *tensor,
                          const te_tensor *like, int or_1)
 {
-    if (tensor->ndim != like->ndim) {
-        return INVALID(name, "ndim = %d, expected %d", (int)tensor->ndim, (int)like->ndim);
-    }
+    INVALID_IF(tensor->ndim != like->ndim, name, "ndim = %d, expected %d", (int)tensor->ndim,
+               (int)like->ndim);
     for (int32_t i = 0; i < like->ndim; i++) {
         if (tensor->shape[i] == like->shape[i] || (or_1 && tensor->shape[i] == 1)) continue;
-        if (like->ndim == 2) {
-            return INVALID(name, "shape [%lld, %lld], expected [%lld, %lld]", LL(tensor->shape[0]),
-                           LL(tensor->shape[1]), LL(like->shape[0]), LL(like->shape[1]));
-        }
+        INVALID_IF(like->ndim == 2, name, "shape [%lld, %lld], expected [%lld, %lld]",
+                   LL(tensor->shape[0]), LL(tensor->shape[1]), LL(like->shape[0]),
+                   LL(like->shape[1]));
         return INVALID(name, "dim %d: size %lld, expected %s%lld", (int)i, LL(tensor->shape[i]),
                        or_1 ? "1 or " : "", LL(like->shape[i]));
     }
@@ -103,11 +101,9 @@ static te_status check_no_overlap(const te_check_site *site, const char *name,
             if (next < 0 || tensor->strides[i] < tensor->strides[next]) next = i;
         }
         if (next < 0) return TE_OK;
-        if (tensor->strides[next] < extent) {
-            return INVALID(
-                name, "dim %d: stride %lld is less than the %lld elements within: they overlap",
-                (int)next, LL(tensor->strides[next]), LL(extent));
-        }
+        INVALID_IF(tensor->strides[next] < extent, name,
+                   "dim %d: stride %lld is less than the %lld elements within: they overlap",
+                   (int)next, LL(tensor->strides[next]), LL(extent));
         seen |= 1U << next;
         extent += (tensor->shape[next] - 1) * tensor->strides[next];
     }
@@ -123,16 +119,12 @@ static te_status check_extent(const te_check_site *site, const char *name, const
     for (int32_t i = 0; i < tensor->ndim; i++) {
         const int64_t size = tensor->shape[i] > 1 ? tensor->shape[i] : 1;
         const int64_t stride = tensor->strides[i];
-        if (size > most / count) {
-            return INVALID(name, "dim %d: size %lld, which makes more than 2^56 elements", (int)i,
-                           LL(size));
-        }
+        INVALID_IF(size > most / count, name,
+                   "dim %d: size %lld, which makes more than 2^56 elements", (int)i, LL(size));
         count *= size;
-        if (stride < -most || stride > most ||
-            (size > 1 && stride > (most - extent) / (size - 1))) {
-            return INVALID(name, "dim %d: stride %lld, which reaches beyond 2^56 elements", (int)i,
-                           LL(stride));
-        }
+        INVALID_IF(
+            stride < -most || stride > most || (size > 1 && stride > (most - extent) / (size - 1)),
+            name, "dim %d: stride %lld, which reaches beyond 2^56 elements", (int)i, LL(stride));
         extent += (size - 1) * stride;
     }
     return TE_OK;
@@ -146,28 +138,23 @@ static te_status check_layout(const te_check_site *site, const te_field *field,
     const int32_t limit = field->form == TE_FORM_DIMS     ? TE_MAX_DIMS
                           : field->form == TE_FORM_MATRIX ? 2
                                                           : 1;
-    if (ndim > limit || ndim < (field->form == TE_FORM_MATRIX ? 2 : 1)) {
-        return INVALID(field->name, "ndim = %d, expected %s", (int)ndim,
-                       field->form == TE_FORM_DIMS     ? "1 to 4"
-                       : field->form == TE_FORM_MATRIX ? "a matrix (2)"
-                                                       : "a vector (1)");
-    }
+    INVALID_IF(ndim > limit || ndim < (field->form == TE_FORM_MATRIX ? 2 : 1), field->name,
+               "ndim = %d, expected %s", (int)ndim,
+               field->form == TE_FORM_DIMS     ? "1 to 4"
+               : field->form == TE_FORM_MATRIX ? "a matrix (2)"
+                                               : "a vector (1)");
     for (int32_t i = 0; i < ndim; i++) {
-        if (tensor->shape[i] < 0 || (tensor->shape[i] > 1 && tensor->strides[i] < 0)) {
-            return INVALID(field->name, "dim %d: size %lld and stride %lld, expected none negative",
-                           (int)i, LL(tensor->shape[i]), LL(tensor->strides[i]));
-        }
+        INVALID_IF(tensor->shape[i] < 0 || (tensor->shape[i] > 1 && tensor->strides[i] < 0),
+                   field->name, "dim %d: size %lld and stride %lld, expected none negative", (int)i,
+                   LL(tensor->shape[i]), LL(tensor->strides[i]));
     }
     TE_TRY(check_extent(site, field->name, tensor));
-    if (tensor->shape[last] > 1 && tensor->strides[last] != 1) {
-        return INVALID(field->name, "last stride %lld, expected 1: make it contiguous",
-                       LL(tensor->strides[last]));
-    }
-    if (field->form == TE_FORM_MATRIX && tensor->shape[0] > 1 &&
-        tensor->strides[0] < tensor->shape[1]) {
-        return INVALID(field->name, "row stride %lld is less than the %lld columns: rows overlap",
-                       LL(tensor->strides[0]), LL(tensor->shape[1]));
-    }
+    INVALID_IF(tensor->shape[last] > 1 && tensor->strides[last] != 1, field->name,
+               "last stride %lld, expected 1: make it contiguous", LL(tensor->strides[last]));
+    INVALID_IF(field->form == TE_FORM_MATRIX && tensor->shape[0] > 1 &&
+                   tensor->strides[0] < tensor->shape[1],
+               field->name, "row stride %lld is less than the %lld columns: rows overlap",
+               LL(tensor->strides[0]), LL(tensor->shape[1]));
     if (field->form != TE_FORM_DIMS || field->access == TE_ACCESS_READ) return TE_OK;
     return te_tensor_numel(tensor) == 0 ? TE_OK : check_no_overlap(site, field->name, tensor);
 }
@@ -179,16 +166,14 @@ te_status te_check_tensor(const te_check_site *site, const te_field *field, cons
         return required ? INVALID(field->name, "is missing") : TE_OK;
     }
     TE_TRY(check_layout(site, field, tensor));
-    if (!te_tensor_present(tensor) && (required || field->access == TE_ACCESS_READ) &&
-        te_tensor_numel(tensor) > 0) {
-        return INVALID(field->name, "data is NULL for %lld elements", LL(te_tensor_numel(tensor)));
-    }
-    if (tensor->device.type != site->device.type || tensor->device.index != site->device.index) {
-        return INVALID(field->name,
-                       "device (%d, %d) is not the context's (%d, %d): move the tensor",
-                       (int)tensor->device.type, (int)tensor->device.index, (int)site->device.type,
-                       (int)site->device.index);
-    }
+    INVALID_IF(!te_tensor_present(tensor) && (required || field->access == TE_ACCESS_READ) &&
+                   te_tensor_numel(tensor) > 0,
+               field->name, "data is NULL for %lld elements", LL(te_tensor_numel(tensor)));
+    INVALID_IF(tensor->device.type != site->device.type ||
+                   tensor->device.index != site->device.index,
+               field->name, "device (%d, %d) is not the context's (%d, %d): move the tensor",
+               (int)tensor->device.type, (int)tensor->device.index, (int)site->device.type,
+               (int)site->device.index);
     return check_dtype(site, field, tensor->dtype);
 }
 
@@ -210,9 +195,8 @@ te_status te_check_fields(const te_check_site *site, const void *args)
             return INVALID(field->name, "is NULL, expected %lld elements", LL(field->count));
         }
     }
-    if (flags != NULL && (*flags & ~known) != 0U) {
-        return INVALID("flags", "0x%x, expected bits of 0x%x", (unsigned)*flags, (unsigned)known);
-    }
+    INVALID_IF(flags != NULL && (*flags & ~known) != 0U, "flags", "0x%x, expected bits of 0x%x",
+               (unsigned)*flags, (unsigned)known);
     return TE_OK;
 }
 
@@ -222,8 +206,8 @@ te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const v
 {
     const te_op_info *info = te_op_describe(op);
     size_t size;
-    if (info == NULL) return TE_FAIL(TE_ERROR_INVALID, "operator %d does not exist", (int)op);
-    if (args == NULL) return TE_FAIL(TE_ERROR_INVALID, "%s: args is NULL", te_op_name(op));
+    TE_FAIL_IF(info == NULL, TE_ERROR_INVALID, "operator %d does not exist", (int)op);
+    TE_FAIL_IF(args == NULL, TE_ERROR_INVALID, "%s: args is NULL", te_op_name(op));
     *whole = args;
     size = *(const size_t *)args;
     if (size == info->size) return TE_OK;
@@ -235,10 +219,10 @@ te_status te_check_size(te_op op, const void *args, te_any_args *buffer, const v
     if (size > info->size) return TE_OK;
     for (int32_t i = 0; i < info->field_count; i++) {
         const te_field *field = &info->fields[i];
-        if (size < sizeof(size_t) || (field->offset < size && field->offset + field->size > size)) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: args->size = %zu ends within %s, expected %zu",
-                           te_op_name(op), size, field->name, info->size);
-        }
+        TE_FAIL_IF(size < sizeof(size_t) ||
+                       (field->offset < size && field->offset + field->size > size),
+                   TE_ERROR_INVALID, "%s: args->size = %zu ends within %s, expected %zu",
+                   te_op_name(op), size, field->name, info->size);
     }
     te_op_initial(op, buffer);
     memcpy((char *)buffer + sizeof(size_t), (const char *)args + sizeof(size_t),

@@ -65,6 +65,15 @@ te_status te_check_missing(const te_check_site *site, const char *name, const te
     te_check_fail(site, name, TE_ERROR_INVALID, __FILE__, __LINE__, __VA_ARGS__)
 #define WRONG_TYPE(name, ...)                                                                      \
     te_check_fail(site, name, TE_ERROR_TYPE, __FILE__, __LINE__, __VA_ARGS__)
+/* Fail where a condition holds. */
+#define INVALID_IF(condition, ...)                                                                 \
+    do {                                                                                           \
+        if (condition) return INVALID(__VA_ARGS__);                                                \
+    } while (0)
+#define WRONG_TYPE_IF(condition, ...)                                                              \
+    do {                                                                                           \
+        if (condition) return WRONG_TYPE(__VA_ARGS__);                                             \
+    } while (0)
 #define LL(value) ((long long)(value))
 
 #endif

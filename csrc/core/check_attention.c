@@ -12,29 +12,22 @@ static te_status check_packed(const te_check_site *site, const te_attention_prob
 {
     const te_tensor *const absent[] = {&p->mask, &p->bias};
     static const char *const names[] = {"mask", "bias"};
-    if (!te_tensor_requested(&p->query_offsets)) {
-        return INVALID("query_offsets", "None beside key_offsets: give both");
-    }
-    if (batch < 0) return INVALID("query_offsets", "length 0, expected a vector of batch + 1");
-    if (!te_tensor_requested(&p->key_offsets)) {
-        return INVALID("key_offsets", "None beside query_offsets: give both");
-    }
+    INVALID_IF(!te_tensor_requested(&p->query_offsets), "query_offsets",
+               "None beside key_offsets: give both");
+    INVALID_IF(batch < 0, "query_offsets", "length 0, expected a vector of batch + 1");
+    INVALID_IF(!te_tensor_requested(&p->key_offsets), "key_offsets",
+               "None beside query_offsets: give both");
     TE_TRY(te_check_length(site, "key_offsets", &p->key_offsets, batch + 1));
-    if (p->query.shape[0] != 1) {
-        return INVALID("query", "dim 0: size %lld, expected 1 of packed sequences",
-                       LL(p->query.shape[0]));
-    }
+    INVALID_IF(p->query.shape[0] != 1, "query", "dim 0: size %lld, expected 1 of packed sequences",
+               LL(p->query.shape[0]));
     for (int i = 0; i < 2; i++) {
-        if (te_tensor_requested(absent[i])) {
-            return INVALID(names[i], "it does not go with packed sequences (query_offsets)");
-        }
+        INVALID_IF(te_tensor_requested(absent[i]), names[i],
+                   "it does not go with packed sequences (query_offsets)");
     }
-    if (p->max_queries < 0 || p->max_queries > INT32_MAX) {
-        return INVALID("max_queries", "%lld, expected 0 to 2^31 - 1", LL(p->max_queries));
-    }
-    if (p->max_keys < 0 || p->max_keys > INT32_MAX) {
-        return INVALID("max_keys", "%lld, expected 0 to 2^31 - 1", LL(p->max_keys));
-    }
+    INVALID_IF(p->max_queries < 0 || p->max_queries > INT32_MAX, "max_queries",
+               "%lld, expected 0 to 2^31 - 1", LL(p->max_queries));
+    INVALID_IF(p->max_keys < 0 || p->max_keys > INT32_MAX, "max_keys",
+               "%lld, expected 0 to 2^31 - 1", LL(p->max_keys));
     return TE_OK;
 }
 
@@ -85,10 +78,8 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     if (packed) TE_TRY(check_packed(site, p, batch));
     TE_TRY(te_check_length(site, "query_lengths", &p->query_lengths, batch));
     TE_TRY(te_check_length(site, "key_lengths", &p->key_lengths, batch));
-    if (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0) {
-        return INVALID("key", "%lld heads, expected a number that divides the %lld of query",
-                       LL(k[2]), LL(q[2]));
-    }
+    INVALID_IF(k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0, "key",
+               "%lld heads, expected a number that divides the %lld of query", LL(k[2]), LL(q[2]));
     TE_TRY(te_check_sizes(site, "key", &p->key, &keys, 0));
     TE_TRY(te_check_sizes(site, "value", &p->value, &values, 0));
     TE_TRY(te_check_sizes(site, "output", output, &attended, 0));
@@ -99,10 +90,9 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
     if (!te_tensor_requested(statistics)) return TE_OK;
     TE_TRY(te_check_sizes(site, "statistics", statistics, &sums, 0));
     for (int i = 2; i >= 0; i--) {
-        if (dense > 0 && sums.shape[i] > 1 && statistics->strides[i] != dense) {
-            return INVALID("statistics", "dim %d: stride %lld, expected %lld: make it contiguous",
-                           i, LL(statistics->strides[i]), LL(dense));
-        }
+        INVALID_IF(dense > 0 && sums.shape[i] > 1 && statistics->strides[i] != dense, "statistics",
+                   "dim %d: stride %lld, expected %lld: make it contiguous", i,
+                   LL(statistics->strides[i]), LL(dense));
         dense *= sums.shape[i];
     }
     return TE_OK;
@@ -112,9 +102,8 @@ static te_status check_problem(const te_check_site *site, const te_attention_pro
 static te_status check_pair(const te_check_site *site, const char *name, const te_tensor *scales,
                             int fp8)
 {
-    if (te_tensor_requested(scales) != fp8) {
-        return INVALID(name, fp8 ? "is missing: FP8 has scales" : "there is no FP8 to scale");
-    }
+    INVALID_IF(te_tensor_requested(scales) != fp8, name,
+               fp8 ? "is missing: FP8 has scales" : "there is no FP8 to scale");
     return te_check_length(site, name, scales, TE_TENSOR_SCALES);
 }
 
@@ -127,14 +116,12 @@ static te_status check_fp8(const te_check_site *site, const te_attention_problem
     const te_tensor *const absent[] = {&p->mask, &p->bias, &p->sink, &p->slopes};
     static const char *const others[] = {"mask", "bias", "sink", "slopes"};
     const int fp8 = te_attention_is_fp8(p);
-    if (p->query.dtype == TE_DTYPE_E5M2) {
-        return WRONG_TYPE("query", "dtype e5m2, expected f32, f16, bf16 or e4m3");
-    }
+    WRONG_TYPE_IF(p->query.dtype == TE_DTYPE_E5M2, "query",
+                  "dtype e5m2, expected f32, f16, bf16 or e4m3");
     for (int i = 0; i < 3; i++) TE_TRY(check_pair(site, named[i], scales[i], fp8));
     for (int i = 0; i < 4; i++) {
-        if (fp8 && te_tensor_requested(absent[i])) {
-            return INVALID(others[i], "it does not go with FP8 (query)");
-        }
+        INVALID_IF(fp8 && te_tensor_requested(absent[i]), others[i],
+                   "it does not go with FP8 (query)");
     }
     for (int i = 0; i < count; i++) {
         if (fp8 || floats[i] == NULL) continue;
@@ -151,9 +138,7 @@ te_status te_check_attention(const te_check_site *site, const te_attention_args 
     TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
     TE_TRY(check_fp8(site, &args->problem, floats, names, 3));
     TE_TRY(check_pair(site, "output_scales", &args->output_scales, fp8));
-    if (fp8 && te_tensor_requested(&args->top)) {
-        return INVALID("top", "it does not go with FP8 (query)");
-    }
+    INVALID_IF(fp8 && te_tensor_requested(&args->top), "top", "it does not go with FP8 (query)");
     return te_check_length(site, "top", &args->top, args->problem.query.shape[2]);
 }
 
@@ -172,12 +157,10 @@ static te_status check_fp8_backward(const te_check_site *site,
     TE_TRY(check_pair(site, "grad_output_scales", &args->grad_output_scales, fp8));
     TE_TRY(check_pair(site, "grads_scales", &args->grads_scales, fp8));
     if (!fp8) return te_check_dtype(site, "grad_output", grad, args->output.dtype);
-    if (!te_dtype_is_fp8(grad)) {
-        return WRONG_TYPE("grad_output", "dtype %s, expected e4m3 or e5m2 as query is FP8",
-                          te_dtype_name(grad));
-    }
+    WRONG_TYPE_IF(!te_dtype_is_fp8(grad), "grad_output",
+                  "dtype %s, expected e4m3 or e5m2 as query is FP8", te_dtype_name(grad));
     for (int i = 0; i < 2; i++) {
-        if (floats[i] == NULL) return INVALID(names[i], "is missing: FP8 has scales");
+        INVALID_IF(floats[i] == NULL, names[i], "is missing: FP8 has scales");
     }
     if (p->dropout == 0.0F) return TE_OK;
     return INVALID("dropout", "%g, expected 0: a gradient in FP8 has none", (double)p->dropout);
@@ -190,11 +173,10 @@ te_status te_check_attention_backward(const te_check_site *site,
     TE_TRY(check_problem(site, &args->problem, &args->output, &args->statistics));
     TE_TRY(check_fp8_backward(site, args));
     TE_TRY(te_check_length(site, "grad_sink", &args->grad_sink, args->problem.query.shape[2]));
-    if (te_tensor_requested(&args->grad_sink) && !te_tensor_requested(&args->problem.sink)) {
-        return INVALID("grad_sink", "there is no sink");
-    }
+    INVALID_IF(te_tensor_requested(&args->grad_sink) && !te_tensor_requested(&args->problem.sink),
+               "grad_sink", "there is no sink");
     if (!te_tensor_requested(grad_bias)) return TE_OK;
-    if (!te_tensor_requested(bias)) return INVALID("grad_bias", "there is no bias");
+    INVALID_IF(!te_tensor_requested(bias), "grad_bias", "there is no bias");
     return te_check_sizes(site, "grad_bias", grad_bias, bias, 0);
 }
 
@@ -225,20 +207,17 @@ static te_status check_rope_part(const te_check_site *site, const te_rope_args *
     }
     if (!te_tensor_requested(freqs)) return TE_OK;
     if (args->channels > 0) {
-        if (width % args->channels != 0) {
-            return INVALID("channels", "%lld, which does not divide the last dim of %s, %lld",
-                           LL(args->channels), name[0], LL(width));
-        }
+        INVALID_IF(width % args->channels != 0, "channels",
+                   "%lld, which does not divide the last dim of %s, %lld", LL(args->channels),
+                   name[0], LL(width));
         width = args->channels;
     }
-    if (freqs->shape[1] % 2 != 0 || freqs->shape[1] > width) {
-        return INVALID(name[2], "%lld rotary channels, expected an even number of at most %lld",
-                       LL(freqs->shape[1]), LL(width));
-    }
-    if (freqs->shape[0] > 1 && freqs->strides[0] != freqs->shape[1]) {
-        return INVALID(name[2], "row stride %lld, expected %lld: make it contiguous",
-                       LL(freqs->strides[0]), LL(freqs->shape[1]));
-    }
+    INVALID_IF(freqs->shape[1] % 2 != 0 || freqs->shape[1] > width, name[2],
+               "%lld rotary channels, expected an even number of at most %lld", LL(freqs->shape[1]),
+               LL(width));
+    INVALID_IF(freqs->shape[0] > 1 && freqs->strides[0] != freqs->shape[1], name[2],
+               "row stride %lld, expected %lld: make it contiguous", LL(freqs->strides[0]),
+               LL(freqs->shape[1]));
     /* Lengths and starts on the device are known to the kernel alone. */
     width = input->shape[1] * (args->cp_size > 1 ? args->cp_size : 1);
     if (last < 3 || freqs->shape[0] >= width) return TE_OK;
@@ -250,23 +229,17 @@ te_status te_check_rope(const te_check_site *site, const te_rope_args *args)
 {
     const te_tensor *input = &args->parts[0].input, *limits = &args->cu_seqlens;
     const int packed = te_tensor_present(limits);
-    if (input->ndim != (packed ? 3 : 4)) {
-        return INVALID("input", "ndim = %d, expected %d", (int)input->ndim, packed ? 3 : 4);
-    }
-    if (packed && (limits->shape[0] < 1 || (limits->shape[0] < 2 && input->shape[0] > 0))) {
-        return INVALID("cu_seqlens", "length %lld, expected a vector of batch + 1 for %lld tokens",
-                       LL(limits->shape[0]), LL(input->shape[0]));
-    }
+    INVALID_IF(input->ndim != (packed ? 3 : 4), "input", "ndim = %d, expected %d", (int)input->ndim,
+               packed ? 3 : 4);
+    INVALID_IF(packed && (limits->shape[0] < 1 || (limits->shape[0] < 2 && input->shape[0] > 0)),
+               "cu_seqlens", "length %lld, expected a vector of batch + 1 for %lld tokens",
+               LL(limits->shape[0]), LL(input->shape[0]));
     TE_TRY(te_check_length(site, "start_positions", &args->start_positions,
                            packed ? limits->shape[0] - 1 : input->shape[0]));
-    if (args->cp_rank > 0 && args->cp_rank >= args->cp_size) {
-        return INVALID("cp_rank", "%d, expected one of cp_size = %d ranks", args->cp_rank,
-                       args->cp_size);
-    }
-    if (args->cp_size > 1 && !packed && input->shape[1] % 2 != 0) {
-        return INVALID("input", "a sequence of %lld tokens, expected two chunks of one length",
-                       LL(input->shape[1]));
-    }
+    INVALID_IF(args->cp_rank > 0 && args->cp_rank >= args->cp_size, "cp_rank",
+               "%d, expected one of cp_size = %d ranks", args->cp_rank, args->cp_size);
+    INVALID_IF(args->cp_size > 1 && !packed && input->shape[1] % 2 != 0, "input",
+               "a sequence of %lld tokens, expected two chunks of one length", LL(input->shape[1]));
     for (int i = 0; i < TE_ROPE_PARTS; i++) TE_TRY(check_rope_part(site, args, i));
     return TE_OK;
 }
@@ -278,7 +251,7 @@ static te_status check_tokens(const te_check_site *site, const char *name, const
     const int64_t *last = tokens->shape + tokens->ndim - 2, *kept = cache->shape + 2;
     int same = tokens->ndim == like->ndim;
     for (int32_t i = 0; same && i < like->ndim - 2; i++) same = tokens->shape[i] == like->shape[i];
-    if (!same) return INVALID(name, "shape, expected the leading dims of key");
+    INVALID_IF(!same, name, "shape, expected the leading dims of key");
     if (last[0] == kept[0] && last[1] == kept[1]) return TE_OK;
     return INVALID(name, "%lld heads of %lld channels, the cache has %lld of %lld", LL(last[0]),
                    LL(last[1]), LL(kept[0]), LL(kept[1]));
@@ -296,10 +269,9 @@ static te_status check_cache(const te_check_site *site, const te_cache *cache, c
     }
     TE_TRY(check_tokens(site, "key", key, key, &cache->key));
     TE_TRY(check_tokens(site, "value", value, key, &cache->value));
-    if (te_tensor_requested(table) && table->shape[0] != batch) {
-        return INVALID("page_table", "%lld rows, expected one for each of %lld sequences",
-                       LL(table->shape[0]), LL(batch));
-    }
+    INVALID_IF(te_tensor_requested(table) && table->shape[0] != batch, "page_table",
+               "%lld rows, expected one for each of %lld sequences", LL(table->shape[0]),
+               LL(batch));
     if (te_tensor_requested(table) || cache->key.shape[0] >= batch) return TE_OK;
     return INVALID("key_cache", "%lld pages for %lld sequences without a page_table",
                    LL(cache->key.shape[0]), LL(batch));
@@ -310,13 +282,10 @@ te_status te_check_cache_append(const te_check_site *site, const te_cache_append
     const te_tensor *key = &args->key, *limits = &args->cu_seqlens;
     const int packed = te_tensor_present(limits);
     const int64_t batch = args->starts.shape[0];
-    if (key->ndim != (packed ? 3 : 4)) {
-        return INVALID("key", "ndim = %d, expected %d", (int)key->ndim, packed ? 3 : 4);
-    }
-    if (!packed && key->shape[0] != batch) {
-        return INVALID("starts", "length %lld, expected a vector of %lld", LL(batch),
-                       LL(key->shape[0]));
-    }
+    INVALID_IF(key->ndim != (packed ? 3 : 4), "key", "ndim = %d, expected %d", (int)key->ndim,
+               packed ? 3 : 4);
+    INVALID_IF(!packed && key->shape[0] != batch, "starts",
+               "length %lld, expected a vector of %lld", LL(batch), LL(key->shape[0]));
     TE_TRY(te_check_length(site, "cu_seqlens", limits, batch + 1));
     return check_cache(site, &args->cache, key, &args->value, batch);
 }

@@ -9,9 +9,7 @@
 /* Rows that are normalized. */
 static te_status check_normalized(const te_check_site *site, const te_tensor *input)
 {
-    if (input->ndim < 2) {
-        return INVALID("input", "ndim = %d, expected rows: 2 to 4", (int)input->ndim);
-    }
+    INVALID_IF(input->ndim < 2, "input", "ndim = %d, expected rows: 2 to 4", (int)input->ndim);
     return TE_OK;
 }
 
@@ -19,10 +17,9 @@ te_status te_check_norm(const te_check_site *site, const te_norm_args *args)
 {
     const te_cast_request *cast = &args->cast;
     TE_TRY(check_normalized(site, &args->input));
-    if (te_tensor_rows(&args->input).strides[0] == TE_NO_STRIDE &&
-        (cast->result.mode != TE_SCALING_NONE || cast->amax_partials != NULL)) {
-        return INVALID("input", "its rows are those of no matrix: only `wide` is made of them");
-    }
+    INVALID_IF(te_tensor_rows(&args->input).strides[0] == TE_NO_STRIDE &&
+                   (cast->result.mode != TE_SCALING_NONE || cast->amax_partials != NULL),
+               "input", "its rows are those of no matrix: only `wide` is made of them");
     if ((args->flags & TE_NORM_STATISTICS_GIVEN) == 0 || te_tensor_numel(&args->input) == 0) {
         return TE_OK;
     }
@@ -49,10 +46,9 @@ static te_status check_activation_input(const te_check_site *site, te_activation
 {
     const int gated = te_activation_is_gated(kind);
     *columns = gated ? input->shape[1] / 2 : input->shape[1];
-    if (gated && input->shape[1] % 2 != 0) {
-        return INVALID("input", "%lld columns, expected an even number for the two halves of %s",
-                       LL(input->shape[1]), te_activation_name(kind));
-    }
+    INVALID_IF(gated && input->shape[1] % 2 != 0, "input",
+               "%lld columns, expected an even number for the two halves of %s",
+               LL(input->shape[1]), te_activation_name(kind));
     if (kind != TE_ACTIVATION_CLAMPED_SWIGLU || params->limit >= 0.0F) return TE_OK;
     return INVALID("limit", "%g, expected a number from 0 on", (double)params->limit);
 }

@@ -55,10 +55,8 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
 {
     const te_tensor *row = &operand->row, *column = &operand->column;
     int micro;
-    if ((unsigned)operand->mode >= TE_SCALING_COUNT) {
-        return INVALID("mode", "%d does not exist, expected 0 to %d", (int)operand->mode,
-                       TE_SCALING_COUNT - 1);
-    }
+    INVALID_IF((unsigned)operand->mode >= TE_SCALING_COUNT, "mode",
+               "%d does not exist, expected 0 to %d", (int)operand->mode, TE_SCALING_COUNT - 1);
     if (operand->mode == TE_SCALING_NONE) {
         if (!te_tensor_present(row) && !te_tensor_present(column)) return TE_OK;
         return INVALID("mode", "scaling mode none casts nothing");
@@ -96,13 +94,12 @@ static te_status check_forms(const te_check_site *site, const te_operand *operan
 static te_status check_mxfp8(const te_check_site *site, const te_cast_request *cast)
 {
     const int to_256 = cast->result.scales_to_256;
-    if (cast->four_over_six != 0 || to_256 != 0 || cast->row_scaled != 0) {
-        return INVALID(cast->four_over_six != 0 ? "four_over_six"
-                       : to_256 != 0            ? "scales_to_256"
-                                                : "row_scaled",
-                       "mode %d does not have it, only nvfp4 (%d) has", (int)cast->result.mode,
-                       (int)TE_SCALING_NVFP4);
-    }
+    INVALID_IF(cast->four_over_six != 0 || to_256 != 0 || cast->row_scaled != 0,
+               cast->four_over_six != 0 ? "four_over_six"
+               : to_256 != 0            ? "scales_to_256"
+                                        : "row_scaled",
+               "mode %d does not have it, only nvfp4 (%d) has", (int)cast->result.mode,
+               (int)TE_SCALING_NVFP4);
     if (cast->margin == 0 ||
         (cast->result.mode == TE_SCALING_MXFP8 && cast->margin >= -126 && cast->margin <= 126)) {
         return TE_OK;
@@ -116,28 +113,19 @@ static te_status check_fp4_ways(const te_check_site *site, const te_cast_request
                                 int64_t rows)
 {
     const int way = cast->four_over_six;
-    if (cast->margin != 0) {
-        return INVALID("margin", "%d with nvfp4, which has none", cast->margin);
-    }
-    if (cast->hadamard < TE_HADAMARD_NONE || cast->hadamard > TE_HADAMARD_UNSIGNED) {
-        return INVALID("hadamard", "%d, expected 0 (none), 1 (signed) or 2 (unsigned)",
-                       cast->hadamard);
-    }
-    if (cast->hadamard != 0 && cast->square != 0) {
-        return INVALID("hadamard", "a square is not transformed: leave it or square out");
-    }
-    if (way < TE_FOUR_OVER_SIX_NONE || way > TE_FOUR_OVER_SIX_MSE) {
-        return INVALID("four_over_six", "%d, expected 0 (none), 1 (mae) or 2 (mse)", way);
-    }
-    if (way != 0 && (cast->hadamard != 0 || cast->rng != NULL)) {
-        return INVALID("four_over_six", "not with hadamard, and not rounded by rng");
-    }
-    if (cast->row_scaled != 0 && cast->square != 0) {
-        return INVALID("row_scaled", "rows of a square share its scale: leave it or square out");
-    }
-    if (cast->row_scaled != 0 && site->op != TE_OP_QUANTIZE) {
-        return INVALID("row_scaled", "te_quantize alone finds the amax of each row");
-    }
+    INVALID_IF(cast->margin != 0, "margin", "%d with nvfp4, which has none", cast->margin);
+    INVALID_IF(cast->hadamard < TE_HADAMARD_NONE || cast->hadamard > TE_HADAMARD_UNSIGNED,
+               "hadamard", "%d, expected 0 (none), 1 (signed) or 2 (unsigned)", cast->hadamard);
+    INVALID_IF(cast->hadamard != 0 && cast->square != 0, "hadamard",
+               "a square is not transformed: leave it or square out");
+    INVALID_IF(way < TE_FOUR_OVER_SIX_NONE || way > TE_FOUR_OVER_SIX_MSE, "four_over_six",
+               "%d, expected 0 (none), 1 (mae) or 2 (mse)", way);
+    INVALID_IF(way != 0 && (cast->hadamard != 0 || cast->rng != NULL), "four_over_six",
+               "not with hadamard, and not rounded by rng");
+    INVALID_IF(cast->row_scaled != 0 && cast->square != 0, "row_scaled",
+               "rows of a square share its scale: leave it or square out");
+    INVALID_IF(cast->row_scaled != 0 && site->op != TE_OP_QUANTIZE, "row_scaled",
+               "te_quantize alone finds the amax of each row");
     if (!te_tensor_present(&cast->result.row_amax)) return TE_OK;
     return te_check_length(site, "row_amax", &cast->result.row_amax,
                            cast->row_scaled != 0 ? rows : 1);
@@ -148,35 +136,28 @@ static te_status check_micro(const te_check_site *site, const te_cast_request *c
 {
     const te_operand *result = &cast->result;
     const int fp4 = result->mode == TE_SCALING_NVFP4;
-    if (!te_scales_micro(result->mode) && cast->square != 0) {
-        return INVALID("square", "mode %d has a mode of its own for squares, or none",
-                       (int)result->mode);
-    }
-    if (!fp4 && (cast->hadamard != 0 || cast->column_partials != NULL || cast->rng != NULL)) {
-        return INVALID(cast->hadamard != 0             ? "hadamard"
-                       : cast->column_partials != NULL ? "column_partials"
-                                                       : "rng",
-                       "mode %d does not have it, only nvfp4 (%d) has", (int)result->mode,
-                       (int)TE_SCALING_NVFP4);
-    }
+    INVALID_IF(!te_scales_micro(result->mode) && cast->square != 0, "square",
+               "mode %d has a mode of its own for squares, or none", (int)result->mode);
+    INVALID_IF(!fp4 && (cast->hadamard != 0 || cast->column_partials != NULL || cast->rng != NULL),
+               cast->hadamard != 0             ? "hadamard"
+               : cast->column_partials != NULL ? "column_partials"
+                                               : "rng",
+               "mode %d does not have it, only nvfp4 (%d) has", (int)result->mode,
+               (int)TE_SCALING_NVFP4);
     if (!fp4) return check_mxfp8(site, cast);
     TE_TRY(check_fp4_ways(site, cast, rows));
-    if (cast->partials == NULL &&
-        ((te_tensor_requested(&result->row) && cast->row_scaled == 0) ||
-         (te_tensor_requested(&result->column) && cast->column_partials == NULL))) {
-        return INVALID("partials", "is NULL: nvfp4 scales by the amax");
-    }
-    if (cast->hadamard != 0 && te_tensor_requested(&result->column) &&
-        cast->column_partials == NULL) {
-        return INVALID("column_partials",
-                       "is NULL: the transform has an amax of its own, which te_amax finds");
-    }
-    if (te_tensor_present(&result->row) && !te_tensor_present(&result->row_amax)) {
-        return INVALID("row_amax", "is missing: row can not be read without");
-    }
-    if (te_tensor_present(&result->column) && !te_tensor_present(&result->column_amax)) {
-        return INVALID("column_amax", "is missing: column can not be read without");
-    }
+    INVALID_IF(cast->partials == NULL &&
+                   ((te_tensor_requested(&result->row) && cast->row_scaled == 0) ||
+                    (te_tensor_requested(&result->column) && cast->column_partials == NULL)),
+               "partials", "is NULL: nvfp4 scales by the amax");
+    INVALID_IF(cast->hadamard != 0 && te_tensor_requested(&result->column) &&
+                   cast->column_partials == NULL,
+               "column_partials",
+               "is NULL: the transform has an amax of its own, which te_amax finds");
+    INVALID_IF(te_tensor_present(&result->row) && !te_tensor_present(&result->row_amax), "row_amax",
+               "is missing: row can not be read without");
+    INVALID_IF(te_tensor_present(&result->column) && !te_tensor_present(&result->column_amax),
+               "column_amax", "is missing: column can not be read without");
     return TE_OK;
 }
 
@@ -185,26 +166,20 @@ static te_status check_own_scales(const te_check_site *site, const te_cast_reque
 {
     const te_operand *result = &cast->result;
     const int measured = result->mode == TE_SCALING_NVFP4;
-    if (cast->scale != NULL || (cast->partials != NULL && !measured)) {
-        return INVALID(cast->scale != NULL ? "scale" : "partials",
-                       "it is given, and the mode makes its scales by itself");
-    }
-    if (cast->amax != NULL || cast->amax_partials != NULL) {
-        return INVALID(cast->amax != NULL ? "amax" : "amax_partials",
-                       "the mode measures rows or tiles: take it without a cast");
-    }
-    if (te_tensor_requested(&result->row) && !te_tensor_requested(&result->row_scales)) {
-        return INVALID("row_scales", "is missing: row can not be read without");
-    }
-    if (te_tensor_requested(&result->column) && !te_tensor_requested(&result->column_scales)) {
-        return INVALID("column_scales", "is missing: column can not be read without");
-    }
-    if (te_tensor_requested(&result->row_scales) && !te_tensor_requested(&result->row)) {
-        return INVALID("row_scales", "there is no row that they are for");
-    }
-    if (te_tensor_requested(&result->column_scales) && !te_tensor_requested(&result->column)) {
-        return INVALID("column_scales", "there is no column that they are for");
-    }
+    INVALID_IF(cast->scale != NULL || (cast->partials != NULL && !measured),
+               cast->scale != NULL ? "scale" : "partials",
+               "it is given, and the mode makes its scales by itself");
+    INVALID_IF(cast->amax != NULL || cast->amax_partials != NULL,
+               cast->amax != NULL ? "amax" : "amax_partials",
+               "the mode measures rows or tiles: take it without a cast");
+    INVALID_IF(te_tensor_requested(&result->row) && !te_tensor_requested(&result->row_scales),
+               "row_scales", "is missing: row can not be read without");
+    INVALID_IF(te_tensor_requested(&result->column) && !te_tensor_requested(&result->column_scales),
+               "column_scales", "is missing: column can not be read without");
+    INVALID_IF(te_tensor_requested(&result->row_scales) && !te_tensor_requested(&result->row),
+               "row_scales", "there is no row that they are for");
+    INVALID_IF(te_tensor_requested(&result->column_scales) && !te_tensor_requested(&result->column),
+               "column_scales", "there is no column that they are for");
     return TE_OK;
 }
 
@@ -225,9 +200,8 @@ te_status te_check_cast_request(const te_check_site *site, const te_cast_request
     if (te_scales_own(result->mode) || te_scales_micro(result->mode)) {
         return check_own_scales(site, cast);
     }
-    if (cast->scale == NULL && cast->partials == NULL) {
-        return INVALID("mode", "neither scale nor partials is given, which say how to scale");
-    }
+    INVALID_IF(cast->scale == NULL && cast->partials == NULL, "mode",
+               "neither scale nor partials is given, which say how to scale");
     if (cast->partials == NULL || te_dtype_is_fp8(te_operand_dtype(result))) return TE_OK;
     return WRONG_TYPE("partials", "they scale to the dtype of row or column, and none is FP8");
 }
@@ -243,9 +217,8 @@ te_status te_check_dequantize(const te_check_site *site, const te_dequantize_arg
 {
     const te_operand *input = &args->input;
     const int by_rows = te_tensor_present(&input->row);
-    if (input->mode == TE_SCALING_NONE || te_tensor_present(&input->wide)) {
-        return INVALID("mode", "the input is not quantized: give its mode, or te_cast it");
-    }
+    INVALID_IF(input->mode == TE_SCALING_NONE || te_tensor_present(&input->wide), "mode",
+               "the input is not quantized: give its mode, or te_cast it");
     TE_TRY(check_forms(site, input, args->output.shape[0], args->output.shape[1]));
     if (te_tensor_numel(&args->output) == 0) return TE_OK;
     if (!by_rows) TE_TRY(te_check_missing(site, "row", &input->column, "and so is column"));
@@ -261,10 +234,8 @@ te_status te_check_dequantize(const te_check_site *site, const te_dequantize_arg
 te_status te_check_transpose(const te_check_site *site, const te_transpose_args *args)
 {
     const te_tensor *input = &args->input;
-    if (te_dtype_bits(input->dtype) != 8) {
-        return WRONG_TYPE("input", "dtype %s, expected one-byte elements",
-                          te_dtype_name(input->dtype));
-    }
+    WRONG_TYPE_IF(te_dtype_bits(input->dtype) != 8, "input", "dtype %s, expected one-byte elements",
+                  te_dtype_name(input->dtype));
     return check_form(site, "output", &args->output, input->shape[1], input->shape[0]);
 }
 
@@ -286,13 +257,11 @@ static te_status check_gemm_operand(const te_check_site *site, int first, const 
     const te_field *data = form->data == &operand->row      ? mode + 1
                            : form->data == &operand->column ? mode + 3
                                                             : fields;
-    if (operand->mode == TE_SCALING_NONE &&
-        (te_tensor_present(&operand->row) || te_tensor_present(&operand->column))) {
-        return INVALID(mode->name, "none, but there is quantized data: how is it scaled?");
-    }
-    if (!te_tensor_requested(form->data)) {
-        return INVALID(data->name, "is missing: a_transposed and b_transposed say which is read");
-    }
+    INVALID_IF(operand->mode == TE_SCALING_NONE &&
+                   (te_tensor_present(&operand->row) || te_tensor_present(&operand->column)),
+               mode->name, "none, but there is quantized data: how is it scaled?");
+    INVALID_IF(!te_tensor_requested(form->data), data->name,
+               "is missing: a_transposed and b_transposed say which is read");
     TE_TRY(te_check_tensor(site, data, form->data, 1));
     if (form->scales == NULL) return TE_OK;
     TE_TRY(te_check_tensor(site, data + 1, form->scales, 1));
@@ -328,15 +297,12 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
     const te_dtype d = args->d.dtype, narrow = d == TE_DTYPE_F16 ? d : TE_DTYPE_BF16;
     const int fp8 = way != TE_GEMM_AS_IT_IS || !te_dtype_is_high_precision(a),
               accumulates = (args->flags & TE_GEMM_ACCUMULATE) != 0;
-    if (way == TE_GEMM_MIXED && te_dtype_is_fp8(d)) {
-        return WRONG_TYPE("d", "dtype %s from operands that are multiplied out", te_dtype_name(d));
-    }
+    WRONG_TYPE_IF(way == TE_GEMM_MIXED && te_dtype_is_fp8(d), "d",
+                  "dtype %s from operands that are multiplied out", te_dtype_name(d));
     if (te_dtype_is_fp8(d)) {
-        if (!fp8 || args->d_scale == NULL || accumulates) {
-            return INVALID("d",
-                           "FP8 output %s needs FP8 operands and d_scale, and can not accumulate",
-                           te_dtype_name(d));
-        }
+        INVALID_IF(!fp8 || args->d_scale == NULL || accumulates, "d",
+                   "FP8 output %s needs FP8 operands and d_scale, and can not accumulate",
+                   te_dtype_name(d));
     } else if (!te_dtype_is_high_precision(d)) {
         return WRONG_TYPE("d", "dtype %s, expected f32, f16 or bf16", te_dtype_name(d));
     }
@@ -344,11 +310,9 @@ static te_status check_gemm_dtypes(const te_check_site *site, const te_gemm_args
         const int of_d = !fp8 || (way == TE_GEMM_MIXED && args->bias.dtype == d);
         TE_TRY(te_check_dtype(site, "bias", args->bias.dtype, of_d ? d : narrow));
     }
-    if (te_tensor_present(&args->bias_grad) && (fp8 || args->bias_grad.dtype != a)) {
-        return WRONG_TYPE("bias_grad",
-                          "dtype %s with %s operands, expected the same high precision",
-                          te_dtype_name(args->bias_grad.dtype), te_dtype_name(a));
-    }
+    WRONG_TYPE_IF(te_tensor_present(&args->bias_grad) && (fp8 || args->bias_grad.dtype != a),
+                  "bias_grad", "dtype %s with %s operands, expected the same high precision",
+                  te_dtype_name(args->bias_grad.dtype), te_dtype_name(a));
     if (!accumulates || (!te_tensor_present(&args->bias) && args->epilogue == TE_EPILOGUE_NONE)) {
         return TE_OK;
     }
@@ -367,28 +331,19 @@ te_status te_check_gemm(const te_check_site *site, const te_gemm_args *args)
     m = te_gemm_extent(&a, a.transposed);
     k = te_gemm_extent(&a, !a.transposed);
     n = te_gemm_extent(&b, !b.transposed);
-    if (!same_depth(way, &a, &b) || d[0] != m || d[1] != n) {
-        return INVALID("d",
-                       "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must "
-                       "agree, outer sizes are those of d",
-                       LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)),
-                       LL(n));
-    }
+    INVALID_IF(!same_depth(way, &a, &b) || d[0] != m || d[1] != n, "d",
+               "[%lld, %lld] from a [%lld, %lld] and b [%lld, %lld]: inner sizes must "
+               "agree, outer sizes are those of d",
+               LL(d[0]), LL(d[1]), LL(m), LL(k), LL(te_gemm_extent(&b, b.transposed)), LL(n));
     TE_TRY(check_gemm_dtypes(site, args, way, a.data->dtype));
-    if (a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype)) {
-        return WRONG_TYPE("d",
-                          "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
-                          "or bf16",
-                          te_dtype_name(args->d.dtype));
-    }
-    if (way == TE_GEMM_MIXED && args->epilogue != TE_EPILOGUE_NONE) {
-        return INVALID("epilogue", "%d with operands that are multiplied out: there is none",
-                       (int)args->epilogue);
-    }
-    if (way == TE_GEMM_AS_IT_IS && a.scales != NULL && k % 16 != 0) {
-        return INVALID("a", "k = %lld of quantized operands, expected a multiple of 16: pad them",
-                       LL(k));
-    }
+    WRONG_TYPE_IF(a.mode > TE_SCALING_TENSOR && te_dtype_is_fp8(args->d.dtype), "d",
+                  "dtype %s from operands scaled by rows or tiles, expected f32, f16 "
+                  "or bf16",
+                  te_dtype_name(args->d.dtype));
+    INVALID_IF(way == TE_GEMM_MIXED && args->epilogue != TE_EPILOGUE_NONE, "epilogue",
+               "%d with operands that are multiplied out: there is none", (int)args->epilogue);
+    INVALID_IF(way == TE_GEMM_AS_IT_IS && a.scales != NULL && k % 16 != 0, "a",
+               "k = %lld of quantized operands, expected a multiple of 16: pad them", LL(k));
     if (!te_tensor_requested(&args->aux) || args->epilogue != TE_EPILOGUE_NONE) return TE_OK;
     return INVALID("aux", "there is no activation: d is what it would receive");
 }

@@ -189,9 +189,8 @@ static te_status check_number(const te_check_site *site, const rule *r, const te
                        r->low == 0.0 ? "row" : "column");
     }
     if (value >= r->low && value <= r->high) return TE_OK;
-    if (r->expected == NULL) {
-        return INVALID(field->name, "%g does not exist, expected %g to %g", value, r->low, r->high);
-    }
+    INVALID_IF(r->expected == NULL, field->name, "%g does not exist, expected %g to %g", value,
+               r->low, r->high);
     return INVALID(field->name, "%.*g, expected %s", field->kind == TE_FIELD_INT64 ? 20 : 6, value,
                    r->expected);
 }

@@ -43,19 +43,16 @@ te_status te_context_create(te_device device, te_context **out)
     te_status st = TE_OK;
     te_context *context = NULL;
     const te_device_driver *driver;
-    if (out == NULL) return TE_FAIL(TE_ERROR_INVALID, "out is NULL");
+    TE_FAIL_IF(out == NULL, TE_ERROR_INVALID, "out is NULL");
     *out = NULL;
-    if ((int)device.type < 0 || device.type >= TE_DEVICE_COUNT || device.index < 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "device (%d, %d) does not exist", (int)device.type,
-                       (int)device.index);
-    }
+    TE_FAIL_IF((int)device.type < 0 || device.type >= TE_DEVICE_COUNT || device.index < 0,
+               TE_ERROR_INVALID, "device (%d, %d) does not exist", (int)device.type,
+               (int)device.index);
     driver = device.type == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
-    if (driver == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "this build has no CUDA backend: rebuild where the CUDA headers are found");
-    }
+    TE_FAIL_IF(driver == NULL, TE_ERROR_UNSUPPORTED,
+               "this build has no CUDA backend: rebuild where the CUDA headers are found");
     context = calloc(1, sizeof *context);
-    if (context == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a context");
+    TE_FAIL_IF(context == NULL, TE_ERROR_MEMORY, "no memory for a context");
     context->device = device;
     context->generation = te_fork_generation();
     context->driver = driver;
@@ -87,7 +84,7 @@ void te_context_destroy(te_context *context)
 
 te_status te_context_check(const te_context *context)
 {
-    if (context == NULL) return TE_FAIL(TE_ERROR_STATE, "the context is closed");
+    TE_FAIL_IF(context == NULL, TE_ERROR_STATE, "the context is closed");
     if (context->generation == te_fork_generation()) return TE_OK;
     return TE_FAIL(TE_ERROR_STATE,
                    "the context is of the process that this one was forked from: make a new one "
@@ -97,11 +94,9 @@ te_status te_context_check(const te_context *context)
 te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char *cache_file)
 {
     TE_TRY(te_context_check(context));
-    if (context->driver->tune_gemm == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "tune_gemm: the GEMM of device type %d has no choice to tune",
-                       (int)context->device.type);
-    }
+    TE_FAIL_IF(context->driver->tune_gemm == NULL, TE_ERROR_UNSUPPORTED,
+               "tune_gemm: the GEMM of device type %d has no choice to tune",
+               (int)context->device.type);
     return context->driver->tune_gemm(context->state, enabled, cache_file);
 }
 

@@ -32,10 +32,8 @@ te_status te_cache_set_folder(const char *path)
     const size_t length = path != NULL ? strlen(path) : 0;
     char why[REASON_BYTES] = "";
     int kept = 1;
-    if (length >= PATH_BYTES) {
-        return TE_FAIL(TE_ERROR_INVALID, "cache_dir has %zu bytes, at most %d are possible", length,
-                       PATH_BYTES - 1);
-    }
+    TE_FAIL_IF(length >= PATH_BYTES, TE_ERROR_INVALID,
+               "cache_dir has %zu bytes, at most %d are possible", length, PATH_BYTES - 1);
     if (length > 0) {
         const int opened = te_private_folder(path, why, sizeof why);
         if (opened >= 0) (void)close(opened);

@@ -8,16 +8,15 @@
 #include "core/status.h"
 #include "core/update.h"
 
-#define REFUSED(...) TE_FAIL(TE_ERROR_INVALID, "l2norm: " __VA_ARGS__)
+#define REFUSED_IF(condition, ...) TE_FAIL_IF(condition, TE_ERROR_INVALID, "l2norm: " __VA_ARGS__)
 
 static te_status check_args(const te_l2norm_args *args)
 {
-    if (args == NULL) return REFUSED("args is NULL");
-    if (args->size != sizeof *args) {
-        return REFUSED("args->size = %zu, expected %zu", args->size, sizeof *args);
-    }
-    if (args->count < 0) return REFUSED("count = %lld is negative", (long long)args->count);
-    if (args->count > 0 && args->tensors == NULL) return REFUSED("tensors: is NULL");
+    REFUSED_IF(args == NULL, "args is NULL");
+    REFUSED_IF(args->size != sizeof *args, "args->size = %zu, expected %zu", args->size,
+               sizeof *args);
+    REFUSED_IF(args->count < 0, "count = %lld is negative", (long long)args->count);
+    REFUSED_IF(args->count > 0 && args->tensors == NULL, "tensors: is NULL");
     return TE_OK;
 }
 
@@ -25,11 +24,9 @@ static te_status check_tensors(const te_l2norm_args *args, te_device device)
 {
     for (int64_t i = 0; i < args->count; i++) {
         TE_TRY(te_check_listed("l2norm: tensors", i, &args->tensors[i], device));
-        if (!te_dtype_is_high_precision(args->tensors[i].dtype)) {
-            return TE_FAIL(TE_ERROR_TYPE,
-                           "l2norm: tensors %lld: dtype %s, expected f32, f16 or bf16",
-                           (long long)i, te_dtype_name(args->tensors[i].dtype));
-        }
+        TE_FAIL_IF(!te_dtype_is_high_precision(args->tensors[i].dtype), TE_ERROR_TYPE,
+                   "l2norm: tensors %lld: dtype %s, expected f32, f16 or bf16", (long long)i,
+                   te_dtype_name(args->tensors[i].dtype));
     }
     return TE_OK;
 }
@@ -37,7 +34,7 @@ static te_status check_tensors(const te_l2norm_args *args, te_device device)
 te_status te_l2norm_workspace(const te_l2norm_args *args, size_t *bytes)
 {
     int64_t chunks = 0;
-    if (bytes == NULL) return REFUSED("bytes is NULL");
+    REFUSED_IF(bytes == NULL, "bytes is NULL");
     *bytes = 0;
     TE_TRY(check_args(args));
     for (int64_t i = 0; i < args->count; i++) chunks += te_l2norm_chunks(&args->tensors[i]);
@@ -52,13 +49,11 @@ te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *strea
     TE_TRY(check_args(args));
     TE_TRY(check_tensors(args, te_context_device(context)));
     TE_TRY(te_l2norm_workspace(args, &needed));
-    if (args->total == NULL) return REFUSED("total: is NULL");
-    if (args->workspace_size < needed || (args->workspace == NULL && needed > 0)) {
-        return REFUSED("workspace: %zu bytes at %p, expected %zu or more", args->workspace_size,
-                       args->workspace, needed);
-    }
-    if ((uintptr_t)args->workspace % sizeof(float) != 0) {
-        return REFUSED("workspace: %p, expected a multiple of 4", args->workspace);
-    }
+    REFUSED_IF(args->total == NULL, "total: is NULL");
+    REFUSED_IF(args->workspace_size < needed || (args->workspace == NULL && needed > 0),
+               "workspace: %zu bytes at %p, expected %zu or more", args->workspace_size,
+               args->workspace, needed);
+    REFUSED_IF((uintptr_t)args->workspace % sizeof(float) != 0,
+               "workspace: %p, expected a multiple of 4", args->workspace);
     return te_context_driver(context)->l2norm(context, args, stream);
 }

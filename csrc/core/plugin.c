@@ -75,9 +75,7 @@ static te_status take_struct(const char *what, const void *given, size_t least, 
                              size_t size)
 {
     const size_t has = given == NULL ? 0 : *(const size_t *)given;
-    if (has < least) {
-        return TE_FAIL(TE_ERROR_INVALID, "%s: size = %zu, expected %zu", what, has, size);
-    }
+    TE_FAIL_IF(has < least, TE_ERROR_INVALID, "%s: size = %zu, expected %zu", what, has, size);
     for (size_t i = size; i < has; i++) {
         if (((const char *)given)[i] == 0 && has < 16 * size) continue;
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
@@ -110,32 +108,25 @@ static te_status check_name(const char *what, const char *name)
 
 static te_status check_backend(const te_plugin *plugin, const te_plugin_backend *backend)
 {
-    if (backend->abi >> 16 != TE_PLUGIN_ABI_MAJOR) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "backend: built for version %u of the plug-in interface, this library (%s) "
-                       "has %d",
-                       (unsigned)(backend->abi >> 16), TE_VERSION, TE_PLUGIN_ABI_MAJOR);
-    }
-    if (backend->name == NULL || backend->name[0] == '\0') {
-        return TE_FAIL(TE_ERROR_INVALID, "backend: it has no name");
-    }
+    TE_FAIL_IF(backend->abi >> 16 != TE_PLUGIN_ABI_MAJOR, TE_ERROR_UNSUPPORTED,
+               "backend: built for version %u of the plug-in interface, this library (%s) "
+               "has %d",
+               (unsigned)(backend->abi >> 16), TE_VERSION, TE_PLUGIN_ABI_MAJOR);
+    TE_FAIL_IF(backend->name == NULL || backend->name[0] == '\0', TE_ERROR_INVALID,
+               "backend: it has no name");
     TE_TRY(check_name("name", backend->name));
-    if ((int)backend->kind < TE_PLUGIN_VENDOR || backend->kind > TE_PLUGIN_REFERENCE) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: kind = %d, expected 0 to 2", backend->name,
-                       (int)backend->kind);
-    }
-    if (backend->kind == TE_PLUGIN_VENDOR &&
-        (backend->vendor == NULL || backend->vendor[0] == '\0')) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: it has no vendor", backend->name);
-    }
+    TE_FAIL_IF((int)backend->kind < TE_PLUGIN_VENDOR || backend->kind > TE_PLUGIN_REFERENCE,
+               TE_ERROR_INVALID, "backend %s: kind = %d, expected 0 to 2", backend->name,
+               (int)backend->kind);
+    TE_FAIL_IF(backend->kind == TE_PLUGIN_VENDOR &&
+                   (backend->vendor == NULL || backend->vendor[0] == '\0'),
+               TE_ERROR_INVALID, "backend %s: it has no vendor", backend->name);
     if (backend->vendor != NULL) TE_TRY(check_name("vendor", backend->vendor));
-    if ((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)",
-                       backend->name, (int)backend->device);
-    }
-    if (backend->operator_count == 0 || backend->operators == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: it has no operators", backend->name);
-    }
+    TE_FAIL_IF((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT, TE_ERROR_INVALID,
+               "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)", backend->name,
+               (int)backend->device);
+    TE_FAIL_IF(backend->operator_count == 0 || backend->operators == NULL, TE_ERROR_INVALID,
+               "backend %s: it has no operators", backend->name);
     for (registered_backend *other = plugin->backends; other != NULL; other = other->next) {
         if (strcmp(other->backend.name, backend->name) != 0) continue;
         return TE_FAIL(TE_ERROR_INVALID, "backend %s is registered already", backend->name);
@@ -176,17 +167,15 @@ static te_status make_records(const te_plugin_backend *given, registered_backend
 {
     const char *at = (const char *)given->operators;
     const size_t stride = given->operators->size;
-    if (stride % _Alignof(te_plugin_operator) != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: operators have size %zu, no multiple of %zu",
-                       given->name, stride, _Alignof(te_plugin_operator));
-    }
+    TE_FAIL_IF(stride % _Alignof(te_plugin_operator) != 0, TE_ERROR_INVALID,
+               "backend %s: operators have size %zu, no multiple of %zu", given->name, stride,
+               _Alignof(te_plugin_operator));
     for (; made->count < given->operator_count; made->count++, at += stride) {
         te_plugin_record *record = &made->records[made->count];
         te_plugin_operator own;
-        if (*(const size_t *)at != stride) {
-            return TE_FAIL(TE_ERROR_INVALID, "backend %s: operators have sizes %zu and %zu",
-                           given->name, stride, *(const size_t *)at);
-        }
+        TE_FAIL_IF(*(const size_t *)at != stride, TE_ERROR_INVALID,
+                   "backend %s: operators have sizes %zu and %zu", given->name, stride,
+                   *(const size_t *)at);
         TE_TRY(take_struct("operator", at, sizeof own, &own, sizeof own));
         TE_TRY(te_plugin_record_make(&made->backend, &own, record));
         for (size_t i = 0; i < made->count; i++) {
@@ -203,11 +192,9 @@ static te_status register_backend(const te_plugin_backend *backend)
     te_plugin_backend own;
     registered_backend *made;
     te_status st;
-    if (plugin == NULL) {
-        return TE_FAIL(TE_ERROR_STATE,
-                       "register_backend: this thread is in no te_plugin_init, which alone may "
-                       "register");
-    }
+    TE_FAIL_IF(plugin == NULL, TE_ERROR_STATE,
+               "register_backend: this thread is in no te_plugin_init, which alone may "
+               "register");
     TE_TRY(take_struct("backend", backend, sizeof own, &own, sizeof own));
     TE_TRY(check_backend(plugin, &own));
     made = make_backend(&own);
@@ -322,7 +309,7 @@ static te_status make_plugin(te_plugin_init_function init, const char *name, te_
 {
     te_plugin *made = calloc(1, sizeof *made);
     te_status st;
-    if (made == NULL) return TE_FAIL(TE_ERROR_MEMORY, "plug-in %s: no memory to load it", name);
+    TE_FAIL_IF(made == NULL, TE_ERROR_MEMORY, "plug-in %s: no memory to load it", name);
     made->init = init;
     made->last = &made->backends;
     made->users = 1;
@@ -343,11 +330,10 @@ te_status te_plugin_add(te_plugin_init_function init, const char *name, te_plugi
 {
     te_status st = TE_OK;
     *out = NULL;
-    if (init == NULL || name == NULL) return TE_FAIL(TE_ERROR_INVALID, "plug-in: init is NULL");
-    if (registering != NULL || releasing > 0) {
-        return TE_FAIL(TE_ERROR_STATE, "plug-in %s: one that %s may load no other", name,
-                       registering != NULL ? "registers" : "is released");
-    }
+    TE_FAIL_IF(init == NULL || name == NULL, TE_ERROR_INVALID, "plug-in: init is NULL");
+    TE_FAIL_IF(registering != NULL || releasing > 0, TE_ERROR_STATE,
+               "plug-in %s: one that %s may load no other", name,
+               registering != NULL ? "registers" : "is released");
     (void)pthread_mutex_lock(&starting);
     *out = find_plugin(init);
     if (*out == NULL) st = make_plugin(init, name, out);
@@ -361,7 +347,7 @@ te_status te_plugin_load(const char *path, te_plugin **out)
     void *library, *address;
     const char *why;
     *out = NULL;
-    if (path == NULL) return TE_FAIL(TE_ERROR_INVALID, "plug-in: path is NULL");
+    TE_FAIL_IF(path == NULL, TE_ERROR_INVALID, "plug-in: path is NULL");
     library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         why = dlerror();

@@ -132,33 +132,24 @@ te_status te_plugin_record_make(const te_plugin_backend *backend, const te_plugi
     const int32_t op = te_op_find(given->name);
     const te_op_info *info;
     size_t size, workspace_end;
-    if (op < 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: there is no operator %s", backend->name,
-                       given->name == NULL ? "without a name" : given->name);
-    }
+    TE_FAIL_IF(op < 0, TE_ERROR_INVALID, "backend %s: there is no operator %s", backend->name,
+               given->name == NULL ? "without a name" : given->name);
     info = te_op_describe((te_op)op);
     size = info->size;
-    if (given->function == NULL) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: %s has no function", backend->name,
-                       given->name);
-    }
-    if (given->args_size > size) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "backend %s: %s reads %zu bytes of its args, this library (%s) has %zu: it "
-                       "was built for a later one",
-                       backend->name, given->name, given->args_size, TE_VERSION, size);
-    }
+    TE_FAIL_IF(given->function == NULL, TE_ERROR_INVALID, "backend %s: %s has no function",
+               backend->name, given->name);
+    TE_FAIL_IF(given->args_size > size, TE_ERROR_UNSUPPORTED,
+               "backend %s: %s reads %zu bytes of its args, this library (%s) has %zu: it "
+               "was built for a later one",
+               backend->name, given->name, given->args_size, TE_VERSION, size);
     workspace_end = info->fields[info->field_count - 1].offset + sizeof(void *) + sizeof(size_t);
-    if (given->workspace != NULL && given->args_size < workspace_end) {
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "backend %s: %s has a workspace function, and its args end before the "
-                       "workspace: args_size = %zu, expected at least %zu",
-                       backend->name, given->name, given->args_size, workspace_end);
-    }
-    if (given->args_size < sizeof(size_t)) {
-        return TE_FAIL(TE_ERROR_INVALID, "backend %s: %s: args_size = %zu, expected %zu",
-                       backend->name, given->name, given->args_size, size);
-    }
+    TE_FAIL_IF(given->workspace != NULL && given->args_size < workspace_end, TE_ERROR_INVALID,
+               "backend %s: %s has a workspace function, and its args end before the "
+               "workspace: args_size = %zu, expected at least %zu",
+               backend->name, given->name, given->args_size, workspace_end);
+    TE_FAIL_IF(given->args_size < sizeof(size_t), TE_ERROR_INVALID,
+               "backend %s: %s: args_size = %zu, expected %zu", backend->name, given->name,
+               given->args_size, size);
     record->given = *given;
     record->given.name = te_op_name((te_op)op); /* the other one may go */
     atomic_init(&record->calls, 0);

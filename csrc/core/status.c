@@ -5,8 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define TE_ERROR_TEXT_BYTES 1024
-
 static _Thread_local char error_text[TE_ERROR_TEXT_BYTES] = "no error";
 static _Thread_local uint64_t failures;
 
@@ -37,6 +35,11 @@ te_status te_fail(te_status kind, const char *file, int line, const char *format
 uint64_t te_failure_count(void)
 {
     return failures;
+}
+
+void te_set_error(const char *text)
+{
+    (void)snprintf(error_text, sizeof error_text, "%s", text);
 }
 
 const char *te_last_error(void)

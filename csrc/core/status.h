@@ -10,6 +10,10 @@
 /* How often this thread has failed: whether a call has left a text. */
 uint64_t te_failure_count(void);
 
+/* Bytes of te_last_error's text, and another text in its place. */
+#define TE_ERROR_TEXT_BYTES 1024
+void te_set_error(const char *text);
+
 /* Propagates a failure out of a function that holds nothing to release. */
 #define TE_TRY(expression)                                                                         \
     do {                                                                                           \
@@ -17,7 +21,13 @@ uint64_t te_failure_count(void);
         if (te_try_status != TE_OK) return te_try_status;                                          \
     } while (0)
 
-/* The same for a function that leaves through `done:` with its status in `st`. */
+/* Fails out of such a function where a condition holds. */
+#define TE_FAIL_IF(condition, kind, ...)                                                           \
+    do {                                                                                           \
+        if (condition) return TE_FAIL(kind, __VA_ARGS__);                                          \
+    } while (0)
+
+/* TE_TRY for a function that leaves through `done:` with its status in `st`. */
 #define TE_TRY_DONE(expression)                                                                    \
     do {                                                                                           \
         st = (expression);                                                                         \

@@ -67,7 +67,7 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
 
 /* ---- checks ------------------------------------------------------------------------------- */
 
-#define REFUSED(...) TE_FAIL(TE_ERROR_INVALID, "update: " __VA_ARGS__)
+#define REFUSED_IF(condition, ...) TE_FAIL_IF(condition, TE_ERROR_INVALID, "update: " __VA_ARGS__)
 
 #define LISTED(...) TE_FAIL(TE_ERROR_INVALID, "%s %lld: " __VA_ARGS__)
 
@@ -110,11 +110,10 @@ static te_status check_tensor(const te_update_args *args, te_device device, int 
         return LISTED("%lld elements, expected the %lld of its gradient", name, (long long)i,
                       (long long)elements, (long long)wanted);
     }
-    if (!te_dtype_is_high_precision(tensor->dtype) || tensor->dtype != args->lists[list][0].dtype) {
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "%s %lld: dtype %s, expected f32, f16 or bf16, one for the list", name,
-                       (long long)i, te_dtype_name(tensor->dtype));
-    }
+    TE_FAIL_IF(!te_dtype_is_high_precision(tensor->dtype) ||
+                   tensor->dtype != args->lists[list][0].dtype,
+               TE_ERROR_TYPE, "%s %lld: dtype %s, expected f32, f16 or bf16, one for the list",
+               name, (long long)i, te_dtype_name(tensor->dtype));
     return TE_OK;
 }
 
@@ -125,57 +124,51 @@ static te_status check_lists(const te_update_args *args, te_device device)
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         const unsigned bit = 1U << list;
         if (lists[list] != NULL) given |= bit;
-        if (lists[list] == NULL && (kinds[args->kind].required & bit) != 0U) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: is missing: %s needs it", list_names[list],
-                           kinds[args->kind].name);
-        }
-        if (lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U) {
-            return TE_FAIL(TE_ERROR_INVALID, "%s: %s has no such list", list_names[list],
-                           kinds[args->kind].name);
-        }
+        TE_FAIL_IF(lists[list] == NULL && (kinds[args->kind].required & bit) != 0U,
+                   TE_ERROR_INVALID, "%s: is missing: %s needs it", list_names[list],
+                   kinds[args->kind].name);
+        TE_FAIL_IF(lists[list] != NULL && (kinds[args->kind].allowed & bit) == 0U, TE_ERROR_INVALID,
+                   "%s: %s has no such list", list_names[list], kinds[args->kind].name);
     }
-    if (args->kind == TE_UPDATE_SGD && args->momentum != 0.0 && lists[TE_UPDATE_MEAN] == NULL) {
-        return REFUSED("mean: is missing: momentum = %g needs it", args->momentum);
-    }
+    REFUSED_IF(args->kind == TE_UPDATE_SGD && args->momentum != 0.0 &&
+                   lists[TE_UPDATE_MEAN] == NULL,
+               "mean: is missing: momentum = %g needs it", args->momentum);
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         for (int64_t i = 0; lists[list] != NULL && i < args->count; i++) {
             TE_TRY(check_tensor(args, device, list, i));
         }
     }
-    if ((given & BIT(REMAINDER)) != 0U && (lists[TE_UPDATE_VALUE][0].dtype != TE_DTYPE_BF16 ||
-                                           lists[TE_UPDATE_REMAINDER][0].dtype != TE_DTYPE_BF16)) {
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "update: remainder: dtype %s beside a value of %s, expected "
-                       "bf16 and bf16",
-                       te_dtype_name(lists[TE_UPDATE_REMAINDER][0].dtype),
-                       te_dtype_name(lists[TE_UPDATE_VALUE][0].dtype));
-    }
+    TE_FAIL_IF((given & BIT(REMAINDER)) != 0U &&
+                   (lists[TE_UPDATE_VALUE][0].dtype != TE_DTYPE_BF16 ||
+                    lists[TE_UPDATE_REMAINDER][0].dtype != TE_DTYPE_BF16),
+               TE_ERROR_TYPE,
+               "update: remainder: dtype %s beside a value of %s, expected "
+               "bf16 and bf16",
+               te_dtype_name(lists[TE_UPDATE_REMAINDER][0].dtype),
+               te_dtype_name(lists[TE_UPDATE_VALUE][0].dtype));
     return TE_OK;
 }
 
 static te_status check_casts(const te_update_args *args, te_device device)
 {
     if (args->casts == NULL) return TE_OK;
-    if (args->kind > TE_UPDATE_SGD || args->lists[TE_UPDATE_ROUNDED] != NULL ||
-        args->lists[TE_UPDATE_REMAINDER] != NULL) {
-        return REFUSED("casts: %s with the lists that are given: values of adam and sgd are cast, "
-                       "where there is no rounded and no remainder",
-                       kinds[args->kind].name);
-    }
+    REFUSED_IF(args->kind > TE_UPDATE_SGD || args->lists[TE_UPDATE_ROUNDED] != NULL ||
+                   args->lists[TE_UPDATE_REMAINDER] != NULL,
+               "casts: %s with the lists that are given: values of adam and sgd are cast, "
+               "where there is no rounded and no remainder",
+               kinds[args->kind].name);
     for (int64_t i = 0; i < args->count; i++) {
         const te_quantize_args *cast = &args->casts[i];
         const te_tensor *value = &args->lists[TE_UPDATE_VALUE][i];
         TE_TRY(te_check_args(TE_OP_QUANTIZE, device, cast));
-        if (cast->input.data != value->data || cast->input.dtype != value->dtype ||
-            te_tensor_numel(&cast->input) != te_tensor_numel(value) ||
-            (cast->input.shape[0] > 1 && cast->input.strides[0] != cast->input.shape[1])) {
-            return REFUSED("casts %lld: input is not the value %lld", (long long)i, (long long)i);
-        }
-        if (cast->noop != NULL || te_tensor_requested(&cast->bias_grad)) {
-            return REFUSED("casts %lld: noop or bias_grad is given: `flag` says whether to write, "
-                           "and nothing is summed",
-                           (long long)i);
-        }
+        REFUSED_IF(cast->input.data != value->data || cast->input.dtype != value->dtype ||
+                       te_tensor_numel(&cast->input) != te_tensor_numel(value) ||
+                       (cast->input.shape[0] > 1 && cast->input.strides[0] != cast->input.shape[1]),
+                   "casts %lld: input is not the value %lld", (long long)i, (long long)i);
+        REFUSED_IF(cast->noop != NULL || te_tensor_requested(&cast->bias_grad),
+                   "casts %lld: noop or bias_grad is given: `flag` says whether to write, "
+                   "and nothing is summed",
+                   (long long)i);
     }
     return TE_OK;
 }
@@ -184,13 +177,11 @@ static te_status check_numbers(const te_update_args *args)
 {
     const double betas[] = {args->beta1, args->beta2};
     for (int i = 0; i < 2 && args->kind == TE_UPDATE_ADAM; i++) {
-        if (!(betas[i] >= 0.0 && betas[i] <= 1.0)) {
-            return REFUSED("beta%d = %g, expected 0 to 1", i + 1, betas[i]);
-        }
+        REFUSED_IF(!(betas[i] >= 0.0 && betas[i] <= 1.0), "beta%d = %g, expected 0 to 1", i + 1,
+                   betas[i]);
     }
-    if (args->kind == TE_UPDATE_ADAM && args->step_at == NULL && args->step < 1) {
-        return REFUSED("step = %lld, expected a number from 1 on", (long long)args->step);
-    }
+    REFUSED_IF(args->kind == TE_UPDATE_ADAM && args->step_at == NULL && args->step < 1,
+               "step = %lld, expected a number from 1 on", (long long)args->step);
     return TE_OK;
 }
 
@@ -198,18 +189,14 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
 {
     te_device device;
     TE_TRY(te_context_check(context));
-    if (args == NULL) return REFUSED("args is NULL");
-    if (args->size != sizeof *args) {
-        return REFUSED("args->size = %zu, expected %zu", args->size, sizeof *args);
-    }
-    if ((unsigned)args->kind >= TE_UPDATE_KIND_COUNT) {
-        return REFUSED("kind = %d, expected 0 to %d", (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
-    }
-    if (args->flags >= 2U * TE_UPDATE_CHECK) {
-        return REFUSED("flags = 0x%x, expected bits of 0x%x", (unsigned)args->flags,
-                       2U * TE_UPDATE_CHECK - 1U);
-    }
-    if (args->count < 0) return REFUSED("count = %lld is negative", (long long)args->count);
+    REFUSED_IF(args == NULL, "args is NULL");
+    REFUSED_IF(args->size != sizeof *args, "args->size = %zu, expected %zu", args->size,
+               sizeof *args);
+    REFUSED_IF((unsigned)args->kind >= TE_UPDATE_KIND_COUNT, "kind = %d, expected 0 to %d",
+               (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
+    REFUSED_IF(args->flags >= 2U * TE_UPDATE_CHECK, "flags = 0x%x, expected bits of 0x%x",
+               (unsigned)args->flags, 2U * TE_UPDATE_CHECK - 1U);
+    REFUSED_IF(args->count < 0, "count = %lld is negative", (long long)args->count);
     TE_TRY(check_numbers(args));
     if (args->count == 0) return TE_OK;
     device = te_context_device(context);

@@ -316,8 +316,7 @@ te_status te_cpu_attention(const te_attention_args *args)
         if (job.top != NULL) job.common.fixed[task] = largest;
     }
     if (job.top != NULL) find_top(&job);
-    if (te_interruptible_stopped(&job.common.interruptible)) {
-        return TE_FAIL(TE_ERROR_INTERRUPTED, "attention: interrupted: output is not complete");
-    }
+    TE_FAIL_IF(te_interruptible_stopped(&job.common.interruptible), TE_ERROR_INTERRUPTED,
+               "attention: interrupted: output is not complete");
     return TE_OK;
 }

@@ -533,9 +533,7 @@ te_status te_cpu_attention_backward(const te_attention_backward_args *args)
     run_keys_and_queries(&job);
     if (job.grad_bias.data != NULL) run_bias(&job);
     if (args->grad_sink.data != NULL) write_sink_gradient(&job, args->grad_sink.data);
-    if (te_interruptible_stopped(&job.common.interruptible)) {
-        return TE_FAIL(TE_ERROR_INTERRUPTED,
-                       "attention_backward: interrupted: the gradients are not complete");
-    }
+    TE_FAIL_IF(te_interruptible_stopped(&job.common.interruptible), TE_ERROR_INTERRUPTED,
+               "attention_backward: interrupted: the gradients are not complete");
     return TE_OK;
 }

@@ -24,21 +24,18 @@ static te_status check_side(const char *op, const char *name, const te_cpu_side 
     const char *sums = name[0] == 'q' ? "cu_seqlens_q" : "cu_seqlens_kv";
     for (int64_t b = 0; b < batch; b++) {
         const int64_t length = te_cpu_length(side, b);
-        if (length < 0 || length > side->longest) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "%s: %s_%s: %lld of sequence %lld, expected 0 to %lld (%s)", op, name,
-                           side->lengths == NULL ? "offsets" : "lengths", (long long)length,
-                           (long long)b, (long long)side->longest, sums);
-        }
+        TE_FAIL_IF(length < 0 || length > side->longest, TE_ERROR_INVALID,
+                   "%s: %s_%s: %lld of sequence %lld, expected 0 to %lld (%s)", op, name,
+                   side->lengths == NULL ? "offsets" : "lengths", (long long)length, (long long)b,
+                   (long long)side->longest, sums);
         if (offsets == NULL) continue;
-        if (offsets[b] < 0 || offsets[b] + length > offsets[b + 1] ||
-            offsets[b + 1] > side->tokens) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "%s: %s_offsets: sequence %lld of %lld tokens from %d on, the next from "
-                           "%d on, of %lld (%s)",
-                           op, name, (long long)b, (long long)length, (int)offsets[b],
-                           (int)offsets[b + 1], (long long)side->tokens, sums);
-        }
+        TE_FAIL_IF(offsets[b] < 0 || offsets[b] + length > offsets[b + 1] ||
+                       offsets[b + 1] > side->tokens,
+                   TE_ERROR_INVALID,
+                   "%s: %s_offsets: sequence %lld of %lld tokens from %d on, the next from "
+                   "%d on, of %lld (%s)",
+                   op, name, (long long)b, (long long)length, (int)offsets[b], (int)offsets[b + 1],
+                   (long long)side->tokens, sums);
     }
     return TE_OK;
 }

@@ -9,10 +9,8 @@
 static te_status open_cpu(int32_t index, void **state)
 {
     *state = NULL;
-    if (index != 0) {
-        return TE_FAIL(TE_ERROR_INVALID, "device index %d: the CPU is one device, number 0",
-                       (int)index);
-    }
+    TE_FAIL_IF(index != 0, TE_ERROR_INVALID, "device index %d: the CPU is one device, number 0",
+               (int)index);
     return TE_OK;
 }
 

@@ -109,18 +109,14 @@ static te_status check_job(const cache_job *job)
     for (int64_t i = 0; i < job->batch; i++) {
         int64_t first, count = tokens_of(job, i, &first);
         int64_t start = job->starts == NULL ? 0 : job->starts[i];
-        if (count < 0 || first < 0 || first + count > job->tokens) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "%s: sequence %lld has the tokens [%lld, %lld) of %lld", job->op, LL(i),
-                           LL(first), LL(first + count), LL(job->tokens));
-        }
+        TE_FAIL_IF(count < 0 || first < 0 || first + count > job->tokens, TE_ERROR_INVALID,
+                   "%s: sequence %lld has the tokens [%lld, %lld) of %lld", job->op, LL(i),
+                   LL(first), LL(first + count), LL(job->tokens));
         if (count == 0) continue;
-        if (start < 0 || start + count > job->capacity) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "%s: starts: sequence %lld gets the tokens %lld to %lld, and has room "
-                           "for %lld",
-                           job->op, LL(i), LL(start), LL(start + count - 1), LL(job->capacity));
-        }
+        TE_FAIL_IF(start < 0 || start + count > job->capacity, TE_ERROR_INVALID,
+                   "%s: starts: sequence %lld gets the tokens %lld to %lld, and has room "
+                   "for %lld",
+                   job->op, LL(i), LL(start), LL(start + count - 1), LL(job->capacity));
         TE_TRY(check_pages(job, i, start, start + count));
     }
     return TE_OK;

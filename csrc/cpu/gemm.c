@@ -110,10 +110,8 @@ static te_status place(gemm_job *job)
     size_t fixed = ALIGNMENT + packed_a_bytes(job);
     size_t panel = buffer_bytes(job, job->kernels->tile_columns);
     size_t given = args->workspace == NULL ? 0 : args->workspace_size;
-    if (given < fixed + panel) {
-        return TE_FAIL(TE_ERROR_INVALID, "gemm: workspace of %zu bytes, needs at least %zu", given,
-                       fixed + panel);
-    }
+    TE_FAIL_IF(given < fixed + panel, TE_ERROR_INVALID,
+               "gemm: workspace of %zu bytes, needs at least %zu", given, fixed + panel);
     size_t panels = (given - fixed) / panel, strip = (size_t)job->strip / job->b.width;
     if (strip > panels) strip = panels;
     if ((size_t)job->threads > panels / strip) job->threads = (int)(panels / strip);
@@ -324,9 +322,8 @@ static te_status multiply(const te_gemm_args *args, float alpha)
         int32_t bits = run_rows(&job, row, rows);
         amax = bits > amax ? bits : amax;
     }
-    if (te_interruptible_stopped(&interruptible)) {
-        return TE_FAIL(TE_ERROR_INTERRUPTED, "gemm: interrupted: d is not complete");
-    }
+    TE_FAIL_IF(te_interruptible_stopped(&interruptible), TE_ERROR_INTERRUPTED,
+               "gemm: interrupted: d is not complete");
     if (args->d_amax != NULL && te_dtype_is_fp8(job.d.dtype)) {
         te_cpu_record_amax(args->d_amax, te_float_of(amax));
     }

@@ -40,15 +40,12 @@ const te_cpu_kernels *te_cpu_kernels_get(void)
 te_status te_cpu_force_isa(int isa)
 {
     const te_cpu_kernels *kernels = NULL;
-    if (isa >= TE_CPU_ISA_COUNT) {
-        return TE_FAIL(TE_ERROR_INVALID, "instruction set %d is not below %d", isa,
-                       TE_CPU_ISA_COUNT);
-    }
+    TE_FAIL_IF(isa >= TE_CPU_ISA_COUNT, TE_ERROR_INVALID, "instruction set %d is not below %d", isa,
+               TE_CPU_ISA_COUNT);
     if (isa >= 0) {
         kernels = find((te_cpu_isa)isa);
-        if (kernels == NULL) {
-            return TE_FAIL(TE_ERROR_UNSUPPORTED, "this processor lacks instruction set %d", isa);
-        }
+        TE_FAIL_IF(kernels == NULL, TE_ERROR_UNSUPPORTED, "this processor lacks instruction set %d",
+                   isa);
     }
     atomic_store_explicit(&chosen, kernels, memory_order_release);
     return TE_OK;

@@ -123,25 +123,20 @@ static te_status check_positions(const rope_job *job, int64_t positions)
         int64_t length = job->sequence * job->ranks, start = job->start == NULL ? 0 : job->start[b];
         if (job->cu_seqlens != NULL) {
             int64_t begin = job->cu_seqlens[b], end = job->cu_seqlens[b + 1];
-            if (begin < 0 || end < begin || end > length) {
-                return TE_FAIL(TE_ERROR_INVALID,
-                               "rope: cu_seqlens: sequence %lld is [%lld, %lld) of %lld tokens",
-                               LL(b), LL(begin), LL(end), LL(length));
-            }
-            if (job->ranks > 1 && (begin % (2 * job->ranks) != 0 || end % (2 * job->ranks) != 0)) {
-                return TE_FAIL(
-                    TE_ERROR_INVALID,
-                    "rope: cu_seqlens: sequence %lld is [%lld, %lld), expected multiples "
-                    "of 2 cp_size = %lld",
-                    LL(b), LL(begin), LL(end), LL(2 * job->ranks));
-            }
+            TE_FAIL_IF(begin < 0 || end < begin || end > length, TE_ERROR_INVALID,
+                       "rope: cu_seqlens: sequence %lld is [%lld, %lld) of %lld tokens", LL(b),
+                       LL(begin), LL(end), LL(length));
+            TE_FAIL_IF(job->ranks > 1 &&
+                           (begin % (2 * job->ranks) != 0 || end % (2 * job->ranks) != 0),
+                       TE_ERROR_INVALID,
+                       "rope: cu_seqlens: sequence %lld is [%lld, %lld), expected multiples "
+                       "of 2 cp_size = %lld",
+                       LL(b), LL(begin), LL(end), LL(2 * job->ranks));
             length = end - begin;
         }
-        if (length > 0 && (start < 0 || start + length > positions)) {
-            return TE_FAIL(TE_ERROR_INVALID,
-                           "rope: freqs: batch entry %lld has positions %lld to %lld, freqs %lld",
-                           LL(b), LL(start), LL(start + length - 1), LL(positions));
-        }
+        TE_FAIL_IF(length > 0 && (start < 0 || start + length > positions), TE_ERROR_INVALID,
+                   "rope: freqs: batch entry %lld has positions %lld to %lld, freqs %lld", LL(b),
+                   LL(start), LL(start + length - 1), LL(positions));
     }
     return TE_OK;
 }

@@ -17,6 +17,7 @@
 #define MAX_CHANNELS 256
 
 #define UNSUPPORTED(...) TE_FAIL(TE_ERROR_UNSUPPORTED, __VA_ARGS__)
+#define UNSUPPORTED_IF(condition, ...) TE_FAIL_IF(condition, TE_ERROR_UNSUPPORTED, __VA_ARGS__)
 
 /* Elements of 16 bytes. */
 static int64_t vector_of(const te_tensor *heads)
@@ -64,45 +65,37 @@ static te_status check_problem(const char *op, te_context *context, const te_att
     const int64_t d_k = p->query.shape[3], d_v = p->value.shape[3], vector = vector_of(&p->query);
     const te_tensor *const tensors[] = {&p->query, &p->key, &p->value};
     te_cuda_state *cuda = te_context_state(context);
-    if (te_cuda_compute_capability(cuda) / 10 != 9) {
-        return UNSUPPORTED("%s: compute capability %d.%d: built and tested for 9.0", op,
-                           cuda->capability_major, cuda->capability_minor);
-    }
-    if (p->query.dtype == TE_DTYPE_F32) return UNSUPPORTED("%s: fp32", op);
-    if (d_k % vector != 0 || d_v % vector != 0 || d_k < 1 || d_v < 1 || d_k > MAX_CHANNELS ||
-        d_v > MAX_CHANNELS) {
-        return UNSUPPORTED("%s: heads of %lld and %lld channels, which are no multiples of %d up "
-                           "to %d",
-                           op, (long long)d_k, (long long)d_v, (int)vector, MAX_CHANNELS);
-    }
-    if (te_attention_is_fp8(p) && !te_attention_is_packed(p) && p->query.shape[1] == 1) {
-        return UNSUPPORTED("%s: one query in FP8", op);
-    }
+    UNSUPPORTED_IF(te_cuda_compute_capability(cuda) / 10 != 9,
+                   "%s: compute capability %d.%d: built and tested for 9.0", op,
+                   cuda->capability_major, cuda->capability_minor);
+    UNSUPPORTED_IF(p->query.dtype == TE_DTYPE_F32, "%s: fp32", op);
+    UNSUPPORTED_IF(d_k % vector != 0 || d_v % vector != 0 || d_k < 1 || d_v < 1 ||
+                       d_k > MAX_CHANNELS || d_v > MAX_CHANNELS,
+                   "%s: heads of %lld and %lld channels, which are no multiples of %d up "
+                   "to %d",
+                   op, (long long)d_k, (long long)d_v, (int)vector, MAX_CHANNELS);
+    UNSUPPORTED_IF(te_attention_is_fp8(p) && !te_attention_is_packed(p) && p->query.shape[1] == 1,
+                   "%s: one query in FP8", op);
     /* On an H200 cuDNN 9.19 builds both, and they end with an illegal instruction, or address. */
-    if (te_attention_is_fp8(p) && te_attention_is_packed(p)) {
-        return UNSUPPORTED("%s: packed sequences in FP8", op);
-    }
+    UNSUPPORTED_IF(te_attention_is_fp8(p) && te_attention_is_packed(p),
+                   "%s: packed sequences in FP8", op);
     /* On an H100 cuDNN 9.19 builds it, and computes something else. */
-    if (te_attention_is_fp8(p) && softcap > 0.0F) return UNSUPPORTED("%s: a softcap in FP8", op);
-    if (softcap > LARGEST_CAP) return UNSUPPORTED("%s: a softcap of %g", op, (double)softcap);
-    if (te_attention_is_fp8(p) && p->dropout > 0.0F) {
-        return UNSUPPORTED("%s: dropout in FP8", op);
-    }
+    UNSUPPORTED_IF(te_attention_is_fp8(p) && softcap > 0.0F, "%s: a softcap in FP8", op);
+    UNSUPPORTED_IF(softcap > LARGEST_CAP, "%s: a softcap of %g", op, (double)softcap);
+    UNSUPPORTED_IF(te_attention_is_fp8(p) && p->dropout > 0.0F, "%s: dropout in FP8", op);
     if (!te_attention_is_packed(p) && p->key.shape[1] == 1 &&
         (te_tensor_requested(&p->mask) || te_tensor_requested(&p->bias) ||
          te_tensor_requested(&p->slopes))) {
         return UNSUPPORTED("%s: a mask or bias over one key",
                            op); /* see place_bias of attention.c */
     }
-    if (te_tensor_requested(&p->slopes) &&
-        (!is_from_corner(p) || (p->slopes.ndim == 2 && p->slopes.shape[0] > 1))) {
-        return UNSUPPORTED("%s: slopes of each sequence, or from another diagonal than that of the "
-                           "top left corner",
-                           op);
-    }
-    if ((uintptr_t)statistics->data % 16 != 0) {
-        return UNSUPPORTED("%s: statistics that begin at no multiple of 16 bytes", op);
-    }
+    UNSUPPORTED_IF(te_tensor_requested(&p->slopes) &&
+                       (!is_from_corner(p) || (p->slopes.ndim == 2 && p->slopes.shape[0] > 1)),
+                   "%s: slopes of each sequence, or from another diagonal than that of the "
+                   "top left corner",
+                   op);
+    UNSUPPORTED_IF((uintptr_t)statistics->data % 16 != 0,
+                   "%s: statistics that begin at no multiple of 16 bytes", op);
     return check_aligned(op, tensors, 3);
 }
 
@@ -114,18 +107,15 @@ static te_status check_fp8_backward(const char *op, const te_attention_backward_
 {
     const te_attention_problem *p = &args->problem;
     if (!te_attention_is_fp8(p)) return TE_OK;
-    if (p->query.shape[3] != FP8_CHANNELS || p->value.shape[3] != FP8_CHANNELS) {
-        return UNSUPPORTED("%s: heads of %lld and %lld channels in FP8, which has %d", op,
-                           (long long)p->query.shape[3], (long long)p->value.shape[3],
-                           FP8_CHANNELS);
-    }
-    if (args->deterministic) return UNSUPPORTED("%s: repeatable gradients in FP8", op);
+    UNSUPPORTED_IF(p->query.shape[3] != FP8_CHANNELS || p->value.shape[3] != FP8_CHANNELS,
+                   "%s: heads of %lld and %lld channels in FP8, which has %d", op,
+                   (long long)p->query.shape[3], (long long)p->value.shape[3], FP8_CHANNELS);
+    UNSUPPORTED_IF(args->deterministic, "%s: repeatable gradients in FP8", op);
     /* On an H200 cuDNN 9.19 makes wrong gradients of the queries behind the last whole block,
      * whatever the layout and the number of keys. */
-    if (p->query.shape[1] % FP8_QUERIES != 0) {
-        return UNSUPPORTED("%s: %lld queries in FP8, which are no multiple of %d", op,
-                           (long long)p->query.shape[1], FP8_QUERIES);
-    }
+    UNSUPPORTED_IF(p->query.shape[1] % FP8_QUERIES != 0,
+                   "%s: %lld queries in FP8, which are no multiple of %d", op,
+                   (long long)p->query.shape[1], FP8_QUERIES);
     return TE_OK;
 }
 
@@ -135,9 +125,8 @@ te_status te_cuda_attention_supports(void *self, te_context *context, const void
     const te_tensor *const tensors[] = {&args->output};
     (void)self;
     TE_TRY(check_problem("attention", context, &args->problem, args->softcap, &args->statistics));
-    if (te_tensor_requested(&args->top)) {
-        return UNSUPPORTED("attention: the largest scores: cuDNN's kernels do not write them");
-    }
+    UNSUPPORTED_IF(te_tensor_requested(&args->top),
+                   "attention: the largest scores: cuDNN's kernels do not write them");
     return check_aligned("attention", tensors, 1);
 }
 
@@ -154,18 +143,17 @@ te_status te_cuda_attention_backward_supports(void *self, te_context *context, c
     TE_TRY(check_aligned(name, tensors, sizeof tensors / sizeof *tensors));
     TE_TRY(check_fp8_backward(name, args));
     if (!te_tensor_requested(grad)) return TE_OK;
-    if (args->softcap > 0.0F) return UNSUPPORTED("%s: the gradient of a bias with a softcap", name);
-    if (grad->dtype != args->problem.query.dtype || args->problem.bias.dtype != grad->dtype ||
-        grad->shape[2] != args->problem.query.shape[1] ||
-        grad->shape[3] != args->problem.key.shape[1]) {
-        return UNSUPPORTED("%s: the gradient of a bias of another dtype than the queries, or of "
-                           "one for all queries or keys",
-                           name);
-    }
+    UNSUPPORTED_IF(args->softcap > 0.0F, "%s: the gradient of a bias with a softcap", name);
+    UNSUPPORTED_IF(grad->dtype != args->problem.query.dtype ||
+                       args->problem.bias.dtype != grad->dtype ||
+                       grad->shape[2] != args->problem.query.shape[1] ||
+                       grad->shape[3] != args->problem.key.shape[1],
+                   "%s: the gradient of a bias of another dtype than the queries, or of "
+                   "one for all queries or keys",
+                   name);
     for (int i = 3; i >= 0; i--) {
-        if (grad->shape[i] > 1 && grad->strides[i] != dense) {
-            return UNSUPPORTED("%s: a gradient of the bias that is not contiguous", name);
-        }
+        UNSUPPORTED_IF(grad->shape[i] > 1 && grad->strides[i] != dense,
+                       "%s: a gradient of the bias that is not contiguous", name);
         dense *= grad->shape[i];
     }
     return TE_OK;

@@ -43,10 +43,9 @@ static te_status read_attributes(te_cuda_state *cuda)
     for (size_t i = 0; i < sizeof required / sizeof *required; i++) {
         TE_TRY(TE_CU(cuDeviceGetAttribute, required[i].value, required[i].attribute, cuda->device));
     }
-    if (cuda->capability_major < 8) {
-        return TE_FAIL(TE_ERROR_DEVICE, "compute capability %d.%d, at least 8.0 is needed",
-                       cuda->capability_major, cuda->capability_minor);
-    }
+    TE_FAIL_IF(cuda->capability_major < 8, TE_ERROR_DEVICE,
+               "compute capability %d.%d, at least 8.0 is needed", cuda->capability_major,
+               cuda->capability_minor);
     return TE_OK;
 }
 

@@ -28,16 +28,14 @@ static te_status load_symbols(void *library, te_cuda_api *api)
     };
     CUresult (*find)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
     void *address = dlsym(library, "cuGetProcAddress_v2");
-    if (address == NULL) {
-        return TE_FAIL(TE_ERROR_DEVICE, "the CUDA driver is older than version 12.0: update it");
-    }
+    TE_FAIL_IF(address == NULL, TE_ERROR_DEVICE,
+               "the CUDA driver is older than version 12.0: update it");
     memcpy(&find, &address, sizeof find);
     for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) {
         CUresult result = find(symbols[i].name, &address, TE_CUDA_API_VERSION, 0, NULL);
-        if (result != CUDA_SUCCESS || address == NULL) {
-            return TE_FAIL(TE_ERROR_DEVICE, "the CUDA driver lacks %s of version 12.0 (error %d)",
-                           symbols[i].name, (int)result);
-        }
+        TE_FAIL_IF(result != CUDA_SUCCESS || address == NULL, TE_ERROR_DEVICE,
+                   "the CUDA driver lacks %s of version 12.0 (error %d)", symbols[i].name,
+                   (int)result);
         memcpy((char *)api + symbols[i].offset, &address, sizeof address);
     }
     return TE_OK;

@@ -22,7 +22,7 @@ static te_status make_state(te_cuda_state *cuda, te_cublaslt **out)
     te_status st = TE_OK;
     te_cublaslt *lt = calloc(1, sizeof *lt);
     *out = NULL;
-    if (lt == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for the cuBLASLt state");
+    TE_FAIL_IF(lt == NULL, TE_ERROR_MEMORY, "no memory for the cuBLASLt state");
     lt->cuda = cuda;
     TE_TRY_DONE(te_cublaslt_handle(cuda->context, &lt->handle));
     if (pthread_mutex_init(&lt->lock, NULL) != 0) {
@@ -235,7 +235,7 @@ static te_status insert(te_cublaslt *lt, _Atomic(te_gemm_entry *) *bucket, te_ge
     *out = chosen;
     if (lt->entry_count >= TE_GEMM_MAX_ENTRIES) return TE_OK;
     entry = malloc(sizeof *entry);
-    if (entry == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a GEMM cache entry");
+    TE_FAIL_IF(entry == NULL, TE_ERROR_MEMORY, "no memory for a GEMM cache entry");
     memcpy(entry, chosen, sizeof *entry);
     entry->next = atomic_load_explicit(bucket, memory_order_relaxed);
     atomic_store_explicit(bucket, entry, memory_order_release);

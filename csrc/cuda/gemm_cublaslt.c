@@ -445,17 +445,13 @@ static te_status separate_bias_grad(const gemm_call *call)
 static te_status expect_workspace(const gemm_call *call, size_t need)
 {
     const te_gemm_args *args = call->args;
-    if (need > 0 && !is_aligned(args->workspace, 256)) {
-        return TE_FAIL(TE_ERROR_INVALID, "gemm: workspace at %p, expected a multiple of 256 bytes",
-                       args->workspace);
-    }
-    if (need > args->workspace_size) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "gemm: workspace of %zu bytes, expected at least %zu (d at %p, bias at %p: what is "
-            "not 16-byte aligned goes through it; te_op_workspace counts with the same addresses)",
-            args->workspace_size, need, args->d.data, args->bias.data);
-    }
+    TE_FAIL_IF(need > 0 && !is_aligned(args->workspace, 256), TE_ERROR_INVALID,
+               "gemm: workspace at %p, expected a multiple of 256 bytes", args->workspace);
+    TE_FAIL_IF(
+        need > args->workspace_size, TE_ERROR_INVALID,
+        "gemm: workspace of %zu bytes, expected at least %zu (d at %p, bias at %p: what is "
+        "not 16-byte aligned goes through it; te_op_workspace counts with the same addresses)",
+        args->workspace_size, need, args->d.data, args->bias.data);
     return TE_OK;
 }
 

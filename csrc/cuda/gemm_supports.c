@@ -15,12 +15,10 @@
 static te_status supports_modes(const te_gemm_args *args, int capability)
 {
     const int rows = args->a.mode == TE_SCALING_ROW;
-    if (capability != 90) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "gemm: scales of rows or tiles need compute capability 9.0, this device has "
-                       "%d.%d",
-                       capability / 10, capability % 10);
-    }
+    TE_FAIL_IF(capability != 90, TE_ERROR_UNSUPPORTED,
+               "gemm: scales of rows or tiles need compute capability 9.0, this device has "
+               "%d.%d",
+               capability / 10, capability % 10);
     if (rows || args->epilogue == TE_EPILOGUE_NONE) return TE_OK;
     return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: GELU of operands scaled by tiles");
 }
@@ -49,29 +47,20 @@ te_status te_cuda_gemm_supports(void *self, te_context *context, const void *unt
     if (way != TE_GEMM_AS_IT_IS || !te_gemm_makes_d(args, way, a)) {
         return emulated_supports(args, way, a);
     }
-    if (te_dtype_is_fp8(a) && capability < 89) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "gemm: FP8 needs compute capability 8.9, this device has %d.%d",
-                       capability / 10, capability % 10);
-    }
+    TE_FAIL_IF(te_dtype_is_fp8(a) && capability < 89, TE_ERROR_UNSUPPORTED,
+               "gemm: FP8 needs compute capability 8.9, this device has %d.%d", capability / 10,
+               capability % 10);
     if (te_scales_own(args->a.mode)) TE_TRY(supports_modes(args, capability));
-    if (d == TE_DTYPE_E5M2 && a == TE_DTYPE_E4M3 && b == TE_DTYPE_E4M3) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                       "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");
-    }
+    TE_FAIL_IF(d == TE_DTYPE_E5M2 && a == TE_DTYPE_E4M3 && b == TE_DTYPE_E4M3, TE_ERROR_UNSUPPORTED,
+               "gemm: d = e5m2 from e4m3 x e4m3, expected e4m3 or no FP8");
     if (aux) {
         te_dtype expected = !te_dtype_is_fp8(d) ? d : bias ? args->bias.dtype : TE_DTYPE_BF16;
         int either = te_dtype_is_fp8(d) && !bias && args->aux.dtype == TE_DTYPE_F16;
-        if (args->aux.dtype != expected && !either) {
-            return TE_FAIL(TE_ERROR_UNSUPPORTED, "gemm: aux of dtype %s with d %s, expected %s",
-                           te_dtype_name(args->aux.dtype), te_dtype_name(d),
-                           te_dtype_name(expected));
-        }
-        if (te_dtype_is_fp8(a) && d == TE_DTYPE_F32 && bias) {
-            return TE_FAIL(
-                TE_ERROR_UNSUPPORTED,
-                "gemm: aux and bias with FP8 operands and d = f32, expected d f16 or bf16");
-        }
+        TE_FAIL_IF(args->aux.dtype != expected && !either, TE_ERROR_UNSUPPORTED,
+                   "gemm: aux of dtype %s with d %s, expected %s", te_dtype_name(args->aux.dtype),
+                   te_dtype_name(d), te_dtype_name(expected));
+        TE_FAIL_IF(te_dtype_is_fp8(a) && d == TE_DTYPE_F32 && bias, TE_ERROR_UNSUPPORTED,
+                   "gemm: aux and bias with FP8 operands and d = f32, expected d f16 or bf16");
     }
     return TE_OK;
 }

@@ -254,7 +254,7 @@ te_status te_gemm_tuner_create(te_cublaslt *lt, const char *path, te_gemm_tuner 
     te_status st = TE_OK;
     te_gemm_tuner *tuner = calloc(1, sizeof *tuner);
     *out = NULL;
-    if (tuner == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for the GEMM tuner");
+    TE_FAIL_IF(tuner == NULL, TE_ERROR_MEMORY, "no memory for the GEMM tuner");
     if (path != NULL) {
         tuner->path = malloc(strlen(path) + 1);
         if (tuner->path == NULL) {

@@ -93,9 +93,8 @@ static te_status resolve(te_cuda_state *cuda, int index, const char *name, CUfun
         (void)strncpy(refusal, te_last_error(), sizeof refusal - 1);
         refusal[sizeof refusal - 1] = '\0';
     }
-    if (image->source == NULL) {
-        return TE_FAIL(TE_ERROR_DEVICE, "no device code for %s, and no source: %s", name, refusal);
-    }
+    TE_FAIL_IF(image->source == NULL, TE_ERROR_DEVICE, "no device code for %s, and no source: %s",
+               name, refusal);
     return load_from_source(cuda, image, name, library, function);
 }
 
@@ -149,9 +148,8 @@ static te_status find_kernel(te_cuda_state *cuda, const char *family, const char
     if (lookup(cuda, name, function)) return TE_OK;
     while (index < te_device_image_count && strcmp(te_device_images[index].name, family) != 0)
         index++;
-    if (index == te_device_image_count) {
-        return TE_FAIL(TE_ERROR_DEVICE, "no device image %s for kernel %s", family, name);
-    }
+    TE_FAIL_IF(index == te_device_image_count, TE_ERROR_DEVICE, "no device image %s for kernel %s",
+               family, name);
     (void)pthread_mutex_lock(&cuda->lock);
     if (lookup(cuda, name, function)) goto done;
     TE_TRY_DONE(te_cuda_relax_capture(&relaxed));
@@ -180,9 +178,8 @@ static te_status launch(te_cuda_state *cuda, const te_cuda_call *call, void *str
                                    .blockDimZ = dims->block_z,
                                    .sharedMemBytes = dims->shared_bytes,
                                    .hStream = (CUstream)stream};
-    if (call->name == NULL) {
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no kernel for these dtypes", call->family);
-    }
+    TE_FAIL_IF(call->name == NULL, TE_ERROR_UNSUPPORTED, "%s: no kernel for these dtypes",
+               call->family);
     TE_TRY(find_kernel(cuda, call->family, call->name, dims->shared_bytes > 0, &function));
     result = te_cuda_functions.cuLaunchKernelEx(&config, function, NULL, extra);
     return result == CUDA_SUCCESS ? TE_OK : te_cuda_check(result, call->name, __FILE__, __LINE__);

@@ -121,22 +121,18 @@ static te_status open_nvrtc(const char *name, nvrtc_api *api)
 {
     void *address;
     api->library = open_library();
-    if (api->library == NULL) {
-        return TE_FAIL(
-            TE_ERROR_DEVICE,
-            "the driver takes no embedded image of %s, and libnvrtc, which would compile its "
-            "source, is not found: update the driver or install CUDA's nvrtc",
-            name);
-    }
+    TE_FAIL_IF(api->library == NULL, TE_ERROR_DEVICE,
+               "the driver takes no embedded image of %s, and libnvrtc, which would compile its "
+               "source, is not found: update the driver or install CUDA's nvrtc",
+               name);
 #define X(member, symbol, arguments)                                                               \
     address = dlsym(api->library, #symbol);                                                        \
     if (address == NULL) return TE_FAIL(TE_ERROR_DEVICE, "libnvrtc lacks %s", #symbol);            \
     memcpy(&api->member, &address, sizeof address);
     NVRTC_SYMBOLS(X)
 #undef X
-    if (api->version(&api->major, &api->minor) != 0) {
-        return TE_FAIL(TE_ERROR_DEVICE, "nvrtcVersion failed for %s", name);
-    }
+    TE_FAIL_IF(api->version(&api->major, &api->minor) != 0, TE_ERROR_DEVICE,
+               "nvrtcVersion failed for %s", name);
     return TE_OK;
 }
 

@@ -302,7 +302,7 @@ static te_status make_plan(const te_sdpa_plans *plans, const te_sdpa_key *key, c
     size_t size = 0;
     te_cuda_relaxed relaxed = {0};
     te_status st;
-    if (graph == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph of attention");
+    TE_FAIL_IF(graph == NULL, TE_ERROR_MEMORY, "no memory for a graph of attention");
     TE_TRY_DONE(te_cuda_relax_capture(&relaxed));
     te_sdpa_write(graph, key);
     if (te_cache_read(&on_disk, &text, &size) &&

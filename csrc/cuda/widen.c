@@ -31,12 +31,9 @@ te_status te_cuda_widen(te_context *context, te_tensor *const *tensors, int coun
     const size_t needed = te_cuda_widen_workspace((const te_tensor *const *)tensors, count);
     unsigned char *next = workspace;
     if (needed == 0) return TE_OK;
-    if (workspace == NULL || workspace_size < needed) {
-        return TE_FAIL(
-            TE_ERROR_INVALID,
-            "inputs of different dtypes: %zu bytes of workspace are left, %zu are needed",
-            workspace != NULL ? workspace_size : 0, needed);
-    }
+    TE_FAIL_IF(workspace == NULL || workspace_size < needed, TE_ERROR_INVALID,
+               "inputs of different dtypes: %zu bytes of workspace are left, %zu are needed",
+               workspace != NULL ? workspace_size : 0, needed);
     for (int i = 0; i < count; i++) {
         te_tensor *tensor = tensors[i];
         te_cast_args args = {.size = sizeof args, .input = *tensor};

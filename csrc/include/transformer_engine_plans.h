@@ -205,8 +205,9 @@ typedef enum te_node_kind {
                             {seed, offset}; x and residual in the dtype of the output, or
                             of any other where that is f32 */
     TE_NODE_HEAD_NORM,   /* a norm of each head; inputs x (by slice), gamma, beta */
-    TE_NODE_FUNCTION,    /* the caller's, of rows: up to 4 different inputs; external stages
-                            "function" and "function_backward" (node_function.c: their buffers) */
+    TE_NODE_FUNCTION,    /* the caller's, of rows: any number of different inputs, whose rows the
+                            output has, or a multiple or part of them; external stages "function"
+                            and "function_backward" (node_function.c: their buffers) */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -282,7 +283,13 @@ typedef struct te_node_desc {
     const double *numbers;
     const te_slice *slices;  /* attention, rope, norm of heads: of the first inputs */
     const int32_t *external; /* steps that the caller runs, ascending; linear: te_linear_stage */
-    int32_t input_count, number_count, slice_count, external_count;
+    /* Those of them that it runs in two halves, ascending; of a function, whose steps are all the
+     * caller's, te_function_step. The first half is a stage where the step is; the second one, a
+     * stage with "_finish" behind its name and the same buffers, stands before the first stage that
+     * reads what the step writes or writes what it reads, else at the end of the plan. Until then
+     * no other buffer has the memory of what the step reads and writes. */
+    const int32_t *halves;
+    int32_t input_count, number_count, slice_count, external_count, halves_count;
     te_quantization quantization; /* linear, attention */
     int32_t owner;                /* the same: module of the call whose slots it takes */
     int32_t slots[2]; /* of the node in the owner's slots of the forward and backward chunk. A
@@ -333,6 +340,12 @@ typedef enum te_linear_stage {
 #undef X
         TE_LINEAR_STAGE_COUNT
 } te_linear_stage;
+
+typedef enum te_function_step {
+    TE_FUNCTION_FORWARD,
+    TE_FUNCTION_BACKWARD,
+    TE_FUNCTION_STEPS
+} te_function_step;
 
 enum { /* te_graph_desc.flags */
        TE_GRAPH_RECOMPUTE =
@@ -441,7 +454,8 @@ typedef struct te_stage_info {
     const int32_t *buffers; /* numbers of those that it reads or writes */
     int32_t buffer_count;
     int32_t node; /* that it belongs to, or -1 */
-    int32_t step; /* te_linear_stage of a linear node, or -1 */
+    int32_t step; /* te_linear_stage of a linear node, te_function_step of a function, or -1 */
+    int32_t half; /* the stage that is its other half; -1: it is whole */
 } te_stage_info;
 
 typedef struct te_plan_info {
@@ -493,8 +507,15 @@ TE_API te_status te_plan_scratch(te_context *context, const te_plan *plan, const
 
 /* What is called at an external stage, in the run: it does the stage's work on the buffers of the
  * plan, which are all there, on the stream of the run. With `observed` set it is called before and
- * after every other stage too. */
-typedef enum te_stage_event { TE_STAGE_RUN, TE_STAGE_BEFORE, TE_STAGE_AFTER } te_stage_event;
+ * after every other stage too. Where a run fails between the halves of a stage, whose first one has
+ * succeeded, ABANDON comes in place of the second one: what was started may not touch the buffers
+ * any more once the stream has come to what follows. Its status is ignored. */
+typedef enum te_stage_event {
+    TE_STAGE_RUN,
+    TE_STAGE_BEFORE,
+    TE_STAGE_AFTER,
+    TE_STAGE_ABANDON
+} te_stage_event;
 typedef te_status (*te_stage_function)(void *self, int32_t stage, te_stage_event event,
                                        te_tensor *buffers);
 

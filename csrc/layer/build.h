@@ -58,10 +58,12 @@ typedef struct te_build {
  * operator alone; what it writes is the caller's to add. */
 struct te_node_rules {
     const char *name; /* of the stage that runs it alone */
-    /* Entries of a node's lists that it reads; the slices are of the first inputs. */
-    int inputs, numbers, slices;
+    /* Entries of a node's lists that it reads; the slices are of the first inputs. `many`: it may
+     * have more inputs. */
+    int inputs, numbers, slices, many;
     uint32_t flags; /* that it knows */
     int steps;      /* its steps that a caller may run, from 0 on */
+    int outside;    /* these are all the caller's, whatever is said to be external */
     int casts;      /* it has a recipe */
     te_status (*check)(const te_graph_desc *graph, int32_t node);
     void (*forward)(te_build *build, int32_t node);
@@ -81,7 +83,9 @@ struct te_node_rules {
 /* A parameter [rows, columns], or of `columns` elements where rows is 0; or none. */
 te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const char *what,
                              int64_t rows, int64_t columns);
-/* Input 0 and output are matrices, the output with the rows of so many ranks. */
+/* Input 0 and output are matrices, the output with the rows of so many ranks; with ANY a multiple
+ * or part of those of the input. */
+enum { TE_ANY_RANKS = 0 };
 te_status te_check_rows(const te_graph_desc *graph, int32_t node, const char *what, int64_t ranks);
 /* Of a linear node (linear_check.c). */
 te_status te_check_linear(const te_graph_desc *graph, int32_t node);
@@ -115,13 +119,21 @@ static inline const te_node_rules *te_rules_of(const te_build *build, int32_t no
 {
     return build->rules[te_node(build, node)->kind];
 }
-/* Whether the caller runs a step of the node. */
-static inline int te_is_external(const te_node_desc *node, int32_t step)
+static inline int te_has_step(const int32_t *steps, int32_t count, int32_t step)
 {
-    for (int32_t i = 0; i < node->external_count; i++) {
-        if (node->external[i] == step) return 1;
+    for (int32_t i = 0; i < count; i++) {
+        if (steps[i] == step) return 1;
     }
     return 0;
+}
+/* Whether the caller runs a step of the node; in two halves. */
+static inline int te_is_external(const te_node_desc *node, int32_t step)
+{
+    return te_has_step(node->external, node->external_count, step);
+}
+static inline int te_is_halved(const te_node_desc *node, int32_t step)
+{
+    return te_has_step(node->halves, node->halves_count, step);
 }
 /* Number of a quantized operand, for te_link. */
 static inline int32_t te_operand_of(int32_t node, te_operand_role role)

@@ -159,6 +159,31 @@ static te_status check_reader(const te_graph_desc *graph, int32_t n, int i)
     return check_operand(graph, n, node->inputs[i], i < TE_GRAD_OPERAND ? i : TE_GEMM_OPERANDS);
 }
 
+/* Lists of steps ascend: each one is there once. */
+static te_status check_steps(const te_node_desc *node, int32_t n)
+{
+    const te_node_rules *of = te_rules[node->kind];
+    for (int32_t i = 0; i < node->external_count; i++) {
+        int32_t step = node->external[i], before = i == 0 ? -1 : node->external[i - 1];
+        if (step > before && step < of->steps) continue;
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): step %d is external, expected steps below %d in "
+                       "ascending order",
+                       n, of->name, step, of->steps);
+    }
+    for (int32_t i = 0; i < node->halves_count; i++) {
+        int32_t step = node->halves[i], before = i == 0 ? -1 : node->halves[i - 1];
+        if (step > before && (of->outside ? step < of->steps : te_is_external(node, step))) {
+            continue;
+        }
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): step %d is in two halves, expected external steps in "
+                       "ascending order",
+                       n, of->name, step);
+    }
+    return TE_OK;
+}
+
 static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
@@ -180,14 +205,7 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
                        n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
                        of->casts ? "any" : "none");
     }
-    for (int32_t i = 0; i < node->external_count; i++) {
-        int32_t step = node->external[i], before = i == 0 ? -1 : node->external[i - 1];
-        if (step > before && step < of->steps) continue;
-        return TE_FAIL(TE_ERROR_INVALID,
-                       "graph: node %d (%s): step %d is external, expected steps below %d in "
-                       "ascending order",
-                       n, of->name, step, of->steps);
-    }
+    TE_TRY(check_steps(node, n));
     for (int i = 0; i < node->input_count; i++) {
         if (node->inputs[i] < -1 || node->inputs[i] >= graph->value_count) {
             return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: there is no value %d", n,

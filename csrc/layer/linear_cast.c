@@ -15,6 +15,7 @@ int te_linear_is_external(const te_build *build, int32_t k, te_linear_stage numb
 static te_stage *mark_stage(te_build *build, int32_t k, te_linear_stage number, te_stage *stage)
 {
     stage->external = te_linear_is_external(build, k, number);
+    stage->halved = te_is_halved(te_node(build, k), (int32_t)number);
     stage->node = k;
     stage->step = (int32_t)number;
     return stage;
@@ -31,7 +32,7 @@ void te_linear_add_external(te_build *build, int32_t k, te_linear_stage number, 
     te_stage *stage;
     if (!te_linear_is_external(build, k, number)) return;
     stage = te_linear_add(build, k, number, TE_OP_QUANTIZE);
-    te_stage_use(&build->plan, stage, 0, buffer);
+    te_stage_hand(&build->plan, stage, buffer, 1);
 }
 
 int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, uint32_t gemms)
@@ -264,10 +265,10 @@ static void make_outside(te_build *build, int32_t k, te_operand_role role, int f
     if (from.pending == TE_NOBODY) te_linear_sum_grad(build, k, &from, bias_grad);
     te_linear_write_source(build, k, &from, bias_grad);
     stage = te_linear_add(build, k, stages_of[role].quantize, TE_OP_QUANTIZE);
-    te_stage_use(&build->plan, stage, 0, from.wide);
+    te_stage_hand(&build->plan, stage, from.wide, 0);
     for (te_link form = TE_LINK_ROW; form <= TE_LINK_COLUMN; form++) {
         if ((forms & te_form_set(form)) == 0) continue;
-        te_stage_use(&build->plan, stage, 0, te_linear_form(build, k, role, form));
+        te_stage_hand(&build->plan, stage, te_linear_form(build, k, role, form), 1);
     }
 }
 

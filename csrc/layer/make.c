@@ -23,27 +23,43 @@ typedef struct graph_copy {
 static te_status check_lists(const te_node_desc *node, int32_t n)
 {
     const te_node_rules *of;
+    int inputs, steps;
     if (node->kind < 0 || node->kind >= TE_NODE_KINDS) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d: kind %d does not exist", n, node->kind);
     }
     of = te_rules[node->kind];
-    if (node->input_count < 0 || node->input_count > of->inputs || node->number_count < 0 ||
+    inputs = of->many ? TE_GRAPH_VALUES : of->inputs;
+    steps = of->outside ? 0 : of->steps;
+    if (node->input_count < 0 || node->input_count > inputs || node->number_count < 0 ||
         node->number_count > of->numbers || node->slice_count < 0 ||
         node->slice_count > of->slices || node->external_count < 0 ||
-        node->external_count > of->steps) {
+        node->external_count > steps) {
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d (%s): %d inputs, %d numbers, %d slices and %d external "
                        "steps, expected at most %d, %d, %d and %d",
                        n, of->name, node->input_count, node->number_count, node->slice_count,
-                       node->external_count, of->inputs, of->numbers, of->slices, of->steps);
+                       node->external_count, inputs, of->numbers, of->slices, steps);
+    }
+    if (node->halves_count < 0 || node->halves_count > of->steps) {
+        return TE_FAIL(TE_ERROR_INVALID,
+                       "graph: node %d (%s): %d steps in two halves, expected at most %d", n,
+                       of->name, node->halves_count, of->steps);
     }
     if ((node->input_count > 0 && node->inputs == NULL) ||
         (node->number_count > 0 && node->numbers == NULL) ||
         (node->slice_count > 0 && node->slices == NULL) ||
-        (node->external_count > 0 && node->external == NULL)) {
+        (node->external_count > 0 && node->external == NULL) ||
+        (node->halves_count > 0 && node->halves == NULL)) {
         return TE_FAIL(TE_ERROR_INVALID, "graph: node %d (%s): a list is NULL", n, of->name);
     }
     return TE_OK;
+}
+
+/* Entries of the list of inputs. */
+static int32_t inputs_of(const te_node_desc *node)
+{
+    const int32_t least = te_rules[node->kind]->inputs;
+    return node->input_count > least ? node->input_count : least;
 }
 
 /* `count` of `size` bytes each to *at, which moves behind them. */
@@ -65,8 +81,9 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         TE_TRY(check_lists(&graph->nodes[n], n));
         of = te_rules[graph->nodes[n].kind];
         bytes += (size_t)of->numbers * sizeof(double) + (size_t)of->slices * sizeof(te_slice) +
-                 (size_t)te_round_up(of->inputs, 2) * sizeof *inputs +
-                 (size_t)te_round_up(graph->nodes[n].external_count, 2) * sizeof *inputs;
+                 (size_t)te_round_up(inputs_of(&graph->nodes[n]), 2) * sizeof *inputs +
+                 (size_t)te_round_up(graph->nodes[n].external_count, 2) * sizeof *inputs +
+                 (size_t)te_round_up(graph->nodes[n].halves_count, 2) * sizeof *inputs;
     }
     copy->nodes = calloc(1, bytes);
     if (copy->nodes == NULL) return TE_FAIL(TE_ERROR_MEMORY, "no memory for a graph");
@@ -75,7 +92,7 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         const te_node_desc *from = &graph->nodes[n];
         const te_node_rules *of = te_rules[from->kind];
         te_node_desc *node = &copy->nodes[n];
-        int32_t even = (int32_t)te_round_up(of->inputs, 2); /* what follows is aligned */
+        int32_t even = (int32_t)te_round_up(inputs_of(from), 2); /* what follows is aligned */
         *node = *from;
         node->numbers = append(&at, from->numbers, from->number_count, of->numbers, sizeof(double));
         node->slices = append(&at, from->slices, from->slice_count, of->slices, sizeof(te_slice));
@@ -84,7 +101,9 @@ static te_status copy_nodes(const te_graph_desc *graph, graph_copy *copy)
         node->inputs = inputs;
         even = (int32_t)te_round_up(from->external_count, 2);
         node->external = append(&at, from->external, from->external_count, even, sizeof *inputs);
-        node->input_count = of->inputs;
+        even = (int32_t)te_round_up(from->halves_count, 2);
+        node->halves = append(&at, from->halves, from->halves_count, even, sizeof *inputs);
+        node->input_count = inputs_of(from);
         node->number_count = of->numbers;
         node->slice_count = of->slices;
     }

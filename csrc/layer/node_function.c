@@ -1,66 +1,72 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * node_function.c - a function of the caller's as a node: rows of up to four matrices become
- * rows of one. Its forward and its backward are external stages, whose buffers are, in this
- * order: the inputs and the output; the gradient of the output, the inputs, and the gradients of
- * those inputs that have one.
+ * node_function.c - a function of the caller's as a node: of the rows of any number of matrices, to
+ * as many rows of one, or so many times as many. Its forward and its backward are external stages,
+ * whose buffers are, in this order: the inputs and the output; the gradient of the output, the
+ * inputs, and the gradients of those inputs that have one.
  */
 #include "core/status.h"
 #include "layer/build.h"
 
-enum { INPUTS = 4 };
-
-/* The values that it reads, in high precision; their count. */
-static int inputs_of(te_build *build, int32_t n, int32_t buffers[INPUTS])
+static te_stage *add(te_build *build, int32_t n, te_function_step step, const char *name)
 {
     const te_node_desc *node = te_node(build, n);
-    int count = 0;
-    for (int i = 0; i < INPUTS && node->inputs[i] >= 0; i++) {
-        buffers[count++] = te_wide(build, node->inputs[i], node->name, "function_input");
-    }
+    te_stage *stage = te_add(build, n, node->name, name, TE_OP_FILL);
+    stage->external = 1;
+    stage->step = (int32_t)step;
+    stage->halved = te_is_halved(node, (int32_t)step);
+    return stage;
+}
+
+/* Its inputs; behind them none is there. */
+static int32_t count_of(const te_node_desc *node)
+{
+    int32_t count = 0;
+    while (count < node->input_count && node->inputs[count] >= 0) count++;
     return count;
 }
 
-static void use(te_build *build, te_stage *stage, const int32_t *buffers, int count)
+/* Makes all values that it reads, in high precision, before its stage is added. */
+static void make_inputs(te_build *build, const te_node_desc *node)
 {
-    for (int i = 0; i < count; i++) te_stage_use(&build->plan, stage, 0, buffers[i]);
+    for (int32_t i = 0; i < count_of(node); i++) {
+        (void)te_wide(build, node->inputs[i], node->name, "function_input");
+    }
 }
 
-static te_stage *add(te_build *build, int32_t n, const char *name)
+static void use_inputs(te_build *build, te_stage *stage, const te_node_desc *node)
 {
-    te_stage *stage = te_add(build, n, te_node(build, n)->name, name, TE_OP_FILL);
-    stage->external = 1;
-    return stage;
+    for (int32_t i = 0; i < count_of(node); i++) {
+        int32_t x = te_wide(build, node->inputs[i], node->name, "function_input");
+        te_stage_hand(&build->plan, stage, x, 0);
+    }
 }
 
 static void forward(te_build *build, int32_t n)
 {
-    int32_t inputs[INPUTS], output;
-    int count = inputs_of(build, n, inputs);
+    const te_node_desc *node = te_node(build, n);
     te_stage *stage;
-    output = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
-    stage = add(build, n, "function");
-    use(build, stage, inputs, count);
-    use(build, stage, &output, 1);
+    make_inputs(build, node);
+    stage = add(build, n, TE_FUNCTION_FORWARD, "function");
+    use_inputs(build, stage, node);
+    te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_VALUE, node->output), 1);
 }
 
 static void backward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
-    int32_t inputs[INPUTS], grads[INPUTS], grad;
-    int count, wanted = 0;
     te_stage *stage;
+    int32_t grad;
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
-    count = inputs_of(build, n, inputs);
-    for (int i = 0; i < count; i++) {
+    make_inputs(build, node);
+    stage = add(build, n, TE_FUNCTION_BACKWARD, "function_backward");
+    te_stage_hand(&build->plan, stage, grad, 0);
+    use_inputs(build, stage, node);
+    for (int32_t i = 0; i < count_of(node); i++) {
         if (!build->values[node->inputs[i]].needs_grad) continue;
-        grads[wanted++] = te_grad_target(build, node->inputs[i]);
+        te_stage_hand(&build->plan, stage, te_grad_target(build, node->inputs[i]), 1);
     }
-    stage = add(build, n, "function_backward");
-    use(build, stage, &grad, 1);
-    use(build, stage, inputs, count);
-    use(build, stage, grads, wanted);
 }
 
 static int is_row_alike(const te_extent *a, const te_extent *b)
@@ -73,12 +79,12 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *first = &graph->values[node->inputs[0]];
-    TE_TRY(te_check_rows(graph, n, "function", 1));
-    for (int i = 1; i < INPUTS; i++) {
+    TE_TRY(te_check_rows(graph, n, "function", TE_ANY_RANKS));
+    for (int32_t i = 1; i < node->input_count; i++) {
         const te_value_desc *x;
         if (node->inputs[i] < 0) continue;
         x = &graph->values[node->inputs[i]];
-        for (int j = 0; j < i; j++) {
+        for (int32_t j = 0; j < i; j++) {
             if (node->inputs[j] != node->inputs[i] && node->inputs[j] >= 0) continue;
             return TE_FAIL(TE_ERROR_INVALID, "function: input %d is input %d, or there is none", i,
                            j);
@@ -96,7 +102,10 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 
 const te_node_rules te_function_rules = {
     .name = "function",
-    .inputs = INPUTS,
+    .inputs = 1,
+    .many = 1,
+    .steps = TE_FUNCTION_STEPS,
+    .outside = 1,
     .check = check,
     .forward = forward,
     .backward = backward,

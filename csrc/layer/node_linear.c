@@ -170,8 +170,8 @@ static int32_t gathered_input(te_build *build, int32_t k)
     te_stage *stage;
     if (te_node(build, k)->gather <= 1) return local;
     stage = te_linear_add(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
-    te_stage_use(&build->plan, stage, 0, local);
-    te_stage_use(&build->plan, stage, 0, te_get(build, TE_LINK_GATHERED, k));
+    te_stage_hand(&build->plan, stage, local, 0);
+    te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_GATHERED, k), 1);
     return te_get(build, TE_LINK_GATHERED, k);
 }
 

@@ -84,21 +84,32 @@ te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name,
     }
     te_op_initial(op, added->args);
     added->op = op;
-    added->step = -1;
+    added->step = added->half = -1;
     (void)snprintf(added->name, sizeof added->name, "%s%s", prefix, name);
     plan->stage_count++;
     return added;
 }
 
-void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
-                     int32_t chunk)
+static void add_use(te_plan *plan, te_stage *stage, te_use use)
 {
     te_use *uses;
     if (plan->status != TE_OK) return;
     uses = grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
     if (uses == NULL) return;
     stage->uses = uses;
-    uses[stage->use_count++] = (te_use){field, buffer, element, chunk};
+    uses[stage->use_count++] = use;
+}
+
+void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
+                     int32_t chunk)
+{
+    int written = te_op_describe(stage->op)->fields[field].access != TE_ACCESS_READ;
+    add_use(plan, stage, (te_use){field, buffer, written, element, chunk});
+}
+
+void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written)
+{
+    add_use(plan, stage, (te_use){TE_NO_FIELD, buffer, written, 0, 0});
 }
 
 void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer)
@@ -127,6 +138,59 @@ void te_plan_clear(te_plan *plan)
 }
 
 /* ---- the last steps ------------------------------------------------------------------------ */
+
+/* The buffer whose memory a use reads or writes. */
+static int32_t memory_of(const te_plan *plan, const te_use *use)
+{
+    const te_buffer_info *info;
+    if (use->buffer == TE_NO_BUFFER) return TE_NO_BUFFER;
+    info = &plan->buffers[use->buffer].info;
+    return info->role == TE_ROLE_VIEW ? info->base : use->buffer;
+}
+
+/* Whether two stages have to run in their order. */
+static int depend(const te_plan *plan, const te_stage *a, const te_stage *b)
+{
+    for (int32_t i = 0; i < a->use_count; i++) {
+        const int32_t memory = memory_of(plan, &a->uses[i]);
+        for (int32_t j = 0; memory != TE_NO_BUFFER && j < b->use_count; j++) {
+            if (!a->uses[i].written && !b->uses[j].written) continue;
+            if (memory_of(plan, &b->uses[j]) == memory) return 1;
+        }
+    }
+    return 0;
+}
+
+/* Adds the second half of stage s, a copy of it, as stage `at`. */
+static void add_finish(te_plan *plan, int32_t s, int32_t at)
+{
+    const int32_t last = plan->stage_count;
+    const te_stage start = plan->stages[s]; /* stages move where there is one more */
+    te_stage *finish = te_plan_add_stage(plan, start.name, "_finish", start.op), moved;
+    finish->external = 1;
+    finish->node = start.node;
+    finish->step = start.step;
+    for (int32_t u = 0; u < start.use_count; u++) add_use(plan, finish, start.uses[u]);
+    if (plan->status != TE_OK) return;
+    moved = *finish;
+    memmove(&plan->stages[at + 1], &plan->stages[at], (size_t)(last - at) * sizeof moved);
+    plan->stages[at] = moved;
+    for (int32_t t = 0; t <= last; t++) plan->stages[t].half += plan->stages[t].half >= at;
+    plan->stages[at].half = s;
+    plan->stages[s].half = at;
+}
+
+/* Lets what was started be finished as late as it can be. */
+static te_status add_finishes(te_plan *plan)
+{
+    for (int32_t s = 0; s < plan->stage_count && plan->status == TE_OK; s++) {
+        int32_t at = s + 1;
+        if (!plan->stages[s].halved) continue;
+        while (at < plan->stage_count && !depend(plan, &plan->stages[s], &plan->stages[at])) at++;
+        add_finish(plan, s, at);
+    }
+    return plan->status;
+}
 
 static int varies(const te_buffer_info *info)
 {
@@ -295,7 +359,8 @@ static te_status make_infos(te_plan *plan)
                                                .buffers = numbers,
                                                .buffer_count = count,
                                                .node = stage->node,
-                                               .step = stage->step};
+                                               .step = stage->step,
+                                               .half = stage->half};
         if (stage->op == TE_OP_GEMM &&
             ((const te_gemm_args *)stage->args)->a.mode != TE_SCALING_NONE) {
             plan->quantized = 1;
@@ -309,6 +374,7 @@ no_memory:
 te_status te_plan_finish(te_plan *plan)
 {
     TE_TRY(plan->status);
+    TE_TRY(add_finishes(plan));
     TE_TRY(sort_buffers(plan));
     find_lifetimes(plan);
     TE_TRY(sum_saved(plan));

@@ -8,6 +8,7 @@
 #include "transformer_engine.h"
 
 #define TE_NO_BUFFER (-1)
+#define TE_NO_FIELD (-1)
 /* Members of a packed buffer begin at multiples of this: enough for every vector access and
  * cuBLASLt. */
 #define TE_MEMBER_ALIGN 256
@@ -16,17 +17,20 @@
  * `element`; of a chunk of slots, of that many behind the owner's first slot. Without a buffer a
  * number gets the value of symbol `element`, at least 1. */
 typedef struct te_use {
-    int32_t field;  /* te_at_<op>_<name>; 0 where the caller alone runs the stage */
+    int32_t field;  /* te_at_<op>_<name>; TE_NO_FIELD where the caller alone runs the stage */
     int32_t buffer; /* or TE_NO_BUFFER */
+    int32_t written;
     int32_t element;
     int32_t chunk; /* 0: no chunk; else 1 + which of te_plan_call.slots */
 } te_use;
 
 typedef struct te_stage {
-    char name[2 * TE_NAME_BYTES];
+    char name[3 * TE_NAME_BYTES];
     te_op op;
     int32_t external; /* the caller runs it */
     int32_t node, step;
+    int32_t halved; /* it is run in two halves */
+    int32_t half;   /* the other one, as of te_stage_info */
     int32_t use_count, use_capacity;
     te_use *uses;
     void *args; /* what no buffer fills: an args struct of the operator */
@@ -80,6 +84,8 @@ int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
 te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op);
 /* Lets a buffer fill a field; TE_NO_BUFFER does nothing. */
 void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer);
+/* Hands a buffer to a stage that the caller alone runs, which reads or writes it. */
+void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written);
 /* The same of an element; of a size, for TE_NO_BUFFER. */
 void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
                      int32_t chunk);

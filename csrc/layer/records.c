@@ -126,9 +126,10 @@ static const te_member node_members[] = {
     ARRAY(te_node_desc, slots, 2, -1, NULL, 0),
     ONE(te_node_desc, gather, 1),
     LIST(te_node_desc, external, TE_GRAPH_VALUES, external_count, NULL, NEVER),
+    LIST(te_node_desc, halves, TE_GRAPH_VALUES, halves_count, NULL, NEVER),
 };
 RECORD(node, "Node", te_node_desc);
-COMPLETE(te_node_desc, 168);
+COMPLETE(te_node_desc, 184);
 
 static const te_member graph_members[] = {
     ONE(te_graph_desc, flags, 0),
@@ -178,6 +179,7 @@ static const te_member stage_members[] = {
     LIST(te_stage_info, buffers, INT32_MAX, buffer_count, NULL, NEVER),
     ONE(te_stage_info, node, 0),
     ONE(te_stage_info, step, 0),
+    ONE(te_stage_info, half, -1),
 };
 RECORD(stage, "Stage", te_stage_info);
 

@@ -3,6 +3,7 @@
  * run.c - runs a plan: resolves its buffers, fills the args struct of each stage and calls the
  * operator; stages of the caller are called in their turn.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -236,21 +237,42 @@ static te_status tell(run_state *run, const te_plan_call *call, int32_t s, te_st
     return call->stage(call->stage_self, s, event, run->buffers);
 }
 
+static te_status run_stage(run_state *run, const te_plan_call *call, int32_t s, void *stream)
+{
+    const te_stage *stage = &run->plan->stages[s];
+    stage_args args;
+    if (stage->external) return tell(run, call, s, TE_STAGE_RUN);
+    bind(run, stage, &args);
+    return te_op_run_in(candidates_of(run), run->context, stage->op, &args, stream);
+}
+
+/* Ends what the first stages have started, so many of which have succeeded, and none of those that
+ * were tried has finished; the text of the failure stays. */
+static void abandon(run_state *run, const te_plan_call *call, int32_t succeeded, int32_t tried)
+{
+    char text[TE_ERROR_TEXT_BYTES];
+    (void)snprintf(text, sizeof text, "%s", te_last_error());
+    for (int32_t s = 0; s < succeeded; s++) {
+        const int32_t finish = run->plan->stages[s].half;
+        if (finish >= tried) (void)tell(run, call, finish, TE_STAGE_ABANDON);
+    }
+    te_set_error(text);
+}
+
 static te_status run_stages(run_state *run, const te_plan_call *call, void *stream)
 {
-    stage_args args;
+    int32_t succeeded = 0, tried = 0;
+    te_status st = TE_OK;
     for (int32_t s = 0; s < run->plan->stage_count; s++) {
-        const te_stage *stage = &run->plan->stages[s];
-        if (call->observed) TE_TRY(tell(run, call, s, TE_STAGE_BEFORE));
-        if (stage->external) {
-            TE_TRY(tell(run, call, s, TE_STAGE_RUN));
-        } else {
-            bind(run, stage, &args);
-            TE_TRY(te_op_run_in(candidates_of(run), run->context, stage->op, &args, stream));
-        }
-        if (call->observed) TE_TRY(tell(run, call, s, TE_STAGE_AFTER));
+        if (call->observed) TE_TRY_DONE(tell(run, call, s, TE_STAGE_BEFORE));
+        tried = s + 1;
+        TE_TRY_DONE(run_stage(run, call, s, stream));
+        succeeded = s + 1;
+        if (call->observed) TE_TRY_DONE(tell(run, call, s, TE_STAGE_AFTER));
     }
-    return TE_OK;
+done:
+    if (st != TE_OK) abandon(run, call, succeeded, tried);
+    return st;
 }
 
 te_status te_plan_run(te_context *context, const te_plan_call *call, void *stream)

@@ -48,6 +48,15 @@ static int is_rows(const te_extent *extent)
            extent->symbol == TE_SYMBOL_SOURCE_ROWS;
 }
 
+static int rows_fit(const te_extent *in, const te_extent *out, int64_t ranks)
+{
+    const int constant = in->symbol == TE_SYMBOL_NONE;
+    const int64_t from = constant ? in->add : in->multiply,
+                  to = constant ? out->add : out->multiply;
+    if (ranks != TE_ANY_RANKS) return from * ranks == to;
+    return from % to == 0 || to % from == 0;
+}
+
 te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what, int64_t ranks)
 {
     const te_node_desc *node = &graph->nodes[n];
@@ -65,8 +74,7 @@ te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what,
                        what, x->name, x->ndim, y->name, y->ndim);
     }
     if (in->symbol != out->symbol || in->align != out->align || !is_rows(in) ||
-        (in->symbol == TE_SYMBOL_NONE ? in->add * ranks != out->add
-                                      : in->multiply * ranks != out->multiply)) {
+        !rows_fit(in, out, ranks)) {
         return TE_FAIL(TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
     }
     return TE_OK;

@@ -111,15 +111,11 @@ static PyObject *plain_tensor(const tepy_state *state, PyObject *object, tepy_si
     if (type == state->tensor_type || type == state->parameter_type) return object;
     instance = PyObject_IsInstance(object, state->tensor_type);
     if (instance < 0) return NULL;
-    if (instance == 0) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a torch.Tensor, got %R", type);
-        return NULL;
-    }
-    if (state->classify == Py_None) {
-        (void)tepy_fail(PyExc_TypeError, site,
-                        "tensors of %R are not supported: pass a plain torch.Tensor", type);
-        return NULL;
-    }
+    if (instance == 0)
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a torch.Tensor, got %R", type);
+    if (state->classify == Py_None)
+        return TEPY_FAIL(PyExc_TypeError, site,
+                         "tensors of %R are not supported: pass a plain torch.Tensor", type);
     plain = PyObject_CallFunctionObjArgs(state->classify, object, NULL);
     if (plain == NULL) return NULL;
     type = (PyObject *)Py_TYPE(plain);

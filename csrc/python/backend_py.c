@@ -115,11 +115,9 @@ PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssiz
         tepy_require_torch(state, "register_backend") != 0) {
         return NULL;
     }
-    if (!PyUnicode_Check(args[0])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"register_backend", "name"},
-                        "expected a str, got %R", Py_TYPE(args[0]));
-        return NULL;
-    }
+    if (!PyUnicode_Check(args[0]))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"register_backend", "name"},
+                         "expected a str, got %R", Py_TYPE(args[0]));
     name = PyUnicode_AsUTF8AndSize(args[0], NULL);
     if (name == NULL || tepy_device_args("register_backend", args[1], NULL, &device) != 0 ||
         tepy_int(args[2], (tepy_site){"register_backend", "priority"}, INT32_MIN, INT32_MAX,
@@ -166,10 +164,8 @@ PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
     tepy_site site = {"unregister_backend", "name"};
     const char *name;
     te_status st;
-    if (!PyUnicode_Check(arg)) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(arg));
-        return NULL;
-    }
+    if (!PyUnicode_Check(arg))
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(arg));
     name = PyUnicode_AsUTF8AndSize(arg, NULL);
     if (name == NULL) return NULL;
     for (tepy_backend **link = &state->backends; *link != NULL; link = &(*link)->next) {

@@ -6,6 +6,7 @@
  * use is refused instead of pulling it from under another thread.
  */
 #include "python/args.h"
+#include "python/dispatch_py.h"
 
 static int context_traverse(PyObject *self, visitproc visit, void *arg)
 {
@@ -37,11 +38,9 @@ static int may_use(const tepy_state *state, te_device device)
 
 PyObject *tepy_before_cuda(PyObject *module, PyObject *check)
 {
-    if (!PyCallable_Check(check)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
-                        "expected a callable, got %R", Py_TYPE(check));
-        return NULL;
-    }
+    if (!PyCallable_Check(check))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
+                         "expected a callable, got %R", Py_TYPE(check));
     tepy_set(&tepy_state_of(module)->before_cuda, Py_NewRef(check));
     return Py_NewRef(Py_None);
 }
@@ -132,27 +131,10 @@ static PyGetSetDef context_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot context_slots[] = {
-    {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
-    {Py_tp_new, context_new},
-    {Py_tp_dealloc, context_dealloc},
-    {Py_tp_traverse, context_traverse},
-    {Py_tp_methods, context_methods},
-    {Py_tp_getset, context_getset},
-    {0, NULL},
-};
-
-static PyType_Spec context_spec = {
-    .name = "transformer_engine._core.Context",
-    .basicsize = sizeof(tepy_context),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = context_slots,
-};
-
-PyObject *tepy_context_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &context_spec, NULL);
-}
+TEPY_TYPE(PyObject *tepy_context_make_type, context, tepy_context, "Context", 0,
+          {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
+          {Py_tp_new, context_new}, {Py_tp_methods, context_methods},
+          {Py_tp_getset, context_getset})
 
 /* Neither closed nor of a process of which this one is a forked child. */
 static int is_usable(const tepy_context *self)
@@ -213,23 +195,17 @@ tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyOb
         context->users++;
         return context;
     }
-    if ((PyObject *)Py_TYPE(given) != state->context_type) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a Context or None, got %R",
-                        Py_TYPE(given));
-        return NULL;
-    }
-    if (context->context == NULL) {
-        (void)tepy_fail(PyExc_RuntimeError, site, "it is closed: make a new Context");
-        return NULL;
-    }
-    if (!tepy_same(context->device, device)) {
-        (void)tepy_fail(
+    if ((PyObject *)Py_TYPE(given) != state->context_type)
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a Context or None, got %R",
+                         Py_TYPE(given));
+    if (context->context == NULL)
+        return TEPY_FAIL(PyExc_RuntimeError, site, "it is closed: make a new Context");
+    if (!tepy_same(context->device, device))
+        return TEPY_FAIL(
             PyExc_ValueError, site,
             "it is of %s:%d and the tensors are on %s:%d: pass a Context of their device",
             tepy_device_name(context->device), (int)context->device.index, tepy_device_name(device),
             (int)device.index);
-        return NULL;
-    }
     context->users++;
     return (tepy_context *)Py_NewRef(given);
 }

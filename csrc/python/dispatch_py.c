@@ -9,8 +9,6 @@
  */
 #include "python/dispatch_py.h"
 
-#include <stdlib.h>
-
 #include "python/args.h"
 
 typedef struct implementation {
@@ -32,14 +30,9 @@ typedef struct operator_object {
 
 /* ---- implementations ---------------------------------------------------------------------- */
 
-static int implementation_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    implementation *self = (implementation *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->function);
-    Py_VISIT(self->supports);
-    return 0;
-}
+#define HELD(X) X(op) X(impl_id) X(reason) X(function) X(supports)
+TEPY_HOLDER(implementation, implementation, HELD)
+#undef HELD
 
 static int implementation_clear(PyObject *object)
 {
@@ -47,14 +40,6 @@ static int implementation_clear(PyObject *object)
     Py_CLEAR(self->function);
     Py_CLEAR(self->supports);
     return 0;
-}
-
-static void implementation_dealloc(PyObject *object)
-{
-    const implementation *self = (const implementation *)object;
-    PyObject *const held[5] = {self->op, self->impl_id, self->reason, self->function,
-                               self->supports};
-    tepy_dispose(object, held, 5);
 }
 
 static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -92,23 +77,11 @@ static PyMemberDef implementation_members[] = {
 };
 #undef AT
 
-static PyType_Slot implementation_slots[] = {
-    {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
-                "A function that an operator may call, and how often it was."},
-    {Py_tp_new, implementation_new},
-    {Py_tp_dealloc, implementation_dealloc},
-    {Py_tp_traverse, implementation_traverse},
-    {Py_tp_clear, implementation_clear},
-    {Py_tp_members, implementation_members},
-    {0, NULL},
-};
-
-static PyType_Spec implementation_spec = {
-    .name = "transformer_engine._core.Implementation",
-    .basicsize = sizeof(implementation),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = implementation_slots,
-};
+TEPY_TYPE(static PyObject *make_implementation, implementation, implementation, "Implementation", 0,
+          {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
+                      "A function that an operator may call, and how often it was."},
+          {Py_tp_new, implementation_new}, {Py_tp_clear, implementation_clear},
+          {Py_tp_members, implementation_members})
 
 /* ---- calls -------------------------------------------------------------------------------- */
 
@@ -180,14 +153,15 @@ static int log_use(implementation *self)
 
 /* What the first candidate that takes a call returns; where none does `refuse` raises, or without
  * one it is NotImplemented. `keywords` says of each whether it gets the call's; NULL: all do. */
-static PyObject *call_first(PyObject *name, PyObject *candidates, const char *keywords,
+static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *keywords,
                             PyObject *refuse, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     const Py_ssize_t count = PyTuple_Size(candidates);
     PyObject *result;
     for (Py_ssize_t i = 0; i < count; i++) {
         implementation *found = (implementation *)PyTuple_GetItem(candidates, i);
-        PyObject *own_names = keywords == NULL || keywords[i] ? names : NULL;
+        const int all = keywords == NULL || PyTuple_GetItem(keywords, i) == Py_True;
+        PyObject *own_names = all ? names : NULL;
         const int fits = takes(found, args, nargsf, keywords == NULL ? names : NULL);
         if (fits < 0) return NULL;
         if (fits == 0) continue;
@@ -232,24 +206,14 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
     return result;
 }
 
-static int operator_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((operator_object *)object)->dispatcher);
-    return 0;
-}
+#define HELD(X) X(dispatcher) X(name)
+TEPY_HOLDER(operator, operator_object, HELD)
+#undef HELD
 
 static int operator_clear(PyObject *object)
 {
     (void)object; /* the dispatcher breaks the circle: a call must find one */
     return 0;
-}
-
-static void operator_dealloc(PyObject *object)
-{
-    const operator_object *self = (const operator_object *)object;
-    PyObject *const held[2] = {(PyObject *)self->dispatcher, self->name};
-    tepy_dispose(object, held, 2);
 }
 
 static PyObject *operator_repr(PyObject *object)
@@ -299,25 +263,11 @@ static PyGetSetDef operator_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot operator_slots[] = {
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_repr, operator_repr},
-    {Py_tp_dealloc, operator_dealloc},
-    {Py_tp_traverse, operator_traverse},
-    {Py_tp_clear, operator_clear},
-    {Py_tp_methods, operator_methods},
-    {Py_tp_members, operator_members},
-    {Py_tp_getset, operator_getset},
-    {0, NULL},
-};
-
-static PyType_Spec operator_spec = {
-    .name = "transformer_engine._core.Operator",
-    .basicsize = sizeof(operator_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = operator_slots,
-};
+TEPY_TYPE(static PyObject *make_operator, operator, operator_object, "Operator",
+          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+          {Py_tp_call, PyVectorcall_Call}, {Py_tp_repr, operator_repr},
+          {Py_tp_clear, operator_clear}, {Py_tp_methods, operator_methods},
+          {Py_tp_members, operator_members}, {Py_tp_getset, operator_getset})
 
 /* ---- choices ------------------------------------------------------------------------------ */
 
@@ -326,8 +276,8 @@ static PyType_Spec operator_spec = {
 typedef struct choice {
     PyObject_HEAD vectorcallfunc call;
     PyObject *name, *implementations;
-    char *keywords;   /* whether each gets the keywords of a call; NULL: all do */
-    PyObject *refuse; /* NULL: NotImplemented is the answer */
+    PyObject *keywords; /* a tuple: whether each gets the keywords of a call; NULL: all do */
+    PyObject *refuse;   /* NULL: NotImplemented is the answer */
 } choice;
 
 static PyObject *choice_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf,
@@ -338,28 +288,16 @@ static PyObject *choice_vectorcall(PyObject *object, PyObject *const *args, size
                       names);
 }
 
-static int choice_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    const choice *self = (const choice *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->implementations);
-    Py_VISIT(self->refuse);
-    return 0;
-}
-
-static void choice_dealloc(PyObject *object)
-{
-    const choice *self = (const choice *)object;
-    PyObject *const held[3] = {self->name, self->implementations, self->refuse};
-    free(self->keywords);
-    tepy_dispose(object, held, 3);
-}
+#define HELD(X) X(name) X(implementations) X(refuse) X(keywords)
+TEPY_HOLDER(choice, choice, HELD)
+#undef HELD
 
 static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"name", "implementations", "refuse", "keywords", NULL};
     PyObject *name, *implementations, *refuse = Py_None, *keywords = Py_None;
-    PyObject *module = PyType_GetModule(type), *kind;
+    PyObject *module = PyType_GetModule(type);
+    const tepy_state *state;
     Py_ssize_t count;
     choice *self;
     if (module == NULL ||
@@ -369,88 +307,39 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
          tepy_require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
         return NULL;
     }
-    kind = tepy_state_of(module)->implementation_type;
+    state = tepy_state_of(module);
     count = PyTuple_Size(implementations);
-    if (keywords != Py_None && (!PyTuple_Check(keywords) || PyTuple_Size(keywords) != count)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "keywords"},
-                        "expected None or a tuple, one bool for each implementation");
+    if (keywords != Py_None && (!PyTuple_Check(keywords) || PyTuple_Size(keywords) != count))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"Choice", "keywords"},
+                         "expected None or a tuple, one bool for each implementation");
+    if (tepy_check_implementations(state, implementations,
+                                   (tepy_site){"Choice", "implementations"}) != 0)
         return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(implementations, i);
-        if (Py_TYPE(item) == (PyTypeObject *)kind) continue;
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"Choice", "implementations"},
-                        "expected Implementations, got %R", Py_TYPE(item));
-        return NULL;
-    }
     self = (choice *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->call = choice_vectorcall;
     self->name = Py_NewRef(name);
     self->implementations = Py_NewRef(implementations);
     self->refuse = refuse == Py_None ? NULL : Py_NewRef(refuse);
-    if (keywords == Py_None) return (PyObject *)self;
-    self->keywords = calloc((size_t)count + 1, 1);
-    if (self->keywords == NULL) {
-        Py_DECREF((PyObject *)self);
-        return PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        self->keywords[i] = PyTuple_GetItem(keywords, i) == Py_True;
-    }
+    self->keywords = keywords == Py_None ? NULL : Py_NewRef(keywords);
     return (PyObject *)self;
 }
 
-static PyMemberDef choice_members[] = {
-    TEPY_CALL_MEMBER(choice),
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot choice_slots[] = {
-    {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
-                "Calls the first implementation that takes a call."},
-    {Py_tp_new, choice_new},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_dealloc, choice_dealloc},
-    {Py_tp_traverse, choice_traverse},
-    {Py_tp_members, choice_members},
-    {0, NULL},
-};
-
-static PyType_Spec choice_spec = {
-    .name = "transformer_engine._core.Choice",
-    .basicsize = sizeof(choice),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_HAVE_VECTORCALL,
-    .slots = choice_slots,
-};
+TEPY_TYPE(static PyObject *make_choice, choice, choice, "Choice", Py_TPFLAGS_HAVE_VECTORCALL,
+          {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
+                      "Calls the first implementation that takes a call."},
+          {Py_tp_new, choice_new}, TEPY_CALLED(choice))
 
 /* ---- dispatchers -------------------------------------------------------------------------- */
 
-static int dispatcher_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    tepy_dispatcher *self = (tepy_dispatcher *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->resolve);
-    Py_VISIT(self->refuse);
-    Py_VISIT(self->describe);
-    Py_VISIT(self->table);
-    Py_VISIT(self->module);
-    return 0;
-}
+#define HELD(X) X(table) X(resolve) X(refuse) X(describe) X(module)
+TEPY_HOLDER(dispatcher, tepy_dispatcher, HELD)
+#undef HELD
 
 static int dispatcher_clear(PyObject *object)
 {
     Py_CLEAR(((tepy_dispatcher *)object)->table); /* an operator may still call the rest */
     return 0;
-}
-
-static void dispatcher_dealloc(PyObject *object)
-{
-    const tepy_dispatcher *self = (const tepy_dispatcher *)object;
-    PyObject *const held[5] = {self->table, self->resolve, self->refuse, self->describe,
-                               self->module};
-    tepy_dispose(object, held, 5);
 }
 
 static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -481,10 +370,8 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
 {
     tepy_dispatcher *self = (tepy_dispatcher *)object;
     const tepy_site site = {"publish", "table"};
-    if (table != Py_None && !PyTuple_Check(table)) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
-        return NULL;
-    }
+    if (table != Py_None && !PyTuple_Check(table))
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
     if (table != Py_None && tepy_check_table(self, table, site) != 0) return NULL;
     self->version++;
     self->state->published++;
@@ -505,10 +392,8 @@ static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
     Py_ssize_t index;
     operator_object *made;
     if (!PyArg_ParseTuple(args, "nU:operator", &index, &name)) return NULL;
-    if (index < 0) {
-        PyErr_Format(PyExc_ValueError, "operator: index = %zd, expected 0 or more", index);
-        return NULL;
-    }
+    if (index < 0)
+        return PyErr_Format(PyExc_ValueError, "operator: index = %zd, expected 0 or more", index);
     made = (operator_object *)TEPY_ALLOCATE((PyTypeObject *)self->state->operator_type);
     if (made == NULL) return NULL;
     made->call = operator_vectorcall;
@@ -536,23 +421,12 @@ static PyMethodDef dispatcher_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot dispatcher_slots[] = {
-    {Py_tp_doc, "Dispatcher(resolve, refuse, describe=None)\n--\n\nOperators and the table that "
-                "they call by."},
-    {Py_tp_new, dispatcher_new},
-    {Py_tp_dealloc, dispatcher_dealloc},
-    {Py_tp_traverse, dispatcher_traverse},
-    {Py_tp_clear, dispatcher_clear},
-    {Py_tp_methods, dispatcher_methods},
-    {0, NULL},
-};
-
-static PyType_Spec dispatcher_spec = {
-    .name = "transformer_engine._core.Dispatcher",
-    .basicsize = sizeof(tepy_dispatcher),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = dispatcher_slots,
-};
+TEPY_TYPE(static PyObject *make_dispatcher, dispatcher, tepy_dispatcher, "Dispatcher", 0,
+          {Py_tp_doc,
+           "Dispatcher(resolve, refuse, describe=None)\n--\n\nOperators and the table that "
+           "they call by."},
+          {Py_tp_new, dispatcher_new}, {Py_tp_clear, dispatcher_clear},
+          {Py_tp_methods, dispatcher_methods})
 
 /* ---- types -------------------------------------------------------------------------------- */
 
@@ -573,18 +447,17 @@ int tepy_dispatch_add(PyObject *module)
         (void)PyErr_NoMemory();
         return -1;
     }
-#define MADE(spec) PyType_FromModuleAndSpec(module, &spec##_spec, NULL)
     failed =
-        add_type(module, "Operator", &s->operator_type, MADE(operator)) != 0 ||
+        add_type(module, "Operator", &s->operator_type, make_operator(module)) != 0 ||
         add_type(module, "Scope", &s->scope_type, tepy_scope_make_type(module)) != 0 ||
         add_type(module, "Selection", &s->selection_type, tepy_selection_make_type(module)) != 0 ||
-        add_type(module, "Dispatcher", &s->dispatcher_type, MADE(dispatcher)) != 0 ||
+        add_type(module, "Dispatcher", &s->dispatcher_type, make_dispatcher(module)) != 0 ||
         add_type(module, "Predicate", &s->predicate_type, tepy_predicate_make_type(module)) != 0 ||
-        add_type(module, "Implementation", &s->implementation_type, MADE(implementation)) != 0 ||
-        add_type(module, "Choice", &choice_type, MADE(choice)) != 0 ||
+        add_type(module, "Implementation", &s->implementation_type, make_implementation(module)) !=
+            0 ||
+        add_type(module, "Choice", &choice_type, make_choice(module)) != 0 ||
         add_type(module, "Leaving", &leaving_type, tepy_leaving_make_type(module)) != 0 ||
         add_type(module, "Entering", &entering_type, tepy_entering_make_type(module)) != 0;
-#undef MADE
     Py_XDECREF(choice_type);
     Py_XDECREF(leaving_type);
     Py_XDECREF(entering_type);

@@ -27,21 +27,68 @@ typedef struct tepy_dispatcher {
         "__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, NULL                   \
     }
 
-/* A dealloc: drops the memory of an instance of a heap type, its reference to that, and what it
- * holds, of which some may be NULL. */
-static inline void tepy_dispose(PyObject *object, PyObject *const *held, size_t count)
+/* The end of a dealloc: drops the memory of an untracked instance of a heap type, and its reference
+ * to that. */
+static inline void tepy_dispose(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    for (size_t i = 0; i < count; i++) Py_XDECREF(held[i]);
     TEPY_FREE(object);
     Py_DECREF(type);
 }
 
+/* clang-format off */
+/* Slots of the type of such objects that have no other members. */
+#define TEPY_CALLED(type)                                                                          \
+    {Py_tp_call, PyVectorcall_Call},                                                               \
+    {Py_tp_members, (PyMemberDef[]){TEPY_CALL_MEMBER(type), {NULL, 0, 0, 0, NULL}}}
+#define TEPY_VISIT(member) Py_VISIT(self->member);
+#define TEPY_DROP(member) Py_XDECREF((PyObject *)self->member);
+/* NAME_traverse and NAME_dealloc of objects of a struct that holds references in the members that
+ * HELD(X) lists, of which some may be NULL. */
+#define TEPY_HOLDER(name, kind, HELD)                                                              \
+    static int name##_traverse(PyObject *object, visitproc visit, void *arg)                       \
+    {                                                                                              \
+        const kind *self = (const kind *)object;                                                   \
+        Py_VISIT(Py_TYPE(object));                                                                 \
+        HELD(TEPY_VISIT)                                                                           \
+        return 0;                                                                                  \
+    }                                                                                              \
+    static void name##_dealloc(PyObject *object)                                                   \
+    {                                                                                              \
+        const kind *self = (const kind *)object;                                                   \
+        PyObject_GC_UnTrack(object);                                                               \
+        HELD(TEPY_DROP)                                                                            \
+        tepy_dispose(object);                                                                      \
+    }
+/* clang-format on */
+
+/* Defines a function that makes the type TITLE, which has OWN_traverse, OWN_dealloc and the slots
+ * that are given; new reference. */
+#define TEPY_TYPE(function, own, kind, title, more, ...)                                           \
+    function(PyObject *module)                                                                     \
+    {                                                                                              \
+        PyType_Slot slots[] = {{Py_tp_traverse, own##_traverse},                                   \
+                               {Py_tp_dealloc, own##_dealloc},                                     \
+                               __VA_ARGS__,                                                        \
+                               {0, NULL}};                                                         \
+        PyType_Spec spec = {                                                                       \
+            .name = "transformer_engine._core." title,                                             \
+            .basicsize = sizeof(kind),                                                             \
+            .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | (more),  \
+            .slots = slots,                                                                        \
+        };                                                                                         \
+        return PyType_FromModuleAndSpec(module, &spec, NULL);                                      \
+    }
+
+/* Create types; new references. */
+PyObject *tepy_predicate_make_type(PyObject *module);
+PyObject *tepy_leaving_make_type(PyObject *module);
+PyObject *tepy_entering_make_type(PyObject *module);
+PyObject *tepy_scope_make_type(PyObject *module);
+PyObject *tepy_selection_make_type(PyObject *module);
+
 /* ---- predicate_py.c ---- */
 
-/* Creates the type of Predicate; new reference. */
-PyObject *tepy_predicate_make_type(PyObject *module);
 /* Whether a Predicate says that a call is taken: 1, 0, or -1 with an exception. *reason, owned or
  * NULL, becomes what it says against a call that is not. */
 int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names,
@@ -50,31 +97,22 @@ int tepy_predicate_takes(PyObject *object, PyObject *const *args, size_t nargsf,
  * a reason against the call. */
 int tepy_predicate_read(PyObject *answer, PyObject **reason);
 
-/* ---- leave_py.c ---- */
-
-/* Creates the types of Leaving and Entering; new references. */
-PyObject *tepy_leaving_make_type(PyObject *module);
-PyObject *tepy_entering_make_type(PyObject *module);
-
 /* ---- scope_py.c ---- */
 
-/* Creates the type of Scope; new reference. */
-PyObject *tepy_scope_make_type(PyObject *module);
 /* New reference to the table that the calls of this thread read. One that is kept and has no such
  * place is older than the operator, which goes by what is in force outside. */
 PyObject *tepy_table_in_force(tepy_dispatcher *dispatcher, Py_ssize_t place);
 /* Whether this thread is in a scope in which runs of plans obey nobody: the innermost one. */
 int tepy_obeys_nobody(const tepy_dispatcher *dispatcher);
-/* -1 with an exception where an entry of a table, a tuple, has another item than Implementations.
- */
+/* -1 with an exception where a tuple, or an entry of a table that is one, has another item than
+ * Implementations. */
+int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_site site);
 int tepy_check_table(const tepy_dispatcher *dispatcher, PyObject *table, tepy_site site);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
 
 /* ---- selection_py.c ---- */
 
-/* Creates the type of Selection; new reference. */
-PyObject *tepy_selection_make_type(PyObject *module);
 /* What runs of plans of this thread ask first: a new reference that keeps *native, or NULL; -1 with
  * an exception. */
 int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selection **native);

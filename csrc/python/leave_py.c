@@ -242,27 +242,9 @@ static PyObject *entering_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return new_of(type, enter, args, kwargs);
 }
 
-static int leaving_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    const leaving *self = (const leaving *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->function);
-    Py_VISIT(self->context);
-    Py_VISIT(self->outer);
-    return 0;
-}
-
-static void leaving_dealloc(PyObject *object)
-{
-    leaving *self = (leaving *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF(self->function);
-    Py_XDECREF(self->context);
-    Py_XDECREF(self->outer);
-    TEPY_FREE(object);
-    Py_DECREF(type);
-}
+#define HELD(X) X(function) X(context) X(outer)
+TEPY_HOLDER(leaving, leaving, HELD)
+#undef HELD
 
 static PyMemberDef leaving_members[] = {
     {"__func__", T_OBJECT, offsetof(leaving, function), READONLY, "The function in Python."},
@@ -271,47 +253,11 @@ static PyMemberDef leaving_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* clang-format off */
-#define SLOTS(KIND, doc)                                                                           \
-    static PyType_Slot KIND##_slots[] = {                                                          \
-        {Py_tp_doc, doc},                                                                          \
-        {Py_tp_new, KIND##_new},                                                                   \
-        {Py_tp_dealloc, leaving_dealloc},                                                          \
-        {Py_tp_traverse, leaving_traverse},                                                        \
-        {Py_tp_call, PyVectorcall_Call},                                                           \
-        {Py_tp_descr_get, leaving_get},                                                            \
-        {Py_tp_members, leaving_members},                                                          \
-        {0, NULL},                                                                                 \
-    };
-/* clang-format on */
-SLOTS(leaving, "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted.")
-SLOTS(entering, "Entering(function)\n--\n\nAn __enter__ that is undone where it fails.")
-#undef SLOTS
-
-#define FLAGS                                                                                      \
-    (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |                          \
-     Py_TPFLAGS_HAVE_VECTORCALL)
-
-static PyType_Spec leaving_spec = {
-    .name = "transformer_engine._core.Leaving",
-    .basicsize = sizeof(leaving),
-    .flags = FLAGS,
-    .slots = leaving_slots,
-};
-
-static PyType_Spec entering_spec = {
-    .name = "transformer_engine._core.Entering",
-    .basicsize = sizeof(leaving),
-    .flags = FLAGS,
-    .slots = entering_slots,
-};
-
-PyObject *tepy_leaving_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &leaving_spec, NULL);
-}
-
-PyObject *tepy_entering_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &entering_spec, NULL);
-}
+#define KIND(function, new, title, doc)                                                            \
+    TEPY_TYPE(function, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL, {Py_tp_doc, doc},     \
+              {Py_tp_new, new}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, leaving_get},   \
+              {Py_tp_members, leaving_members})
+KIND(PyObject *tepy_leaving_make_type, leaving_new, "Leaving",
+     "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted.")
+KIND(PyObject *tepy_entering_make_type, entering_new, "Entering",
+     "Entering(function)\n--\n\nAn __enter__ that is undone where it fails.")

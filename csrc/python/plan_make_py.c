@@ -64,11 +64,9 @@ PyObject *tepy_read_graph(PyObject *module, PyObject *arg)
     Py_ssize_t length = 0;
     const char *text;
     te_status st;
-    if (!PyUnicode_Check(arg)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"read_graph", "text"},
-                        "expected a str, got %R", Py_TYPE(arg));
-        return NULL;
-    }
+    if (!PyUnicode_Check(arg))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"read_graph", "text"},
+                         "expected a str, got %R", Py_TYPE(arg));
     text = PyUnicode_AsUTF8AndSize(arg, &length);
     if (text == NULL) return NULL;
     st = te_graph_read(text, &graph, &direction); /* ends at a null character, as damaged */

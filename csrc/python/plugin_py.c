@@ -8,8 +8,6 @@
  */
 #include "python/plugin_py.h"
 
-#include "transformer_engine_plugin.h"
-
 #include "python/args.h"
 #include "python/dispatch_py.h"
 #include "python/vectorcall.h"
@@ -63,7 +61,7 @@ static void native_slot_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object); /* what a plug-in does at its end may collect garbage */
     te_plugin_release(((native_slot *)object)->plugin);
-    tepy_dispose(object, NULL, 0);
+    tepy_dispose(object);
 }
 
 static const te_plugin_slot *slot_of(PyObject *object)
@@ -121,70 +119,19 @@ static PyMethodDef native_slot_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef native_slot_members[] = {
-    TEPY_CALL_MEMBER(native_slot),
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot native_slot_slots[] = {
-    {Py_tp_doc, "An operator of a plug-in: a call runs it, with the arguments that the function of "
-                "the operator's name takes."},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_repr, native_slot_repr},
-    {Py_tp_dealloc, native_slot_dealloc},
-    {Py_tp_traverse, native_slot_traverse},
-    {Py_tp_methods, native_slot_methods},
-    {Py_tp_members, native_slot_members},
-    {Py_tp_getset, native_slot_getset},
-    {0, NULL},
-};
-
-static PyType_Spec native_slot_spec = {
-    .name = "transformer_engine._core.NativeSlot",
-    .basicsize = sizeof(native_slot),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = native_slot_slots,
-};
-
-PyObject *tepy_native_slot_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &native_slot_spec, NULL);
-}
+TEPY_TYPE(PyObject *tepy_native_slot_make_type, native_slot, native_slot, "NativeSlot",
+          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+          {Py_tp_doc,
+           "An operator of a plug-in: a call runs it, with the arguments that the function of "
+           "the operator's name takes."},
+          TEPY_CALLED(native_slot), {Py_tp_repr, native_slot_repr},
+          {Py_tp_methods, native_slot_methods}, {Py_tp_getset, native_slot_getset})
 
 /* ---- for the other files ------------------------------------------------------------------ */
 
-int tepy_is_native_slot(const tepy_state *state, PyObject *object)
+const te_plugin_slot *tepy_native_slot(const tepy_state *state, PyObject *object)
 {
-    return Py_TYPE(object) == (PyTypeObject *)state->native_slot_type;
-}
-
-/* The types of all instances of the module have one repr, and no other type has it. */
-static const te_plugin_slot *require_slot(PyObject *object)
-{
-    if (PyType_GetSlot(Py_TYPE(object), Py_tp_repr) == (void *)native_slot_repr) {
-        return slot_of(object);
-    }
-    PyErr_Format(PyExc_TypeError, "expected a NativeSlot, got %R", Py_TYPE(object));
-    return NULL;
-}
-
-const te_op_slot *tepy_native_slot(PyObject *object)
-{
-    const te_plugin_slot *slot = require_slot(object);
-    return slot == NULL ? NULL : &slot->slot;
-}
-
-te_device_type tepy_native_slot_device(PyObject *object)
-{
-    const te_plugin_slot *slot = require_slot(object);
-    return slot == NULL ? (te_device_type)-1 : slot->device;
-}
-
-int tepy_native_slot_op(PyObject *object)
-{
-    const te_plugin_slot *slot = require_slot(object);
-    return slot == NULL ? -1 : (int)slot->op;
+    return Py_TYPE(object) == (PyTypeObject *)state->native_slot_type ? slot_of(object) : NULL;
 }
 
 /* ---- loading ------------------------------------------------------------------------------ */
@@ -242,10 +189,7 @@ PyObject *tepy_load_plugin(PyObject *module, PyObject *arg)
     const char *path = NULL;
     te_status st;
     if (tepy_path(arg, site, &bytes, &path) != 0) return NULL;
-    if (path == NULL) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a path, got None");
-        return NULL;
-    }
+    if (path == NULL) return TEPY_FAIL(PyExc_TypeError, site, "expected a path, got None");
     Py_BEGIN_ALLOW_THREADS /* it may wait for another thread's loading, and take the GIL itself */
         st = te_plugin_load(path, &plugin);
     Py_END_ALLOW_THREADS if (st == TE_OK)

@@ -168,22 +168,9 @@ static PyObject *predicate_vectorcall(PyObject *object, PyObject *const *args, s
     return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
-static int predicate_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    const predicate *self = (const predicate *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->fits);
-    Py_VISIT(self->supports);
-    Py_VISIT(self->module);
-    return 0;
-}
-
-static void predicate_dealloc(PyObject *object)
-{
-    const predicate *self = (const predicate *)object;
-    PyObject *const held[3] = {self->fits, self->supports, self->module};
-    tepy_dispose(object, held, 3);
-}
+#define HELD(X) X(fits) X(supports) X(module)
+TEPY_HOLDER(predicate, predicate, HELD)
+#undef HELD
 
 static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -210,32 +197,10 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return (PyObject *)self;
 }
 
-static PyMemberDef predicate_members[] = {
-    TEPY_CALL_MEMBER(predicate),
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot predicate_slots[] = {
-    {Py_tp_doc, "Predicate(fits, supports=None, by_device=True)\n--\n\n"
-                "Whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
-                "each pair (without by_device for each dtype), and supports(*its arguments)."},
-    {Py_tp_new, predicate_new},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_dealloc, predicate_dealloc},
-    {Py_tp_traverse, predicate_traverse},
-    {Py_tp_members, predicate_members},
-    {0, NULL},
-};
-
-static PyType_Spec predicate_spec = {
-    .name = "transformer_engine._core.Predicate",
-    .basicsize = sizeof(predicate),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_HAVE_VECTORCALL,
-    .slots = predicate_slots,
-};
-
-PyObject *tepy_predicate_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &predicate_spec, NULL);
-}
+TEPY_TYPE(PyObject *tepy_predicate_make_type, predicate, predicate, "Predicate",
+          Py_TPFLAGS_HAVE_VECTORCALL,
+          {Py_tp_doc,
+           "Predicate(fits, supports=None, by_device=True)\n--\n\n"
+           "Whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
+           "each pair (without by_device for each dtype), and supports(*its arguments)."},
+          {Py_tp_new, predicate_new}, TEPY_CALLED(predicate))

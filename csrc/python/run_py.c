@@ -202,14 +202,26 @@ static int64_t saved_bytes_of(const tepy_run_call *run)
 static int take_sizes(tepy_run_call *run, int sequence)
 {
     const tepy_plan *plan = run->plan;
-    const tepy_leading *leading = &run->leading[sequence];
+    tepy_leading *leading = &run->leading[sequence];
     const int32_t lead = plan->lead[sequence];
     const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
     const te_tensor *view;
+    int64_t ranks;
     if (lead < 0) return 0;
     view = &run->buffers[lead];
     if (view->ndim != plan->info.buffers[lead].ndim) return check_shape(run, lead);
     run->call.sizes.of[rows] = view->shape[0] * (view->ndim == 4 ? view->shape[1] : 1);
+    ranks = plan->info.buffers[lead].shape[0].multiply; /* whose rows lie behind each other */
+    if (ranks > 1 && (leading->count == 0 || leading->dims[0] % ranks != 0)) {
+        return tepy_fail(PyExc_ValueError,
+                         (tepy_site){run->function, plan->info.buffers[lead].name},
+                         "the first dim has size %lld, expected a multiple of %lld",
+                         (long long)(leading->count == 0 ? 1 : leading->dims[0]), (long long)ranks);
+    }
+    if (ranks > 1) {
+        leading->dims[0] /= ranks;
+        run->call.sizes.of[rows] /= ranks;
+    }
     if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
     if (leading->count != 2) {
         return tepy_fail(PyExc_ValueError,
@@ -478,12 +490,10 @@ static PyObject *run_plain(PyObject *module, PyObject *const *args, Py_ssize_t n
     tepy_run_call run;
     PyObject *result = NULL;
     if (begin(&run, module, function) != 0) return NULL;
-    if (nargs < 3) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
-                     function, nargs);
-        return NULL;
-    }
+    if (nargs < 3)
+        return PyErr_Format(PyExc_TypeError,
+                            "%s: expected plan, slot_fwd, slot_bwd and tensors, got %zd arguments",
+                            function, nargs);
     run.call.consumes_saved = consumes_saved;
     if (take_plan(&run, args[0]) != 0) goto done;
     if (run.plan->external) {
@@ -515,18 +525,14 @@ PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t na
     tepy_staged staged = {.run = &run};
     PyObject *result = NULL;
     if (begin(&run, module, "run_staged") != 0) return NULL;
-    if (nargs < 6) {
-        PyErr_Format(PyExc_TypeError,
-                     "run_staged: expected plan, slot_fwd, slot_bwd, functions, observer, "
-                     "make_buffers and tensors, got %zd arguments",
-                     nargs);
-        return NULL;
-    }
-    if (!PyDict_Check(args[3])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"run_staged", "functions"},
-                        "expected a dict, got %R", Py_TYPE(args[3]));
-        return NULL;
-    }
+    if (nargs < 6)
+        return PyErr_Format(PyExc_TypeError,
+                            "run_staged: expected plan, slot_fwd, slot_bwd, functions, observer, "
+                            "make_buffers and tensors, got %zd arguments",
+                            nargs);
+    if (!PyDict_Check(args[3]))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"run_staged", "functions"},
+                         "expected a dict, got %R", Py_TYPE(args[3]));
     if (take_plan(&run, args[0]) == 0 && tepy_staged_begin(&staged, &run, args) == 0 &&
         take_slots(&run, args[1], args[2]) == 0) {
         result = run_whole(&run, args + 6, nargs - 6, 1);

@@ -45,8 +45,9 @@ typedef struct tepy_staged {
     PyObject *functions, *observer, *make_buffers; /* borrowed */
     PyObject *const *given;                        /* arguments of the plan */
     PyObject *buffers;                             /* what make_buffers gave; NULL before */
-    PyObject *self;                                /* capsule of this struct, of lend() */
-    te_tensor *views;                              /* all buffers, in a callback */
+    PyObject **started; /* what first halves have returned, by number; NULL: there are none */
+    PyObject *self;     /* capsule of this struct, of lend() */
+    te_tensor *views;   /* all buffers, in a callback */
 } tepy_staged;
 
 /* Once the plan is known: checks the functions; -1 with an exception. */

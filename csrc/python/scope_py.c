@@ -76,17 +76,23 @@ void tepy_scopes_clear(tepy_state *state)
 
 /* ---- tables in force ---------------------------------------------------------------------- */
 
+int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_site site)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(entry); i++) {
+        PyObject *item = PyTuple_GetItem(entry, i);
+        if (Py_TYPE(item) != (PyTypeObject *)state->implementation_type)
+            return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
+                             Py_TYPE(item));
+    }
+    return 0;
+}
+
 int tepy_check_table(const tepy_dispatcher *self, PyObject *table, tepy_site site)
 {
-    const PyTypeObject *wanted = (PyTypeObject *)self->state->implementation_type;
     for (Py_ssize_t place = 0; place < PyTuple_Size(table); place++) {
         PyObject *entry = PyTuple_GetItem(table, place);
-        for (Py_ssize_t i = 0; PyTuple_Check(entry) && i < PyTuple_Size(entry); i++) {
-            PyObject *item = PyTuple_GetItem(entry, i);
-            if (Py_TYPE(item) != wanted)
-                return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
-                                 Py_TYPE(item));
-        }
+        if (PyTuple_Check(entry) && tepy_check_implementations(self->state, entry, site) != 0)
+            return -1;
     }
     return 0;
 }
@@ -168,23 +174,9 @@ int tepy_obeys_nobody(const tepy_dispatcher *self)
 
 /* ---- scopes ------------------------------------------------------------------------------- */
 
-static int scope_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    scope *self = (scope *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->policy);
-    Py_VISIT(self->of);
-    Py_VISIT(self->table);
-    Py_VISIT(self->module);
-    return 0;
-}
-
-static void scope_dealloc(PyObject *object)
-{
-    const scope *self = (const scope *)object;
-    PyObject *const held[5] = {self->policy, self->of, self->table, self->label, self->module};
-    tepy_dispose(object, held, 5);
-}
+#define HELD(X) X(policy) X(of) X(table) X(label) X(module)
+TEPY_HOLDER(scope, scope, HELD)
+#undef HELD
 
 static PyObject *scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -306,23 +298,11 @@ static PyGetSetDef scope_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot scope_slots[] = {
-    {Py_tp_doc, "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
-    {Py_tp_new, scope_new},
-    {Py_tp_dealloc, scope_dealloc},
-    {Py_tp_traverse, scope_traverse},
-    {Py_tp_methods, scope_methods},
-    {Py_tp_members, scope_members},
-    {Py_tp_getset, scope_getset},
-    {0, NULL},
-};
-
-static PyType_Spec scope_spec = {
-    .name = "transformer_engine._core.Scope",
-    .basicsize = sizeof(scope),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = scope_slots,
-};
+TEPY_TYPE(PyObject *tepy_scope_make_type, scope, scope, "Scope", 0,
+          {Py_tp_doc,
+           "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
+          {Py_tp_new, scope_new}, {Py_tp_methods, scope_methods}, {Py_tp_members, scope_members},
+          {Py_tp_getset, scope_getset})
 
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given)
 {
@@ -349,9 +329,4 @@ PyObject *tepy_policy_in_force(PyObject *module, PyObject *unused)
     const tepy_frame *frame = innermost(tepy_state_of(module));
     (void)unused;
     return Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
-}
-
-PyObject *tepy_scope_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &scope_spec, NULL);
 }

@@ -49,7 +49,7 @@ static void selection_dealloc(PyObject *object)
     free(self->slots);
     free(self->backends);
     free(self->ordered);
-    tepy_dispose(object, NULL, 0);
+    tepy_dispose(object);
 }
 
 /* The fields that a function names, as bits; -1 with an exception. */
@@ -83,6 +83,7 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
 {
     const tepy_site site = {"Selection", "slots"};
     tepy_function_slot *slot = &self->slots[at];
+    const te_plugin_slot *native;
     PyObject *name, *function, *fields;
     int op;
     if (!PyTuple_Check(item) || PyTuple_Size(item) != 3)
@@ -93,8 +94,9 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
     fields = PyTuple_GetItem(item, 2);
     op = tepy_op_by_name(name, site);
     if (op < 0) return -1;
-    if (tepy_is_native_slot(tepy_state_of(self->module), function)) {
-        if (tepy_native_slot_op(function) != op || fields != Py_None)
+    native = tepy_native_slot(tepy_state_of(self->module), function);
+    if (native != NULL) {
+        if ((int)native->op != op || fields != Py_None)
             return tepy_fail(PyExc_ValueError, site, "%R is no slot of %U, or has fields", function,
                              name);
     } else if (!PyCallable_Check(function)) {
@@ -112,10 +114,9 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
  */
 static te_op_slot slot_for(const selection *self, tepy_function_slot *slot, te_device_type device)
 {
-    if (!tepy_is_native_slot(tepy_state_of(self->module), slot->function))
-        return (te_op_slot){.function = tepy_call_function, .self = slot};
-    if (tepy_native_slot_device(slot->function) != device) return (te_op_slot){.function = NULL};
-    return *tepy_native_slot(slot->function);
+    const te_plugin_slot *native = tepy_native_slot(tepy_state_of(self->module), slot->function);
+    if (native == NULL) return (te_op_slot){.function = tepy_call_function, .self = slot};
+    return native->device == device ? native->slot : (te_op_slot){.function = NULL};
 }
 
 /* Spreads the functions over backends, for every device: the n-th of an operator into the n-th. */
@@ -168,20 +169,17 @@ static PyObject *selection_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->module = Py_NewRef(module);
     self->slots = calloc((size_t)PyTuple_Size(slots) + 1, sizeof *self->slots);
     if (self->slots == NULL) {
-        Py_DECREF((PyObject *)self);
-        return PyErr_NoMemory();
+        (void)PyErr_NoMemory();
+        goto failed;
     }
     self->count = PyTuple_Size(slots);
     for (Py_ssize_t i = 0; i < self->count; i++) {
-        if (take_slot(self, i, PyTuple_GetItem(slots, i)) == 0) continue;
-        Py_DECREF((PyObject *)self);
-        return NULL;
+        if (take_slot(self, i, PyTuple_GetItem(slots, i)) != 0) goto failed;
     }
-    if (make_backends(self) != 0) {
-        Py_DECREF((PyObject *)self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    if (make_backends(self) == 0) return (PyObject *)self;
+failed:
+    Py_DECREF((PyObject *)self);
+    return NULL;
 }
 
 static PyMemberDef selection_members[] = {
@@ -190,28 +188,11 @@ static PyMemberDef selection_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot selection_slots[] = {
-    {Py_tp_doc, "Selection(slots)\n--\n\n"
-                "Functions that runs of plans ask before the backends that are registered."},
-    {Py_tp_new, selection_new},
-    {Py_tp_dealloc, selection_dealloc},
-    {Py_tp_traverse, selection_traverse},
-    {Py_tp_clear, selection_clear},
-    {Py_tp_members, selection_members},
-    {0, NULL},
-};
-
-static PyType_Spec selection_spec = {
-    .name = "transformer_engine._core.Selection",
-    .basicsize = sizeof(selection),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = selection_slots,
-};
-
-PyObject *tepy_selection_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &selection_spec, NULL);
-}
+TEPY_TYPE(PyObject *tepy_selection_make_type, selection, selection, "Selection", 0,
+          {Py_tp_doc, "Selection(slots)\n--\n\n"
+                      "Functions that runs of plans ask before the backends that are registered."},
+          {Py_tp_new, selection_new}, {Py_tp_clear, selection_clear},
+          {Py_tp_members, selection_members})
 
 /* ---- what runs ask ------------------------------------------------------------------------ */
 
@@ -257,11 +238,9 @@ int tepy_selection_in_force(tepy_state *state, PyObject **object, const te_selec
 PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
 {
     tepy_state *state = tepy_state_of(module);
-    if (dispatcher != Py_None && Py_TYPE(dispatcher) != (PyTypeObject *)state->dispatcher_type) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"obey", "dispatcher"},
-                        "expected a Dispatcher or None, got %R", Py_TYPE(dispatcher));
-        return NULL;
-    }
+    if (dispatcher != Py_None && Py_TYPE(dispatcher) != (PyTypeObject *)state->dispatcher_type)
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"obey", "dispatcher"},
+                         "expected a Dispatcher or None, got %R", Py_TYPE(dispatcher));
     state->found_dispatcher = 0;
     state->told_dispatcher++;
     tepy_set(&state->dispatcher, dispatcher == Py_None ? NULL : Py_NewRef(dispatcher));
@@ -271,11 +250,9 @@ PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
 PyObject *tepy_find_selections(PyObject *module, PyObject *find)
 {
     tepy_state *state = tepy_state_of(module);
-    if (!PyCallable_Check(find)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"find_selections", "find"},
-                        "expected a callable, got %R", Py_TYPE(find));
-        return NULL;
-    }
+    if (!PyCallable_Check(find))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"find_selections", "find"},
+                         "expected a callable, got %R", Py_TYPE(find));
     tepy_set(&state->find_dispatcher, Py_NewRef(find));
     return Py_NewRef(Py_None);
 }

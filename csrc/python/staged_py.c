@@ -34,10 +34,8 @@ static PyObject *lend(PyObject *capsule, PyObject *number)
     if (PyCapsule_IsValid(capsule, capsule_name)) {
         staged = PyCapsule_GetPointer(capsule, capsule_name);
     }
-    if (staged == NULL || staged->views == NULL) {
-        (void)tepy_fail(PyExc_RuntimeError, site, "the run is over: take buffers while it runs");
-        return NULL;
-    }
+    if (staged == NULL || staged->views == NULL)
+        return TEPY_FAIL(PyExc_RuntimeError, site, "the run is over: take buffers while it runs");
     plan = staged->run->plan;
     if (tepy_int(number, site, 0, plan->info.buffer_count - 1, &at) != 0) return NULL;
     info = &plan->info.buffers[at];
@@ -90,25 +88,47 @@ static PyObject *function_of(const tepy_staged *staged, const te_stage_info *sta
     return NULL;
 }
 
+/* New reference: what the function of an external stage returns. That of a second half gets what
+ * that of the first one has returned. */
+static PyObject *call_function(tepy_staged *staged, int32_t stage, PyObject *given)
+{
+    const te_stage_info *info = &staged->run->plan->info.stages[stage];
+    PyObject *function = function_of(staged, info), *started = NULL, *result;
+    if (function == NULL) return NULL;
+    if (info->half >= 0 && info->half < stage) started = staged->started[info->half];
+    result = PyObject_CallFunctionObjArgs(function, given, started, NULL);
+    Py_DECREF(function);
+    if (info->half > stage) staged->started[stage] = Py_XNewRef(result);
+    return result;
+}
+
 /* The te_stage_function of every staged run. */
 static te_status call_python(void *self, int32_t stage, te_stage_event event, te_tensor *buffers)
 {
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *given, *result = NULL;
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *name = NULL, *given, *result = NULL;
+    const int abandoned = event == TE_STAGE_ABANDON;
+    if (abandoned) {
+        PyErr_Fetch(&type, &value, &trace); /* of the stage that raised, if one has */
+        name = PyUnicode_FromString(info->name);
+    }
     staged->views = buffers;
     given = buffers_of(staged);
-    if (given != NULL && event == TE_STAGE_RUN) {
-        PyObject *function = function_of(staged, info);
-        if (function != NULL) result = PyObject_CallFunctionObjArgs(function, given, NULL);
-        Py_XDECREF(function);
+    if (given != NULL && (event == TE_STAGE_RUN || abandoned)) {
+        result = call_function(staged, stage, given);
     } else if (given != NULL) {
         result = PyObject_CallFunction(staged->observer, "iOO", (int)stage, given,
                                        event == TE_STAGE_AFTER ? Py_True : Py_False);
     }
     staged->views = NULL;
     Py_XDECREF(result);
+    if (abandoned) {
+        if (result == NULL) PyErr_WriteUnraisable(name); /* nobody catches it besides the first */
+        Py_XDECREF(name);
+        PyErr_Restore(type, value, trace);
+    }
     PyGILState_Release(gil);
     if (result != NULL) return TE_OK;
     return TE_FAIL(TE_ERROR_CALLBACK, "stage %s: its Python function raised", info->name);
@@ -137,6 +157,12 @@ int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *
         function = function_of(staged, &info->stages[s]);
         if (function == NULL) return -1;
         Py_DECREF(function);
+        if (info->stages[s].half < 0 || staged->started != NULL) continue;
+        staged->started = PyMem_Calloc((size_t)info->stage_count, sizeof(PyObject *));
+        if (staged->started == NULL) {
+            (void)PyErr_NoMemory();
+            return -1;
+        }
     }
     return 0;
 }
@@ -146,5 +172,9 @@ void tepy_staged_end(tepy_staged *staged)
     /* Whoever has kept lend() finds no run. */
     if (staged->self != NULL) (void)PyCapsule_SetName(staged->self, NULL);
     Py_XDECREF(staged->buffers);
+    for (int32_t s = 0; staged->started != NULL && s < staged->run->plan->info.stage_count; s++) {
+        Py_XDECREF(staged->started[s]);
+    }
+    PyMem_Free(staged->started);
     Py_XDECREF(staged->self);
 }

@@ -106,6 +106,8 @@ typedef struct tepy_site {
 PyObject *tepy_raise(te_status status);
 /* Sets `exception` with the text "function: argument: ..."; returns -1. */
 int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...);
+/* The same for functions that return a pointer: NULL. */
+#define TEPY_FAIL(...) (tepy_fail(__VA_ARGS__), (void *)NULL)
 /* The same, and %U in the text is what `object` is: the value of a number, a str or None, of others
  * the class alone. The repr of a tensor may be long, or crash where its memory is gone. */
 int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, PyObject *object);

@@ -131,10 +131,9 @@ PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t
         tepy_count("split_storage", nargs, 2, 2) != 0 || dense_view(state, args[0], &view) != 0) {
         return NULL;
     }
-    if (!PyTuple_Check(args[1])) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple of int, got %R", Py_TYPE(args[1]));
-        return NULL;
-    }
+    if (!PyTuple_Check(args[1]))
+        return TEPY_FAIL(PyExc_TypeError, site, "expected a tuple of int, got %R",
+                         Py_TYPE(args[1]));
     count = PyTuple_Size(args[1]);
     row_bytes = view.dtype.bits * view.dtype.lanes / 8;
     for (int32_t i = 1; i < view.ndim; i++) row_bytes *= view.shape[i];
@@ -186,11 +185,9 @@ PyObject *tepy_lie_in(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
-        PyTuple_Size(args[1]) != PyTuple_Size(args[2])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"lie_in", "parts"},
-                        "expected as many tensors as rows, in tuples");
-        return NULL;
-    }
+        PyTuple_Size(args[1]) != PyTuple_Size(args[2]))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"lie_in", "parts"},
+                         "expected as many tensors as rows, in tuples");
     count = PyTuple_Size(args[1]);
     address = (const char *)whole.data + whole.byte_offset;
     for (Py_ssize_t i = 0; i < count; i++) {

@@ -107,11 +107,9 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyObject *result = NULL;
     memset(&found, 0, sizeof found);
     if (tepy_count("bind_torch", nargs, 1, 2) != 0) return NULL;
-    if (classify != Py_None && !PyCallable_Check(classify)) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"bind_torch", "classify"},
-                        "expected a callable or None, got %R", Py_TYPE(classify));
-        return NULL;
-    }
+    if (classify != Py_None && !PyCallable_Check(classify))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"bind_torch", "classify"},
+                         "expected a callable or None, got %R", Py_TYPE(classify));
     if (collect(&found, args[0]) != 0) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             (void)tepy_fail_from_current(PyExc_TypeError, (tepy_site){"bind_torch", "torch_module"},
@@ -321,11 +319,9 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
         tepy_count("tensors_of_call", nargs, 2, 2) != 0) {
         return NULL;
     }
-    if (!PyTuple_Check(args[1])) {
-        (void)tepy_fail(PyExc_TypeError, (tepy_site){"tensors_of_call", "places"},
-                        "expected a tuple, got %R", Py_TYPE(args[1]));
-        return NULL;
-    }
+    if (!PyTuple_Check(args[1]))
+        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"tensors_of_call", "places"},
+                         "expected a tuple, got %R", Py_TYPE(args[1]));
     tensors = PyTuple_New(1 + PyTuple_Size(args[1]));
     if (tensors == NULL) return NULL;
     memset(&facts, 0, sizeof facts);

@@ -49,6 +49,18 @@ static void refuse(const graph *g, te_status status, const char *text)
         refuse(&g, TE_ERROR_INVALID, text);                                                        \
     } while (0)
 
+/* These in two halves, all of which are external. */
+#define REFUSE_HALVES(n, count, first, second, text)                                               \
+    do {                                                                                           \
+        static const int32_t steps[] = {first, second}, external[] = {2, 3, 4};                    \
+        make_small(&g);                                                                            \
+        g.nodes[0].external = external;                                                            \
+        g.nodes[0].external_count = 3;                                                             \
+        g.nodes[n].halves = steps;                                                                 \
+        g.nodes[n].halves_count = count;                                                           \
+        refuse(&g, TE_ERROR_INVALID, text);                                                        \
+    } while (0)
+
 static void check_refusals(void)
 {
     static graph g;
@@ -114,6 +126,13 @@ static void check_refusals(void)
     REFUSE_STEPS(0, 1, -1, 0, "step -1 is external");
     REFUSE_STEPS(0, 2, 3, 3, "step 3 is external, expected steps below 31 in asc");
     REFUSE(nodes[1].external_count, 1, INVALID, "1 external steps, expected at most 1, 3, 0 and 0");
+    REFUSE(nodes[0].halves_count, 1, INVALID, "node 0 (gemm): a list is NULL");
+    REFUSE(nodes[0].halves_count, -1, INVALID, "-1 steps in two halves");
+    REFUSE_HALVES(1, 1, 0, 0, "node 1 (activation): 1 steps in two halves, expected at most 0");
+    REFUSE_HALVES(0, 2, 2, 2, "step 2 is in two halves, expected external steps in asc");
+    REFUSE_HALVES(0, 2, 3, 2, "step 2 is in two halves");
+    REFUSE_HALVES(0, 1, 5, 0, "step 5 is in two halves");
+    REFUSE_HALVES(0, 1, -1, 0, "step -1 is in two halves");
     REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");

@@ -33,7 +33,7 @@ _spec = importlib.util.spec_from_file_location(
 _table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_table)
 SIGNATURES = _table.SIGNATURES
-ABSENT = [name for names in builtin.ABSENT.values() for name in names.split()]
+ABSENT = list(builtin.ABSENT)
 
 
 def function_of(name, parameters):

@@ -257,9 +257,33 @@ def test_the_stub_and_the_page_are_up_to_date():
 def test_the_stub_has_the_signatures():
     """As the parser of Python reads it."""
     source = Path(tex.__file__).with_suffix(".pyi").read_text()
-    stubs = {node.name: node.args for node in ast.parse(source).body if hasattr(node, "args")}
+    stubs = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            stubs[node.name] = node.args
+        elif isinstance(node, ast.Assign):  # others of the same signature
+            stubs |= {other.id: stubs[node.value.id] for other in node.targets}
     assert stubs.keys() == {*builtin.OPERATORS, "flash_attention"}
     for name in builtin.OPERATORS:
         parameters = inspect.signature(plugin.get_manager().operator(name)).parameters
         args = (*stubs[name].args, *stubs[name].kwonlyargs)
         assert [one.arg for one in args] == list(parameters), name
+
+
+def test_arguments_are_bound_by_the_signatures():
+    """Implementations that take theirs from the stub refuse what functions of these would."""
+    x = torch.ones(2, 4)
+    for given, named, text in (
+        ((x,), {}, "missing a required argument: 'quantizer'"),
+        ((x, None, (x,)), {}, "too many positional arguments"),
+        ((x, None), {"quantiser": None}, "got an unexpected keyword argument 'quantiser'"),
+        ((x, None), {"input": x}, "multiple values for argument 'input'"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            tex.silu(*given, **named)
+    out = torch.empty_like(x)
+    assert tex.silu(quantizer=None, input=x, out=(out,)).data_ptr() == out.data_ptr()
+    with plugin.with_preference("reference"), pytest.raises(TypeError, match="'out'"):
+        tex.silu(x, None, out=(out,))  # who has no places of results
+    padded = inspect.signature(tex.fused_attn_fwd).parameters["cu_seqlens_q_padded"]
+    assert padded.annotation == torch.Tensor | None

@@ -77,6 +77,7 @@ class LinearSpec(NamedTuple):
     external: frozenset[int] = frozenset()
     """Stages that the caller runs, numbers of ``_core.LINEAR_STAGES``."""
     gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
+    halves: frozenset[int] = frozenset()  # of the external ones those in two halves
 
 
 class Norm(NamedTuple):
@@ -217,6 +218,7 @@ class Graph:
         slots: tuple[int, int] = (0, 0),
         gather: int = 1,
         external: tuple = (),
+        halves: tuple = (),
     ) -> None:
         """Add a node; `slices` are the fields of ``_core.Slice``."""
         node = _core.Node(
@@ -233,6 +235,7 @@ class Graph:
             slots=slots,
             gather=gather,
             external=external,
+            halves=halves,
         )
         self.nodes.append(node)
 
@@ -280,21 +283,25 @@ class Graph:
             self.values[number] = value._replace(name=name, flags=value.flags | RESULT)
         self.results = [("value", number) for number in results]
 
+    def order(self, tensors: list[Link | None]) -> dict[int, int]:
+        """The number of each value in `ordered`, in their order; that of -1, behind them, is -1."""
+        first = [number for _, number in filter(None, tensors)]
+        first += [number for _, number in self.results]
+        first += [i for i in range(len(self.values)) if i not in set(first)]
+        return {number: i for i, number in enumerate(first)} | {-1: -1}
+
     def ordered(self, tensors: list[Link | None]) -> "Graph":
         """The same with tensors in this order, and their values, then results, before all others.
 
         So a plan is given its arguments in the order of a call.
         """
-        first = [number for _, number in filter(None, tensors)]
-        first += [number for _, number in self.results]
-        first += [i for i in range(len(self.values)) if i not in set(first)]
-        numbers = {number: i for i, number in enumerate(first)} | {-1: -1}
+        numbers = self.order(tensors)
 
         def moved(links: list) -> list:
             return [None if link is None else ("value", numbers[link[1]]) for link in links]
 
         made = Graph(self.flags)
-        made.values = [self.values[number] for number in first]
+        made.values = [self.values[number] for number in numbers if number >= 0]
         for node in self.nodes:
             inputs = tuple(numbers[i] for i in node.inputs)
             made.nodes.append(node._replace(inputs=inputs, output=numbers[node.output]))
@@ -389,6 +396,7 @@ class Graph:
             slots=(3 * part, 2 * part),
             gather=spec.gather,
             external=tuple(sorted(spec.external)),
+            halves=tuple(sorted(spec.halves)),
         )
 
 

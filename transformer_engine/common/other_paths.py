@@ -5,6 +5,7 @@
 """
 
 OTHER_PATHS: dict[str, dict[str, str]] = {
+    "plugin.core.builtin_ops": {"plugin.builtin": "register_builtins"},
     "pytorch.attention.custom_ops": {"pytorch.cpp_extensions.attention_ops": "*"},
     "pytorch.attention.dot_product_attention": {
         "pytorch.attention.core": "DotProductAttention _attention_backends"

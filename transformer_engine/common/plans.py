@@ -60,12 +60,28 @@ def leading_dims(plan: Plan, shapes: Sequence) -> list:
 
     `shapes` are those of the first tensors that the plan is given.
     """
-    found: list = [None, None]
-    for buffer, shape in zip(plan.described.buffers, shapes, strict=False):
-        source = buffer.shape[0].symbol >= _core.SYMBOL_SOURCE_ROWS
-        if buffer.role == "input" and buffer.leading and found[source] is None:
-            found[source] = shape[: -1 if len(buffer.shape) < 3 else -2]
-    return found
+    leads = (lead_of(plan, source) for source in (False, True))
+    return [dims_of(plan, at, shapes[at]) if 0 <= at < len(shapes) else None for at in leads]
+
+
+def lead_of(plan: Plan, source: bool) -> int:
+    """Number of the first input with the leading dims of the tokens, or of a source; -1: none."""
+    for number, buffer in enumerate(plan.described.buffers):
+        if buffer.role == "input" and buffer.leading and is_of_source(buffer.shape[0]) == source:
+            return number
+    return -1
+
+
+def is_of_source(rows: _core.Extent) -> bool:
+    """Whether rows are those of a source sequence."""
+    return rows.symbol >= _core.SYMBOL_SOURCE_ROWS
+
+
+def dims_of(plan: Plan, number: int, shape: Sequence) -> Sequence:
+    """Leading dims of a sequence, from the shape of an input that has them."""
+    buffer = plan.described.buffers[number]
+    dims, ranks = shape[: -1 if len(buffer.shape) < 3 else -2], buffer.shape[0].multiply
+    return dims if ranks == 1 else (dims[0] // ranks, *dims[1:])
 
 
 def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:

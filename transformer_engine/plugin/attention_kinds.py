@@ -11,15 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.plugin.core.ops import (
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
+from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention.problem import layout_parts
-
-__all__ = ["enumerated", "formats", "in_batches", "in_format", "kinds_of", "limits"]
 
 
 def enumerated(op: str, kind: type, name: str, value: Any) -> Any:
@@ -37,17 +30,17 @@ def kinds_of(layout: str, bias: str, mask: str, softmax: str) -> tuple:
     Masks are named without "_mask", softmaxes without "_softmax".
     """
     return (
-        NVTE_QKV_Layout[f"NVTE_{layout.upper()}"],
-        NVTE_Bias_Type[f"NVTE_{bias.upper()}"],
-        NVTE_Mask_Type[f"NVTE_{mask.upper()}_MASK"],
-        NVTE_Softmax_Type[f"NVTE_{softmax.upper()}_SOFTMAX"],
+        ops.NVTE_QKV_Layout[f"NVTE_{layout.upper()}"],
+        ops.NVTE_Bias_Type[f"NVTE_{bias.upper()}"],
+        ops.NVTE_Mask_Type[f"NVTE_{mask.upper()}_MASK"],
+        ops.NVTE_Softmax_Type[f"NVTE_{softmax.upper()}_SOFTMAX"],
     )
 
 
 def formats(op: str, qkv_layout: Any) -> tuple[str, str]:
     """Formats of queries, and of keys and values; NotImplementedError for a cache in pages."""
     try:
-        name = qkv_layout if isinstance(qkv_layout, str) else NVTE_QKV_Layout(qkv_layout).name
+        name = qkv_layout if isinstance(qkv_layout, str) else ops.NVTE_QKV_Layout(qkv_layout).name
     except ValueError:
         name = str(qkv_layout)
     found = name.lower().removeprefix("nvte_")
@@ -64,7 +57,7 @@ def formats(op: str, qkv_layout: Any) -> tuple[str, str]:
 
 def limits(op: str, mask_type: Any, window: Sequence[int]) -> tuple[bool, bool, int, int]:
     """(sequences end where cu_seqlens say, bottom right corner, window to the left, right)."""
-    name = enumerated(op, NVTE_Mask_Type, "attn_mask_type", mask_type).name
+    name = enumerated(op, ops.NVTE_Mask_Type, "attn_mask_type", mask_type).name
     left, right = (int(each) for each in (window or (-1, -1)))
     if "CAUSAL" in name:
         right = 0

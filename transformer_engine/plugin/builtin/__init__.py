@@ -12,6 +12,7 @@ Registering imports nothing: a function is imported with its group when it is fi
 
 import functools
 import importlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,14 +21,12 @@ from transformer_engine.common.config import TE_FL_SKIP_CUDA
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
-__all__ = ["ABSENT", "NATIVE", "OPERATORS", "REFERENCE", "SHARED", "register_builtins"]
-
-_UNGATED = "gelu qgelu relu srelu silu"
-_ACTIVATIONS = f"{_UNGATED} glu geglu qgeglu reglu sreglu swiglu"
-_OF_ACTIVATIONS = (
-    f"{_ACTIVATIONS} clamped_swiglu {' '.join('d' + name for name in _ACTIVATIONS.split())} "
-    f"clamped_dswiglu {' '.join('dbias_d' + name for name in _UNGATED.split())}"
-)
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    kind: (gradient, *(() if kind.endswith("glu") else (f"dbias_{gradient}",)))
+    for kind in _core.activation_names()
+    for gradient in ("clamped_dswiglu" if kind == "clamped_swiglu" else f"d{kind}",)
+}
+"""By activation its gradient, and that with column sums, which gated ones do not have."""
 _SOFTMAX = " ".join(
     f"scaled_{kind}softmax_{way}"
     for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
@@ -41,7 +40,7 @@ NATIVE: dict[str, str] = {
     "quantization": "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize "
     "fp8_transpose compute_amax fused_amax_and_scale_update_after_reduction",
     "gemm": "generic_gemm",
-    "activation": _OF_ACTIVATIONS,
+    "activation": " ".join((*ACTIVATIONS, *itertools.chain(*ACTIVATIONS.values()))),
     "normalization": _NORMALIZATION,
     "softmax": _SOFTMAX,
     "attention": "get_fused_attn_backend fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
@@ -78,18 +77,54 @@ REFERENCE: dict[str, str] = {
 }
 """Operators that have a ``reference.torch`` of their own."""
 
-ABSENT: dict[str, str] = {
-    "grouped GEMMs": "te_general_grouped_gemm",
-    "kernels of mixtures of experts": "moe_permute_fwd moe_permute_bwd moe_unpermute_fwd "
-    "moe_unpermute_bwd fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
-    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd "
-    "fused_moe_aux_loss_bwd",
-    "NVSHMEM": "init_nvshmem_backend create_nvshmem_tensor nvshmem_send_on_current_stream "
-    "nvshmem_wait_on_current_stream nvshmem_finalize",
-    "user buffers": "bulk_overlap_ag_with_external_gemm create_comm_overlap_helper "
-    "create_comm_overlap create_comm_overlap_p2p",
+_MOE, _NVSHMEM, _BUFFERS = "kernels of mixtures of experts", "NVSHMEM", "user buffers"
+ABSENT: dict[str, tuple[str, str]] = {
+    "te_general_grouped_gemm": (
+        "grouped GEMMs",
+        "Products of pairs of matrices, as `generic_gemm`; gradients of the biases.",
+    ),
+    "moe_permute_fwd": (_MOE, "Tokens sorted by expert, where each came from, and the workspace."),
+    "moe_permute_bwd": (_MOE, "Gradient of the tokens of `moe_permute_fwd`."),
+    "moe_unpermute_fwd": (
+        _MOE,
+        "Tokens in their own order again: sums over experts, weighted by `prob`.",
+    ),
+    "moe_unpermute_bwd": (_MOE, "Gradients of the input and of `prob` of `moe_unpermute_fwd`."),
+    "fused_topk_with_score_function_fwd": (
+        _MOE,
+        "Probabilities of the chosen experts, which these are, and what the backward reads.",
+    ),
+    "fused_topk_with_score_function_bwd": (
+        _MOE,
+        "Gradient of the logits of `fused_topk_with_score_function_fwd`.",
+    ),
+    "fused_score_for_moe_aux_loss_fwd": (
+        _MOE,
+        "Scores of all experts, which are chosen, and what the backward reads.",
+    ),
+    "fused_score_for_moe_aux_loss_bwd": (
+        _MOE,
+        "Gradient of the logits of `fused_score_for_moe_aux_loss_fwd`.",
+    ),
+    "fused_moe_aux_loss_fwd": (_MOE, "The auxiliary loss, and what the backward reads."),
+    "fused_moe_aux_loss_bwd": (_MOE, "Gradient of the probabilities of `fused_moe_aux_loss_fwd`."),
+    "init_nvshmem_backend": (_NVSHMEM, "Start NVSHMEM for the ranks of a group."),
+    "create_nvshmem_tensor": (_NVSHMEM, "Allocate a tensor in memory that other ranks write."),
+    "nvshmem_send_on_current_stream": (_NVSHMEM, "Write into another rank's memory."),
+    "nvshmem_wait_on_current_stream": (_NVSHMEM, "Wait until another rank has written."),
+    "nvshmem_finalize": (_NVSHMEM, "End NVSHMEM."),
+    "bulk_overlap_ag_with_external_gemm": (
+        _BUFFERS,
+        "All-gather while a GEMM of somebody else runs.",
+    ),
+    "create_comm_overlap_helper": (_BUFFERS, "Make what communicators share."),
+    "create_comm_overlap": (_BUFFERS, "Make a communicator that overlaps a collective with GEMMs."),
+    "create_comm_overlap_p2p": (
+        _BUFFERS,
+        "Make a communicator that overlaps sends to neighbours with GEMMs.",
+    ),
 }
-"""Operators that are not built yet, by what they wait for."""
+"""Operators that are not built yet: what each waits for, and what it does."""
 
 
 def _listed(groups: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -100,7 +135,7 @@ def _listed(groups: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 OPERATORS: tuple[str, ...] = tuple(
-    sorted(name for groups in (NATIVE, SHARED, ABSENT) for _, name in _listed(groups))
+    sorted([*ABSENT, *(name for groups in (NATIVE, SHARED) for _, name in _listed(groups))])
 )
 """All of them."""
 
@@ -148,7 +183,7 @@ def register_builtins(registry: OpRegistry) -> int:
         for module, name in _listed(groups):
             fn = _Later(module, name).function
             made.append(OpImpl(name, impl_id, kind, fn, priority=priority, supports=takes))
-    for _, name in _listed(ABSENT):
+    for name in ABSENT:
         fn, kind = _Later("absent", name).function, BackendImplKind.REFERENCE
         takes = _nobody_else(registry, name)
         made.append(OpImpl(name, "reference.absent", kind, fn, priority=-1, supports=takes))

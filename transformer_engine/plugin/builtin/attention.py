@@ -15,12 +15,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
-from transformer_engine.plugin.core.ops import (
-    NVTE_Bias_Type,
-    NVTE_Fused_Attn_Backend,
-    NVTE_Softmax_Type,
-    qkv_format_name,
-)
+from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
@@ -38,9 +34,9 @@ class Problem(NamedTuple):
     fields: dict[str, Any]
     forms: tuple[str, str]  # formats of queries, and of keys and values
 
-    def seen(self, tensor: Tensor, is_query: bool = True) -> Tensor:
-        """A tensor [batch, sequence, heads, channels], as native code reads it."""
-        return in_batches(tensor, self.forms[0 if is_query else 1])
+    def seen(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
+        """Tensors [batch, sequence, heads, channels], as native code reads them."""
+        return [in_batches(query, self.forms[0]), *(in_batches(t, self.forms[1]) for t in keys)]
 
     def shown_statistics(self, sums: Tensor) -> Tensor:
         """[b, heads, s, 1] of native code's [b, heads, s], [tokens, heads, 1] of packed ones."""
@@ -51,10 +47,10 @@ def _lengths(cu_seqlens: Tensor) -> Tensor:
     return (cu_seqlens[1:] - cu_seqlens[:-1]).to(torch.int32)
 
 
-def _sequences(
-    forms: tuple[str, str], padding: bool, counted: tuple, padded: tuple, longest: tuple
-) -> dict[str, Any]:
+def _sequences(forms: tuple[str, str], padding: bool, call: Any) -> dict[str, Any]:
     """Where sequences begin and end."""
+    counted = call.cu_seqlens_q, call.cu_seqlens_kv
+    padded = call.cu_seqlens_q_padded, call.cu_seqlens_kv_padded
     if "thd" not in forms:
         if not padding:
             return {}
@@ -64,7 +60,8 @@ def _sequences(
         raise NotImplementedError(
             f"fused_attn: {forms[0]} queries and {forms[1]} keys: not built yet; pack both"
         )
-    found = {"max_queries": int(longest[0]), "max_keys": int(longest[1])}
+    found: dict[str, Any] = {}
+    found |= {"max_queries": int(call.max_seqlen_q), "max_keys": int(call.max_seqlen_kv)}
     starts = [(c if p is None else p).to(torch.int32) for c, p in zip(counted, padded, strict=True)]
     found |= {"query_offsets": starts[0], "key_offsets": starts[1]}
     if any(each is not None for each in padded):
@@ -73,65 +70,52 @@ def _sequences(
     return found
 
 
-def _added(
-    op: str, bias_type: Any, softmax_type: Any, q: Tensor, bias: Tensor | None, offset: Any
-) -> dict[str, Any]:
+def _added(op: str, call: Any, bias: Tensor | None, offset: Tensor | None) -> dict[str, Any]:
     """Bias, slopes and sink."""
     found: dict[str, Any] = {}
-    kind = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
-    if kind == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+    heads, device = call.Q.shape[-2], call.Q.device
+    kind = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
+    if kind == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise NotImplementedError(
             f"{op}: bias_type={kind.name}: not built yet; divide by the scale"
         )
-    if kind == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS:
+    if kind == ops.NVTE_Bias_Type.NVTE_POST_SCALE_BIAS:
         if bias is None:
             raise ValueError(f"{op}: bias_type={kind.name} needs Bias")
         found["bias"] = bias.detach()
-    elif kind == NVTE_Bias_Type.NVTE_ALIBI:
-        found["slopes"] = default_alibi_slopes(q.shape[-2], q.device)
-    softmax = enumerated(op, NVTE_Softmax_Type, "softmax_type", softmax_type)
-    if softmax == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
-        found["sink"] = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
-    elif softmax == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
+    elif kind == ops.NVTE_Bias_Type.NVTE_ALIBI:
+        found["slopes"] = default_alibi_slopes(heads, device)
+    softmax = enumerated(op, ops.NVTE_Softmax_Type, "softmax_type", call.softmax_type)
+    if softmax == ops.NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX:
+        found["sink"] = torch.zeros(heads, dtype=torch.float32, device=device)
+    elif softmax == ops.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX:
         if offset is None:
             raise ValueError(f"{op}: softmax_type={softmax.name} needs SoftmaxOffset")
         found["sink"] = offset.detach().reshape(-1).float()
     return found
 
 
-def problem_of(
-    op: str,
-    kinds: tuple,
-    scale: float,
-    counted: tuple,
-    padded: tuple,
-    longest: tuple,
-    query: Tensor,
-    added: tuple[Tensor | None, Tensor | None],
-) -> Problem:
-    """The problem that arguments of an operator describe.
+def problem_of(op: str, call: Any, added: tuple[Tensor | None, Tensor | None]) -> Problem:
+    """The problem that a call of `fused_attn_fwd` or `fused_attn_bwd` is.
 
-    `kinds` are qkv_layout, bias_type, attn_mask_type, softmax_type and window_size, `counted` and
-    `padded` cu_seqlens of queries and keys, `longest` the longest sequences, `added` Bias and
-    SoftmaxOffset.
+    `added` are Bias and SoftmaxOffset.
     """
-    qkv_layout, bias_type, mask_type, softmax_type, window = kinds
-    forms = formats(op, qkv_layout)
-    padding, bottom_right, left, right = limits(op, mask_type, window)
+    forms = formats(op, call.qkv_layout)
+    padding, bottom_right, left, right = limits(op, call.attn_mask_type, call.window_size)
     fields = {
-        "scale": float(scale),
+        "scale": float(call.attn_scale),
         "window_left": left,
         "window_right": right,
         "bottom_right": int(bottom_right),
     }
-    fields |= _sequences(forms, padding, counted, padded, longest)
-    return Problem(fields | _added(op, bias_type, softmax_type, query, *added), forms)
+    fields |= _sequences(forms, padding, call)
+    return Problem(fields | _added(op, call, *added), forms)
 
 
 def added_of(bias_type: Any, aux: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Bias and SoftmaxOffset of the forward, by what it gave its backward."""
     rest = list(aux[2:])
-    has_bias = NVTE_Bias_Type(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    has_bias = ops.NVTE_Bias_Type(bias_type) == ops.NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
     bias = rest.pop(0) if has_bias and rest else None
     return bias, rest.pop(0) if rest else None
 
@@ -152,69 +136,39 @@ def _heads(op: str, **given: Any) -> list[Tensor]:
     ]
 
 
-def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: Any,
-    kv_dtype: Any,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    p_dropout: float,
-    num_attn_heads: int,
-    num_gqa_groups: int,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size_left: int,
-    window_size_right: int,
-    return_max_logit: bool,
-) -> NVTE_Fused_Attn_Backend:
+@operator
+def get_fused_attn_backend(call: Any) -> ops.NVTE_Fused_Attn_Backend:
     """Whether `fused_attn_fwd` and its backward take such a call on the current device.
 
     `NVTE_F16_arbitrary_seqlen` where they do: fp16 or bf16 (without a CUDA device fp32, too), on
     compute capability 9.0 heads of multiples of 8 channels up to 256; else `NVTE_No_Backend`.
     """
-    del is_training, attn_mask_type, softmax_type, p_dropout, max_seqlen_q, max_seqlen_kv
-    del window_size_left, window_size_right
-    reason = no_backend_because(
-        (q_dtype, kv_dtype), qkv_layout, bias_type, (num_attn_heads, num_gqa_groups),
-        (head_dim_qk, head_dim_v), return_max_logit,
-    )  # fmt: skip
-    if reason:
-        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    kinds = ops.NVTE_Fused_Attn_Backend
+    return kinds.NVTE_No_Backend if no_backend_because(call) else kinds.NVTE_F16_arbitrary_seqlen
 
 
-def _check_sizes(op: str, *sizes: Any) -> None:
-    names = "num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"
-    for name, size in zip(names, sizes, strict=True):
-        if not hasattr(size, "__index__"):
-            raise TypeError(f"{op}: {name}={size!r}, expected an int")
+def _check_sizes(op: str, call: Any) -> None:
+    for name in ("num_attn_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
+        if not hasattr(getattr(call, name), "__index__"):
+            raise TypeError(f"{op}: {name}={getattr(call, name)!r}, expected an int")
 
 
-def no_backend_because(
-    dtypes: tuple,
-    qkv_layout: Any,
-    bias_type: Any,
-    heads: tuple[int, int],
-    channels: tuple[int, int],
-    return_max_logit: bool,
-) -> str:
+def no_backend_because(call: Any) -> str:
     """Why `fused_attn_fwd` does not take such a call on the current device; "": it does.
 
-    `dtypes` are of queries, and of keys and values; `heads` their numbers; `channels` those of a
-    head of queries and keys, and of values. ValueError for what is no enumerator, TypeError for
-    what is no number.
+    `call` has the arguments of `get_fused_attn_backend`. ValueError for what is no enumerator,
+    TypeError for what is no number.
     """
     op = "get_fused_attn_backend"
-    _check_sizes(op, *heads, *channels)
-    names = "q_dtype", "kv_dtype"
-    found = [torch_dtype(op, name, each) for name, each in zip(names, dtypes, strict=True)]
-    bias = enumerated(op, NVTE_Bias_Type, "bias_type", bias_type)
+    _check_sizes(op, call)
+    heads, channels = (
+        (call.num_attn_heads, call.num_gqa_groups),
+        (call.head_dim_qk, call.head_dim_v),
+    )
+    found = [torch_dtype(op, name, getattr(call, name)) for name in ("q_dtype", "kv_dtype")]
+    bias = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
     try:
-        packed = [form == "thd" for form in formats(op, qkv_layout)]
+        packed = [form == "thd" for form in formats(op, call.qkv_layout)]
     except NotImplementedError as error:
         return str(error)
     on_cuda, taken = torch.cuda.is_available(), [torch.float16, torch.bfloat16]
@@ -229,47 +183,19 @@ def no_backend_because(
         text = f"{heads[0]} heads of queries and {heads[1]} of keys: these must divide those"
     elif packed[0] != packed[1]:
         text = "packed queries or keys alone: pack both"
-    elif bias == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+    elif bias == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         text = f"bias_type={bias.name}: not built yet"
     elif on_cuda and any(dim % 8 != 0 or dim > 256 for dim in channels):
         text = f"{channels} channels of a head: expected multiples of 8 up to 256"
-    elif on_cuda and return_max_logit:
+    elif on_cuda and call.return_max_logit:
         text = "return_max_logit: cuDNN's kernels do not write it"
     elif on_cuda and get_device_compute_capability() != (9, 0):
         text = f"compute capability {get_device_compute_capability()}: built and tested for 9.0"
     return f"{op}: {text}" if text else ""
 
 
-def fused_attn_fwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    is_training: bool,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Sequence[int],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    fake_dtype: Any,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    page_table_k: Tensor | None,
-    page_table_v: Tensor | None,
-    s_quantizer: Any,
-    o_quantizer: Any,
-    Bias: Tensor | None,
-    SoftmaxOffset: Tensor | None,
-    rng_gen: torch.Generator | None,
-    rng_elts_per_thread: int,
-    return_max_logit: bool,
-) -> list:
+@operator
+def fused_attn_fwd(call: Any) -> list:
     """Dropout(softmax(attn_scale Q Kᵀ + Bias)) V.
 
     Parameters
@@ -308,143 +234,78 @@ def fused_attn_fwd(
     TypeError, ValueError
         Arguments that do not go together.
     """
-    del set_zero, fake_dtype, rng_elts_per_thread
-    refuse(_FORWARD, page_table_k=page_table_k, page_table_v=page_table_v, s_quantizer=s_quantizer)
-    query, key, value = _heads(_FORWARD, Q=Q, K=K, V=V)
-    problem = problem_of(
-        _FORWARD,
-        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
-        attn_scale,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        (max_seqlen_q, max_seqlen_kv),
-        query,
-        (Bias, SoftmaxOffset),
-    )
-    probability = float(p_dropout) if is_training else 0.0
+    refuse(_FORWARD, page_table_k=call.page_table_k, page_table_v=call.page_table_v)
+    refuse(_FORWARD, s_quantizer=call.s_quantizer)
+    query, key, value = _heads(_FORWARD, Q=call.Q, K=call.K, V=call.V)
+    problem = problem_of(_FORWARD, call, (call.Bias, call.SoftmaxOffset))
+    probability = float(call.p_dropout) if call.is_training else 0.0
     rng = torch.zeros(2, dtype=torch.int64, device=query.device)
     if probability > 0.0:
-        rng.random_(generator=rng_gen)
+        rng.random_(generator=call.rng_gen)
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
-    seen = problem.seen(query)
-    batch, queries, heads, _ = seen.shape
+    seen = problem.seen(query, key, value)
+    batch, queries, heads, _ = seen[0].shape
     shape = (1, queries, heads) if problem.forms[0] == "thd" else (batch, heads, queries)
     statistics = query.new_empty(shape, dtype=torch.float32)
-    top = query.new_empty(heads, dtype=torch.float32) if return_max_logit else None
+    top = query.new_empty(heads, dtype=torch.float32) if call.return_max_logit else None
     _core.attention(
-        seen,
-        problem.seen(key, False),
-        problem.seen(value, False),
-        problem.seen(output),
+        *seen,
+        *problem.seen(output),
         statistics=statistics,
         top=top,
         rng=rng if probability > 0.0 else None,
         dropout=probability,
         **problem.fields,
     )
-    results = [quantized(_FORWARD, output, o_quantizer)]
-    if return_max_logit:
+    results = [quantized(_FORWARD, output, call.o_quantizer)]
+    if call.return_max_logit:
         results.append(top)
-    if is_training:
+    if call.is_training:
         results += [problem.shown_statistics(statistics), rng]
-        results += [each for each in (Bias, SoftmaxOffset) if each is not None]
+        results += [each for each in (call.Bias, call.SoftmaxOffset) if each is not None]
     return results
 
 
-def fused_attn_bwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Sequence[int],
-    deterministic: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,  # noqa: E741 - the name that callers give
-    dO: Tensor,
-    fake_dtype: Any,
-    dqkv_type: Any,
-    Aux_CTX_Tensors: Sequence[Tensor],
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    s_quantizer: Any,
-    dp_quantizer: Any,
-    dqkv_quantizer: Any,
-) -> list:
+@operator
+def fused_attn_bwd(call: Any) -> list:
     """Gradients of `fused_attn_fwd`: [dQ, dK, dV, dBias or None, dSoftmaxOffset or None].
 
     `O` is the output of the forward, `dO` its gradient, `Aux_CTX_Tensors` what the forward returned
     behind its output (and largest scores). With `deterministic` the bits are the same from run to
     run. `dqkv_quantizer` casts the first three where it is not None. Errors as of the forward.
     """
-    del set_zero, fake_dtype, dqkv_type
-    refuse(_BACKWARD, s_quantizer=s_quantizer, dp_quantizer=dp_quantizer)
-    query, key, value, output, grad = _heads(_BACKWARD, Q=Q, K=K, V=V, O=O, dO=dO)
-    if len(Aux_CTX_Tensors) < 2:
+    refuse(_BACKWARD, s_quantizer=call.s_quantizer, dp_quantizer=call.dp_quantizer)
+    given = {name: getattr(call, name) for name in ("Q", "K", "V", "O", "dO")}
+    query, key, value, output, grad = _heads(_BACKWARD, **given)
+    if len(call.Aux_CTX_Tensors) < 2:
         raise ValueError(
-            f"{_BACKWARD}: Aux_CTX_Tensors: {len(Aux_CTX_Tensors)} tensors, expected those of the "
-            "forward: statistics, seed and offset, ..."
+            f"{_BACKWARD}: Aux_CTX_Tensors: {len(call.Aux_CTX_Tensors)} tensors, expected those of "
+            "the forward: statistics, seed and offset, ..."
         )
-    statistics, rng = Aux_CTX_Tensors[:2]
-    bias, offset = added_of(bias_type, Aux_CTX_Tensors)
-    problem = problem_of(
-        _BACKWARD,
-        (qkv_layout, bias_type, attn_mask_type, softmax_type, window_size),
-        attn_scale,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        (max_seqlen_q, max_seqlen_kv),
-        query,
-        (bias, offset),
-    )
+    statistics, rng = call.Aux_CTX_Tensors[:2]
+    bias, offset = added_of(call.bias_type, call.Aux_CTX_Tensors)
+    problem = problem_of(_BACKWARD, call, (bias, offset))
     made = [torch.empty(t.shape, dtype=grad.dtype, device=t.device) for t in (query, key, value)]
     grad_bias = None if bias is None else torch.empty_like(problem.fields["bias"])
     grad_sink = None if offset is None else torch.empty_like(problem.fields["sink"])
     statistics = statistics[..., 0]
     _core.attention_backward(
-        problem.seen(grad),
-        problem.seen(query),
-        problem.seen(key, False),
-        problem.seen(value, False),
-        problem.seen(output),
+        *(*problem.seen(grad), *problem.seen(query, key, value), *problem.seen(output)),
         (statistics[None] if problem.forms[0] == "thd" else statistics).contiguous(),
-        grad_query=problem.seen(made[0]),
-        grad_key=problem.seen(made[1], False),
-        grad_value=problem.seen(made[2], False),
+        **dict(zip(("grad_query", "grad_key", "grad_value"), problem.seen(*made), strict=True)),
         grad_bias=grad_bias,
         grad_sink=grad_sink,
-        rng=rng if p_dropout > 0.0 else None,
-        dropout=float(p_dropout),
-        deterministic=int(deterministic),
+        rng=rng if call.p_dropout > 0.0 else None,
+        dropout=float(call.p_dropout),
+        deterministic=int(call.deterministic),
         **problem.fields,
     )
-    made = [quantized(_BACKWARD, each, dqkv_quantizer) for each in made]
+    made = [quantized(_BACKWARD, each, call.dqkv_quantizer) for each in made]
     return [*made, grad_bias, None if grad_sink is None else grad_sink.view(offset.shape)]
 
 
-def copy_to_kv_cache(
-    new_k: Tensor,
-    new_v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_new_lens: Tensor,
-    cu_cached_lens: Tensor,
-    kv_format: Any,
-    b: int,
-    max_ctx_len: int,
-    max_seq_len: int,
-    max_pages_per_seq: int,
-    is_non_paged: bool,
-) -> None:
+@operator
+def copy_to_kv_cache(call: Any) -> None:
     """Put keys and values of new tokens behind those of their sequences in a cache.
 
     Parameters
@@ -463,24 +324,20 @@ def copy_to_kv_cache(
     max_ctx_len, max_seq_len, max_pages_per_seq
         Not needed.
     """
-    del max_ctx_len, max_seq_len, max_pages_per_seq
-    form = qkv_format_name("copy_to_kv_cache", kv_format)
-    new = [t.detach().contiguous() for t in (new_k, new_v)]
+    form, table = ops.qkv_format_name("copy_to_kv_cache", call.kv_format), call.page_table
+    new = [t.detach().contiguous() for t in (call.new_k, call.new_v)]
     if form == "sbhd":
         new = [t.transpose(0, 1) for t in new]
-    counts = _lengths(cu_new_lens)
-    starts = _lengths(cu_cached_lens) - counts
-    if is_non_paged and page_table is not None:
-        rows = page_table.reshape(b, -1)[:, 0].long()
-        for cache in (k_cache, v_cache):
-            cache.detach()[:b] = cache.detach()[rows]
-    prepare_device(k_cache.device)
+    caches = call.k_cache.detach(), call.v_cache.detach()
+    counts = _lengths(call.cu_new_lens)
+    if call.is_non_paged and table is not None:
+        rows = table.reshape(call.b, -1)[:, 0].long()
+        for cache in caches:
+            cache[: call.b] = cache[rows]
+    prepare_device(call.k_cache.device)
     _core.cache_append(
-        *new,
-        k_cache.detach(),
-        v_cache.detach(),
-        starts,
+        *(*new, *caches, _lengths(call.cu_cached_lens) - counts),
         counts=counts,
-        cu_seqlens=cu_new_lens.to(torch.int32) if form == "thd" else None,
-        page_table=None if is_non_paged else page_table,
+        cu_seqlens=call.cu_new_lens.to(torch.int32) if form == "thd" else None,
+        page_table=None if call.is_non_paged else table,
     )

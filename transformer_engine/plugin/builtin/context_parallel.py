@@ -8,10 +8,13 @@ sums of exponentiated scores ("lse") are fp32 [heads, tokens] where they are pac
 [b, heads, tokens of the longest sequence].
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from transformer_engine.plugin.builtin.layouts import places_of
+from transformer_engine.plugin.builtin.signatures import operator
 
 
 def thd_get_partitioned_indices(
@@ -132,30 +135,23 @@ def thd_second_half_lse_correction(
     lse.detach()[whole] = torch.logaddexp(lse.detach()[whole], lse_per_step.detach()[step])
 
 
-def thd_out_correction(
-    out: Tensor,
-    out_per_step: Tensor,
-    lse: Tensor,
-    lse_per_step: Tensor,
-    cu_seqlens: Tensor,
-    only_second_half: bool,
-    lse_packed: bool,
-) -> None:
+@operator
+def thd_out_correction(call: Any) -> None:
     """Add a step's output to `out`, in place: times exp(lse_per_step - lse).
 
     `out` is [tokens, heads, channels]; `out_per_step` has those tokens, or with `only_second_half`
     those of the second halves.
     """
-    whole, step = _places_of_lse(cu_seqlens, out.shape[0], only_second_half, lse_packed)
-    weights = (lse_per_step[step].float() - lse[whole].float()).exp()
-    weights = weights.t() if lse_packed else weights  # [tokens, heads]
-    added = out_per_step.detach().float() * weights[..., None]
-    if only_second_half:
-        at, *_ = _half(cu_seqlens, out.shape[0], 1)
-    else:
-        at = torch.arange(out.shape[0], device=out.device)
-    made = out.detach().index_select(0, at).float() + added
-    out.detach().index_copy_(0, at, made.to(out.dtype))
+    out, lse, packed = call.out.detach(), call.lse, call.lse_packed
+    given = call.cu_seqlens, out.shape[0]
+    whole, step = _places_of_lse(*given, call.only_second_half, packed)
+    weights = (call.lse_per_step[step].float() - lse[whole].float()).exp()
+    weights = weights.t() if packed else weights  # [tokens, heads]
+    added = call.out_per_step.detach().float() * weights[..., None]
+    at = torch.arange(out.shape[0], device=out.device)
+    if call.only_second_half:
+        at, *_ = _half(*given, 1)
+    out.index_copy_(0, at, (out.index_select(0, at).float() + added).to(out.dtype))
 
 
 def thd_grad_correction(

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`get_flash_attention_class`: this library's attention as a module of the plug-in system."""
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 
 from transformer_engine.plugin.attention_kinds import formats
+from transformer_engine.plugin.builtin.signatures import taking
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention import limits
+from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.core import DotProductAttention
+
+_PASSED = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "attn_mask_type"),
+    *("window_size", "alibi_slopes", "inference_params"),
+)
+"""Arguments of `DotProductAttention.forward` by the same names."""
 
 
 class FlashAttention(FlashAttentionBase):
@@ -31,75 +39,41 @@ class FlashAttention(FlashAttentionBase):
             )
         return made[kind].train(self.training)
 
-    def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        attention_mask: Any = None,
-        qkv_layout: str = "sbh3d",
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        alibi_slopes: Tensor | None = None,
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        fp8: bool = False,
-        fp8_meta: Any = None,
-        quantizers: Any = None,
-        inference_params: Any = None,
-        flash_attention_backend: Any = None,
-        fp8_output: bool = False,
-    ) -> Tensor:
+    def _forward(call: Any) -> Tensor:  # noqa: N805 - `call.self`
         """Attend, with gradients; see `DotProductAttention.forward`.
 
         NotImplementedError for `fp8`, which is that of `autocast` there, for ranks of context
         parallelism, and for ``deterministic`` where the process does not ask for it.
         """
-        del cp_global_ranks, cp_stream, cp_comm_type, fp8_meta, quantizers, flash_attention_backend
-        if fp8 or fp8_output:
-            raise NotImplementedError(
-                "get_flash_attention_class: fp8: not built yet; te.DotProductAttention under "
-                "autocast attends in FP8"
-            )
-        if cp_group is not None and cp_group.size() > 1:
-            raise NotImplementedError("get_flash_attention_class: cp_group of more than one rank")
-        of_queries, of_keys = formats("get_flash_attention_class", qkv_layout)
-        if of_queries != of_keys:
-            raise NotImplementedError(
-                f"get_flash_attention_class: qkv_layout={qkv_layout!r}: not built yet; give one "
-                "format"
-            )
-        if self.deterministic and not limits.deterministic():
-            raise NotImplementedError(
-                "get_flash_attention_class: deterministic=True for one module: not built yet; "
+        self, op = call.self, "get_flash_attention_class"
+        of_queries, of_keys = formats(op, call.qkv_layout)
+        what = ""
+        if call.fp8 or call.fp8_output:
+            what = "fp8: not built yet; te.DotProductAttention under autocast attends in FP8"
+        elif call.cp_group is not None and call.cp_group.size() > 1:
+            what = "cp_group of more than one rank"
+        elif of_queries != of_keys:
+            what = f"qkv_layout={call.qkv_layout!r}: not built yet; give one format"
+        elif self.deterministic and not masks.deterministic():
+            what = (
+                "deterministic=True for one module: not built yet; "
                 "torch.use_deterministic_algorithms(True) or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 "
                 "asks for it in all"
             )
-        run = self._core_attention(query_layer, key_layer, value_layer)
-        biased = alibi_slopes is not None
+        if what:
+            raise NotImplementedError(f"{op}: {what}")
+        run = self._core_attention(call.query_layer, call.key_layer, call.value_layer)
+        given = {name: getattr(call, name) for name in _PASSED}
+        biased = "no_bias" if call.alibi_slopes is None else "alibi"
         with self.attention_dropout_ctx():
             return run(
-                query_layer,
-                key_layer,
-                value_layer,
-                attention_mask,
+                *(call.query_layer, call.key_layer, call.value_layer, call.attention_mask),
                 qkv_format=of_queries,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
-                attn_mask_type=attn_mask_type,
-                window_size=window_size,
-                core_attention_bias_type="alibi" if biased else "no_bias",
-                alibi_slopes=alibi_slopes,
-                inference_params=inference_params,
+                core_attention_bias_type=biased,
+                **given,
             )
+
+    forward = taking(inspect.signature(FlashAttentionBase.forward), _forward, "forward")
 
 
 def get_flash_attention_class() -> type[FlashAttentionBase]:

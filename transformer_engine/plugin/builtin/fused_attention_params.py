@@ -2,19 +2,15 @@
 """`FusedAttentionParams`: what the operator `get_fused_attn_backend` is asked about."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from transformer_engine.plugin.builtin.attention import no_backend_because
-from transformer_engine.plugin.core.ops import (
-    DType,
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
+from transformer_engine.plugin.builtin.signatures import signature
+from transformer_engine.plugin.core import ops
 
-__all__ = ["FusedAttentionParams", "why_none"]
+_FIELDS = {"q_dtype": "qkv_dtype", "kv_dtype": "qkv_dtype", "p_dropout": "dropout"}
+"""Arguments of the operator whose fields have other names."""
 
 
 @dataclass
@@ -30,23 +26,23 @@ class FusedAttentionParams:
     deterministic: bool = False
     cuda_graph: bool = False
     return_max_logit: bool = False
-    attn_mask_type: Any = NVTE_Mask_Type.NVTE_NO_MASK
-    bias_type: Any = NVTE_Bias_Type.NVTE_NO_BIAS
+    attn_mask_type: Any = ops.NVTE_Mask_Type.NVTE_NO_MASK
+    bias_type: Any = ops.NVTE_Bias_Type.NVTE_NO_BIAS
     window_size_left: int = -1
     window_size_right: int = -1
     bottom_right_diagonal: bool = True
-    softmax_type: Any = NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    softmax_type: Any = ops.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
     scaling_mode: Any = 0
     dropout: float = 0.0
     attn_scale: float = 1.0
-    qkv_dtype: Any = DType.kBFloat16
-    o_dtype: Any = DType.kBFloat16
-    do_dtype: Any = DType.kBFloat16
-    dqkv_dtype: Any = DType.kBFloat16
-    qkv_layout: Any = NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
-    o_format: Any = NVTE_QKV_Format.NVTE_SBHD
-    do_format: Any = NVTE_QKV_Format.NVTE_SBHD
-    dqkv_layout: Any = NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+    qkv_dtype: Any = ops.DType.kBFloat16
+    o_dtype: Any = ops.DType.kBFloat16
+    do_dtype: Any = ops.DType.kBFloat16
+    dqkv_dtype: Any = ops.DType.kBFloat16
+    qkv_layout: Any = ops.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+    o_format: Any = ops.NVTE_QKV_Format.NVTE_SBHD
+    do_format: Any = ops.NVTE_QKV_Format.NVTE_SBHD
+    dqkv_layout: Any = ops.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
     qkv_scale_inv_format: Any = None
     do_scale_inv_format: Any = None
     batch_size: int = 0
@@ -71,24 +67,11 @@ class FusedAttentionParams:
 
     def scalars(self) -> dict[str, Any]:
         """The same as arguments of the operator of that name, which plug-ins implement."""
-        return {
-            "is_training": self.is_training, "q_dtype": self.qkv_dtype, "kv_dtype": self.qkv_dtype,
-            "qkv_layout": self.qkv_layout, "bias_type": self.bias_type,
-            "attn_mask_type": self.attn_mask_type, "softmax_type": self.softmax_type,
-            "p_dropout": self.dropout, "num_attn_heads": self.num_attn_heads,
-            "num_gqa_groups": self.num_gqa_groups, "max_seqlen_q": self.max_seqlen_q,
-            "max_seqlen_kv": self.max_seqlen_kv, "head_dim_qk": self.head_dim_qk,
-            "head_dim_v": self.head_dim_v, "window_size_left": self.window_size_left,
-            "window_size_right": self.window_size_right,
-            "return_max_logit": self.return_max_logit,
-        }  # fmt: skip
+        names = signature("get_fused_attn_backend").parameters
+        return {name: getattr(self, _FIELDS.get(name, name)) for name in names}
 
 
 def why_none(params: FusedAttentionParams) -> str:
     """Why no fused attention takes a call that is described, where none does."""
-    reason = no_backend_because(
-        (params.qkv_dtype, params.qkv_dtype), params.qkv_layout, params.bias_type,
-        (params.num_attn_heads, params.num_gqa_groups), (params.head_dim_qk, params.head_dim_v),
-        params.return_max_logit,
-    )  # fmt: skip
+    reason = no_backend_because(SimpleNamespace(**params.scalars()))
     return reason or "get_fused_attn_backend: the implementation in force takes no such call"

@@ -5,36 +5,18 @@ from typing import Any
 
 from torch import Tensor
 
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.product import product
 from transformer_engine.pytorch.cpp_extensions.values import refuse
 from transformer_engine.pytorch.execution.overrides import native
 
+WAITING = ("comm_overlap", "extra_output", "bulk_overlap")
+"""Arguments that wait for user buffers."""
+
 
 @native
-def generic_gemm(
-    A: Tensor,
-    transA: bool,
-    B: Tensor,
-    transB: bool,
-    D: Tensor,
-    quantizer: Any,
-    output_dtype: Any,
-    bias: Tensor | None,
-    bias_type: Any,
-    gelu: bool,
-    gelu_in: Tensor | None,
-    grad: bool,
-    workspace: Tensor,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    comm_overlap: Any = None,
-    comm_type: Any = None,
-    extra_output: Tensor | None = None,
-    bulk_overlap: bool = False,
-    alpha: float = 1.0,
-    beta: float | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+@operator
+def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices.
 
     op transposes where `transA`, `transB` say so; leading dims of a matrix are flattened. Sums are
@@ -88,14 +70,13 @@ def generic_gemm(
     TypeError, ValueError
         Arguments that do not go together.
     """
-    del bias_type, workspace, workspace_size, comm_type
     op = "generic_gemm"
-    refuse(op, comm_overlap=comm_overlap, extra_output=extra_output, bulk_overlap=bulk_overlap)
+    refuse(op, **{name: getattr(call, name) for name in WAITING})
     return product(
         op,
-        (A, transA, B, transB),
-        (D, quantizer, output_dtype),
-        (bias, gelu, gelu_in, grad),
-        (accumulate, alpha, beta),
-        use_split_accumulator,
+        (call.A, call.transA, call.B, call.transB),
+        (call.D, call.quantizer, call.output_dtype),
+        (call.bias, call.gelu, call.gelu_in, call.grad),
+        (call.accumulate, call.alpha, call.beta),
+        call.use_split_accumulator,
     )

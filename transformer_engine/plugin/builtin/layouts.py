@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies from one layout to another, by torch: each is one copy, which no kernel makes cheaper."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import checked
 
 
@@ -90,50 +92,37 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
 # ---- rows of groups --------------------------------------------------------------------------
 
 
-def _check_rows(op: str, name: str, tensor: Tensor, rows: Sequence[int]) -> None:
-    if sum(rows) != tensor.shape[0]:
-        raise ValueError(f"{op}: {name} of {tensor.shape[0]} rows, the list has {list(rows)}")
+def _row_groups(
+    op: str, call: Any, of_output: Sequence[int], rows: Sequence[int], room: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each group of `input` and of `output`; ValueError where the lists do not fit."""
+    if len(rows) != len(room) or any(n > m for n, m in zip(rows, room, strict=True)):
+        raise ValueError(f"{op}: groups of {list(rows)} rows, with room for {list(room)}")
+    parts = []
+    for name, each in (("input", call.input_row_list), ("output", of_output)):
+        tensor = getattr(call, name).detach()
+        if sum(each) != tensor.shape[0]:
+            raise ValueError(f"{op}: {name} of {tensor.shape[0]} rows, the list has {list(each)}")
+        parts.append(tensor.split(list(each)))
+    return zip(*parts, strict=True)
 
 
-def fused_multi_row_padding(
-    input: Tensor,
-    output: Tensor,
-    input_row_list: Sequence[int],
-    padded_input_row_list: Sequence[int],
-) -> None:
+@operator
+def fused_multi_row_padding(call: Any) -> None:
     """Copy groups of rows [sum of the first list, columns] to places with room behind them.
 
     `output` has as many rows as the second list adds up to; rows behind a group become 0.
     ValueError where the lists do not fit.
     """
-    op = "fused_multi_row_padding"
-    _check_lists(op, input_row_list, padded_input_row_list)
-    _check_rows(op, "input", input, input_row_list)
-    _check_rows(op, "output", output, padded_input_row_list)
-    groups = input.detach().split(list(input_row_list))
-    places = output.detach().split(list(padded_input_row_list))
-    for group, place in zip(groups, places, strict=True):
+    op, rows, room = "fused_multi_row_padding", call.input_row_list, call.padded_input_row_list
+    for group, place in _row_groups(op, call, room, rows, room):
         place[: len(group)].copy_(group)
         place[len(group) :].zero_()
 
 
-def fused_multi_row_unpadding(
-    input: Tensor,
-    output: Tensor,
-    input_row_list: Sequence[int],
-    unpadded_input_row_list: Sequence[int],
-) -> None:
+@operator
+def fused_multi_row_unpadding(call: Any) -> None:
     """Undo `fused_multi_row_padding`: `input` has the rows of the first list."""
-    op = "fused_multi_row_unpadding"
-    _check_lists(op, unpadded_input_row_list, input_row_list)
-    _check_rows(op, "input", input, input_row_list)
-    _check_rows(op, "output", output, unpadded_input_row_list)
-    groups = output.detach().split(list(unpadded_input_row_list))
-    places = input.detach().split(list(input_row_list))
-    for group, place in zip(groups, places, strict=True):
+    op, rows, room = "fused_multi_row_unpadding", call.unpadded_input_row_list, call.input_row_list
+    for place, group in _row_groups(op, call, rows, rows, room):
         group.copy_(place[: len(group)])
-
-
-def _check_lists(op: str, rows: Sequence[int], padded: Sequence[int]) -> None:
-    if len(rows) != len(padded) or any(n > m for n, m in zip(rows, padded, strict=True)):
-        raise ValueError(f"{op}: groups of {list(rows)} rows, with room for {list(padded)}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import checked, torch_dtype
 
 
@@ -51,33 +52,25 @@ def fp8_block_scaling_compute_partial_amax(
     amax.detach().copy_(found.view(amax.shape))
 
 
-def fp8_block_scaling_partial_cast(
-    inp: Tensor,
-    out: Tensor,
-    scale: Tensor,
-    h: int,
-    w: int,
-    start_offset: int,
-    block_len: int,
-    out_dtype: Any,
-) -> None:
+@operator
+def fp8_block_scaling_partial_cast(call: Any) -> None:
     """Cast a slice with the scales of its tiles: codes of inp * scale, saturated.
 
     `out` is uint8 of as many elements as `inp`, `scale` fp32 as `amax` of
     `fp8_block_scaling_compute_partial_amax`, whose other arguments these are; `out_dtype` is the
     FP8 `DType` of the codes.
     """
-    op = "fp8_block_scaling_partial_cast"
-    part = checked(op, "inp", inp).reshape(-1)
-    dtype = torch_dtype(op, "out_dtype", out_dtype)
+    op, out, sizes = "fp8_block_scaling_partial_cast", call.out.detach(), (call.h, call.w)
+    part = checked(op, "inp", call.inp).reshape(-1)
+    dtype = torch_dtype(op, "out_dtype", call.out_dtype)
     if out.numel() != part.numel():
         raise ValueError(f"{op}: out of {out.numel()} elements, inp of {part.numel()}")
-    _count(op, "scale", scale, h, w, block_len)
-    tiles = _tiles(op, part, h, w, start_offset, block_len)
-    values = part.float() * scale.reshape(-1)[tiles]
+    _count(op, "scale", call.scale, *sizes, call.block_len)
+    tiles = _tiles(op, part, *sizes, call.start_offset, call.block_len)
+    values = part.float() * call.scale.reshape(-1)[tiles]
     largest = torch.finfo(dtype).max
     codes = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    out.detach().view(torch.uint8).copy_(codes.view(out.shape))
+    out.view(torch.uint8).copy_(codes.view(out.shape))
 
 
 def _count(op: str, name: str, by_tile: Tensor, h: int, w: int, block_len: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.cpp_extensions.values import checked, like, torch_dtype, wide
 from transformer_engine.pytorch.execution.overrides import native
@@ -139,14 +140,8 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 
 @native
-def fused_amax_and_scale_update_after_reduction(
-    amax_reduction_buffer: Tensor,
-    amax_histories: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    amax_compute_algo: str,
-    fp8_dtype: Any,
-    margin: float,
-) -> None:
+@operator
+def fused_amax_and_scale_update_after_reduction(call: Any) -> None:
     """Update the state of delayed scaling, in place: scales, and histories moved on by one row.
 
     Parameters
@@ -165,31 +160,33 @@ def fused_amax_and_scale_update_after_reduction(
     margin : float
         Powers of two that are left free below it.
     """
-    op = "fused_amax_and_scale_update_after_reduction"
-    largest, most_recent = update_rule(op, amax_compute_algo, fp8_dtype, margin)
-    for scale, history in with_newest(op, amax_reduction_buffer, amax_histories, scales):
+    largest, most_recent = update_rule(call)
+    for scale, history in with_newest(call):
         scaling_update(scale, history, largest, most_recent)
 
 
-def update_rule(op: str, algo: str, fp8_dtype: Any, margin: float) -> tuple[float, bool]:
+_UPDATE = "fused_amax_and_scale_update_after_reduction"
+
+
+def update_rule(call: Any) -> tuple[float, bool]:
     """(largest value with its margin, whether the newest amax counts alone)."""
+    algo, fp8_dtype = call.amax_compute_algo, call.fp8_dtype
     if algo not in ALGORITHMS:
         known = ", ".join(ALGORITHMS)
-        raise ValueError(f"{op}: amax_compute_algo={algo!r}, expected one of {known}")
+        raise ValueError(f"{_UPDATE}: amax_compute_algo={algo!r}, expected one of {known}")
     dtype = TE_DType_To_Torch.get(fp8_dtype, fp8_dtype)
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        raise TypeError(f"{op}: fp8_dtype={fp8_dtype!r}, expected an FP8 DType")
-    return torch.finfo(dtype).max * 2.0**-margin, ALGORITHMS[algo]
+        raise TypeError(f"{_UPDATE}: fp8_dtype={fp8_dtype!r}, expected an FP8 DType")
+    return torch.finfo(dtype).max * 2.0**-call.margin, ALGORITHMS[algo]
 
 
-def with_newest(
-    op: str, buffer: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor]
-) -> list[tuple[Tensor, Tensor]]:
+def with_newest(call: Any) -> list[tuple[Tensor, Tensor]]:
     """(scale, history) of each state, with the newest amaxes in row 0."""
+    buffer, histories, scales = call.amax_reduction_buffer, call.amax_histories, call.scales
     sizes = [history.shape[1] for history in histories]
     if [scale.numel() for scale in scales] != sizes or buffer.numel() not in (0, sum(sizes)):
         raise ValueError(
-            f"{op}: amax_histories of {sizes} slots, scales of "
+            f"{_UPDATE}: amax_histories of {sizes} slots, scales of "
             f"{[scale.numel() for scale in scales]}, amax_reduction_buffer of {buffer.numel()}: "
             "expected as many of each"
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
-from transformer_engine.plugin.conformance.cases import Case, Draw, Kept, errors_of, snapshot
+from transformer_engine.plugin.conformance.cases import CASES, Case, Draw, Kept, errors_of, snapshot
 from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.predicates import predicate_of
@@ -31,9 +31,7 @@ WITHOUT_CASES = {
         "get_num_cublas_streams".split(),
         "it computes nothing",
     ),
-    **dict.fromkeys(
-        (name for names in ABSENT.values() for name in names.split()), "it is not built yet"
-    ),
+    **dict.fromkeys(ABSENT, "it is not built yet"),
 }
 """Operators that have no cases, and why."""
 _FORWARD_OF = {"dropout_bwd": "dropout_fwd", "fused_attn_bwd": "fused_attn_fwd"}
@@ -77,11 +75,10 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def _cases() -> dict[str, Callable[[str, Draw], Iterable[Case]]]:
-    found = {}
+def _cases() -> dict[str, Callable[[Draw], Iterable[Case]]]:
     for group in _GROUPS:
-        found.update(importlib.import_module(f"{__name__}.{group}").CASES)
-    return found
+        importlib.import_module(f"{__name__}.{group}")
+    return CASES
 
 
 def operators() -> tuple[str, ...]:
@@ -147,13 +144,13 @@ def check(
         raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
     if name in WITHOUT_CASES:
         raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
-    cases = _cases()[name]
+    made = _cases()[name]
     if forward is None and name in _FORWARD_OF:
         found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
         forward = None if found is None else found.fn
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
     takes = predicate_of(impl)
-    rows = [_run(name, impl.fn, takes, case) for case in cases(name, draw) if match in case.name]
+    rows = [_run(name, impl.fn, takes, case) for case in made(draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of activations, their gradients, and those with column sums."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
-from transformer_engine.plugin.builtin import NATIVE
+from transformer_engine.plugin.builtin import ACTIVATIONS
 from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of
 from transformer_engine.plugin.conformance.casts import quantizers_of_values
 
@@ -40,6 +40,7 @@ def _numbers(op: str) -> tuple[tuple, ...]:
     return ((), (2.5, 0.9)) if op.startswith("clamped") else ((),)
 
 
+@Case.of(*ACTIVATIONS)
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     given = [(name, x, numbers) for numbers in _numbers(op) for name, x in _inputs(draw)]
     given += [(name, x, ()) for name, x in _broken(draw)]
@@ -53,6 +54,7 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(f"{name_of(dtype)} cast, {kind}", (x, quantizer), wanted)
 
 
+@Case.of(*itertools.chain(*ACTIVATIONS.values()))
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     # NaN, but where a step or a clamp is differentiated: its derivative there is anybody's.
     steps = op.endswith(("drelu", "dreglu", "clamped_dswiglu"))
@@ -65,9 +67,3 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 rows = max(x.numel() // x.shape[-1], 1)
                 wanted = (Result("the gradient of the bias", x.dtype, rows), *wanted)
             yield Case(f"{name} {numbers or ''}".rstrip(), (grad, x, None, *numbers), wanted)
-
-
-CASES = {
-    op: _forward if op in _core.activation_names() else _backward
-    for op in NATIVE["activation"].split()
-}

@@ -132,8 +132,8 @@ def _forward_case(draw: Draw, setting: Setting, dtype: torch.dtype) -> Case:
     return Case(f"{name_of(dtype)} {setting.name}", forward_arguments(problem), wanted)
 
 
-def _forward(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fused_attn_fwd")
+def _forward(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for setting in (*settings(), *_CERTAIN):
             yield _forward_case(draw, setting, dtype)
@@ -191,8 +191,8 @@ def gradients_of(problem: Problem) -> tuple[Result, ...]:
     return tuple(made)
 
 
-def _backward(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fused_attn_bwd")
+def _backward(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for setting in settings():
             problem = Problem(draw, setting, dtype)
@@ -228,6 +228,3 @@ def _dropped_backward(draw: Draw, dtype: torch.dtype) -> Iterator[Case]:
     args = backward_arguments(problem, out.detach().to(dtype), grad, aux, _P)
     case = Case(f"{name_of(dtype)} dropout", args, gradients_of(problem))
     yield replace(case, wanted=lambda found: list(compared(case, found, exact)))
-
-
-CASES = {"fused_attn_fwd": _forward, "fused_attn_bwd": _backward}

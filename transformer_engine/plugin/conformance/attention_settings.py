@@ -11,8 +11,6 @@ from torch import Tensor
 from transformer_engine.plugin.attention_kinds import kinds_of
 from transformer_engine.plugin.conformance.cases import Draw
 
-__all__ = ["Problem", "Setting", "backward_arguments", "forward_arguments"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of operators: arguments, and what comes of them."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,20 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "Case",
-    "Draw",
-    "Kept",
-    "Result",
-    "Wanted",
-    "coded",
-    "errors_of",
-    "name_of",
-    "near",
-    "same",
-    "snapshot",
-]
 
 _EPS = torch.finfo(torch.float32).eps
 _MARGIN = 128
@@ -89,6 +77,10 @@ class Result(NamedTuple):
     finite: bool = False  # what it is where the definition's is not finite means nothing
 
 
+CASES: dict[str, Callable[["Draw"], Iterable["Case"]]] = {}
+"""What makes the cases of an operator, of the groups that are imported."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A call and what it gives.
@@ -119,6 +111,20 @@ class Case:
     written: tuple = ()
     left: tuple[tuple[Tensor, Result], ...] = ()
     wide: bool = True
+
+    @staticmethod
+    def of(*ops: str) -> Callable[[Callable], Callable]:
+        """Say of which operators a function makes the cases (decorator).
+
+        It is given a `Draw`, and the operator where it has a parameter `op`.
+        """
+
+        def mark(make: Callable[..., Iterable[Case]]) -> Callable:
+            with_op = "op" in inspect.signature(make).parameters
+            CASES.update({op: functools.partial(make, op) if with_op else make for op in ops})
+            return make
+
+        return mark
 
 
 class Draw:

@@ -74,6 +74,7 @@ def _alike(name: str, found: Any, expected: Any) -> list:
     ]
 
 
+@Case.of("quantize", "bgrad_quantize")
 def _quantize(op: str, draw: Draw) -> Iterator[Case]:
     with_sums = op == "bgrad_quantize"
     for kind in quantizers(torch.device("cpu")):
@@ -120,8 +121,8 @@ def _into(kind: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{kind} {name_of(dtype)} into output{how}", args, wanted, written=(out,))
 
 
-def _dequantize(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("dequantize")
+def _dequantize(draw: Draw) -> Iterator[Case]:
     for kind, reference in quantizers(torch.device("cpu")).items():
         for dtype in draw.dtypes:
             x = draw.normal((32, 64), torch.float32)
@@ -134,6 +135,7 @@ def _dequantize(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(f"{kind} to {name_of(dtype)}", (made, dtype), wanted)
 
 
+@Case.of("multi_tensor_quantize", "split_quantize")
 def _several(op: str, draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         named = quantizers(draw.device)
@@ -154,8 +156,8 @@ def _several(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(name_of(dtype), args, wanted)
 
 
-def _transpose(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fp8_transpose")
+def _transpose(draw: Draw) -> Iterator[Case]:
     for shape in ((32, 48), (7, 13), (1, 16), (2, 3, 32), (1, 1)):
         codes = (draw.uniform(shape) * 256).to(torch.uint8)
         for out in (draw.place((shape[-1], *shape[:-1]), torch.uint8), None):
@@ -165,8 +167,8 @@ def _transpose(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(name, (codes, None), wanted, {"out": out}, left=left)
 
 
-def _amax(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("compute_amax")
+def _amax(draw: Draw) -> Iterator[Case]:
     shapes = ((17,), (4, 5, 6), (0, 4), (0,))
     few = [
         (f"{name_of(dtype)} {list(shape)}", draw.normal(shape, dtype))
@@ -176,14 +178,3 @@ def _amax(op: str, draw: Draw) -> Iterator[Case]:
     for name, x in [*_values(draw), *few]:
         out = draw.number(7.0)  # written over, not raised
         yield Case(name, (x, out), (None,), left=((out, Result("amax", torch.float32, 0)),))
-
-
-CASES = {
-    "quantize": _quantize,
-    "bgrad_quantize": _quantize,
-    "dequantize": _dequantize,
-    "multi_tensor_quantize": _several,
-    "split_quantize": _several,
-    "fp8_transpose": _transpose,
-    "compute_amax": _amax,
-}

@@ -18,8 +18,8 @@ def _halved(lengths: tuple) -> tuple:
     return tuple(n // 2 for n in lengths)
 
 
-def _indices(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_get_partitioned_indices")
+def _indices(draw: Draw) -> Iterator[Case]:
     for size, chunks in product((1, 2, 4), ((1, 3, 2), (5,), (2, 0, 1))):
         lengths = tuple(2 * size * n for n in chunks)
         for rank in range(size):
@@ -33,8 +33,8 @@ def _tokens(draw: Draw, dtype: torch.dtype, tokens: int, pair: bool = False) -> 
     return draw.normal((*([2] * pair), tokens, _HEADS, _CHANNELS), dtype)
 
 
-def _half(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_read_half_tensor")
+def _half(draw: Draw) -> Iterator[Case]:
     for dtype, lengths, pair in product(draw.dtypes, _LENGTHS, (False, True)):
         x = _tokens(draw, dtype, sum(lengths), pair)
         for half in range(2):
@@ -56,8 +56,8 @@ def _lse(draw: Draw, lengths: tuple, packed: bool, fill: float, scale: float = 1
     return made
 
 
-def _read_lse(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_read_second_half_lse")
+def _read_lse(draw: Draw) -> Iterator[Case]:
     for lengths, packed in product(_LENGTHS, (False, True)):
         short = _halved(lengths)
         size = sum(short) if packed else max(short)
@@ -66,8 +66,8 @@ def _read_lse(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{list(lengths)}{' packed' * packed}", args, wanted)
 
 
-def _correct_lse(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_second_half_lse_correction")
+def _correct_lse(draw: Draw) -> Iterator[Case]:
     for lengths, packed, scale in product(_LENGTHS, (False, True), (1.0, 200.0)):
         lse = _lse(draw, lengths, packed, 9.0, scale)
         step = _lse(draw, _halved(lengths), packed, 7.0, scale)
@@ -82,8 +82,8 @@ def _correct_lse(op: str, draw: Draw) -> Iterator[Case]:
 # ---- corrections -------------------------------------------------------------------------------
 
 
-def _correct_out(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_out_correction")
+def _correct_out(draw: Draw) -> Iterator[Case]:
     flags = product((False, True), (False, True))
     for dtype, lengths, (alone, packed) in product(draw.dtypes, _LENGTHS, list(flags)):
         short = _halved(lengths) if alone else lengths
@@ -101,8 +101,8 @@ _WORDS = (
 )
 
 
-def _correct_grad(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("thd_grad_correction")
+def _correct_grad(draw: Draw) -> Iterator[Case]:
     for dtype, lengths, pair, words in product(draw.dtypes, _LENGTHS, (False, True), _WORDS):
         tokens = sum(lengths)
         grad = _tokens(draw, dtype, tokens, pair)
@@ -110,13 +110,3 @@ def _correct_grad(op: str, draw: Draw) -> Iterator[Case]:
         args = (grad, step, sums(draw, lengths), *words)
         name = f"{name_of(dtype)} {list(lengths)} {words[0]}, {words[1]}{' of two' * pair}"
         yield Case(name, args, (None,), left=((grad, Result("grad", dtype)),))
-
-
-CASES = {
-    "thd_get_partitioned_indices": _indices,
-    "thd_read_half_tensor": _half,
-    "thd_read_second_half_lse": _read_lse,
-    "thd_second_half_lse_correction": _correct_lse,
-    "thd_out_correction": _correct_out,
-    "thd_grad_correction": _correct_grad,
-}

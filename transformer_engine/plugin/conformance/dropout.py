@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +37,8 @@ def _pairs(kept: Tensor, p: float) -> Iterator[Wanted]:
         )
 
 
-def _forward(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("dropout_fwd")
+def _forward(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for shape in ((64, 96), (3, 5, 256), (16,)):
             x = draw.normal(shape, dtype)
@@ -64,6 +63,7 @@ def _certain(name: str, x: Tensor, p: float, exact: Tensor) -> Case:
     return Case(name, (x, p), lambda found: [near("the result", found[0], exact.double(), x.dtype)])
 
 
+@Case.of("dropout_bwd")
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     """By the mask of the forward, which its result for ones shows."""
     if draw.forward is None:
@@ -89,6 +89,3 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 name = f"{name_of(dtype)} {list(shape)} p={p}"
                 spared = () if into is None else (into,)
                 yield Case(name, (grad, mask, p, into), wanted, written=spared)
-
-
-CASES: dict[str, Any] = {"dropout_fwd": _forward, "dropout_bwd": _backward}

@@ -74,13 +74,10 @@ def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     return results + [same(f"{name} themselves", now.detach(), then) for name, now, then in names]
 
 
-def _class(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("get_flash_attention_class")
+def _class(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for setting in _SETTINGS:
             problem = Problem(draw, setting, dtype)
             wanted = functools.partial(_run, problem=problem, draw=draw)
             yield Case(f"{name_of(dtype)} {setting.name}", (), wanted)
-
-
-CASES = {"get_flash_attention_class": _class}

@@ -52,8 +52,8 @@ def _case(name: str, operands: tuple, dtype: torch.dtype, **options: Any) -> Cas
     return Case(name, args, (made, sums, before, None), written=(space,), left=tuple(left))
 
 
-def _gemm(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("generic_gemm")
+def _gemm(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         what = name_of(dtype)
         for m, n, k in _SIZES:
@@ -144,6 +144,3 @@ def _mixed(draw: Draw) -> Iterator[Case]:
         for gelu in (False, True):
             name = f"{name_of(one)} and {name_of(other)}{', gelu' * gelu}"
             yield _case(name, (A, True, B, False), torch.float32, gelu=gelu)
-
-
-CASES = {"generic_gemm": _gemm}

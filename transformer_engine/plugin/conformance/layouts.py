@@ -19,8 +19,8 @@ def _into(name: str, args: tuple, out: Tensor, by_name: bool = False) -> Case:
     return Case(name, args, wanted, more, left=((out, Result("out", depth=0)),), wide=False)
 
 
-def _swap(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("swap_first_dims")
+def _swap(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         what = name_of(dtype)
         given = [
@@ -34,9 +34,9 @@ def _swap(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{what} a new tensor", (x,), _MADE, {"out": None}, wide=False)
 
 
-def _prepare_forward(op: str, draw: Draw) -> Iterator[Case]:
+@Case.of("fa_prepare_fwd")
+def _prepare_forward(draw: Draw) -> Iterator[Case]:
     """It reads what lies beside its argument."""
-    del op
     for dtype in draw.dtypes:
         for s, b, heads, d in ((5, 2, 3, 8), (1, 1, 1, 16), (33, 3, 2, 64), (7, 2, 5, 5)):
             whole = draw.normal((s, b, heads, 3 * d), dtype)
@@ -44,8 +44,8 @@ def _prepare_forward(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(name, (whole[..., :d],), _MADE, wide=False)
 
 
-def _prepare_backward(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fa_prepare_bwd")
+def _prepare_backward(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for shape in ((2, 5, 3, 8), (1, 1, 1, 16), (3, 33, 2, 64), (2, 7, 5, 5)):
             parts = tuple(draw.normal(shape, dtype) for _ in range(3))
@@ -62,6 +62,7 @@ def sums(draw: Draw, lengths: tuple) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=draw.device)
 
 
+@Case.of("convert_thd_to_bshd", "convert_bshd_to_thd")
 def _packed(op: str, draw: Draw) -> Iterator[Case]:
     behind = 0, 2  # tokens of no sequence, and room behind the longest
     for dtype, lengths, more in product(draw.dtypes, _LENGTHS, behind):
@@ -77,6 +78,7 @@ def _packed(op: str, draw: Draw) -> Iterator[Case]:
 # ---- rows of groups ----------------------------------------------------------------------------
 
 
+@Case.of("fused_multi_row_padding", "fused_multi_row_unpadding")
 def _groups(op: str, draw: Draw) -> Iterator[Case]:
     lists = (([2, 0, 7], [4, 4, 8]), ([3], [3]), ([1, 17, 33], [16, 32, 48]), ([0, 0], [0, 16]))
     for dtype, (rows, room), columns in product(draw.dtypes, lists, (4, 37)):
@@ -90,11 +92,11 @@ def _groups(op: str, draw: Draw) -> Iterator[Case]:
 # ---- caches ------------------------------------------------------------------------------------
 
 
-def _cache(op: str, draw: Draw) -> Iterator[Case]:
+@Case.of("copy_to_kv_cache")
+def _cache(draw: Draw) -> Iterator[Case]:
     """Sequences of 2 and 5 tokens get some more; pages have 4 tokens, a cache without pages 8."""
     from transformer_engine.plugin.core.ops import NVTE_QKV_Format
 
-    del op
     every = product(draw.dtypes, ("bshd", "sbhd", "thd"), (False, True), ((3, 1), (0, 2), (1, 1)))
     for dtype, form, paged, new in every:
         rows, longest = [[4, 1], [0, 5]] if paged else [[1], [0]], max(new)
@@ -112,15 +114,3 @@ def _cache(op: str, draw: Draw) -> Iterator[Case]:
         left = tuple(zip(caches, results, strict=True))
         name = f"{name_of(dtype)} {form}{' in pages' * paged} {list(new)} more"
         yield Case(name, args, (None,), left=left, wide=False)
-
-
-CASES = {
-    "swap_first_dims": _swap,
-    "fa_prepare_fwd": _prepare_forward,
-    "fa_prepare_bwd": _prepare_backward,
-    "convert_thd_to_bshd": _packed,
-    "convert_bshd_to_thd": _packed,
-    "fused_multi_row_padding": _groups,
-    "fused_multi_row_unpadding": _groups,
-    "copy_to_kv_cache": _cache,
-}

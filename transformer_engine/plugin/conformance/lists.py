@@ -14,6 +14,7 @@ from transformer_engine.plugin.conformance.cases import Case, Draw, name_of, nea
 _SHAPES = ((5,), (3, 7), (40, 11), (2, 129))
 
 
+@Case.of("multi_tensor_scale", "multi_tensor_scale_tensor")
 def _scale(op: str, draw: Draw) -> Iterator[Case]:
     for dtype, wide, broken in product(draw.dtypes, (False, True), (False, True)):
         given = [draw.normal(shape, dtype) for shape in _SHAPES]
@@ -26,7 +27,6 @@ def _scale(op: str, draw: Draw) -> Iterator[Case]:
             found: Any, given: list = given, out: list = out, flag: Tensor = flag,
             broken: bool = broken,
         ) -> list:  # fmt: skip
-            del found
             raised = torch.tensor([int(broken)], dtype=torch.int32)
             pairs = enumerate(zip(given, out, strict=True))
             results = [near(f"out {i}", o, g.double() * 0.3, o.dtype) for i, (g, o) in pairs]
@@ -37,6 +37,7 @@ def _scale(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(name, (2048, flag, [given, out], factor), wanted, written=(flag, *out))
 
 
+@Case.of("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")
 def _norm(op: str, draw: Draw) -> Iterator[Case]:
     unscaled = op == "multi_tensor_unscale_l2norm"
     for dtype in draw.dtypes:
@@ -58,11 +59,3 @@ def _norm(op: str, draw: Draw) -> Iterator[Case]:
             more = (factor,) if unscaled else ()
             name = f"{name_of(dtype)}{' each' * each}"
             yield Case(name, (2048, draw.flag(), [given], *more, each), wanted)
-
-
-CASES = {
-    "multi_tensor_scale": _scale,
-    "multi_tensor_scale_tensor": _scale,
-    "multi_tensor_l2norm": _norm,
-    "multi_tensor_unscale_l2norm": _norm,
-}

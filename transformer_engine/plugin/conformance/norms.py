@@ -36,6 +36,7 @@ def _mixed(draw: Draw) -> Iterator[tuple[str, tuple[torch.dtype, torch.dtype, to
             yield name, (of_input, of_factors, of_output)
 
 
+@Case.of("layernorm_fwd", "rmsnorm_fwd")
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     centred = op == "layernorm_fwd"
 
@@ -89,6 +90,7 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             yield case(f"{what} far from 0", far, vectors(64, dtype), 1e-5, False, dtype)
 
 
+@Case.of("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add")
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     centred, adds = op == "layernorm_bwd", op == "rmsnorm_bwd_add"
     settings = [
@@ -110,12 +112,3 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
         wanted = [Result("dx", dtype, depth), Result("dgamma", of_factors, depth)]
         wanted += [Result("dbeta", of_factors, depth)] * centred
         yield Case(name, args, tuple(wanted))
-
-
-CASES = {
-    "layernorm_fwd": _forward,
-    "rmsnorm_fwd": _forward,
-    "layernorm_bwd": _backward,
-    "rmsnorm_bwd": _backward,
-    "rmsnorm_bwd_add": _backward,
-}

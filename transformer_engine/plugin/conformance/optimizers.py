@@ -113,6 +113,7 @@ def _of_adam(lists: list, numbers: _Step) -> Callable[[Any], list[Wanted]]:
     return wanted
 
 
+@Case.of("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
 def _adam_cases(op: str, draw: Draw) -> Iterator[Case]:
     capturable = "capturable" in op
     with_masters = (op.endswith("_master"),) if capturable else (False, True)
@@ -152,10 +153,10 @@ def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> Callable[[Any], l
     return wanted
 
 
-def _fp8(op: str, draw: Draw) -> Iterator[Case]:
+@Case.of("multi_tensor_adam_fp8")
+def _fp8(draw: Draw) -> Iterator[Case]:
     from transformer_engine.pytorch.constants import DType
 
-    del op
     formats = (DType.kFloat8E4M3, torch.float8_e4m3fn), (DType.kFloat8E5M2, torch.float8_e5m2)
     for dtype, numbers, (code, kind) in product(draw.dtypes, _STEPS, formats):
         lists, flag = _state(draw, dtype, True), draw.flag()
@@ -172,9 +173,9 @@ def _fp8(op: str, draw: Draw) -> Iterator[Case]:
         yield from _both(Case(name, args, wanted, written=written), flag)
 
 
-def _remainders(op: str, draw: Draw) -> Iterator[Case]:
+@Case.of("multi_tensor_adam_param_remainder")
+def _remainders(draw: Draw) -> Iterator[Case]:
     """Parameters are the high halves of fp32 ones, and one more where the low one is negative."""
-    del op
     for dtype, numbers in product(draw.dtypes, _STEPS):
         grads, _, means, squares = _state(draw, dtype, False)
         whole, flag = _drawn(draw, torch.float32), draw.flag()
@@ -192,7 +193,6 @@ def _remainders(op: str, draw: Draw) -> Iterator[Case]:
             found: Any, params: list = params, rests: list = rests, means: list = means,
             squares: list = squares, exact: list = exact,
         ) -> list:  # fmt: skip
-            del found
             now = []
             for param, rest in zip(params, rests, strict=True):
                 high = param.view(torch.int16).int() - (rest < 0).int()
@@ -239,8 +239,8 @@ class _Descent(NamedTuple):
         return param - self.lr * update, state
 
 
-def _sgd(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("multi_tensor_sgd")
+def _sgd(draw: Draw) -> Iterator[Case]:
     flags = (False, True)
     options = product(draw.dtypes, flags, (0.0, 0.9), (0.0, 0.1), flags, flags, flags)
     for dtype, narrow, momentum, decay, nesterov, first, after in options:
@@ -257,7 +257,6 @@ def _sgd(op: str, draw: Draw) -> Iterator[Case]:
             found: Any, params: list = params, states: list = states, exact: list = exact,
             rounded: list | None = rounded if narrow else None,
         ) -> list:  # fmt: skip
-            del found
             results = _joined(("parameters", "momenta"), (params, states), exact)
             for one, param in zip(rounded or (), params, strict=bool(rounded)):
                 results.append(same("rounded parameters", one, param.to(one.dtype)))
@@ -268,13 +267,3 @@ def _sgd(op: str, draw: Draw) -> Iterator[Case]:
         written = (*params, *rounded, *(states if momentum else ()))
         name = f"{name_of(dtype)}{' rounded' * narrow} {numbers}"
         yield from _both(Case(name, (_CHUNK, flag, lists, *numbers), wanted, written=written), flag)
-
-
-CASES = {
-    "multi_tensor_adam": _adam_cases,
-    "multi_tensor_adam_capturable": _adam_cases,
-    "multi_tensor_adam_capturable_master": _adam_cases,
-    "multi_tensor_adam_fp8": _fp8,
-    "multi_tensor_adam_param_remainder": _remainders,
-    "multi_tensor_sgd": _sgd,
-}

@@ -33,6 +33,7 @@ def _starts(draw: Draw) -> Tensor:
     return torch.tensor([3, 11], dtype=torch.int32, device=draw.device)
 
 
+@Case.of("fused_rope_forward", "fused_rope_backward")
 def _rope(op: str, draw: Draw) -> Iterator[Case]:
     backward = op == "fused_rope_backward"
     ranks = (_DIM, (1, 0)), (12, (1, 0)), (12, (2, 1))
@@ -67,6 +68,7 @@ _SIZES = ((32, 16, 24), (16, 16, 16), (48, 8, 8))
 """Channels of a group of queries, of its key and of its value, in a projection."""
 
 
+@Case.of("fused_qkv_rope_forward", "fused_qkv_rope_backward")
 def _projection(op: str, draw: Draw) -> Iterator[Case]:
     """Queries, keys and values of a projection, and its gradient."""
     backward = op == "fused_qkv_rope_backward"
@@ -91,11 +93,3 @@ def _projection(op: str, draw: Draw) -> Iterator[Case]:
         if size == 1:
             args = (x, *angles, _starts(draw), *rest)
             yield Case(f"{name} from positions{ending}", args, wanted)
-
-
-CASES = {
-    "fused_rope_forward": _rope,
-    "fused_rope_backward": _rope,
-    "fused_qkv_rope_forward": _projection,
-    "fused_qkv_rope_backward": _projection,
-}

@@ -22,8 +22,8 @@ def _codes() -> tuple:
 # ---- delayed scaling ---------------------------------------------------------------------------
 
 
-def _update(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fused_amax_and_scale_update_after_reduction")
+def _update(draw: Draw) -> Iterator[Case]:
     options = product(("max", "most_recent"), (False, True), (0, 2), _codes(), (4, 1))
     for algo, reduced, margin, (code, kind), rows in options:
         sizes = (3, 4, 1)
@@ -43,8 +43,8 @@ def _update(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{algo}{how}", args, (None,), left=tuple(left))
 
 
-def _scales(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("multi_tensor_compute_scale_and_scale_inv")
+def _scales(draw: Draw) -> Iterator[Case]:
     special = (1.5, 0.0, 1e-12, math.inf, math.nan, 448.0, 1e-38, 3e38)
     amaxes = [*special, *draw.normal((9,), torch.float32).abs().tolist()]
     for largest, power, epsilon in product((448.0, 57344.0), (False, True), (0.0, 1e-10, 2.0)):
@@ -61,7 +61,6 @@ def _scales(op: str, draw: Draw) -> Iterator[Case]:
             exact.append(2.0 ** math.floor(math.log2(scale)) if power else scale)
 
         def wanted(found: Any, made: list = made, exact: list = exact, flat: bool = power) -> list:
-            del found
             results = []
             for i, (one, inverse) in enumerate(zip(*made, strict=True)):
                 scale = torch.full((1,), exact[i], dtype=torch.float64)
@@ -96,17 +95,17 @@ def _parts(draw: Draw) -> Iterator[tuple]:
             yield name, weight[first:end], (h, w), (-(-h // side), -(-w // side)), first, side
 
 
-def _partial_amax(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("fp8_block_scaling_compute_partial_amax")
+def _partial_amax(draw: Draw) -> Iterator[Case]:
     for name, part, sizes, shape, first, side in _parts(draw):
         amax = torch.full(shape, -1.0, dtype=torch.float32, device=draw.device)
         left = ((amax, Result("amax", depth=0)),)
         yield Case(name, (part, amax, *sizes, first, side), (None,), left=left, wide=False)
 
 
-def _partial_cast(op: str, draw: Draw) -> Iterator[Case]:
+@Case.of("fp8_block_scaling_partial_cast")
+def _partial_cast(draw: Draw) -> Iterator[Case]:
     """The codes of a slice lie among those of others."""
-    del op
     for (name, part, sizes, shape, first, side), (code, kind) in product(_parts(draw), _codes()):
         scale = (draw.uniform(shape) * torch.finfo(kind).max).float()  # some numbers saturate
         whole = torch.full((math.prod(sizes),), 0x55, dtype=torch.uint8, device=draw.device)
@@ -116,8 +115,8 @@ def _partial_cast(op: str, draw: Draw) -> Iterator[Case]:
         yield Case(f"{name} {name_of(kind)}", args, (None,), left=left, wide=False)
 
 
-def _exponents(op: str, draw: Draw) -> Iterator[Case]:
-    del op
+@Case.of("multi_tensor_compute_scale_inv_e8m0")
+def _exponents(draw: Draw) -> Iterator[Case]:
     special = (0.0, math.inf, math.nan, 448.0, 450.0, 2.0**-20, 896.0)
     for dtype in draw.dtypes:
         drawn = draw.normal((9,), torch.float32).abs()
@@ -126,7 +125,6 @@ def _exponents(op: str, draw: Draw) -> Iterator[Case]:
         exact = [[_exponent(value) for value in amaxes.double().tolist()] for amaxes in given]
 
         def wanted(found: Any, made: list = made, exact: list = exact) -> list:
-            del found
             pairs = enumerate(zip(made, exact, strict=True))
             return [same(f"out {i}", o, torch.tensor(e, dtype=o.dtype)) for i, (o, e) in pairs]
 
@@ -139,12 +137,3 @@ def _exponent(amax: float) -> int:
         return 255 if math.isnan(amax) else 254
     mantissa, exponent = math.frexp(amax / 448.0)
     return 0 if amax == 0.0 else exponent - (mantissa == 0.5) + 127
-
-
-CASES = {
-    "multi_tensor_compute_scale_inv_e8m0": _exponents,
-    "fused_amax_and_scale_update_after_reduction": _update,
-    "multi_tensor_compute_scale_and_scale_inv": _scales,
-    "fp8_block_scaling_compute_partial_amax": _partial_amax,
-    "fp8_block_scaling_partial_cast": _partial_cast,
-}

@@ -25,6 +25,7 @@ def _mask(shape: tuple, draw: Draw) -> Tensor:
     return mask.to(torch.uint8)
 
 
+@Case.of(*(f"{kind}_softmax_forward" for kind in _KINDS))
 def _forward(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_forward")
     for dtype in draw.dtypes:
@@ -37,6 +38,7 @@ def _forward(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(f"{name_of(dtype)} {name}", (x, *mask, scale), wanted)
 
 
+@Case.of(*(f"{kind}_softmax_backward" for kind in _KINDS))
 def _backward(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_backward")
     for dtype in draw.dtypes:
@@ -51,7 +53,3 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
             terms = _SCALE * out.double() * grad.double()  # where there is one key they cancel
             wanted = (Result("the gradient", dtype, shape[-1], terms=terms),)
             yield Case(f"{name_of(dtype)} {list(shape)}", (grad, out, _SCALE), wanted)
-
-
-CASES = {f"{kind}_softmax_forward": _forward for kind in _KINDS}
-CASES |= {f"{kind}_softmax_backward": _backward for kind in _KINDS}

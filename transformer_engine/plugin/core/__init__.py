@@ -8,7 +8,6 @@ from transformer_engine.plugin.core.logger_manager import LoggerManager
 from transformer_engine.plugin.core.manager import *  # noqa: F403
 from transformer_engine.plugin.core.policy import *  # noqa: F403
 from transformer_engine.plugin.core.registry import *  # noqa: F403
-from transformer_engine.plugin.core.resets import *  # noqa: F403 - after those of the manager
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"

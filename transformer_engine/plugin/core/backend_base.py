@@ -7,8 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from transformer_engine.plugin.builtin import OPERATORS
-from transformer_engine.plugin.core.manager import OpManager, get_default_manager
-from transformer_engine.plugin.core.resets import reset_default_manager
+from transformer_engine.plugin.core.manager import OpManager, get_manager, reset_registry
 
 __all__ = ["TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"]
 
@@ -48,7 +47,7 @@ class TEFLModule:
     """
 
     def __init__(self, manager: OpManager | None = None) -> None:
-        found = get_default_manager() if manager is None else manager
+        found = get_manager() if manager is None else manager
         self.__dict__.update(vars(get_tefl_module()), __name__=type(self).__name__)
         self.__dict__.update({name: found.operator(name) for name in OPERATORS})
         self._manager = found
@@ -66,7 +65,7 @@ def get_tefl_module() -> ModuleType:
     return importlib.import_module("transformer_engine_torch")
 
 
-reset_tefl_module = reset_default_manager
+reset_tefl_module = reset_registry
 
 
 def __getattr__(name: str) -> Any:

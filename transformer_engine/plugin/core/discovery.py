@@ -7,7 +7,7 @@ A plug-in is a Python module or function, or a shared object (transformer_engine
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformer_engine import _core
@@ -34,12 +34,9 @@ PLUGIN_GROUP = "te_fl.plugin"
 """Group of entry points: a module or a function that registers, or the path of a shared object."""
 PLUGIN_MODULES_ENV = config.TE_FL_PLUGIN_MODULES.name
 
-_KINDS = {
-    "vendor": BackendImplKind.VENDOR,
-    "default": BackendImplKind.DEFAULT,
-    "reference": BackendImplKind.REFERENCE,
-}
-
+_Plugin = tuple[str, str, str, Callable[[], Any]]
+"""Name, source, what it is and loader: two packages may use one name."""
+_Known = dict[tuple[str, str, str], Any]
 _found: list[tuple[str, str, bool]] = []
 
 
@@ -54,37 +51,33 @@ def discover_plugin(registry: OpRegistry) -> int:
 discover_op_plugin = discover_plugin
 
 
-def discover_others(registry: OpRegistry, known: dict[tuple[str, str, str], Any]) -> int:
+def discover_others(registry: OpRegistry, known: _Known) -> int:
     """`discover_plugin`, of those that are not in `known`; they are added there.
 
     Where that is interrupted, it goes on with the same `known`. One that is found by an entry point
     and by its name registers once.
     """
-    found = (*_entry_points(), *_env_modules())
-    return sum(_load(*plugin, registry, known) for plugin in found)
+    return _load_all((*_entry_points(), *_env_modules()), registry, known)
 
 
 def discover_from_entry_points(registry: OpRegistry) -> int:
     """`discover_plugin`, of installed packages."""
-    known: dict[tuple[str, str, str], Any] = {}
-    return sum(_load(*plugin, registry, known) for plugin in _entry_points())
+    return _load_all(_entry_points(), registry, {})
 
 
 def discover_from_env_modules(registry: OpRegistry) -> int:
     """`discover_plugin`, of the modules and shared objects that ``TE_FL_PLUGIN_MODULES`` names."""
-    known: dict[tuple[str, str, str], Any] = {}
-    return sum(_load(*plugin, registry, known) for plugin in _env_modules())
+    return _load_all(_env_modules(), registry, {})
 
 
-def _entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
-    """Name, source, what it is and loader of each: two packages may use one name."""
+def _entry_points() -> Iterator[_Plugin]:
     from importlib.metadata import entry_points
 
     for point in entry_points(group=PLUGIN_GROUP):
         yield point.name, "entry_point", point.value, point.load
 
 
-def _env_modules() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
+def _env_modules() -> Iterator[_Plugin]:
     for name in config.TE_FL_PLUGIN_MODULES.get():
         yield name, "env_module", name, lambda name=name: _named(name)
     if name := config.TE_PLUGIN.get():
@@ -116,17 +109,8 @@ def register_library(registry: OpRegistry, path: "str | os.PathLike[str]") -> No
         op, name = f"te_{slot.op}", f"{slot.kind}.{slot.backend}"
         known = registry.get_implementation(op, name)
         if known is None or known.fn is not slot:
-            made.append(
-                OpImpl(
-                    op,
-                    name,
-                    _KINDS[slot.kind],
-                    slot,
-                    vendor=slot.vendor,
-                    priority=slot.priority,
-                    supports=slot.supports,
-                )  # fmt: skip
-            )
+            kind, given = BackendImplKind[slot.kind.upper()], (slot.vendor, slot.priority)
+            made.append(OpImpl(op, name, kind, slot, *given, supports=slot.supports))
     for op in sorted({impl.op_name for impl in made}):
         if registry.get_implementation(op, "default.native") is None:
             native = getattr(_core, op.removeprefix("te_"))
@@ -164,17 +148,16 @@ def _named(name: str) -> Any:
     return name if is_path else importlib.import_module(name)
 
 
+def _load_all(found: Iterable[_Plugin], registry: OpRegistry, known: _Known) -> int:
+    return sum(
+        _load(*key, load, registry, known) for *key, load in found if tuple(key) not in known
+    )
+
+
 def _load(
-    name: str,
-    source: str,
-    value: str,
-    load: Callable[[], Any],
-    registry: OpRegistry,
-    known: dict[tuple[str, str, str], Any],
+    name: str, source: str, value: str, load: Callable, registry: OpRegistry, known: _Known
 ) -> bool:
-    """Load a plug-in that is not `known`, and let it register: it has its function there then."""
-    if (name, source, value) in known:
-        return False
+    """Load a plug-in, and let it register: `known` has its function then."""
     done, register = False, None
     try:
         with registry.undone_if_it_fails():

@@ -7,8 +7,6 @@ from transformer_engine.plugin.core.policy import SelectionPolicy
 from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import OpImpl
 
-__all__ = ["Candidate", "Explanation"]
-
 
 class Candidate(NamedTuple):
     """An implementation as a policy sees it."""

@@ -6,8 +6,6 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["RAISED_BY", "NobodyError", "described", "nearest"]
-
 RAISED_BY = "raised by "
 """How a note about an implementation begins."""
 _LONGEST = 60

@@ -10,8 +10,6 @@ import os
 import weakref
 from _thread import RLock
 
-__all__ = ["ForkSafeLock"]
-
 
 class ForkSafeLock(RLock):
     """A reentrant lock, as a context manager.

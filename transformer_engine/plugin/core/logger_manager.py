@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_engine.common.config import TE_FL_LOG_LEVEL
 
-__all__ = ["Logger", "LoggerManager", "get_logger", "log_use", "print_once"]
-
 if TYPE_CHECKING:
     from logging import Logger
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from operator import is_not, itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
@@ -39,39 +39,27 @@ _KEPT_GONE = 32
 """Implementations of that many which were unregistered are kept before they are looked through."""
 
 
-class _Row:
+class _Row(NamedTuple):
     """The implementations of an operator in the order of their priorities.
 
     Operators of equal `shape` are ranked alike by every policy that does not name them. An operator
     of which an implementation has to be asked whether it is available has none.
     """
 
-    __slots__ = ("impls", "natives", "op", "ordered", "shape")
-
-    def __init__(self, op: str, impls: tuple[OpImpl, ...], manager: "OpManager") -> None:
-        self.op = op
-        self.impls = impls  # as the registry has them
-        self.ordered = _by_priority(impls)
-        self.natives = tuple(map(manager._native, self.ordered))
-        self.shape: object = None
-        if not any(impl.has_availability() for impl in impls):
-            shape = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
-            self.shape = manager._shapes.setdefault(shape, object())  # which is compared faster
+    op: str
+    ordered: list[OpImpl]
+    natives: tuple[_core.Implementation, ...]
+    shape: object
 
 
-class _Table:
+class _Table(NamedTuple):
     """Candidates of every operator under a policy, and what they were chosen from."""
 
-    __slots__ = ("entries", "epoch", "generation", "picks", "rows")
-
-    def __init__(
-        self, entries: tuple, rows: tuple[_Row, ...], picks: dict, generation: int, epoch: int
-    ) -> None:
-        self.entries = entries  # by place: tuples of `_core.Implementation`; what modules run
-        self.rows = rows
-        self.picks = picks  # by shape: what takes the entry out of a row
-        self.generation = generation  # of the manager when that was read
-        self.epoch = epoch
+    entries: tuple  # by place: tuples of `_core.Implementation`; what modules run
+    rows: tuple[_Row, ...]
+    picks: dict  # by shape: what takes the entry out of a row
+    generation: int  # of the manager when that was read
+    epoch: int
 
 
 class OpManager:
@@ -203,8 +191,7 @@ class OpManager:
         with self._lock:
             counted = dict(self._past)
             for impl in tuple(self._implementations):
-                name = f"{impl.op_name}/{impl.impl_id}"
-                counted[name] = counted.get(name, 0) + self._calls(impl)
+                self._count(impl, counted)
         return {name: calls for name, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
@@ -242,8 +229,7 @@ class OpManager:
             native = self._implementations[impl]
             nobody_else = sys.getrefcount(native) == 3  # the dict, this name, and the argument
             if nobody_else and impl not in registered.get(impl.op_name, ()):
-                name = f"{impl.op_name}/{impl.impl_id}"
-                self._past[name] = self._past.get(name, 0) + self._calls(impl)
+                self._count(impl, self._past)
                 del self._implementations[impl]
                 self._earlier.pop(impl, None)
         self._looked_through = len(self._implementations)
@@ -276,21 +262,12 @@ class OpManager:
         if known is not None and known.epoch != epoch:
             known = None  # those that say whether they are available are asked again
         entries = [] if known is None else list(known.entries[: len(rows)])
-        changed = _changed_places(rows, () if known is None else known.rows)
-        for place in changed if entries else ():
-            entries[place : place + 1] = [self._entry(rows[place], policy, picks)]
-        if not entries:
-            pick_of = picks.get
-            entries = [
-                pick(row.natives)
-                if (pick := pick_of(row.shape)) is not None
-                else self._entry(row, policy, picks)
-                for row in rows
-            ]
-            for op, _ in policy.per_op_order:
-                place = self._places.get(op, len(rows))
-                if place < len(rows):
-                    entries[place] = self._entry(rows[place], policy, picks)
+        named = dict(policy.per_op_order)
+        for place in _changed_places(rows, () if known is None else known.rows):
+            row = rows[place]
+            pick = None if row.op in named else picks.get(row.shape)
+            made = self._entry(row, policy, picks) if pick is None else pick(row.natives)
+            entries[place : place + 1] = [made]
         entries = tuple(entries)
         if self._obeyed:
             entries = (self._of_modules(rows, entries, policy), *entries[1:])
@@ -313,10 +290,17 @@ class OpManager:
         found = tuple(map(impls.get, places, itertools.repeat(())))
         rows = list(known)
         for place in _changed_places(found, former):
-            rows[place : place + 1] = [_Row(places[place], found[place], self)]
+            rows[place : place + 1] = [self._row(places[place], found[place])]
         made = tuple(rows[: len(found)])
         self._made_rows = impls, found, made
         return made
+
+    def _row(self, op: str, impls: tuple[OpImpl, ...]) -> _Row:
+        ordered, shape = _by_priority(impls), None
+        if not any(impl.has_availability() for impl in impls):
+            kinds = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in ordered])
+            shape = self._shapes.setdefault(kinds, object())  # which is compared faster
+        return _Row(op, ordered, tuple(map(self._native, ordered)), shape)
 
     def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
         """The implementations of an operator that a policy has asked."""
@@ -380,6 +364,10 @@ class OpManager:
                 self._earlier.setdefault(impl, impl.fn.calls)
         return found
 
+    def _count(self, impl: OpImpl, counted: dict[str, int]) -> None:
+        name = f"{impl.op_name}/{impl.impl_id}"
+        counted[name] = counted.get(name, 0) + self._calls(impl)
+
     def _calls(self, impl: OpImpl) -> int:
         """How often it was called; a slot counts its runs itself, for whoever has it."""
         native = self._native(impl)
@@ -404,11 +392,8 @@ class OpManager:
             raise NotImplementedError(
                 f"{op_name}: the call is none that {names} takes{because}{strict}\n{explanation}"
             )
-        known = (
-            ""
-            if explanation.candidates
-            else nearest(op_name, self._registry.snapshot().impls_by_op)
-        )
+        ops = () if explanation.candidates else self._registry.snapshot().impls_by_op
+        known = nearest(op_name, ops)
         raise NobodyError(f"{op_name}: no implementation can be called{known}\n{explanation}")
 
     def _function(self, op_name: str) -> Callable[..., Any]:
@@ -512,15 +497,22 @@ def obey_default_manager() -> None:
     manager.ensure_initialized()
 
 
+BINDERS: list[Callable[[], None]] = []
+"""What takes the operators of the manager anew: that of ``transformer_engine_torch``."""
+
+
 def reset_default_manager() -> None:
     """Let the next use make another manager, with a registry of its own; plug-ins register anew.
 
-    What holds operators of the former one goes on with that.
+    The attributes of ``transformer_engine_torch`` are its operators from then on. Who holds
+    operators of the former one goes on with that.
     """
     global _default
     with _making:
         _default = None
     _core.obey(None)  # modules, too: their next run looks for plug-ins anew
+    for bind in BINDERS:
+        bind()
 
 
 reset_registry = reset_default_manager

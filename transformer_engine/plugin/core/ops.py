@@ -14,100 +14,80 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.constants import DType, FP8BwdTensors, FP8FwdTensors
+from transformer_engine.pytorch.constants import DType, FP8BwdTensors, FP8FwdTensors  # noqa: F401
 
 _ELSEWHERE = {
     **dict.fromkeys(
         ("TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"),
         "transformer_engine.plugin.core.backend_base",
     ),
-    **dict.fromkeys(("get_manager", "get_registry"), "transformer_engine.plugin.core.manager"),
-    "reset_registry": "transformer_engine.plugin.core.resets",
+    **dict.fromkeys(
+        ("get_manager", "get_registry", "reset_registry"), "transformer_engine.plugin.core.manager"
+    ),
 }
 __getattr__, __dir__ = absent.attach(globals(), lazy=_ELSEWHERE)
 
-__all__ = [
-    "CommGemmOverlapRole",
-    "CommOverlapAlgo",
-    "CommOverlapType",
-    "DType",
-    "FP8BwdTensors",
-    "FP8FwdTensors",
-    "FP8TensorMeta",
+_ENUMERATIONS = {
+    "Float8BlockScaleTensorFormat": ("How scales of tiles lie.", "GEMM_READY COMPACT"),
+    "NVTE_Activation_Type": (
+        "Activations.",
+        "GELU GEGLU SILU SWIGLU RELU REGLU QGELU QGEGLU SRELU SREGLU CLAMPED_SWIGLU",
+    ),
+    "NVTE_Bias_Type": (
+        "What is added to attention scores.",
+        "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI",
+    ),
+    "NVTE_Mask_Type": (
+        "Which keys a query attends.",
+        "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK "
+        "NVTE_CAUSAL_BOTTOM_RIGHT_MASK NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    ),
+    "NVTE_Softmax_Type": (
+        "What joins the sum that exponentiated scores are divided by.",
+        "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX",
+    ),
+    "NVTE_Fused_Attn_Backend": (
+        "Kinds of fused attention.",
+        "NVTE_No_Backend NVTE_F16_max512_seqlen NVTE_F16_arbitrary_seqlen NVTE_FP8",
+    ),
+    "NVTE_QKV_Format": (
+        "Order of the dims of queries, and of keys and values where they differ.",
+        "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD "
+        "NVTE_THD_2SBHD",
+    ),
+    "NVTE_QKV_Layout": (
+        "Order of the dims of queries, keys and values, and which of them share a tensor.",
+        "NVTE_SB3HD NVTE_SBH3D NVTE_SBHD_SB2HD NVTE_SBHD_SBH2D NVTE_SBHD_SBHD_SBHD "
+        "NVTE_BS3HD NVTE_BSH3D NVTE_BSHD_BS2HD NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD "
+        "NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D NVTE_THD_THD_THD "
+        "NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD "
+        "NVTE_Paged_KV_BSHD_BSHD_BSHD NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD "
+        "NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD",
+    ),
+    "CommOverlapType": ("Collectives that overlap with GEMMs.", "RS AG"),
+    "CommOverlapAlgo": (
+        "How they overlap.",
+        "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS "
+        "SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P "
+        "EXTERNAL_BULK_OVERLAP_AG",
+    ),
+    "CommGemmOverlapRole": ("What a tensor is to a GEMM.", "INPUT OUTPUT"),
+}
+"""Name of each: what it is, and its members; the first is 0, of the backends -1."""
+
+for _name, (_what, _members) in _ENUMERATIONS.items():
+    _first = -1 if _name == "NVTE_Fused_Attn_Backend" else 0
+    globals()[_name] = IntEnum(_name, _members.split(), start=_first, module=__name__)
+    globals()[_name].__doc__ = _what
+
+NAMES = ("DType", "FP8BwdTensors", "FP8FwdTensors", "FP8TensorMeta", *_ENUMERATIONS)
+"""What `transformer_engine_torch` has, too."""
+__all__ = [  # noqa: PLE0604 - texts, all of them
+    *NAMES,
     "FlashAttentionBase",
-    "Float8BlockScaleTensorFormat",
-    "NVTE_Activation_Type",
-    "NVTE_Bias_Type",
-    "NVTE_Fused_Attn_Backend",
-    "NVTE_Mask_Type",
-    "NVTE_QKV_Format",
-    "NVTE_QKV_Layout",
-    "NVTE_Softmax_Type",
     *_ELSEWHERE,
     *absent.names_of(__name__),
 ]
-
-
-def _enum(name: str, doc: str, members: str, start: int = 0) -> type[IntEnum]:
-    made = IntEnum(name, members.split(), start=start, module=__name__)
-    made.__doc__ = doc
-    return made
-
-
-Float8BlockScaleTensorFormat = _enum(
-    "Float8BlockScaleTensorFormat", "How scales of tiles lie.", "GEMM_READY COMPACT"
-)
-NVTE_Activation_Type = _enum(
-    "NVTE_Activation_Type",
-    "Activations.",
-    "GELU GEGLU SILU SWIGLU RELU REGLU QGELU QGEGLU SRELU SREGLU CLAMPED_SWIGLU",
-)
-NVTE_Bias_Type = _enum(
-    "NVTE_Bias_Type",
-    "What is added to attention scores.",
-    "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI",
-)
-NVTE_Mask_Type = _enum(
-    "NVTE_Mask_Type",
-    "Which keys a query attends.",
-    "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK "
-    "NVTE_CAUSAL_BOTTOM_RIGHT_MASK NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
-)
-NVTE_Softmax_Type = _enum(
-    "NVTE_Softmax_Type",
-    "What joins the sum that exponentiated scores are divided by.",
-    "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX",
-)
-NVTE_Fused_Attn_Backend = _enum(
-    "NVTE_Fused_Attn_Backend",
-    "Kinds of fused attention.",
-    "NVTE_No_Backend NVTE_F16_max512_seqlen NVTE_F16_arbitrary_seqlen NVTE_FP8",
-    -1,
-)
-NVTE_QKV_Format = _enum(
-    "NVTE_QKV_Format",
-    "Order of the dims of queries, and of keys and values where they differ.",
-    "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD NVTE_THD_2SBHD",
-)
-NVTE_QKV_Layout = _enum(
-    "NVTE_QKV_Layout",
-    "Order of the dims of queries, keys and values, and which of them share a tensor.",
-    "NVTE_SB3HD NVTE_SBH3D NVTE_SBHD_SB2HD NVTE_SBHD_SBH2D NVTE_SBHD_SBHD_SBHD "
-    "NVTE_BS3HD NVTE_BSH3D NVTE_BSHD_BS2HD NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD "
-    "NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D NVTE_THD_THD_THD "
-    "NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD "
-    "NVTE_Paged_KV_BSHD_BSHD_BSHD NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD "
-    "NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD",
-)
-CommOverlapType = _enum("CommOverlapType", "Collectives that overlap with GEMMs.", "RS AG")
-CommOverlapAlgo = _enum(
-    "CommOverlapAlgo",
-    "How they overlap.",
-    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS "
-    "SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P "
-    "EXTERNAL_BULK_OVERLAP_AG",
-)
-CommGemmOverlapRole = _enum("CommGemmOverlapRole", "What a tensor is to a GEMM.", "INPUT OUTPUT")
 
 
 def qkv_format_name(op: str, value: Any) -> str:
@@ -116,7 +96,7 @@ def qkv_format_name(op: str, value: Any) -> str:
     ValueError for another one.
     """
     try:
-        name = value if isinstance(value, str) else NVTE_QKV_Format(value).name
+        name = value if isinstance(value, str) else globals()["NVTE_QKV_Format"](value).name
     except ValueError:
         name = ""
     found = name.lower().removeprefix("nvte_")

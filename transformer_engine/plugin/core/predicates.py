@@ -9,9 +9,6 @@ from typing import Any
 from transformer_engine import _core
 from transformer_engine.plugin.core.types import OpImpl, architecture
 
-__all__ = ["predicate_of"]
-
-
 _made: "weakref.WeakKeyDictionary[OpImpl, _core.Predicate]" = weakref.WeakKeyDictionary()
 
 

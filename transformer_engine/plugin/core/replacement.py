@@ -19,8 +19,6 @@ from transformer_engine.plugin.builtin import OPERATORS, register_builtins
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
-__all__ = ["PRIORITY", "load", "register"]
-
 PRIORITY = 1000
 """Of the other module's operators; those of this library have 150."""
 _MODULE, _NATIVE = "transformer_engine_torch", "transformer_engine_torch_nv"

@@ -8,16 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-__all__ = [
-    "TOKENS",
-    "BackendImplKind",
-    "OpImpl",
-    "architecture",
-    "check_token",
-    "match_token",
-    "names_of",
-]
-
 
 class BackendImplKind(StrEnum):
     """Who made an implementation; ``str(kind)`` is its value."""

@@ -15,26 +15,14 @@ it is and are asked before all adapters.
 Importing this package imports no torch; adapters are imported when one is needed.
 """
 
-import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.selections import CLASSES
-
-__all__ = [
-    "ATTENTION_CLASS",
-    "MAPPED",
-    "NATIVE",
-    "OPERATORS",
-    "PLACED",
-    "UNEXPRESSED",
-    "Mapped",
-    "overrides",
-    "overriding",
-    "selection",
-]
+from transformer_engine.plugin import builtin
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -48,22 +36,9 @@ class Mapped(NamedTuple):
     adapter: str  # module of this package, and its function of choices and fields of a call
 
 
-_UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
-_ACTIVATIONS = (
-    *_UNGATED,
-    *("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"),
-)
-_GRADIENTS = (
-    *(f"d{name}" for name in _ACTIVATIONS[:-1]),
-    "clamped_dswiglu",
-    *(f"dbias_d{name}" for name in _UNGATED),
-)
 _CASTS = ("quantize", "bgrad_quantize")
 _OF_VALUES = (*_CASTS, "compute_amax")  # what becomes of values that another operator computes
-_SOFTMAX = tuple(
-    f"scaled_{kind}softmax"
-    for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
-)
+_SOFTMAX = builtin.NATIVE["softmax"].split()  # each forward, and its backward
 _UPDATE = "fused_amax_and_scale_update_after_reduction"
 
 MAPPED: tuple[Mapped, ...] = (
@@ -72,18 +47,18 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
     Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "norm:forward"),
     Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
-    Mapped("activation", (*_ACTIVATIONS, *_OF_VALUES), "activation:forward"),
-    Mapped("activation_backward", (*_GRADIENTS, *_OF_VALUES), "activation:backward"),
+    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "activation:forward"),
+    Mapped(
+        "activation_backward",
+        (*itertools.chain(*builtin.ACTIVATIONS.values()), *_OF_VALUES),
+        "activation:backward",
+    ),
     Mapped("softcap", _OF_VALUES, "activation:softcap"),
     Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
     Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
-    Mapped("softmax", tuple(f"{name}_forward" for name in _SOFTMAX), "softmax:forward"),
-    Mapped("softmax_backward", tuple(f"{name}_backward" for name in _SOFTMAX), "softmax:backward"),
-    Mapped(
-        "rope",
-        tuple(f"fused_{of}rope_{way}" for of in ("qkv_", "") for way in ("forward", "backward")),
-        "rope:rope",
-    ),
+    Mapped("softmax", tuple(_SOFTMAX[::2]), "softmax:forward"),
+    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "softmax:backward"),
+    Mapped("rope", tuple(builtin.NATIVE["rope"].split()), "rope:rope"),
     Mapped("cache_append", ("copy_to_kv_cache",), "state:cache_append"),
     Mapped("transpose", ("fp8_transpose",), "state:transpose"),
     Mapped("amax", ("compute_amax",), "state:amax"),
@@ -112,12 +87,7 @@ OPERATORS: frozenset[str] = frozenset(
 
 def overrides(implementations: Iterable[Any]) -> tuple:
     """Those of an operator's implementations that are asked before this library's own."""
-    found = []
-    for one in implementations:
-        if one.impl_id == NATIVE:
-            break
-        found.append(one)
-    return tuple(found)
+    return tuple(itertools.takewhile(lambda one: one.impl_id != NATIVE, implementations))
 
 
 _LIBRARY = {f"te_{op}": op for op in _core.op_names()}
@@ -129,31 +99,29 @@ UNEXPRESSED = "the operator's arguments do not express it"
 """Why an implementation of an operator is not asked."""
 
 
-def _slots_of_libraries(implementations: Iterable[Any]) -> tuple:
-    """Those of an operator of the C library that are slots of shared objects, likewise."""
-    asked = overrides(implementations)
-    return tuple(one for one in asked if isinstance(one.function, _core.NativeSlot))
+def _end(
+    op: str, name: str, overriding: Mapping[str, tuple], refuse: Callable, only: str = ""
+) -> tuple:
+    """A slot that raises for each call of an operator of the C library that comes to it.
 
+    `only`: for those alone in which a field is not 0, which no operator expresses.
+    """
+    asked = overriding.get(name, ())
 
-def _refuse(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
-    """Raise for a call that none of `asked` takes."""
-    return refuse(name, asked)
+    def run(fields: Mapping[str, Any]) -> Any:
+        if not only:
+            return refuse(name, asked)
+        return refuse(name, asked, UNEXPRESSED) if fields[only] else NotImplemented
 
-
-def _end(op: str, name: str, overriding: Mapping[str, tuple], refuse: Callable) -> list[tuple]:
-    """A slot that raises for each call of an operator of the C library that comes to it."""
-    return [(op, functools.partial(_refuse, refuse, name, overriding.get(name, ())), ())]
-
-
-def _refuse_dropout(refuse: Callable, name: str, asked: tuple, fields: Mapping[str, Any]) -> Any:
-    """Raise for a call that drops something: no operator expresses it, though `asked` have one."""
-    return refuse(name, asked, UNEXPRESSED) if fields["dropout"] else NotImplemented
+    return op, run, (only,) if only else ()
 
 
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
     asked = {n: overrides(found) for n, found in chosen.items() if n in OPERATORS or n in _WITHOUT}
-    asked |= {name: _slots_of_libraries(chosen[name]) for name in _LIBRARY if name in chosen}
+    for name in filter(chosen.__contains__, _LIBRARY):  # those that are slots of shared objects
+        found = overrides(chosen[name])
+        asked[name] = tuple(one for one in found if isinstance(one.function, _core.NativeSlot))
     return {name: found for name, found in asked.items() if found}
 
 
@@ -195,17 +163,16 @@ def selection(
     slots: list[tuple[str, Callable, tuple | None]] = []
     for name, op in _LIBRARY.items():
         slots += ((op, one.function, None) for one in overriding.get(name, ()))
-        slots += _end(op, name, overriding, refuse) if name in closed else ()
+        slots += [_end(op, name, overriding, refuse)] if name in closed else ()
     if closed or not OPERATORS.isdisjoint(overriding):
         fields = importlib.import_module(f"{__name__}.fields")  # imports torch
         for row in MAPPED:
             own = fields.Choices(overriding, row.names, closed, refuse)
             slots += [(row.op, *fields.adapted(row, own))] if own else ()
     for name in closed & _WITHOUT.keys():
-        run = functools.partial(_refuse_dropout, refuse, name, overriding.get(name, ()))
-        slots.append((_WITHOUT[name], run, ("dropout",)))
+        slots.append(_end(_WITHOUT[name], name, overriding, refuse, "dropout"))
     for name, op in _LIBRARY.items():
-        slots += _end(op, name, overriding, refuse) if f"*{name}" in closed else ()
+        slots += [_end(op, name, overriding, refuse)] if f"*{name}" in closed else ()
     if not slots and ATTENTION_CLASS not in overriding:
         return None
     made = _core.Selection(tuple(slots))

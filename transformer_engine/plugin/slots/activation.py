@@ -6,13 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.builtin import ACTIVATIONS
 from transformer_engine.plugin.slots.fields import Choices, Fields, apart, reads, written
-from transformer_engine.plugin.slots.values import (
-    CAST_FIELDS,
-    are_cast,
-    deliver,
-    ours,
-)
+from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, deliver, ours
 
 _KINDS = tuple(_core.activation_names())
 _CLAMPED = "clamped_swiglu"
@@ -48,8 +44,7 @@ def forward(choices: Choices, fields: Fields) -> Any:
     made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
     if made is NotImplemented:
         shape = inp.shape[0], inp.shape[1] // (2 if kind.endswith("glu") else 1)
-        given = {name: fields[name] for name in ("kind", *_NUMBERS)}
-        made = ours(_core.activation, shape, fields, choices, inp, **given)
+        made = ours(_core.activation, shape, fields, choices, "input", "kind", *_NUMBERS)
     return deliver(kind, fields, made, choices)
 
 
@@ -58,7 +53,7 @@ def backward(choices: Choices, fields: Fields) -> Any:
     """The gradient of an activation, cast as asked, and its column sums."""
     kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
     sums = fields["bias_grad"]
-    name = "clamped_dswiglu" if kind == _CLAMPED else f"d{kind}"
+    name = ACTIVATIONS[kind][0]
     with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
     numbers = _numbers(kind, fields)
     found: Any = NotImplemented
@@ -71,14 +66,14 @@ def backward(choices: Choices, fields: Fields) -> Any:
     place = _place(fields, grad, inp)
     made = _made(choice, name, choices, (grad, inp), numbers, place)
     if made is NotImplemented:
-        given = {name: fields[name] for name in ("kind", *_NUMBERS)}
-        made = ours(_core.activation_backward, inp.shape, fields, choices, grad, inp, **given)
+        names = "grad_output", "input", "kind", *_NUMBERS
+        made = ours(_core.activation_backward, inp.shape, fields, choices, *names)
     return deliver(name, fields, made, choices)
 
 
 @reads("input", "cap", "grad_output", *CAST_FIELDS[:-1])
 def softcap(choices: Choices, fields: Fields) -> Any:
     """A softcap of this library, whose cast is somebody else's."""
-    inp, given = fields["input"], {name: fields[name] for name in ("cap", "grad_output")}
-    made = ours(_core.softcap, inp.shape, fields, choices, inp, **given)
+    names = "input", "cap", "grad_output"
+    made = ours(_core.softcap, fields["input"].shape, fields, choices, *names)
     return deliver("softcap", fields, made, choices)

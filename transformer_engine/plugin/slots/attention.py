@@ -16,8 +16,6 @@ from transformer_engine.plugin.attention_kinds import in_format, kinds_of
 from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
 from transformer_engine.pytorch.attention.masks import alibi_bias
 
-__all__ = ["backward", "forward"]
-
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
 
 

@@ -206,7 +206,7 @@ def _copy_forms(made: Any, place: Place, noop: Tensor | None) -> None:
 
 def _clear_padding(fields: Fields, shape: tuple) -> None:
     """Zero what lies behind the values: GEMMs read it."""
-    if fields["mode"] in (_core.SCALING_NVFP4,):
+    if fields["mode"] == _core.SCALING_NVFP4:
         return
     for name, used in (("row", shape[1]), ("column", shape[0])):
         data = fields[name]
@@ -240,13 +240,8 @@ def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None
     forms = {name: fields[prefix + name] for name in _FORMS}
     mode = fields[prefix + "mode"]
     data = forms["column"] if forms["row"] is None else forms["row"]
-    square = mode == _core.SCALING_BLOCK_2D
-    recipe = _core.RECIPE_CURRENT if mode == _core.SCALING_TENSOR else _RECIPES[mode]
-    code = _core.dtype_code(data.dtype)
-    options = (_core.CAST_TILES_2D if square else 0) | (
-        _core.CAST_TO_256 if fields[prefix + "scales_to_256"] else 0
-    )
-    cast = OperandCast(recipe, code, 0.0, options)
+    settings = (fields.get(prefix + name, 0) for name in _SETTINGS)  # how it was cast it has not
+    cast = _cast_of(mode, data.dtype, False, *settings)
     row = recipes.format_of(cast)
     quantizer = row.make(cast, data.device, False)
     if shape is None:

@@ -21,8 +21,6 @@ from transformer_engine.pytorch.torchside.modes import (
     with_autograd,
 )
 
-__all__ = ["Choices", "Fields", "adapted", "apart", "matrix", "reads", "written"]
-
 Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
 

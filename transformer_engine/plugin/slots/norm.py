@@ -8,19 +8,10 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, reads, written
-from transformer_engine.plugin.slots.values import (
-    CAST_FIELDS,
-    are_cast,
-    asked_for,
-    deliver,
-    ours,
-)
+from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver, ours
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
-_OF_NORM = (
-    *("kind", "gamma", "beta", "mean", "rsigma"),
-    *("eps", "zero_centered", "statistics_given"),
-)
+_OF_NORM = "kind gamma beta mean rsigma eps zero_centered statistics_given".split()
 
 
 def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
@@ -40,7 +31,6 @@ def forward(choices: Choices, fields: Fields) -> Any:
     """
     kind, inp = fields["kind"], fields["input"]
     choice = choices.get(f"{_NAMES.get(kind)}_fwd")
-    cast = are_cast(fields)
     values, place = NotImplemented, None
     wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
     if choice is not None:
@@ -49,20 +39,16 @@ def forward(choices: Choices, fields: Fields) -> Any:
         given = (rows, _factor(fields["gamma"], inp, zero_centered))
         given += (fields["beta"],) if kind == _core.NORM_LAYERNORM else ()
         quantizer, out, otype = None, None, torch.float32
-        if not cast:
-            otype = fields["wide"].dtype
-            out = fields["wide"]
+        if not are_cast(fields):
+            out, otype = fields["wide"], fields["wide"].dtype
             out = out if out.shape == rows.shape else out.view(rows.shape)
-        else:
-            place = asked_for(fields, tuple(rows.shape), choices)
-            if place is not None:
-                quantizer, out = place.quantizer, place.output
+        elif (place := asked_for(fields, tuple(rows.shape), choices)) is not None:
+            quantizer, out = place.quantizer, place.output
         options = fields["eps"], out, quantizer, otype, 0, zero_centered
         values = choice(*given, *options, out=(out, *wanted))
     if values is NotImplemented:
-        given = {name: fields[name] for name in _OF_NORM}
-        made = ours(_core.norm, inp.shape, fields, choices, inp, **given)
-        values = made, given["mean"], given["rsigma"]
+        made = ours(_core.norm, inp.shape, fields, choices, "input", *_OF_NORM)
+        values = made, fields["mean"], fields["rsigma"]
     made, mean, rsigma = values
     if made is NotImplemented:
         return NotImplemented
@@ -104,13 +90,13 @@ def backward(choices: Choices, fields: Fields) -> Any:
     into, of_beta = fields["grad_input"], (fields["beta_grad"],)
     places = apart(into, grad, rows, residual), fields["gamma_grad"]
     places += of_beta if kind == _core.NORM_LAYERNORM else ()
+    more = *statistics, gamma, 0, zero_centered
     found: Any = NotImplemented
     if adds is not None and residual is not None:
-        other = matrix(residual)
-        found = adds(grad, rows, other, *statistics, gamma, 0, zero_centered, out=places)
+        found = adds(grad, rows, matrix(residual), *more, out=places)
     added = found is not NotImplemented
     if not added and choice is not None:
-        found = choice(grad, rows, *statistics, gamma, 0, zero_centered, out=places)
+        found = choice(grad, rows, *more, out=places)
     if found is NotImplemented:
         return NotImplemented
     op = f"{name}_bwd"

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
 
-__all__ = ["rope"]
-
 _PARTS = (
     ("input", "output", "freqs"),
     ("key", "key_output", "key_freqs"),

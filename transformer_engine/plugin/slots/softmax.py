@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_softmax`` and its gradient by the operators `scaled_*softmax_*`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformer_engine.plugin.slots.fields import Choices, Fields, written
-
-__all__ = ["backward", "forward"]
 
 _PLAIN, _MASKED = "scaled_softmax", "scaled_masked_softmax"
 _TRIANGLE, _ALIGNED = (
@@ -33,34 +30,36 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     return (_TRIANGLE, _ALIGNED) if queries == keys else (_ALIGNED,)
 
 
-def _asked(choices: Choices, kinds: tuple[str, ...], way: str) -> Iterator[tuple[str, Any]]:
-    """Those that somebody has, in their order, and what to call."""
+def _made(
+    choices: Choices, kinds: tuple[str, ...], way: str, tensors: tuple, *more: Any
+) -> tuple[str, Any]:
+    """The first of the operators that somebody has and that is taken, and what it makes."""
     names = [f"{kind}_{way}" for kind in kinds]
     for i, kind in enumerate(kinds):
         choice = choices.followed(names[i], *names[i + 1 :])
-        if choice is not None:
-            yield kind, choice
+        if choice is None:
+            continue
+        given = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in tensors]
+        made = choice(*given, *more)
+        if made is not NotImplemented:
+            return names[i], made
+    return "", NotImplemented
 
 
 def forward(choices: Choices, fields: Fields) -> Any:
     """Softmax of scores [batch, heads, queries, keys]."""
-    scores, kinds = fields["input"], _kinds(fields)
+    scores, mask, kinds = fields["input"], fields["mask"], _kinds(fields)
     if not kinds:
         return choices.unexpressed(next(iter(choices)))
-    for kind, choice in _asked(choices, kinds, "forward"):
-        name = f"{kind}_forward"
-        given = scores.flatten(0, 1) if kind == _TRIANGLE else scores
-        mask = ()
-        if kind == _MASKED:
-            mask = fields["mask"]
-            mask = (mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous(),)
-        made = choice(given, *mask, fields["scale"])
-        if made is NotImplemented:
-            continue
-        written(name, "the result", fields["output"], made)
-        written(name, "the result", fields["probabilities"], made)
-        return None
-    return NotImplemented
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous()
+    more = (fields["scale"],) if mask is None else (mask, fields["scale"])
+    name, made = _made(choices, kinds, "forward", (scores,), *more)
+    if made is NotImplemented:
+        return NotImplemented
+    written(name, "the result", fields["output"], made)
+    written(name, "the result", fields["probabilities"], made)
+    return None
 
 
 def backward(choices: Choices, fields: Fields) -> Any:
@@ -70,12 +69,8 @@ def backward(choices: Choices, fields: Fields) -> Any:
         return choices.unexpressed(next(iter(choices)))
     square = grad.shape[2] == grad.shape[3]
     kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())
-    for kind, choice in _asked(choices, kinds, "backward"):
-        name = f"{kind}_backward"
-        tensors = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in (grad, probabilities)]
-        made = choice(*tensors, fields["scale"])
-        if made is NotImplemented:
-            continue
-        written(name, "the gradient", fields["grad_input"], made)
-        return None
-    return NotImplemented
+    name, made = _made(choices, kinds, "backward", (grad, probabilities), fields["scale"])
+    if made is NotImplemented:
+        return NotImplemented
+    written(name, "the gradient", fields["grad_input"], made)
+    return None

@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
 from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
 
-__all__ = ["amax", "cache_append", "measured", "scaling_update", "transpose"]
-
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 
 

@@ -11,8 +11,6 @@ from transformer_engine import _core
 from transformer_engine.plugin.slots import casts, state
 from transformer_engine.plugin.slots.fields import Fields, fields_of, matrix, written
 
-__all__ = ["CAST_FIELDS", "are_cast", "are_elsewhere", "asked_for", "deliver", "ours"]
-
 _OWN = ("wide", "amax_partials")
 CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))
 """Of operators that cast what they compute."""
@@ -22,13 +20,6 @@ def are_cast(fields: Fields) -> bool:
     """Whether a call wants its values quantized, or their largest magnitude."""
     wanted = "row", "column", "amax", "amax_partials", "row_scales", "column_scales"
     return any(fields[name] is not None for name in wanted)
-
-
-def are_elsewhere(fields: Fields, choices: Mapping[str, Any]) -> bool:
-    """Whether somebody else has what becomes of a call's values: their cast, or their amax."""
-    if fields["amax_partials"] is not None:
-        return "compute_amax" in choices
-    return are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
 
 
 def asked_for(
@@ -48,21 +39,18 @@ def asked_for(
 
 
 def ours(
-    run: Callable[..., None],
-    shape: Sequence[int],
-    fields: Fields,
-    choices: Mapping[str, Any],
-    *tensors: Tensor,
-    **given: Any,
+    run: Callable, shape: Sequence[int], fields: Fields, choices: Mapping[str, Any], *names: str
 ) -> Any:
-    """What this library computes, in fp32, of which somebody else makes what is wanted.
+    """What this library computes of fields by name, in fp32, for somebody else's cast or amax.
 
-    NotImplemented where nobody else does.
+    NotImplemented where nobody else has what is wanted.
     """
-    if not are_elsewhere(fields, choices):
+    of_amax = fields["amax_partials"] is not None
+    cast = are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
+    if not ("compute_amax" in choices if of_amax else cast):
         return NotImplemented
-    made = tensors[0].new_empty(shape, dtype=torch.float32)
-    run(*tensors, wide=made, **given)
+    made = fields["input"].new_empty(shape, dtype=torch.float32)
+    run(wide=made, **{name: fields[name] for name in names})
     return made
 
 

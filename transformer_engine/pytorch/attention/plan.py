@@ -33,7 +33,7 @@ from transformer_engine.pytorch.execution.autograd import (
     run_forward_alone,
     run_without_backward,
 )
-from transformer_engine.pytorch.execution.overrides import attention_class_name
+from transformer_engine.pytorch.execution.overrides import attention_class_name_now
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import Attending, fills_of
@@ -320,7 +320,7 @@ class KeptCalls:
         dtype = _autocast_dtype(tensors[0]) if any_autocast() else None
         return (
             facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
-            attention_switches(), _deterministic(), attention_class_name(), arguments,
+            attention_switches(), _deterministic(), attention_class_name_now(), arguments,
         )  # fmt: skip
 
     def known(self, key: tuple) -> KeptCall | None:

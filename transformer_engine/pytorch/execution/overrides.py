@@ -25,6 +25,7 @@ __all__ = [
     "IN_FORCE",
     "attention_class",
     "attention_class_name",
+    "attention_class_name_now",
     "find",
     "native",
     "natively",
@@ -127,18 +128,20 @@ def attention_class_name() -> str:
     if torch.compiler.is_compiling():
         _find_first()
         return _name_in_graph(GENERATION[0], _LABELS.scope)
-    return _name_of_class()
+    return attention_class_name_now()
 
 
-def _name_of_class() -> str:
-    found = attention_class()
+def attention_class_name_now() -> str:
+    """`attention_class_name` where no graph is being traced: a call asks for it each time."""
+    asked = CLASSES.get(_core.selection_number())
+    found = None if asked is None else asked()
     return "" if found is None else f"{found.__module__}.{found.__qualname__}"
 
 
 @constant_in_graphs
 def _name_in_graph(generation: str, scope: str) -> str:
     del generation, scope  # conditions of the graph, since they are read
-    return _name_of_class()
+    return attention_class_name_now()
 
 
 # ---- graphs ------------------------------------------------------------------------------------

@@ -4,16 +4,121 @@
 A run of a plan made with external stages (`_core.run_staged`) calls the Python function given for
 each of them, with the plan's buffers as tensors. Functions are arguments of the run, never part of
 the plan.
+
+A stage may be run in two halves: `Halves` of a stage of a module, `HalvedFunction` as a node of a
+graph.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
+
+
+class Halves(NamedTuple):
+    """The two halves of a stage, between which other stages run.
+
+    The second one is called before a stage reads what the stage writes, or writes what it reads; it
+    is called too where the run fails in between.
+    """
+
+    start: Callable  # ``f(buffers)``; what it returns goes to the second half
+    finish: Callable  # ``f(buffers, started)``
+
+
+class HalvedFunction:
+    """A function of rows in two halves, as a node of a graph: work that overlaps what lies between.
+
+    Its inputs are one or more matrices [rows, columns], its output is one in the dtype of the first
+    of them; gradients are made in two halves too. What the first half starts may read and write
+    these tensors until the second half has returned: on CUDA on another stream, which waits for the
+    current one, and which the second half lets the current one wait for.
+    """
+
+    ranks: int | Fraction = 1
+    """Rows of the output for a row of the inputs: n to gather from n ranks, 1/n to scatter."""
+
+    def columns(self, *columns: int) -> int:
+        """Columns of the output, of those of the inputs."""
+        return columns[0]
+
+    def start(self, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+        """Begin to write the output; returns what `finish` is given."""
+        raise NotImplementedError
+
+    def finish(self, started: Any) -> None:
+        """Let the output be there."""
+        raise NotImplementedError
+
+    def start_backward(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> Any:
+        """Begin to write the gradients of the inputs, None for one that is not wanted."""
+        raise NotImplementedError
+
+    def finish_backward(self, started: Any) -> None:
+        """Let the gradients be there."""
+        raise NotImplementedError
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Run at once, both halves one after the other."""
+        return _AtOnce.apply(self, *inputs)
+
+    def halves(self, wanted: tuple[bool, ...], backward: bool) -> tuple[Callable, Callable]:
+        """``start(tensors)``, of the buffers of its stage in their order, and ``finish(started)``.
+
+        `wanted` says which inputs have gradients.
+        """
+        if not backward:
+            return lambda tensors: self.start(tuple(tensors[:-1]), tensors[-1]), self.finish
+
+        def start(tensors: list[Tensor]) -> Any:
+            grad, *others = tensors
+            made = iter(others[len(wanted) :])
+            grads = tuple([next(made) if is_ else None for is_ in wanted])
+            return self.start_backward(grad, tuple(others[: len(wanted)]), grads)
+
+        return start, self.finish_backward
+
+
+class _AtOnce(torch.autograd.Function):
+    """A `HalvedFunction` without a plan."""
+
+    @staticmethod
+    def forward(ctx: Any, function: HalvedFunction, *inputs: Tensor) -> Tensor:
+        first, inputs = inputs[0], tuple([x.contiguous() for x in inputs])
+        ctx.save_for_backward(*inputs)
+        ctx.function = function
+        columns = function.columns(*(x.shape[1] for x in inputs))
+        output = first.new_empty(int(first.shape[0] * function.ranks), columns)
+        function.finish(function.start(inputs, output))
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        inputs, function, grad = ctx.saved_tensors, ctx.function, grad.contiguous()
+        wanted = zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        grads = tuple([torch.empty_like(x) if needed else None for x, needed in wanted])
+        function.finish_backward(function.start_backward(grad, inputs, grads))
+        return None, *grads
+
+
+def named(functions: Mapping[str, Callable | Halves]) -> dict[str, Callable]:
+    """Functions by the names of their stages, each half of one in two halves by itself."""
+    found: dict[str, Callable] = {}
+    for name, function in functions.items():
+        if isinstance(function, Halves):
+            found |= {name: function.start, f"{name}_finish": function.finish}
+        else:
+            found[name] = function
+    return found
 
 
 def external_steps(
@@ -83,7 +188,8 @@ def _tell(observer: Observer, plan: Plan, number: int, buffers: StageBuffers, do
 class Staged(NamedTuple):
     """The Python functions of runs."""
 
-    functions: Mapping[str, Callable]  # ``f(buffers)`` for each external stage
+    functions: Mapping[str, Callable]
+    """``f(buffers)`` for each external stage; of a second half ``f(buffers, started)``."""
     observer: Observer | None = None
     make_buffers: Callable = StageBuffers
     """Arguments of the functions: their plan, lend(), rows and first slot (see `StageBuffers`)."""

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.problem import (
     starts_of,
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-from transformer_engine.pytorch.execution.overrides import attention_class_name
+from transformer_engine.pytorch.execution.overrides import attention_class_name_now
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
@@ -408,7 +408,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
                 torch.is_grad_enabled(),  # what inference mode has made can not be saved
-                attention_class_name(),
+                attention_class_name_now(),
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.execution.stages import HalvedFunction
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
@@ -52,8 +53,10 @@ class _Eager:
 
     def function(self, function: Any, *xs: Tensor) -> Tensor:
         """Call a function of rows."""
-        lead = xs[0].shape[:-1]
-        return function(*[x.flatten(0, -2) for x in xs]).unflatten(0, lead)
+        first, *dims = xs[0].shape[:-1]
+        out = function(*[x.flatten(0, -2) for x in xs])
+        ranks = function.ranks if isinstance(function, HalvedFunction) else 1
+        return out.unflatten(0, (int(first * ranks), *dims))
 
     def add(
         self, x: Tensor, residual: Tensor, *, dropout: float = 0.0, drop_path: float = 0.0
@@ -81,10 +84,10 @@ class PlannedModule(CompositeLayer):
         ``dropout(x) + y``; `drop_path` drops whole samples of `x`, by its first dim. Both are
         probabilities of this call: 0.0 where ``self.training`` is False.
     ``nodes.function(f, x, ...)``
-        ``f(x, ...)`` of up to four different values, as matrices [rows, features]: a matrix of as
-        many rows. `f` is of torch's operations; its gradient is autograd's, which repeats it. The
-        plan calls it in its turn. Modules are called instead where it reads parameters or tensors
-        of the call, or draws random numbers.
+        ``f(x, ...)`` of different values, as matrices [rows, features]: a matrix of as many rows.
+        `f` is of torch's operations; its gradient is autograd's, which repeats it. The plan calls
+        it in its turn. Modules are called instead where it reads parameters or tensors of the call,
+        or draws random numbers.
 
     The arguments of ``emit`` after `x` are those of the call: tensors may only be handed on to
     attentions (a mask, ``encoder_output``); others are numbers, strings or None, and each

@@ -5,7 +5,6 @@ Both have the methods that ``emit`` and ``_emit`` of modules call; see `layer_ca
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +13,15 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import attention_graphs
 from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
-from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans, plans_of
-from transformer_engine.pytorch.execution.stages import Staged
+from transformer_engine.pytorch.execution.stages import HalvedFunction, Staged, named
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.layer_stages import (
+    ModuleStages,
+    function_of_stage,
+    lending,
+)
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES
@@ -179,8 +182,10 @@ class Emission:
         self._attending, self._first, self._device = attending, first, None
         self._owners = modules
         self._sites = self._named = 0  # how many there are so far
-        self.functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
+        self._functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
         """Those of the program by their nodes, each with whether its inputs have gradients."""
+        self._staged: list[ModuleStages] = []  # of modules some of whose stages functions run
+        self._order: dict[int, int] = {}  # numbers of values in the graph that is complete
         self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
         self._parameters: list[Link | None] = []
         self._places = 0  # of parameters of a call, before some are joined
@@ -215,6 +220,9 @@ class Emission:
         for split in call.splits:
             self._splits.append(split._replace(begin=self._places + split.begin - 1, part=parts))
         self._places += len(module._parameter_names())
+        if call.staged is not None:
+            at = numbers, len(self.graph.nodes) - len(own.nodes), len(self.calls)
+            self._staged.append(ModuleStages(call, name, *at, self._rows(x)))
         self.calls.append(call)
         wanted = x.wanted or call.plans.backward is not None
         _, made = own.results[0]
@@ -246,15 +254,26 @@ class Emission:
         graph, numbers = self.graph, tuple(x.number for x in xs)
         if len({*numbers}) < len(numbers):
             raise ByModules
-        out = self._tried(function, xs)
-        rows, _ = graph.values[numbers[0]].shape
+        rows, halves = self._rows(xs[0]), ()
+        if isinstance(function, HalvedFunction):
+            dtype = graph.values[numbers[0]].dtype
+            columns = function.columns(*(graph.values[n].shape[1] for n in numbers))
+            times = rows.multiply * function.ranks
+            if times != int(times):  # fewer rows than the tokens
+                raise ByModules
+            rows, halves = rows._replace(multiply=int(times)), (0, 1)
+        else:
+            out = self._tried(function, xs)
+            dtype, columns = _core.dtype_code(out.dtype), out.shape[1]
         self._named += 1
         name = f"{self._named}_"
-        dtype = _core.dtype_code(out.dtype)
-        made = graph.value(f"{name}output", dtype, (rows, out.shape[1]))
-        self.functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
-        graph.node(_core.NODE_FUNCTION, numbers, made, name=name)
+        made = graph.value(f"{name}output", dtype, (rows, columns))
+        self._functions[len(graph.nodes)] = function, tuple(x.wanted for x in xs)
+        graph.node(_core.NODE_FUNCTION, numbers, made, name=name, halves=halves)
         return self._value(made, any(x.wanted for x in xs))
+
+    def _rows(self, x: Value) -> _core.Extent:
+        return self.graph.values[x.number].shape[0]
 
     def _tried(self, function: Callable, xs: tuple[Value, ...]) -> Tensor:
         """What a function makes of two rows of zeros.
@@ -358,57 +377,30 @@ class Emission:
         self.graph.returns([value.number for value in results])
         given = [link for links in self._given for link in links]
         tensors = [self.graph.tensors[0], *given, *self._parameters]
+        self._order = self.graph.order(tensors)
         return plans_of(self.graph.ordered(tensors))
+
+    def staged(self, plans: CallPlans) -> Staged | None:
+        """What runs functions of the program at stages of `plans`; None without any."""
+        found: dict[str, Callable] = {}
+        for way in ("forward", "backward"):
+            plan = getattr(plans, way)
+            for number, stage in enumerate(() if plan is None else plan.stages):
+                if stage.node in self._functions and not 0 <= stage.half < number:
+                    function, wanted = self._functions[stage.node]
+                    one = function_of_stage(function, wanted, stage, way == "backward")
+                    found |= named({stage.name: one})
+            for stages in self._staged if plan is not None else ():
+                functions = stages.functions(way, plan, self._order)
+                if functions is None:
+                    raise ByModules
+                found |= functions
+        return Staged(found, None, lending) if found else None
 
     def splits(self) -> tuple[SplitTensors, ...]:
         """Weights that come as several tensors, with their places among those of the layer."""
         before = 1 + sum(map(len, self._given))
         return tuple(split._replace(begin=before + split.begin) for split in self._splits)
-
-
-# ---- functions of a program ----------------------------------------------------------------------
-
-
-def staged_of(plans: CallPlans, functions: dict) -> Staged | None:
-    """What runs the functions of a program, in a forward and in a backward; None without any."""
-    found = {
-        stage.name: partial(run, *functions[stage.node], stage.buffers)
-        for plan, run in ((plans.forward, _run_function), (plans.backward, _run_gradient))
-        for stage in (() if plan is None else plan.stages)
-        if stage.node in functions and stage.external
-    }
-    return Staged(found, None, _lending) if found else None
-
-
-def _run_function(
-    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
-) -> None:
-    """A function of a program in a forward: of the inputs, to the output."""
-    del wanted
-    *inputs, output = map(lend, buffers)
-    with torch.no_grad():
-        output.copy_(function(*inputs))
-
-
-def _run_gradient(
-    function: Callable, wanted: tuple[bool, ...], buffers: tuple, lend: Callable[[int], Tensor]
-) -> None:
-    """Its gradients, by autograd: of that of the output, and the inputs."""
-    grad, *others = map(lend, buffers)
-    inputs, grads = others[: len(wanted)], others[len(wanted) :]
-    inputs = [x.detach().requires_grad_(is_) for x, is_ in zip(inputs, wanted, strict=True)]
-    with torch.enable_grad():
-        out = function(*inputs)
-    asked_for = [x for x in inputs if x.requires_grad]
-    found = torch.autograd.grad(out, asked_for, grad, allow_unused=True)
-    for into, made in zip(grads, found, strict=True):
-        into.zero_() if made is None else into.copy_(made)
-
-
-def _lending(plan: Plan, lend: Callable[[int], Tensor], *sizes: int) -> Callable[[int], Tensor]:
-    """What these functions get: the function that lends a buffer by its number."""
-    del plan, sizes
-    return lend
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -433,4 +425,5 @@ def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCal
     if module._present is None:  # some are no parameters of its own
         return None
     call = module._prepare(tensors, region, first, owners)
-    return None if call.plans.defer or call.traced or call.staged else call
+    observed = call.staged is not None and call.staged.observer is not None
+    return None if call.plans.defer or call.traced or observed else call

@@ -28,7 +28,6 @@ from transformer_engine.pytorch.module.emission import (
     Emission,
     Outline,
     Value,
-    staged_of,
 )
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
@@ -254,6 +253,7 @@ class LayerCalls:
         nodes = Emission(len(self.modules), attending, first_microbatch)
         try:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
+            staged = nodes.staged(plans)
         except ByModules:
             return None
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
@@ -267,7 +267,7 @@ class LayerCalls:
         call.splits = nodes.splits()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.fills, call.staged = fills_of(plans, attending), staged_of(plans, nodes.functions)
+        call.fills, call.staged = fills_of(plans, attending), staged
         call.domain = state.domain
         first = copy.copy(call)
         first.first = True

@@ -12,7 +12,13 @@ from torch import Tensor
 from transformer_engine.common import config, graphs
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.execution.stages import Observer, StageBuffers, external_steps
+from transformer_engine.pytorch.execution.stages import (
+    Halves,
+    Observer,
+    StageBuffers,
+    external_steps,
+    named,
+)
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import custom, quantized
 from transformer_engine.pytorch.module.base import Region
@@ -83,7 +89,7 @@ class LinearBase(LinearCalls):
         self._plans: dict[tuple, CallPlans] = {}
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
-        self._external = (frozenset[int](),) * len(self.PARTS)
+        self._external = self._halves = (frozenset[int](),) * len(self.PARTS)
         self._bound: dict[tuple, KeptCall] = {}
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()
@@ -286,16 +292,19 @@ class LinearBase(LinearCalls):
         self._observer = observer
         self._bound = {}
 
-    def override_stages(self, **stages: Callable[[StageBuffers], Any]) -> None:
+    def override_stages(self, **stages: Callable[[StageBuffers], Any] | Halves) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.
 
         ``f(buffers)`` by stage name (see `explain`, and `stages.StageBuffers`) fills the buffers
         that the stage writes. ``gemm_output`` is the forward GEMM, ``quantize_input`` the cast of
         the input, ``reduce_amax_input`` stands between measuring and casting (current scaling), and
-        so on. ValueError for a name that is no stage.
+        so on. `stages.Halves` runs a stage in two halves: other stages of the plan run between
+        them. ValueError for a name that is no stage.
         """
+        halves = {name: f for name, f in stages.items() if isinstance(f, Halves)}
         self._external = external_steps(stages, self.PARTS)
-        self._stages = dict(stages) or None
+        self._halves = external_steps(halves, self.PARTS)
+        self._stages = named(stages) or None
         self._plans = {}
         self._bound = {}
         self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them

@@ -560,7 +560,7 @@ class LinearCalls(Fp8Module):
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
             found = custom.in_dtype(quantization[i], out)
             external = self._external[i] | custom.stages_of(found)
-            how = (found, flags[i], bias_grads[i], external)
+            how = (found, flags[i], bias_grads[i], external, 1, self._halves[i])
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)

@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from transformer_engine.plugin.builtin import activation as native
-from transformer_engine.plugin.builtin.reference import defines
 from transformer_engine.pytorch.cpp_extensions.values import checked, exact, quantized
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,47 +46,28 @@ def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
     return first * torch.sigmoid(alpha * first) * (second + 1)
 
 
-def _gradient(op: str, function: Callable, call: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """(gradient of an activation's input, its column sums), not rounded."""
+def _function(kind: str, call: Any) -> Callable[[Tensor], Tensor]:
+    """The activation of a call."""
+    if kind == "clamped_swiglu":
+        return functools.partial(activate_clamped, **native.numbers_of(call))
+    return functools.partial(activate, kind)
+
+
+def _forward(op: str, kind: str, call: Any) -> Any:
+    made = _function(kind, call)(exact(op, "input", call.input))
+    return quantized(op, made.to(call.input.dtype), call.quantizer)
+
+
+def _backward(op: str, kind: str, call: Any) -> Any:
     x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        out = function(x)
+        out = _function(kind, call)(x)
     (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
-    return made, made.reshape(-1, made.shape[-1]).sum(0)
+    cast = quantized(op, made.to(call.fwd_input.dtype), call.quantizer)
+    if not op.startswith("dbias_"):
+        return cast
+    return made.reshape(-1, made.shape[-1]).sum(0).to(call.grad.dtype), cast
 
 
-def _define(name: str, function: Callable[[SimpleNamespace], Callable[[Tensor], Tensor]]) -> None:
-    """Define an activation and its gradients; `function(call)` is that of a call's numbers."""
-    gradient = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
-    with_sums = f"dbias_{gradient}"
-
-    @defines(getattr(native, name))
-    def forward(call: SimpleNamespace) -> Any:
-        made = function(call)(exact(name, "input", call.input))
-        return quantized(name, made.to(call.input.dtype), call.quantizer)
-
-    @defines(getattr(native, gradient))
-    def backward(call: SimpleNamespace) -> Any:
-        made, _ = _gradient(gradient, function(call), call)
-        return quantized(gradient, made.to(call.fwd_input.dtype), call.quantizer)
-
-    globals().update({name: forward, gradient: backward})
-    if not hasattr(native, with_sums):
-        return
-
-    @defines(getattr(native, with_sums))
-    def backward_with_sums(call: SimpleNamespace) -> tuple[Tensor, Any]:
-        made, sums = _gradient(with_sums, function(call), call)
-        made = made.to(call.fwd_input.dtype)
-        return sums.to(call.grad.dtype), quantized(with_sums, made, call.quantizer)
-
-    globals()[with_sums] = backward_with_sums
-
-
-for _name in (*FORMULAS, *GATED):
-    _define(_name, lambda call, name=_name: functools.partial(activate, name))
-_define(
-    "clamped_swiglu",
-    lambda call: functools.partial(activate_clamped, limit=call.limit, alpha=call.alpha),
-)
+native.define(globals(), _forward, _backward)

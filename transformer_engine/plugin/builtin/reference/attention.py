@@ -4,7 +4,6 @@
 There is no dropout: its random bits are an implementation's own.
 """
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from transformer_engine.plugin.attention_kinds import in_format
 from transformer_engine.plugin.builtin import attention as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
@@ -95,35 +94,19 @@ def attend(
     return out, sums if "query_offsets" in fields else sums.transpose(1, 2), top
 
 
-def _problem(
-    op: str, call: SimpleNamespace, bias: Tensor | None, offset: Tensor | None
-) -> native.Problem:
-    return native.problem_of(
-        op,
-        (call.qkv_layout, call.bias_type, call.attn_mask_type, call.softmax_type, call.window_size),
-        call.attn_scale,
-        (call.cu_seqlens_q, call.cu_seqlens_kv),
-        (call.cu_seqlens_q_padded, call.cu_seqlens_kv_padded),
-        (call.max_seqlen_q, call.max_seqlen_kv),
-        call.Q,
-        (bias, offset),
-    )
-
-
 def _attended(problem: native.Problem, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """`attend` to queries, keys and values in their formats."""
-    seen = (problem.seen(t, i == 0) for i, t in enumerate(tensors))
-    return attend(problem.fields, *seen)
+    return attend(problem.fields, *problem.seen(*tensors))
 
 
 @in_own_dtypes
-@defines(native.fused_attn_fwd)
-def fused_attn_fwd(call: SimpleNamespace) -> list:
+@operator
+def fused_attn_fwd(call: Any) -> list:
     """Softmax(attn_scale Q Kᵀ + Bias) V, and what the backward reads."""
     op, given = "fused_attn_fwd", [t for t in (call.Bias, call.SoftmaxOffset) if t is not None]
     refuse(op, page_table_k=call.page_table_k, page_table_v=call.page_table_v)
     refuse(op, s_quantizer=call.s_quantizer, p_dropout=call.is_training and call.p_dropout > 0.0)
-    problem = _problem(op, call, call.Bias, call.SoftmaxOffset)
+    problem = native.problem_of(op, call, (call.Bias, call.SoftmaxOffset))
     out, sums, top = _attended(problem, [exact(op, "", t) for t in (call.Q, call.K, call.V)])
     results = [quantized(op, in_format(out, problem.forms[0]).to(call.Q.dtype), call.o_quantizer)]
     results += [top] * call.return_max_logit
@@ -134,13 +117,13 @@ def fused_attn_fwd(call: SimpleNamespace) -> list:
 
 
 @in_own_dtypes
-@defines(native.fused_attn_bwd)
-def fused_attn_bwd(call: SimpleNamespace) -> list:
+@operator
+def fused_attn_bwd(call: Any) -> list:
     """[dQ, dK, dV, dBias or None, dSoftmaxOffset or None]: the forward again, differentiated."""
     op, p_dropout = "fused_attn_bwd", call.p_dropout > 0.0
     refuse(op, s_quantizer=call.s_quantizer, dp_quantizer=call.dp_quantizer, p_dropout=p_dropout)
     bias, offset = native.added_of(call.bias_type, call.Aux_CTX_Tensors)
-    problem = _problem(op, call, bias, offset)
+    problem = native.problem_of(op, call, (bias, offset))
     given = [call.Q, call.K, call.V, bias, offset]
     wide = [None if t is None else exact(op, "", t).detach().requires_grad_() for t in given]
     with torch.enable_grad():
@@ -158,8 +141,8 @@ def fused_attn_bwd(call: SimpleNamespace) -> list:
     return [*(quantized(op, each, call.dqkv_quantizer) for each in made[:3]), *made[3:]]
 
 
-@defines(native.copy_to_kv_cache)
-def copy_to_kv_cache(call: SimpleNamespace) -> None:
+@operator
+def copy_to_kv_cache(call: Any) -> None:
     """Put keys and values of new tokens behind those of their sequences in a cache."""
     form = qkv_format_name("copy_to_kv_cache", call.kv_format)
     starts, totals = call.cu_new_lens.tolist(), call.cu_cached_lens.diff().tolist()

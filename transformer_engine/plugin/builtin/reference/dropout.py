@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout; see `builtin.dropout`. The mask is bool, of the shape of the input: True is kept."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.plugin.builtin import dropout as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import checked, exact, written
 
 
-@defines(native.dropout_fwd)
-def dropout_fwd(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+@operator
+def dropout_fwd(call: Any) -> tuple[Tensor, Tensor]:
     """(result, mask)."""
     op, inp = "dropout_fwd", checked("dropout_fwd", "input", call.input)
     p = native.probability(op, call.dropout_probability)
@@ -20,8 +20,8 @@ def dropout_fwd(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return written(op, "out", _masked(inp, mask, p), call.out), mask
 
 
-@defines(native.dropout_bwd)
-def dropout_bwd(call: SimpleNamespace) -> Tensor:
+@operator
+def dropout_bwd(call: Any) -> Tensor:
     """Gradient of the input of `dropout_fwd`; ValueError for a mask of another implementation."""
     op, mask = "dropout_bwd", call.mask
     grad = checked(op, "grad_output", call.grad_output)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generic_gemm`; see `builtin.gemm`."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from transformer_engine.plugin.builtin import gemm as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse, torch_dtype
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
@@ -19,18 +18,13 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @in_own_dtypes
-@defines(native.generic_gemm)
+@operator
 def generic_gemm(
-    call: SimpleNamespace,
+    call: Any,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices."""
     op, bias, gelu_in = "generic_gemm", call.bias, call.gelu_in
-    refuse(
-        op,
-        comm_overlap=call.comm_overlap,
-        extra_output=call.extra_output,
-        bulk_overlap=call.bulk_overlap,
-    )
+    refuse(op, **{name: getattr(call, name) for name in native.WAITING})
     left, right = exact(op, "B", call.B), exact(op, "A", call.A).flatten(0, -2)
     right = right.t() if call.transA else right
     left = left.flatten(0, -2).t() if call.transB else left

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of rows and their gradients; see `builtin.normalization`."""
 
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.plugin.builtin import normalization as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, torch_dtype
 
 
-def _forward(op: str, call: SimpleNamespace, bias: Tensor | None, mu: Any) -> tuple[Any, Tensor]:
+def _forward(op: str, call: Any, bias: Tensor | None, mu: Any) -> tuple[Any, Tensor]:
     """(y, rsigma) of rows less their means `mu`."""
     centred = exact(op, "input", call.input) - mu
     rsigma = (centred.square().mean(-1, keepdim=True) + call.eps).rsqrt()
@@ -21,8 +19,8 @@ def _forward(op: str, call: SimpleNamespace, bias: Tensor | None, mu: Any) -> tu
     return y, rsigma.flatten()
 
 
-@defines(native.layernorm_fwd)
-def layernorm_fwd(call: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
+@operator
+def layernorm_fwd(call: Any) -> tuple[Any, Tensor, Tensor]:
     """(y, mu, rsigma): y = (x - mu) rsigma weight + bias, rsigma = 1 / sqrt(var + eps)."""
     op = "layernorm_fwd"
     mu = exact(op, "input", call.input).mean(-1, keepdim=True)
@@ -30,15 +28,15 @@ def layernorm_fwd(call: SimpleNamespace) -> tuple[Any, Tensor, Tensor]:
     return y, mu.flatten(), rsigma
 
 
-@defines(native.rmsnorm_fwd)
-def rmsnorm_fwd(call: SimpleNamespace) -> tuple[Any, None, Tensor]:
+@operator
+def rmsnorm_fwd(call: Any) -> tuple[Any, None, Tensor]:
     """(y, None, rsigma): y = x rsigma weight, rsigma = 1 / sqrt(mean(x²) + eps)."""
     y, rsigma = _forward("rmsnorm_fwd", call, None, 0.0)
     return y, None, rsigma
 
 
 def _backward(
-    op: str, call: SimpleNamespace, dy: Tensor, mu: Tensor | None = None, add: Tensor | None = None
+    op: str, call: Any, dy: Tensor, mu: Tensor | None = None, add: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """(dx with what is added to it, gradients of gamma, of beta)."""
     rows = (*call.x.shape[:-1], 1)
@@ -56,19 +54,19 @@ def _backward(
     return dx.to(call.x.dtype), *(each.to(call.gamma.dtype) for each in sums)
 
 
-@defines(native.layernorm_bwd)
-def layernorm_bwd(call: SimpleNamespace) -> tuple[Tensor, ...]:
+@operator
+def layernorm_bwd(call: Any) -> tuple[Tensor, ...]:
     """(dx, dgamma, dbeta) of `layernorm_fwd`."""
     return _backward("layernorm_bwd", call, call.dy, call.mu)
 
 
-@defines(native.rmsnorm_bwd)
-def rmsnorm_bwd(call: SimpleNamespace) -> tuple[Tensor, ...]:
+@operator
+def rmsnorm_bwd(call: Any) -> tuple[Tensor, ...]:
     """(dx, dgamma) of `rmsnorm_fwd`."""
     return _backward("rmsnorm_bwd", call, call.dy)[:2]
 
 
-@defines(native.rmsnorm_bwd_add)
-def rmsnorm_bwd_add(call: SimpleNamespace) -> tuple[Tensor, ...]:
+@operator
+def rmsnorm_bwd_add(call: Any) -> tuple[Tensor, ...]:
     """`rmsnorm_bwd` with `add` added to dx as it is rounded."""
     return _backward("rmsnorm_bwd_add", call, call.dz, add=call.add)[:2]

@@ -4,45 +4,41 @@
 Casts themselves are defined by the quantizers, which an operator is given.
 """
 
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.plugin.builtin import quantization as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
-@defines(native.fp8_transpose)
-def fp8_transpose(call: SimpleNamespace) -> Tensor:
+def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
     """Transpose bytes [..., columns] to [columns, ...], into `out` or a new tensor."""
-    turned = call.input.detach().view(torch.uint8).movedim(-1, 0)
-    if call.out is None:
+    turned = input.detach().view(torch.uint8).movedim(-1, 0)
+    if out is None:
         return turned.contiguous()
-    call.out.view(torch.uint8).copy_(turned)
-    return call.out
+    out.view(torch.uint8).copy_(turned)
+    return out
 
 
-@defines(native.compute_amax)
-def compute_amax(call: SimpleNamespace) -> None:
+@operator
+def compute_amax(call: Any) -> None:
     """Write the largest magnitude of a tensor, NaN ignored, into `amax`."""
     values = exact("compute_amax", "input", call.input).abs().nan_to_num(nan=0.0, posinf=torch.inf)
     call.amax.detach().copy_(values.max() if values.numel() else values.new_zeros(()))
 
 
-@defines(native.fused_amax_and_scale_update_after_reduction)
-def fused_amax_and_scale_update_after_reduction(call: SimpleNamespace) -> None:
+@operator
+def fused_amax_and_scale_update_after_reduction(call: Any) -> None:
     """Update the state of delayed scaling, in place.
 
     NaN counts for nothing; a slot whose amax is Inf keeps its scale, one without a new amax its
     scale and its history.
     """
-    op = "fused_amax_and_scale_update_after_reduction"
-    rule = call.amax_compute_algo, call.fp8_dtype, call.margin
-    largest, most_recent = native.update_rule(op, *rule)
-    states = call.amax_reduction_buffer, call.amax_histories, call.scales
-    for scale, history in native.with_newest(op, *states):
+    largest, most_recent = native.update_rule(call)
+    for scale, history in native.with_newest(call):
         used = history[0] != 0
         numbers = history.nan_to_num(nan=0.0, posinf=torch.inf)
         amax = numbers[0] if most_recent else numbers.amax(0)

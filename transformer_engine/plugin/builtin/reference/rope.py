@@ -2,14 +2,12 @@
 """Rotary position embedding and its transposed map; see `builtin.rope`."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin import rope as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.cpp_extensions.values import exact
 
@@ -70,25 +68,23 @@ def _transposed(function: Callable[[Tensor], Any], like: Tensor, grads: Any) -> 
     return torch.autograd.grad(made, source, grads)[0]
 
 
-@defines(native.fused_rope_forward)
-def fused_rope_forward(call: SimpleNamespace) -> Tensor:
+@operator
+def fused_rope_forward(call: Any) -> Tensor:
     """Compute t cos + rot(t) sin over the first channels."""
     form, t = qkv_format_name("fused_rope_forward", call.qkv_format), call.input.detach()
     at = _positions(t, form, call.start_positions, call.cu_seqlens, (call.cp_size, call.cp_rank))
     return _rotated(t, call.freqs, at, call.interleaved, form)
 
 
-@defines(native.fused_rope_backward)
-def fused_rope_backward(call: SimpleNamespace) -> Tensor:
+@operator
+def fused_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_rope_forward` without start positions."""
     form, grads = qkv_format_name("fused_rope_backward", call.qkv_format), call.output_grads
     at = _positions(grads, form, None, call.cu_seqlens, (call.cp_size, call.cp_rank))
     return _transposed(lambda t: _rotated(t, call.freqs, at, call.interleaved, form), grads, grads)
 
 
-def _parts(
-    call: SimpleNamespace, op: str, qkv: Tensor, starts: Tensor | None
-) -> tuple[Tensor, ...]:
+def _parts(call: Any, op: str, qkv: Tensor, starts: Tensor | None) -> tuple[Tensor, ...]:
     """Queries and keys of a projection, rotated, and values."""
     form, sizes = qkv_format_name(op, call.qkv_format), [int(n) for n in call.qkv_split_arg_list]
     at = _positions(qkv, form, starts, None, (call.cp_size, call.cp_rank))
@@ -99,14 +95,14 @@ def _parts(
     return *turned, value.contiguous()
 
 
-@defines(native.fused_qkv_rope_forward)
-def fused_qkv_rope_forward(call: SimpleNamespace) -> tuple[Tensor, ...]:
+@operator
+def fused_qkv_rope_forward(call: Any) -> tuple[Tensor, ...]:
     """Queries and keys, rotated, and values."""
     return _parts(call, "fused_qkv_rope_forward", call.qkv_input.detach(), call.start_positions)
 
 
-@defines(native.fused_qkv_rope_backward)
-def fused_qkv_rope_backward(call: SimpleNamespace) -> Tensor:
+@operator
+def fused_qkv_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_qkv_rope_forward` without start positions."""
     op, key = "fused_qkv_rope_backward", call.k_grad_out
     like = key.new_empty(*key.shape[:-1], sum(call.qkv_split_arg_list))

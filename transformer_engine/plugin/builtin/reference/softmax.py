@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax of attention scores and its gradient; see `builtin.softmax`."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin import softmax as native
-from transformer_engine.plugin.builtin.reference import defines
+from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
@@ -25,31 +24,31 @@ def _future(input: Tensor) -> Tensor:
     return ones.triu(keys - queries + 1)
 
 
-@defines(native.scaled_softmax_forward)
-def scaled_softmax_forward(call: SimpleNamespace) -> Tensor:
+@operator
+def scaled_softmax_forward(call: Any) -> Tensor:
     """Softmax of scale * input over the last dim."""
     return _softmax(call.input, torch.zeros_like(call.input[..., :1], dtype=torch.bool), call.scale)
 
 
-@defines(native.scaled_masked_softmax_forward)
-def scaled_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
+@operator
+def scaled_masked_softmax_forward(call: Any) -> Tensor:
     """Softmax of scale * input where `mask` is 0."""
     return _softmax(call.input, call.mask != 0, call.scale)
 
 
-@defines(native.scaled_upper_triang_masked_softmax_forward)
-def scaled_upper_triang_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
+@operator
+def scaled_upper_triang_masked_softmax_forward(call: Any) -> Tensor:
     """Softmax of scale * input over the keys up to the query."""
     return _softmax(call.input, _future(call.input), call.scale)
 
 
-@defines(native.scaled_aligned_causal_masked_softmax_forward)
-def scaled_aligned_causal_masked_softmax_forward(call: SimpleNamespace) -> Tensor:
+@operator
+def scaled_aligned_causal_masked_softmax_forward(call: Any) -> Tensor:
     """Softmax of scale * input over the keys up to the query; the last of both go together."""
     return _softmax(call.input, _future(call.input), call.scale)
 
 
-def _backward(call: SimpleNamespace) -> Tensor:
+def _backward(call: Any) -> Tensor:
     """Compute scale * p * (dp - sum of dp * p over the last dim), whatever was masked."""
     p = exact("softmax", "softmax_output", call.softmax_output)
     grad = exact("softmax", "output_grad", call.output_grad)
@@ -57,6 +56,6 @@ def _backward(call: SimpleNamespace) -> Tensor:
     return made.to(call.softmax_output.dtype)
 
 
-for _name in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_"):
-    _name = f"scaled_{_name}softmax_backward"
-    globals()[_name] = defines(getattr(native, _name))(_backward)
+for _kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_"):
+    _op = f"scaled_{_kind}softmax_backward"
+    globals()[_op] = operator(_backward, _op)
