@@ -8,7 +8,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.pytorch.attention import plan
-from transformer_engine.pytorch.attention.limits import deterministic
+from transformer_engine.pytorch.attention.masks import deterministic
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.execution.random import draw_pair
 

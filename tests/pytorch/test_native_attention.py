@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.choice import (
     _unusual as unusual,
 )
-from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import attend
 from transformer_engine.pytorch.attention.problem import AttentionOptions, CoreOptions, Heads
 

@@ -10,7 +10,7 @@ from transformer_engine.plugin.attention_kinds import formats
 from transformer_engine.plugin.builtin.signatures import taking
 from transformer_engine.plugin.core.manager import get_default_manager
 from transformer_engine.plugin.core.ops import FlashAttentionBase
-from transformer_engine.pytorch.attention import limits
+from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.core import DotProductAttention
 
 _PASSED = (
@@ -54,7 +54,7 @@ class FlashAttention(FlashAttentionBase):
             what = "cp_group of more than one rank"
         elif of_queries != of_keys:
             what = f"qkv_layout={call.qkv_layout!r}: not built yet; give one format"
-        elif self.deterministic and not limits.deterministic():
+        elif self.deterministic and not masks.deterministic():
             what = (
                 "deterministic=True for one module: not built yet; "
                 "torch.use_deterministic_algorithms(True) or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 "

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine.pytorch.attention import torch_backends
-from transformer_engine.pytorch.attention.limits import CallKind
 from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
+    CallKind,
 )
 
 __all__ = [

@@ -16,7 +16,6 @@ from transformer_engine.pytorch.attention.masks import (
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Heads,
-    Sequences,
     check_tensors,
     keys_as,
 )
@@ -101,13 +100,6 @@ def _append_and_view(
     key, value = made
     longest = key.shape[1]
     return (keys_as(qkv_format, "bshd", key), keys_as(qkv_format, "bshd", value)), longest
-
-
-def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Sequences]:
-    """Packed queries, and the keys of a cache, of a call of `sizes` (.., queries, keys)."""
-    now = params.lengths
-    queries = Sequences(now.cu_seqlens_q, now.counts, sizes[2])
-    return queries, Sequences(params.offsets(sizes[3]), now.totals, sizes[3])
 
 
 def angles_for_cache(angles: Any, params: Any, length: int) -> Any:

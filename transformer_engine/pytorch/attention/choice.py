@@ -28,7 +28,7 @@ from transformer_engine.pytorch.attention.backends import (
 )
 from transformer_engine.pytorch.attention.cache_adapter import options_for_cache
 from transformer_engine.pytorch.attention.fp8 import unbuilt_name
-from transformer_engine.pytorch.attention.limits import (
+from transformer_engine.pytorch.attention.masks import (
     CallKind,
     Limits,
     constant_limits,

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.backends import (
 )
 from transformer_engine.pytorch.attention.cache_adapter import extend_cache
 from transformer_engine.pytorch.attention.choice import BackendChoice
-from transformer_engine.pytorch.attention.limits import Limits
+from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.attention.problem import (
     MIXED,

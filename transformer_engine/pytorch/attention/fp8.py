@@ -36,7 +36,7 @@ from transformer_engine.common.recipe import (
     QuantizerRole,
     Recipe,
 )
-from transformer_engine.pytorch.attention.limits import Limits, deterministic
+from transformer_engine.pytorch.attention.masks import Limits, deterministic
 from transformer_engine.pytorch.attention.problem import CoreOptions
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution import plan_ops, recompute

@@ -24,7 +24,7 @@ from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import Choice
-from transformer_engine.pytorch.attention.limits import Limits, deterministic
+from transformer_engine.pytorch.attention.masks import Limits, deterministic
 from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import (

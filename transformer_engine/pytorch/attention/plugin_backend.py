@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention import masks
-from transformer_engine.pytorch.attention.limits import deterministic
 from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
 from transformer_engine.pytorch.execution import overrides
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
@@ -23,7 +22,7 @@ def _module_of(core: Any) -> torch.nn.Module:
             "DotProductAttention: this graph was compiled for the attention class of a plug-in, "
             "which the policy no longer selects: call torch.compiler.reset() after such a change"
         )
-    made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, deterministic())
+    made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, masks.deterministic())
     if key not in made:
         made[key] = kind(
             core.softmax_scale,

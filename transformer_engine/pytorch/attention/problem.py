@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
 
@@ -294,6 +293,18 @@ def layout_parts(name: str) -> tuple[str, str]:
 # ---- packed sequences ----------------------------------------------------------------------------
 
 
+def check_tensor(cumulative: Any, label: str) -> None:
+    """Raise a TypeError for sums of lengths, of that name, that are no tensor.
+
+    What is asked by shapes has descriptions of tensors (`arguments.Described`).
+    """
+    if not hasattr(cumulative, "dim"):
+        raise TypeError(
+            f"{label}={cumulative!r}: {type(cumulative).__name__}, expected a torch.int32 tensor "
+            "[batch + 1] on the device of the queries"
+        )
+
+
 class Sequences(NamedTuple):
     """The queries, or the keys, of packed sequences."""
 
@@ -381,7 +392,7 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
 
 def _check(cumulative: Any, length: int | None, label: str) -> None:
     """Raise for what is no tensor (TypeError), or no int32 vector of a length (ValueError)."""
-    masks.check_tensor(cumulative, label)
+    check_tensor(cumulative, label)
     if (
         cumulative.dtype is not torch.int32
         or cumulative.dim() != 1

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import fp8, masks
-from transformer_engine.pytorch.attention.limits import Limits
-from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW
+from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, Limits
 from transformer_engine.pytorch.attention.problem import Heads, to_packed, to_padded
 from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.attention.fp8 import (
     recipe_of,
     unbuilt_name,
 )
-from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Described,

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.attention.backends import (
     refusals,
 )
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.limits import CallKind
+from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Described,
