@@ -8,7 +8,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch import tensor as formats
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, checked_shape
 
 
 def pickled_class(kind: type) -> Any:
@@ -43,6 +42,8 @@ def rebuild_quantized(
     of the class: a file may not put something in place of a method; TypeError or ValueError for
     what is no shape, dtype or pair.
     """
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, checked_shape
+
     made = _named_class(kind, "QuantizedTensor", "quantized tensors")
     label = f"a pickled {made.__name__}"
     fields = _fields_of(made, fields)
@@ -105,6 +106,8 @@ def rebuild_storage(kind: Any, dtype: torch.dtype, fields: dict, recast: tuple |
 
     ValueError for a class that is none; the arguments are as of `rebuild_quantized`.
     """
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
+
     made: Any = _named_class(kind, "QuantizedTensorStorage", "storages")
     fields = _fields_of(made, fields)
     if recast is not None:
