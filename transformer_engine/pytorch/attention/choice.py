@@ -105,7 +105,8 @@ def _unusual(
         return (
             "a mask or bias over one key" if with_bias or options.attention_mask is not None else ""
         )
-    if bias is None or not bias.requires_grad or bias.dim() != 4:
+    # What is no tensor the limits refuse.
+    if not isinstance(bias, Tensor) or not bias.requires_grad or bias.dim() != 4:
         return ""
     if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
         return "the gradient of a bias in another dtype than the queries, or before the scale"
