@@ -324,7 +324,7 @@ def run_staged(
     """
 
 def lie_in(tensor: Tensor, parts: tuple[Tensor, ...], rows: tuple[int, ...], /) -> bool:
-    """Whether the parts are consecutive rows of a tensor, as `split_storage` made them."""
+    """Return whether the parts are consecutive rows of a tensor, as `split_storage` made them."""
 
 def split_storage(tensor: Tensor, rows: tuple[int, ...], /) -> tuple[Tensor, ...]:
     """Consecutive rows of a tensor as tensors with storages of their own over its memory.
@@ -382,7 +382,7 @@ class Implementation:
 
 @final
 class Predicate:
-    """Whether a call is taken: `fits` of dtype and device of its first tensor, asked once for each
+    """True where a call is taken: `fits` of dtype and device of its first tensor, asked once for each
     pair (without `by_device` for each dtype), and where that holds `supports` of its arguments. Where
     it gives None the next tensor is asked about. A call without tensors fits. A text that `supports`
     gives is why a call is not taken, and the answer.
@@ -489,7 +489,7 @@ class NativeSlot:
         """How often it ran without an error, in this process, whoever called it."""
 
     def supports(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether it takes a call of these arguments."""
+        """Return whether it takes a call of these arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -101,7 +101,7 @@ def disabled(name: str, enabled: bool) -> Any:
 
 
 def find(path: str) -> tuple[bool, str]:
-    """Whether a name is built, and the reason, empty where it is.
+    """Return whether a name is built, and the reason, empty where it is.
 
     The name is a full one, or relative to ``transformer_engine`` or ``transformer_engine.pytorch``.
     """
@@ -120,7 +120,7 @@ def find(path: str) -> tuple[bool, str]:
 
 
 def _resolves(full: str) -> bool:
-    """Whether a dotted name leads to an object."""
+    """Return whether a dotted name leads to an object."""
     parts = full.split(".")
     found = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], start=2):

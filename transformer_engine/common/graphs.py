@@ -136,7 +136,7 @@ class Graph:
         return self.flags, tuple(self.values), tuple(self.nodes), *map(tuple, known)
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same graph; neither may change any more."""
+        """Return whether it is the same graph; neither may change any more."""
         return isinstance(other, Graph) and self._content() == other._content()
 
     def __hash__(self) -> int:
@@ -151,12 +151,12 @@ class Graph:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is a backward."""
+        """True where there is a backward."""
         return any(value.flags & _core.VALUE_GRADIENT for value in self.values)
 
     @property
     def defers(self) -> bool:
-        """Whether a backward puts weight gradients off."""
+        """True where a backward puts weight gradients off."""
         return any(self.values[of].flags & _core.VALUE_DEFER for of in self.weights)
 
     @property

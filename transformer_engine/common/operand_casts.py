@@ -54,7 +54,7 @@ class Quantization(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any operand has a recipe."""
+        """True where any operand has a recipe."""
         return any(cast.recipe != _core.RECIPE_NONE for cast in self.casts)
 
     def flat(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -104,7 +104,7 @@ def overridden(found: Quantization, recipe: Recipe) -> Quantization:
 
 
 def is_backward_wide(recipe: Recipe | None) -> bool:
-    """Whether the GEMMs of a backward multiply in high precision, under a recipe or without one."""
+    """Return whether a backward's GEMMs multiply in high precision: they do without a recipe."""
     return recipe is None or recipe.backward_override is not None
 
 

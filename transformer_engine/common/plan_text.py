@@ -39,7 +39,7 @@ class Plan:
 
     @functools.cached_property
     def measures(self) -> bool:
-        """Whether its linear layers measure operands that have no scale yet."""
+        """True where its linear layers measure operands that have no scale yet."""
         linear = self.graph.numbers_of(_core.NODE_LINEAR)
         return any(self.graph.nodes[n].flags & _core.LINEAR_MEASURE_OPERANDS for n in linear)
 

@@ -51,7 +51,7 @@ def _links(plan: Plan, role: str) -> list[Link]:
 
 
 def _has_rows(plan: Plan) -> bool:
-    """Whether an input of a plan has the leading dims of the call."""
+    """Return whether an input of a plan has the leading dims of the call."""
     return any(b.role == "input" and b.leading for b in plan.described.buffers)
 
 
@@ -73,7 +73,7 @@ def lead_of(plan: Plan, source: bool) -> int:
 
 
 def is_of_source(rows: _core.Extent) -> bool:
-    """Whether rows are those of a source sequence."""
+    """Return whether rows are those of a source sequence."""
     return rows.symbol >= _core.SYMBOL_SOURCE_ROWS
 
 

@@ -137,7 +137,7 @@ class _Measuring(Recipe):
     fp8_quant_bwd_grad = _power_2_qparams()
 
     def _power_2(self) -> bool:
-        """Whether scales are powers of two."""
+        """Return whether scales are powers of two."""
         return self.use_power_2_scales
 
 

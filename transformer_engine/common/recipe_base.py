@@ -188,7 +188,7 @@ def gemm_setting(split: bool) -> Any:
 
 
 def attention_setting(rule: Callable[[str, Any], Any] = rules.boolean) -> Any:
-    """Whether attention runs in FP8."""
+    """Return whether attention runs in FP8."""
     return setting(rule, False)
 
 
@@ -315,42 +315,42 @@ class Recipe:
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether scales come from the amaxes of earlier steps."""
+        """Return whether scales come from the amaxes of earlier steps."""
         return cls._KIND == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether FP8 tensors have one scale each, from their own amax."""
+        """Return whether FP8 tensors have one scale each, from their own amax."""
         return cls._KIND == "current"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether FP8 tensors have one scale each, delayed or current."""
+        """Return whether FP8 tensors have one scale each, delayed or current."""
         return cls._KIND in ("delayed", "current")
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether FP8 tensors have a scale per 1 x 128 or 128 x 128 tile."""
+        """Return whether FP8 tensors have a scale per 1 x 128 or 128 x 128 tile."""
         return cls._KIND == "block"
 
     @classmethod
     def float8_row_scaling(cls) -> bool:
-        """Whether FP8 tensors have a scale per row of what a GEMM reads (not the incumbent's)."""
+        """Return whether FP8 tensors have a scale per row of an operand (not the incumbent's)."""
         return cls._KIND == "row"
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether FP8 tensors have a power-of-two scale per 32 values."""
+        """Return whether FP8 tensors have a power-of-two scale per 32 values."""
         return cls._KIND == "mxfp8"
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether FP4 tensors have a scale per 16 values."""
+        """Return whether FP4 tensors have a scale per 16 values."""
         return cls._KIND == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether quantizers come from a function of the user."""
+        """Return whether quantizers come from a function of the user."""
         return cls._KIND == "custom"
 
     def _numerics(self) -> list[tuple[str, Any]]:

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def explain(op_name: str) -> "Explanation":
-    """What an operator calls for this thread, why, and why not the others; ``print`` shows it."""
+    """Explain what an operator calls for this thread, and why; ``print`` shows it."""
     return get_default_manager().explain(op_name)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the enumerations of attention say, and how its tensors lie.
+"""Enumerations of attention, and layouts of its tensors.
 
 One place for the operators, for calls of modules that are handed to them, and for their cases.
 Formats are "sbhd", "bshd" and "thd", which is packed.

@@ -44,17 +44,17 @@ def recipe_extra_state_policy(recipe: Recipe) -> CheckpointExtraStatePolicy:
 
 
 def is_stateless_recipe(recipe: Recipe) -> bool:
-    """Whether checkpoints hold nothing of a recipe."""
+    """Return whether checkpoints hold nothing of a recipe."""
     return recipe_extra_state_policy(recipe) is CheckpointExtraStatePolicy.STATELESS
 
 
 def unsafe_pickle_extra_state_enabled() -> bool:
-    """Whether pickles are loaded: never, whatever the environment says."""
+    """Return whether pickles are loaded: never, whatever the environment says."""
     return False
 
 
 def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
-    """Whether bytes of a checkpoint are to be unpickled: never."""
+    """Return whether bytes of a checkpoint are to be unpickled: never."""
     del data, context
     return False
 

@@ -22,15 +22,15 @@ __all__ = [
 __getattr__, __dir__ = absent.attach(globals())
 
 NVTE_CPU_OFFLOAD_V1 = False
-"""Whether `cpu_offload_v1` offloads."""
+"""True where `cpu_offload_v1` offloads."""
 OFFLOAD_SYNCHRONIZER = None
 """Context that copies activations: none."""
 CPUOffloadEnabled = False
-"""Whether activations are offloaded."""
+"""True where activations are offloaded."""
 
 
 def is_cpu_offload_enabled() -> bool:
-    """Whether activations are offloaded: never."""
+    """Return whether activations are offloaded: never."""
     return False
 
 

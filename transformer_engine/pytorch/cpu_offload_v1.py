@@ -36,7 +36,7 @@ def get_cpu_offload_context(
 
 
 def is_current_layer_offloaded() -> bool:
-    """Whether the layer that runs has its activations offloaded: never."""
+    """Return whether the layer that runs has its activations offloaded: never."""
     return False
 
 

@@ -53,7 +53,7 @@ __all__ = [
 __getattr__, __dir__ = absent.attach(globals())
 
 HAS_TORCH_SYMMETRIC = False
-"""Whether collectives in symmetric memory are used."""
+"""True where collectives in symmetric memory are used."""
 symmetric_mem_cache: dict[Any, Any] = {}
 """Tensors in such memory: none."""
 
@@ -189,12 +189,12 @@ def set_all_rng_states(states: dict[str, Tensor]) -> None:
 
 
 def graph_safe_rng_available() -> bool:
-    """Whether trackers keep generators that a CUDA graph can replay: no, they keep bytes."""
+    """Return whether trackers keep generators that a CUDA graph can replay: no, they keep bytes."""
     return False
 
 
 def is_graph_safe_rng_state(state: Any) -> bool:
-    """Whether a state is a generator."""
+    """Return whether a state is a generator."""
     return isinstance(state, torch.Generator)
 
 
@@ -363,5 +363,5 @@ def get_te_classes() -> list[type]:
 
 
 def has_te_modules(network: torch.nn.Module) -> bool:
-    """Whether a network has modules of this library with FP8 GEMMs."""
+    """Return whether a network has modules of this library with FP8 GEMMs."""
     return any(isinstance(module, Fp8Module) for module in network.modules())

@@ -10,6 +10,6 @@ __all__ = ["is_distributed_weight", *absent.names_of(__name__)]
 
 
 def is_distributed_weight(weight: Any) -> bool:
-    """Whether a weight is a `DistributedWeight`: never."""
+    """Return whether a weight is a `DistributedWeight`: never."""
     del weight
     return False

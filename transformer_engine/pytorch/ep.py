@@ -10,11 +10,11 @@ __all__ = ["is_ep_bootstrapped", "is_symm_backed", *absent.names_of(__name__)]
 
 
 def is_ep_bootstrapped() -> bool:
-    """Whether the exchange is set up: never."""
+    """Return whether the exchange is set up: never."""
     return False
 
 
 def is_symm_backed(t: Tensor) -> bool:
-    """Whether a tensor lies in memory that `symm_mem_alloc` gave: never."""
+    """Return whether a tensor lies in memory that `symm_mem_alloc` gave: never."""
     del t
     return False

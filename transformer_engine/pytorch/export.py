@@ -28,5 +28,5 @@ def onnx_export(enabled: bool = False) -> AbstractContextManager:
 
 
 def is_in_onnx_export_mode() -> bool:
-    """Whether modules run in a form that ONNX knows: never."""
+    """Return whether modules run in a form that ONNX knows: never."""
     return False

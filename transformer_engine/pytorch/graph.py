@@ -37,7 +37,7 @@ def set_capture_end() -> None:
 
 
 def is_graph_capturing() -> bool:
-    """Whether `set_capture_start` was called and `set_capture_end` was not."""
+    """Return whether `set_capture_start` was called and `set_capture_end` was not."""
     return _CAPTURING[0]
 
 

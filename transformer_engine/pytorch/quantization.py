@@ -252,22 +252,22 @@ class FP8GlobalStateManager(ManagerNames):
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Whether modules run in FP8 now."""
+        """Return whether modules run in FP8 now."""
         return current_state().enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        """Whether modules record amaxes in high precision now."""
+        """Return whether modules record amaxes in high precision now."""
         return current_state().calibrating
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Whether modules are made with quantized weights, see `quantized_model_init`."""
+        """Return whether modules are made with quantized weights, see `quantized_model_init`."""
         return current_state().quantized_init is not None
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """Whether these keep their first values."""
+        """Return whether these keep their first values."""
         init = current_state().quantized_init
         return init is not None and init.preserve
 
@@ -284,7 +284,7 @@ class FP8GlobalStateManager(ManagerNames):
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """Return whether a CUDA graph is being captured."""
         if graph.is_graph_capturing():
             return True
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -105,7 +105,7 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
 
 
 def check_dim_for_fp8_exec(tensor: Tensor) -> bool:
-    """Whether FP8 GEMMs take a tensor without padding it: rows by 8, columns by 16.
+    """Return whether FP8 GEMMs take a tensor without padding it: rows by 8, columns by 16.
 
     The modules pad by themselves.
     """
@@ -153,18 +153,18 @@ def get_sm_count() -> int:
 
 
 def is_bf16_compatible() -> bool:
-    """Whether bf16 GEMMs run natively on the current device."""
+    """Return whether bf16 GEMMs run natively on the current device."""
     return is_bf16_available()
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether the current device's FP8 GEMMs take operands that are not transposed."""
+    """Return whether the current device's FP8 GEMMs take operands that are not transposed."""
     capability = get_device_compute_capability()
     return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
 
 def devices_match(device1: torch.device, device2: torch.device) -> bool:
-    """Whether two are the same device; ``cuda`` is the current CUDA device."""
+    """Return whether two are the same device; ``cuda`` is the current CUDA device."""
     return canonicalize_device(device1) == canonicalize_device(device2)
 
 
@@ -219,12 +219,12 @@ def get_default_init_method() -> Callable[[Tensor], Tensor]:
 
 
 def requires_grad(*tensors: Any) -> bool:
-    """Whether one of the arguments is a tensor that requires a gradient."""
+    """Return whether one of the arguments is a tensor that requires a gradient."""
     return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
 
 def all_close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal up to the tolerances of `torch.testing` for their dtype."""
+    """Return whether two tensors are equal up to `torch.testing`'s tolerances for their dtype."""
     try:
         torch.testing.assert_close(a, b)
     except AssertionError:
@@ -247,7 +247,7 @@ def print_rank_0(*args: Any) -> None:
 
 
 def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
-    """Whether an operand is a quantized tensor, so that its GEMM is one of quantized operands.
+    """Tell whether an operand is a quantized tensor, so that its GEMM is one of quantized operands.
 
     Both forms of a tensor here are of one kind: `rowwise` makes no difference.
     """

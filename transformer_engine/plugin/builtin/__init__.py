@@ -195,7 +195,7 @@ def register_builtins(registry: OpRegistry) -> int:
 
 
 def _is_no_cuda(dtype: Any, device: Any) -> bool:
-    """Whether a tensor lies where kernels run without CUDA, by `_core.Predicate`."""
+    """Return whether a tensor lies where kernels run without CUDA, by `_core.Predicate`."""
     return getattr(device, "type", device) != "cuda"
 
 

@@ -138,7 +138,7 @@ def _heads(op: str, **given: Any) -> list[Tensor]:
 
 @operator
 def get_fused_attn_backend(call: Any) -> ops.NVTE_Fused_Attn_Backend:
-    """Whether `fused_attn_fwd` and its backward take such a call on the current device.
+    """Return whether `fused_attn_fwd` and its backward take such a call on the current device.
 
     `NVTE_F16_arbitrary_seqlen` where they do: fp16 or bf16 (without a CUDA device fp32, too), on
     compute capability 9.0 heads of multiples of 8 channels up to 256; else `NVTE_No_Backend`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context parallelism does with packed sequences between its steps, by torch.
+"""Work of context parallelism on packed sequences between its steps, by torch.
 
 A rank has an even number of tokens of each sequence: a first half and a second one. ``cu_seqlens``
 [b + 1] int32 are the first token of each sequence on this rank, and their sum; tokens lie along

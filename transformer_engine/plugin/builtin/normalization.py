@@ -24,7 +24,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors have memory in common."""
+    """Return whether two dense tensors have memory in common."""
     begin, other_begin = one.data_ptr(), other.data_ptr()
     return begin < other_begin + other.nbytes and other_begin < begin + one.nbytes
 

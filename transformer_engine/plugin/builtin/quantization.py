@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
 ALGORITHMS = {"max": False, "most_recent": True}
-"""Whether the newest amax counts alone, by name."""
+"""True where the newest amax counts alone, by name."""
 
 
 def _cast(op: str, tensor: Any, quantizer: Any) -> Any:

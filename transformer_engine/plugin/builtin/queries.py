@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs ask about libraries, and the empty state of delayed scaling."""
+"""Questions about libraries, and the empty state of delayed scaling."""
 
 import ctypes
 import functools

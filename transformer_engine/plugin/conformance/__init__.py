@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an implementation of an operator is right: cases, and definitions in float64.
+"""True where an implementation of an operator is right: cases, and definitions in float64.
 
 `check` runs the cases of an operator against an implementation and returns a table, so that who
 writes a kernel for a device knows that it computes what the operator is, and which calls it does
@@ -40,7 +40,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Row(NamedTuple):
-    """What became of a case."""
+    """Outcome of a case."""
 
     case: str
     outcome: str  # "passed", "failed", or "refused": it does not take the call
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `check` found; ``str()`` of it is a table."""
+    """Result of `check`; ``str()`` of it is a table."""
 
     op_name: str
     impl_id: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an attention is, its tensors in every layout, and its arguments as operators take them."""
+"""Settings of attention, its tensors in every layout, and its arguments as operators take them."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from transformer_engine.plugin.conformance.cases import Draw
 
 @dataclass(frozen=True)
 class Setting:
-    """What an attention is, but for the values of its tensors."""
+    """Settings of an attention: all but the values of its tensors."""
 
     name: str
     layout: str = "bshd_bshd_bshd"

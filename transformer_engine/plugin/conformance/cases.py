@@ -203,11 +203,11 @@ class Kept(NamedTuple):
     written: list[Tensor]
 
     def touched(self) -> bool:
-        """Whether anything has been written."""
+        """Return whether anything has been written."""
         return not torch.equal(self.whole, self.before)
 
     def changed(self) -> bool:
-        """Whether others have been written."""
+        """Return whether others have been written."""
         now = self.whole.clone()
         for tensor in self.written:
             _as_in(now, tensor).copy_(_as_in(self.before, tensor))

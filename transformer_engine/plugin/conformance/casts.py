@@ -36,7 +36,7 @@ def quantizers(device: torch.device) -> dict[str, Any]:
 
 
 def quantizers_of_values(device: torch.device) -> dict[str, Any]:
-    """What operators that compute values are given to cast these with, by name."""
+    """Quantizers for operators that compute values, by name."""
     every = quantizers(device)
     return {kind: every[kind] for kind in ("current", "rows", "mxfp8")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the definition of an operator, its ``reference.torch``, makes of a case in float64."""
+"""Results of the definition of an operator, its ``reference.torch``, in float64."""
 
 import copy
 import importlib

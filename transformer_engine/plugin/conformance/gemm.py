@@ -18,7 +18,7 @@ _SIZES = (
 
 
 class _Options(NamedTuple):
-    """What may go with a product; see `generic_gemm`."""
+    """Options of a product; see `generic_gemm`."""
 
     bias: Tensor | None = None
     gelu: bool = False
@@ -91,7 +91,7 @@ def _gemm(draw: Draw) -> Iterator[Case]:
 def _options(
     draw: Draw, dtype: torch.dtype, m: int, n: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What may go with a product [m, n]."""
+    """Return the options of a product [m, n]."""
     f32, bias, before = torch.float32, draw.normal((n,), dtype), draw.normal((m, n), dtype)
     through = {"gelu": True, "grad": True, "gelu_in": draw.normal((m, n), dtype)}
     yield "bias", {"bias": bias}

@@ -97,7 +97,7 @@ def _both(case: Case, flag: Tensor) -> Iterator[Case]:
 
 
 def _of_adam(lists: list, numbers: _Step) -> Callable[[Any], list[Wanted]]:
-    """What a step has to leave, of the lists as they are now."""
+    """Expected lists after a step, from the lists as they are now."""
     masters = lists[4] if len(lists) == 5 else lists[1]
     rows = masters, lists[2], lists[3]
     exact = [_adam(numbers, *row) for row in zip(lists[0], *rows, strict=True)]
@@ -133,7 +133,7 @@ def _adam_cases(op: str, draw: Draw) -> Iterator[Case]:
 
 
 def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> Callable[[Any], list[Wanted]]:
-    """What a step has to leave of the eight lists: codes are casts of the fp32 parameters."""
+    """Expected eight lists after a step: codes are casts of the fp32 parameters."""
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     of_step = _of_adam([grads, masters, means, squares], numbers)
     before, top = [t.clone() for t in amaxes], torch.finfo(kind).max

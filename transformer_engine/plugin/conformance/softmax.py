@@ -19,7 +19,7 @@ def _shapes(kind: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _mask(shape: tuple, draw: Draw) -> Tensor:
-    """What is not attended to, of a shape that goes with that of the scores."""
+    """Make a mask of keys that are not attended, of a shape that goes with that of the scores."""
     mask = draw.uniform((shape[0], 1, *shape[-2:])) < 0.4
     mask[0, 0, shape[-2] // 2] = True  # a query that attends nothing
     return mask.to(torch.uint8)

@@ -19,7 +19,7 @@ class TEFLBackendBase:
     """
 
     def is_available(self) -> bool:
-        """Whether they can run in this process."""
+        """Return whether they can run in this process."""
         return True
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `OpManager.explain` tells of an operator."""
+"""Results of `OpManager.explain`."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Candidate(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What an operator calls, and why; ``str()`` of it is a table."""
+    """Explanation of what an operator calls, and why; ``str()`` of it is a table."""
 
     op_name: str
     policy: SelectionPolicy

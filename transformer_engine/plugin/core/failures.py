@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a call that an implementation could not do."""
+"""Messages about calls that an implementation could not do."""
 
 import inspect
 import types
@@ -17,7 +17,7 @@ class NobodyError(RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What somebody may have meant by a word that is not known, as the end of a sentence; ""."""
+    """Suggest known words like one that is not known, as the end of a sentence; ""."""
     import difflib
 
     found = difflib.get_close_matches(word, list(known), 3)

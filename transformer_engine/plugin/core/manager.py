@@ -195,7 +195,7 @@ class OpManager:
         return {name: calls for name, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
-        """What is in force for this thread now, to be entered later, on whatever thread.
+        """State in force for this thread now, to be entered later, on whatever thread.
 
         A backward that enters it has the implementations of its forward, whatever has changed.
         """
@@ -341,7 +341,7 @@ class OpManager:
     def _of_modules(
         self, rows: tuple[_Row, ...], entries: tuple, policy: SelectionPolicy
     ) -> "_core.Selection | None":
-        """What runs of plans ask before this library's own operators; None: nobody."""
+        """Table that runs of plans ask before this library's own operators; None: there is none."""
         if not self._obeyed:
             return None
         from transformer_engine.plugin import slots
@@ -405,7 +405,7 @@ class OpManager:
 
 
 def _importing() -> bool:
-    """Whether this thread is in the middle of an import."""
+    """Return whether this thread is in the middle of an import."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -425,7 +425,7 @@ def _changed_places(now: tuple, before: tuple) -> list[int]:
 
 
 def _pick(places: list[int]) -> Callable[[tuple], tuple]:
-    """What takes these places out of a tuple, as a tuple."""
+    """Return a function that takes these places out of a tuple, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
@@ -498,7 +498,7 @@ def obey_default_manager() -> None:
 
 
 BINDERS: list[Callable[[], None]] = []
-"""What takes the operators of the manager anew: that of ``transformer_engine_torch``."""
+"""Functions that take the operators of the manager anew: that of ``transformer_engine_torch``."""
 
 
 def reset_default_manager() -> None:
@@ -519,7 +519,7 @@ reset_registry = reset_default_manager
 
 
 class _Held(Context):
-    """Whether a lock is held inside ``with``: without `wait` only where no other thread has it."""
+    """Hold a lock inside ``with``: without `wait` only where no other thread has it."""
 
     def __init__(self, lock: ForkSafeLock, wait: bool) -> None:
         self._lock, self._wait, self._held = lock, wait, False

@@ -149,7 +149,7 @@ class SelectionPolicy(Plain):
         return list(_ORDERS[self.prefer])
 
     def is_vendor_allowed(self, vendor: str) -> bool:
-        """Whether implementations of a vendor are used; denied wins over allowed."""
+        """Return whether implementations of a vendor are used; denied wins over allowed."""
         key = vendor_key(vendor)
         if key in map(vendor_key, self.deny_vendors):
             return False
@@ -190,7 +190,7 @@ def when_used(make_manager: Callable[[], Any]) -> None:
 
 
 def is_used() -> bool:
-    """Whether a program has said, outside of the environment, how operators are chosen."""
+    """Return whether a program has said, outside of the environment, how operators are chosen."""
     return _core.policy_in_force() is not None or _policies._policy_is_set
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an implementation takes a call: by dtype and architecture, and by what it says itself."""
+"""Predicates of implementations: whether one takes a call, by dtype, architecture and its own."""
 
 import sys
 import weakref
@@ -13,7 +13,7 @@ _made: "weakref.WeakKeyDictionary[OpImpl, _core.Predicate]" = weakref.WeakKeyDic
 
 
 def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
-    """Whether it takes a call, from the arguments of that; None: it takes every call."""
+    """Return whether it takes a call, from the arguments of that; None: it takes every call."""
     if impl.supported_dtypes is None and impl.min_arch is None:
         return impl.supports
     found = _made.get(impl)
@@ -47,7 +47,7 @@ _INDICES = ("int32", "int64", "bool")
 
 
 def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
-    """Whether a tensor is one that is taken; None: the next one says so."""
+    """Return whether a tensor is one that is taken; None: the next one says so."""
     if least is not None:
         if getattr(device, "type", "") != "cuda":
             return False

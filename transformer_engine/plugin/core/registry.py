@@ -86,7 +86,7 @@ class OpRegistry:
         return found
 
     def undone_if_it_fails(self) -> "_Undone":
-        """What this thread (un)registers inside ``with``, undone if an error ends it."""
+        """Registrations of this thread inside ``with``, undone if an error ends it."""
         return _Undone(self)
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class BackendImplKind(StrEnum):
-    """Who made an implementation; ``str(kind)`` is its value."""
+    """Kind of the source of an implementation; ``str(kind)`` is its value."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
@@ -21,7 +21,7 @@ _KINDS = {kind.value: kind for kind in BackendImplKind} | {"default": BackendImp
 _ALIASES = {"nvidia": "cuda"}
 """Vendors by other names."""
 TOKENS = "flagos (or default), vendor, reference, vendor:NAME or impl:ID"
-"""What a token of a policy may be."""
+"""Tokens of a policy."""
 
 
 class Plain:
@@ -141,11 +141,11 @@ class OpImpl(Plain):
         return hash((self.op_name, self.impl_id))  # functions need not have one
 
     def is_available(self) -> bool:
-        """Whether it can run in this process."""
+        """Return whether it can run in this process."""
         return not self.unavailable_because()
 
     def has_availability(self) -> bool:
-        """Whether it is to be asked; an attribute that raises counts as an answer."""
+        """Return whether it is to be asked; an attribute that raises counts as an answer."""
         try:
             return hasattr(self.fn, "_is_available")
         except Exception:  # noqa: BLE001 - `unavailable_because` tells it
@@ -181,7 +181,7 @@ def architecture(text: str) -> tuple[int, int]:
 
 
 def vendor_key(name: str) -> str:
-    """What vendors are compared by."""
+    """Key by which vendors are compared."""
     folded = name.strip().casefold()
     return _ALIASES.get(folded, folded)
 
@@ -201,7 +201,7 @@ def _parts(token: str) -> tuple[str, str]:
 
 
 def match_token(impl: OpImpl, token: str) -> bool:
-    """Whether a token names an implementation; ValueError for what is no token."""
+    """Return whether a token names an implementation; ValueError for what is no token."""
     head, rest = _parts(token)
     if head == "impl":
         return impl.impl_id == rest

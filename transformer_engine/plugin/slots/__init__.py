@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules run where the policy in force selects other implementations than this library's.
+"""Implementations that modules run where the policy in force selects others than this library's.
 
 Modules run operators of the C library, of which `MAPPED` says by which operators of
 `transformer_engine_torch` they are defined. An adapter makes a function for a slot of the C
@@ -154,7 +154,7 @@ def closed(overriding: Mapping[str, tuple], policy: Any) -> frozenset[str]:
 def selection(
     overriding: Mapping[str, tuple], closed: frozenset[str], refuse: Callable
 ) -> "_core.Selection | None":
-    """What runs of plans are to ask first; None: nobody.
+    """Table that runs of plans ask first; None: there is none.
 
     `overriding` are implementations by operator, in the order in which they are asked. A call that
     none of them takes is this library's own, but of those operators that are `closed`, for which

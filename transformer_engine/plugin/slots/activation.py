@@ -23,7 +23,7 @@ def _numbers(kind: str, fields: Fields) -> tuple | None:
 
 
 def _made(choice: Any, name: str, choices: Choices, tensors: tuple, numbers: Any, out: Any) -> Any:
-    """What the operator `name` makes, if somebody has it; NotImplemented where nobody takes it."""
+    """Call the operator `name`; NotImplemented where nobody takes it."""
     if choice is None:
         return NotImplemented
     if numbers is None:

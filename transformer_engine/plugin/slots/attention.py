@@ -106,7 +106,7 @@ def _summed(fields: Fields, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def _alibi(fields: Fields, slopes: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """What slopes add to the scores, [1 or batch, heads, queries, keys] fp32.
+    """Bias of slopes of ALiBi, [1 or batch, heads, queries, keys] fp32.
 
     The operators have slopes of their own, which follow from the number of heads; whether those of
     a call are the same a host does not know without waiting for the device.

@@ -96,7 +96,7 @@ def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
 
 
 class Place(NamedTuple):
-    """What an implementation casts with, and a storage over the memory of the call for that.
+    """Quantizer of an implementation's cast, and a storage over the memory of the call for it.
 
     It is no tensor of torch, which takes longer to make: nobody records what becomes of it. Its
     nominal dtype is bf16.
@@ -123,7 +123,7 @@ def place_of(fields: Fields, shape: tuple[int, int]) -> Place:
 
 
 def _quantizer(fields: Fields, cast: OperandCast, device: torch.device) -> Any:
-    """What casts so: with the scale of the call, into its amax, by what it has measured."""
+    """Make the quantizer of a cast: with the call's scale, into its amax, or as it measured."""
     partials = fields["partials"]
     if cast.recipe == _core.RECIPE_DELAYED:
         amax = fields["amax"]

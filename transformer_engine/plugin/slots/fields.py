@@ -31,7 +31,7 @@ def _placed(name: str, asked: tuple) -> tuple[bool, ...] | None:
 
 
 def _takes_out(function: Callable) -> bool:
-    """Whether it names `out` among its parameters; what passes on any keyword may not."""
+    """Return whether it names `out` among its parameters; what passes on any keyword may not."""
     try:
         parameter = inspect.signature(function).parameters.get("out")
     except (TypeError, ValueError):  # of what has none to show
@@ -40,7 +40,7 @@ def _takes_out(function: Callable) -> bool:
 
 
 class Choices(dict):
-    """What to call in place of this library's own, by operator: a `_core.Choice` of each."""
+    """Implementations in place of this library's own, by operator: a `_core.Choice` of each."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Choices(dict):
         return _core.Choice(name, asked, self._refuse if raises else None, _placed(name, asked))
 
     def followed(self, name: str, *others: str) -> Any:
-        """What calls `name` where `others` are asked next; None: nobody has it.
+        """Return the caller of `name` where `others` are asked next; None: nobody has it.
 
         It does not raise for a call that it does not take, if somebody has one of these: where
         they are closed, the last one does.
@@ -78,7 +78,7 @@ class Choices(dict):
         return ", ".join(f"{impl_id} ({name})" for name, impl_id in pairs)
 
     def unexpressed(self, name: str) -> Any:
-        """What an adapter returns for a call that an operator's arguments can not express."""
+        """Answer of an adapter to a call that an operator's arguments can not express."""
         if name in self._closed:
             self._refuse(name, self._asked[name], UNEXPRESSED)
         return NotImplemented
@@ -95,7 +95,7 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
 
 
 def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
-    """What a module's call of an operator runs, of its fields, and which these are.
+    """Adapter of a module's call of an operator, from its fields to arguments.
 
     It asks nobody while it runs, and computes in the dtypes of its tensors. What an implementation
     has raised says whose it is. Of an error that what one returned has led to, a note says who was
@@ -178,7 +178,7 @@ def written(op: str, name: str, out: Tensor | None, values: Any) -> None:
 
 
 def _lie_alike(values: Tensor, out: Tensor) -> bool:
-    """Whether two tensors of as many elements that begin at one address are the same elements."""
+    """Return whether two tensors of one address and as many elements are the same elements."""
     if values.shape == out.shape:
         return values.stride() == out.stride()
     return values.is_contiguous() and out.is_contiguous()

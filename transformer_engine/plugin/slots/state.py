@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps state between calls, and what is measured: scales, caches, transposes."""
+"""Operators that keep state between calls, or measure: scales, caches, transposes."""
 
 import math
 from typing import Any

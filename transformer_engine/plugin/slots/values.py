@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators compute and cast: values, and the forms in which a call wants them."""
+"""Values that operators compute and cast, and the forms in which a call wants them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("
 
 
 def are_cast(fields: Fields) -> bool:
-    """Whether a call wants its values quantized, or their largest magnitude."""
+    """Return whether a call wants its values quantized, or their largest magnitude."""
     wanted = "row", "column", "amax", "amax_partials", "row_scales", "column_scales"
     return any(fields[name] is not None for name in wanted)
 
@@ -25,7 +25,7 @@ def are_cast(fields: Fields) -> bool:
 def asked_for(
     fields: Fields, shape: tuple[int, int], choices: Mapping[str, Any]
 ) -> casts.Place | None:
-    """What an implementation is asked to cast its values with, and where to.
+    """Cast of the values of an implementation: by which quantizer, and where to.
 
     None: they are asked for as they are. So they are where somebody else casts them, and where a
     call wants more of them than their codes.

@@ -54,7 +54,7 @@ def _always(call_kind: CallKind) -> bool:
 
 
 def _corner_untold(call_kind: CallKind) -> bool:
-    """Whether what a query attends depends on a diagonal that its mask type does not tell."""
+    """Tell whether what a query attends depends on a diagonal that its mask type does not tell."""
     if not call_kind.bottom_right or call_kind.square or call_kind.mask_type.bottom_right:
         return False
     return call_kind.window != NO_WINDOW or call_kind.bias == "alibi"
@@ -333,7 +333,7 @@ def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
 
 
 def _fields(call_kind: CallKind) -> dict:
-    """What names and reasons of the table may speak of."""
+    """Fields that names and reasons of the table may use."""
     return {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
 
 

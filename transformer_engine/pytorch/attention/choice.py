@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `DotProductAttention` finds out about a call: its kind, which backend runs it, its limits.
+"""Choice of a backend by a `DotProductAttention`: the kind of a call, its backend, its limits.
 
 `backends.py` has the table that chooses; here the arguments of a call, the module's settings and
 what is in force become the `CallKind` that the table is asked about.
@@ -58,7 +58,7 @@ _ALL_ON = AttentionSwitches(True, True, True)
 
 
 _switches = constant_in_graphs(attention_switches)
-"""What the environment allows now; in a graph, what it allowed when that was traced."""
+"""Switches of the environment now; in a graph, those when it was traced."""
 
 
 _LARGEST_CAP = 2.0**100  # of cuDNN's attention: see csrc/cuda/attention_supports.c
@@ -75,7 +75,7 @@ def _device_facts(device: torch.device) -> tuple[int, int]:
 
 
 class _Decision(NamedTuple):
-    """What was found out about calls of one kind; `limits` is None where each call has its own."""
+    """Decision about calls of one kind; `limits` is None where each call has its own."""
 
     call_kind: CallKind
     choice: Choice
@@ -91,7 +91,7 @@ def _dtype_of(query: Tensor) -> torch.dtype:
 def _unusual(
     options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, cap: float, packed: bool
 ) -> str:
-    """What of a mask, a bias, its gradient or a softcap the operator does not take on CUDA.
+    """Feature of a mask, a bias, its gradient or a softcap that the operator does not take on CUDA.
 
     "": nothing. The same with gradients switched off: a recompute must run what the first pass ran.
     """
@@ -118,7 +118,7 @@ def _unusual(
 
 
 def _are_apart(slopes: Tensor | None) -> bool:
-    """Whether the slopes of ALiBi are of each sequence, not of all."""
+    """Return whether the slopes of ALiBi are of each sequence, not of all."""
     if slopes is None:
         return False
     masks.check_numbers(slopes, f"{_NAME}: alibi_slopes")
@@ -202,7 +202,7 @@ class BackendChoice:
         return choice, limits if sink is None else limits.but(sink=sink)
 
     def _cap_of(self, options: AttentionOptions) -> float:
-        """What bounds the scores of a call; 0: nothing."""
+        """Bound of the scores of a call; 0: none."""
         return check_softcap(self.softcap if options.softcap is None else options.softcap)
 
     def _sink(self, query: Tensor) -> Tensor | None:
@@ -221,7 +221,7 @@ class BackendChoice:
         packed: bool,
         modified: bool,
     ) -> _Decision:
-        """What applies to a call, remembered for the next one of its kind."""
+        """Return the decision about a call, remembered for the next one of its kind."""
         key = self._kind_of(options, sizes, query, packed, modified)
         if torch.compiler.is_compiling():
             return self._decide(key)

@@ -92,7 +92,7 @@ _OWN: dict[str, Recipe | None] = {}
 
 
 def asks_for_it(recipe: Any) -> bool:
-    """Whether a region of a recipe asks for attention in FP8."""
+    """Return whether a region of a recipe asks for attention in FP8."""
     return recipe is not None and bool(
         getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
     )
@@ -128,7 +128,7 @@ def unbuilt_name(recipe: Recipe | None) -> str:
 
 @constant_in_graphs
 def hands_over(mha: bool) -> bool:
-    """Whether layers hand tensors over in FP8 under a recipe with this ``fp8_mha``.
+    """Return whether layers hand tensors over in FP8 under a recipe with this ``fp8_mha``.
 
     A constant in graphs, as `recipe_of` is: ``TE_DPA_FP8_RECIPE_MHA`` says so for attention that
     has a recipe of its own.
@@ -198,7 +198,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
 
 
 def _keeps(given: Any) -> bool:
-    """Whether it leaves a role in high precision."""
+    """Return whether it leaves a role in high precision."""
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
     return type(given) is IdentityQuantizer and given.dtype is None
@@ -256,19 +256,19 @@ OUTPUT_SLOT = 3
 
 
 def is_outside_graphs() -> bool:
-    """Whether no graph holds attention in the region of this thread: quantizers are asked for."""
+    """Return whether no graph holds attention in this thread's region: quantizers are asked for."""
     state = current_state()
     return state.enabled and asks_for_it(state.recipe) and state.recipe.custom()
 
 
 def is_asked_for(module: Any) -> bool:
-    """Whether the region of this thread runs a `DotProductAttention` in FP8."""
+    """Return whether the region of this thread runs a `DotProductAttention` in FP8."""
     state = current_state()
     return state.enabled and recipe_of(state.recipe, module) is not None
 
 
 def in_force(module: Any) -> bool:
-    """Whether a call of a `DotProductAttention` that begins now runs in FP8.
+    """Return whether a call of a `DotProductAttention` that begins now runs in FP8.
 
     The region says so, or, in the recompute of a checkpoint, that the first forward did.
     """
@@ -280,7 +280,7 @@ def in_force(module: Any) -> bool:
 
 
 def hands_to(core: Any, projection: Any) -> bool:
-    """Whether a layer hands the output of its attention to the projection behind it in FP8.
+    """Return whether a layer hands the output of its attention to the projection behind it in FP8.
 
     With ``fp8_mha``, where the projection multiplies inputs with one scale: its GEMM reads what
     attention has made, with attention's scale.
@@ -313,7 +313,7 @@ def unbuilt(module: Any) -> str:
 
 
 class Facts(NamedTuple):
-    """What the kind of the backward depends on."""
+    """Facts that the kind of the backward depends on."""
 
     delayed: bool  # scaling is delayed
     switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD
@@ -371,24 +371,24 @@ def why_in_high_precision(facts: Facts) -> str:
 
 
 def fills_blocks(queries: int) -> bool:
-    """Whether so many queries are whole blocks of cuDNN's kernel."""
+    """Return whether so many queries are whole blocks of cuDNN's kernel."""
     return queries % BLOCK == 0
 
 
 def facts_of(recipe: Recipe, **problem: Any) -> Facts:
-    """What the backward of a call goes by: recipe, environment, and the other `Facts` by name."""
+    """Return the facts of a call's backward: recipe, environment, and the other `Facts` by name."""
     return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
 
 
 def gradient_of(recipe: Recipe, limits: Limits, **problem: Any) -> bool:
-    """Whether the backward of a call runs in FP8; `problem` as of `facts_of`, but for limits."""
+    """Return whether a call's backward runs in FP8; `problem` as of `facts_of`, but for limits."""
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
     return not why_in_high_precision(facts_of(recipe, limited=limited, packed=packed, **problem))
 
 
 def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
-    """What of recipe, environment and size an attention in FP8 depends on; None: it is in none."""
+    """Key of recipe, environment and size for an attention in FP8; None: it is not in FP8."""
     if not in_force(module):
         return None
     recipe = recipe_of(current_state().recipe, module)
@@ -433,7 +433,7 @@ class Casts(NamedTuple):
 
 
 def leaves_graph(more: CoreOptions, dropout: float, traced: bool) -> bool:
-    """Whether a call runs outside of the graph that is traced.
+    """Return whether a call runs outside of the graph that is traced.
 
     Graphs have no dropout of these plans, and pass no quantized tensors on. NotImplementedError
     where there is no outside.

@@ -189,7 +189,7 @@ class KVCacheManager:
 
 
 class OwnManager(KVCacheManager):
-    """What both kinds of this library have in common."""
+    """Base of both kinds of this library."""
 
     def __init__(
         self,
@@ -409,7 +409,7 @@ class PagedKVCacheManager(OwnManager):
         return list(self.sequences.values())
 
     def has_free_page(self) -> bool:
-        """Whether some page is no sequence's."""
+        """Return whether some page is no sequence's."""
         return bool(self._free)
 
     def get_page_count(self, seq: Any) -> int:

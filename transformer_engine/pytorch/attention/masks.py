@@ -133,7 +133,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
 
 
 def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
-    """Whether the diagonal ends in the bottom right corner: the type says so, else the caller."""
+    """Return whether the diagonal ends in the bottom right corner: by the type, else the caller."""
     if kind.bottom_right is not None:
         return kind.bottom_right
     return True if bottom_right is None else bool(bottom_right)
@@ -323,7 +323,7 @@ class CallKind(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a query may attend."""
+    """Limits of what a query attends."""
 
     mask: Tensor | None
     """bool, True: masked out; each dim 1 or that of [batch, heads, queries, keys]."""
@@ -370,7 +370,7 @@ class Limits(NamedTuple):
         return (of_queries := queries.ends()), of_queries if same else keys.ends()
 
     def lengths_fit(self, queries: int, keys: int) -> Tensor:
-        """Whether the lengths of each sequence are within these, [batch] bool."""
+        """Return whether the lengths of each sequence are within these, [batch] bool."""
         of_queries, of_keys = self.query_lengths, self.key_lengths
         is_wrong = (of_queries < 0) | (of_queries > queries) | (of_keys < 0) | (of_keys > keys)
         return ~is_wrong
@@ -425,7 +425,7 @@ def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor 
 
 
 def deterministic() -> bool:
-    """Whether gradients must be the same from run to run, bit for bit."""
+    """Return whether gradients must be the same from run to run, bit for bit."""
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
@@ -498,7 +498,7 @@ def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tenso
 
 
 def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
-    """What is added to the scores, as given."""
+    """Bias of the scores, as given."""
     bias = options.core_attention_bias
     takes = kind in ("pre_scale_bias", "post_scale_bias")
     if takes != (bias is not None):

@@ -168,7 +168,7 @@ def _node(
 
 
 def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Whether a source of keys goes together with the input; `batch`: the dim of it, or None."""
+    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None."""
     return keys is inp or (
         type(keys) is Tensor
         and keys.dim() == inp.dim()
@@ -209,7 +209,7 @@ def angles_of(
 
 
 def sink_of(core: Any) -> tuple | None:
-    """What a call depends on of the parameter of `core`'s softmax; None without one."""
+    """Key of the parameter of `core`'s softmax; None without one."""
     sink = core.__dict__["_parameters"].get("softmax_offset")
     if sink is None:  # or a parametrization makes it
         return None
@@ -218,7 +218,7 @@ def sink_of(core: Any) -> tuple | None:
 
 
 def is_constant(core: Any, limits: Limits) -> bool:
-    """Whether a call with the same arguments, none of them a tensor, has these limits again.
+    """Return whether a call with the same arguments, none of them a tensor, has these limits again.
 
     Then they hold no tensors, but the parameter of the softmax or what is made once for a device.
     """
@@ -236,7 +236,7 @@ def is_constant(core: Any, limits: Limits) -> bool:
 
 
 def _draw_in(tracker: Callable | None) -> Callable[[Tensor], None] | None:
-    """What fills the random pair of a dropout in the fork of a tracker; None without one."""
+    """Return what fills a dropout's random pair in a tracker's fork; None without a tracker."""
     if tracker is None:
         return None
 
@@ -305,7 +305,7 @@ class KeptCalls:
         self._calls: dict[tuple, tuple[ModuleCall, Callable | None]] = {}
 
     def key_of(self, core: Any, tensors: tuple, arguments: tuple | None) -> tuple | None:
-        """What a call is found by; None for one that runs in no plan.
+        """Key of a call; None for one that runs in no plan.
 
         `tensors` hold queries, keys and values, `arguments` are all others, None where these are
         the defaults. No graph is being traced.

@@ -23,7 +23,7 @@ _MAY_HAVE = _NEEDED | {"bottom_right_diagonal"}
 
 
 class _Policy(NamedTuple):
-    """What the queries of some sequences may attend."""
+    """Policy of some sequences: what their queries may attend."""
 
     mask_type: str
     window: tuple[int, int]
@@ -83,7 +83,7 @@ def _with(options: AttentionOptions, policy: _Policy) -> AttentionOptions:
 
 
 def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
-    """What a dict says, checked."""
+    """Make one of a dict, checked."""
     if not isinstance(policy, dict):
         raise TypeError(f"{_NAME}: {label}: {type(policy).__name__}, expected a dict")
     names = set(policy)

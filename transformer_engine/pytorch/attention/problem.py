@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of attention is given: tensors, their formats, options, packed sequences; checks.
+"""Arguments of attention: tensors, their formats, options, packed sequences; checks.
 
 A mixed format, "thd_2bshd", names that of the queries and, behind "_2", that of keys and values. A
 call in one becomes a call in the format of the queries: keys and values are turned, or what pads
@@ -53,7 +53,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
 
     def without_tensors(self) -> bool:
-        """Whether a call has nothing but its input, and settings that compare by value."""
+        """Return whether a call has nothing but its input, and settings that compare by value."""
         return (
             self.attention_mask is None
             and self.encoder_output is None
@@ -68,12 +68,12 @@ class AttentionOptions(NamedTuple):
         )
 
     def tells_lengths(self) -> bool:
-        """Whether a call says where its sequences end; else all of them are of full length."""
+        """Tell whether a call says where its sequences end; else all of them are of full length."""
         told = self.attention_mask, self.cu_seqlens_q, self.cu_seqlens_kv
         return any(each is not None for each in told)
 
     def has_gaps(self) -> bool:
-        """Whether packed sequences may have tokens of none between them."""
+        """Return whether packed sequences may have tokens of none between them."""
         padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
         return any(each is not None for each in (*padded, self.inference_params))
 
@@ -135,7 +135,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
-    """What was given of query, key and value (`separate`), and of the packed tensors.
+    """Return the tensors that were given: query, key and value (`separate`), or packed ones.
 
     Only the query goes beside `kv`, keys and values in one. `qkv` has all three; `dim`, -3 or -2,
     counts them. ValueError for tensors that exclude each other, or a shape or stride that can not
@@ -323,7 +323,7 @@ class Sequences(NamedTuple):
         return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
 
     def lengths_fit(self, tokens: int) -> Tensor:
-        """Whether each lies within its bound and its place among so many tokens, [batch] bool."""
+        """Return which lie within their bounds and places among so many tokens, [batch] bool."""
         first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
         is_long = (lengths < 0) | (lengths > self.longest)
         return ~(is_long | (first < 0) | (first + lengths > after) | (after > tokens))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to scores of attention, and to logits: softmax, softcap, functions of a program."""
+"""Functions of scores of attention, and of logits: softmax, softcap, functions of a program."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -195,7 +195,7 @@ def _derivative(of: Callable) -> Callable:
 
 
 class ScoreGraph:
-    """What a `score_mod` finds under the names of cuDNN's pointwise operations.
+    """Functions for a `score_mod`, under the names of cuDNN's pointwise operations.
 
     Each takes tensors (or numbers, where it has two) by position or by cuDNN's argument names, and
     gives a tensor. NotImplementedError for a name that is not here.
@@ -307,7 +307,7 @@ class _Modified(torch.autograd.Function):
 def score_mod_of(
     function: Any, backward: Any, tensors: Any, backward_tensors: Any, bias_type: str
 ) -> ScoreMod | None:
-    """What a call says of it; None: nothing. TypeError or ValueError for what does not go."""
+    """Check the argument of a call; None: there is none. TypeError or ValueError if wrong."""
     given = {"score_mod": function, "score_mod_bprop": backward}
     for name, value in given.items():
         if value is not None and not callable(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs ask beside a call of attention: lengths of sequences, masks, layouts, windows.
+"""Helpers for programs beside attention: lengths of sequences, masks, layouts, windows.
 
 These are the functions that programs of NVIDIA Transformer Engine import from ``utils``. They put
 the modules behind `DotProductAttention` under those names, and nothing here calls them.

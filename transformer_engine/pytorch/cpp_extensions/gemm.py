@@ -16,7 +16,7 @@ __all__ = ["general_gemm", "general_grouped_gemm", *absent.names_of(__name__)]
 __getattr__, __dir__ = absent.attach(globals())
 
 _LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
-"""Whether A and B are transposed, by letters."""
+"""True where A and B are transposed, by letters."""
 
 
 def general_gemm(

@@ -294,7 +294,7 @@ _TILES = {_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D}
 def _applies_gelu(
     operands: dict[str, Any], device: torch.device, dtype: torch.dtype, bias: Tensor | None
 ) -> bool:
-    """Whether the native call does: one GEMM reads both operands.
+    """Return whether the native call does: one GEMM reads both operands.
 
     On CUDA it makes the result in its dtype, whatever that is of.
     """
@@ -321,12 +321,12 @@ def _applies_gelu(
 
 
 def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether the native call gives the gradient of a bias: of operands in high precision."""
+    """Tell whether the native call gives the gradient of a bias: of operands in high precision."""
     return all(name in operands and operands[name].dtype == dtype for name in "ab")
 
 
 def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
-    """Whether the native call adds to `D`."""
+    """Return whether the native call adds to `D`."""
     return out is not None and beta == 1.0 and added is None and not gelu
 
 

@@ -27,7 +27,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether each line of the last dim has memory of its own that begins at 16 bytes."""
+    """Return whether each line of the last dim has memory of its own that begins at 16 bytes."""
     size = tensor.element_size()
     return tensor.data_ptr() % 16 == 0 and all(
         n > 0 and n * size % 16 == 0 for n in tensor.stride()[:-1]

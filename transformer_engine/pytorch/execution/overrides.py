@@ -49,7 +49,7 @@ _GROUP = "te_fl.plugin"
 
 
 def _are_wanted() -> bool:
-    """Whether a plug-in is installed, or the environment says how implementations are chosen."""
+    """Return whether a plug-in is installed, or the environment chooses implementations."""
     if any(variable.get() for variable in _POLICY):
         return True
     from importlib.metadata import entry_points

@@ -60,7 +60,7 @@ def as_constant(number: float) -> float:
 
 
 def behind_operators(tensor: Tensor) -> bool:
-    """Whether a call of this input that begins now is to run behind torch operators.
+    """Return whether a call of this input that begins now is to run behind torch operators.
 
     That is where a graph is being traced, or the tensor has no memory that native code could read.
     Whether a dispatch mode watches is asked at each run: see `watched`.
@@ -69,7 +69,7 @@ def behind_operators(tensor: Tensor) -> bool:
 
 
 def watched() -> bool:
-    """Whether a dispatch mode is active, which sees torch operators alone."""
+    """Return whether a dispatch mode is active, which sees torch operators alone."""
     if not dispatch_modes():
         return False
     offer_formulas()

@@ -118,7 +118,7 @@ def get_activation_recompute_contexts() -> tuple[Any, Any]:
 
 
 def use_reentrant_activation_recompute() -> bool:
-    """Whether the innermost checkpoint of torch or of this package is of the reentrant form.
+    """Return whether the innermost checkpoint of torch or of this package is of the reentrant form.
 
     True outside of all: what `checkpoint` takes by default.
     """
@@ -129,12 +129,12 @@ def use_reentrant_activation_recompute() -> bool:
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this thread is inside `activation_recompute_forward`, of either forward."""
+    """Return whether this thread is inside `activation_recompute_forward`, of either forward."""
     return _phase.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether this thread is inside `activation_recompute_forward` of the second forward."""
+    """Return whether this thread is inside `activation_recompute_forward` of the second forward."""
     return _phase.repeats
 
 
@@ -147,7 +147,7 @@ _own_depth = _Depth()
 
 
 def may_concern(gradients: bool, fp8: bool) -> bool:
-    """Whether a checkpoint may record or repeat a module call; cheap, and true where one does.
+    """Tell whether a checkpoint may record or repeat a module call; cheap, and true where one does.
 
     A non-reentrant checkpoint hooks saved tensors, also for functions that switch gradients off for
     a part of what they do; a reentrant one switches gradients off itself. False: no checkpoint is
@@ -352,12 +352,12 @@ def note_scope(scope: Any) -> None:
 
 
 def anywhere() -> bool:
-    """Whether a checkpoint is on the Python stack."""
+    """Return whether a checkpoint is on the Python stack."""
     return next(_on_stack(), None) is not None
 
 
 def in_reentrant_forward() -> bool:
-    """Whether gradients are off only because a reentrant checkpoint runs its forward."""
+    """Return whether gradients are off only because a reentrant checkpoint runs its forward."""
     if _phase.queued and not _phase.repeats:
         return True
     for kind, holder in _on_stack():
@@ -379,7 +379,7 @@ class _put_back(Context):  # noqa: N801 - reads as what it does
 
 
 def _requires_gradient(args: tuple) -> bool:
-    """Whether the reentrant form makes a node in the graph: it sees tensors among its arguments."""
+    """Return whether the reentrant form makes a node: it sees tensors among its arguments."""
     return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 

@@ -128,7 +128,7 @@ class Frame:
         return self._entries[key][at]
 
     def knows(self, module: Any) -> bool:
-        """Whether the forward has recorded a call of a module."""
+        """Return whether the forward has recorded a call of a module."""
         return id(module) in self._entries
 
     def next_of(self, module: Any) -> Entry | None:
@@ -138,7 +138,7 @@ class Frame:
         return entries[at] if at < len(entries) else None
 
     def is_first(self, entry: Entry, records: bool) -> bool:
-        """Whether a repeated call updates the backward state.
+        """Return whether a repeated call updates the backward state.
 
         Its forward may have taken the flag where it could not tell that the function itself
         switches gradients off for this call: then it goes to the next one that has a backward.
@@ -160,7 +160,7 @@ class Queue(Frame):
         self._queues.setdefault(entry.module, deque()).append(entry._replace(module=None))
 
     def knows(self, module: Any) -> bool:
-        """Whether there is an entry of a module."""
+        """Return whether there is an entry of a module."""
         return bool(self._queues.get(module))
 
     def next_of(self, module: Any) -> Entry | None:

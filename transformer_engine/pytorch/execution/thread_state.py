@@ -21,7 +21,7 @@ class Domain:
         self.number = -1  # in the order in which they got state; -1 before
 
     def has_state(self) -> bool:
-        """Whether modules have slots in it."""
+        """Return whether modules have slots in it."""
         return any(self.arenas.values())
 
     def order(self) -> int:

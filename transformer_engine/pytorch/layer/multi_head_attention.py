@@ -379,12 +379,12 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return Bias(proj, "bias") if there else None
 
     def _layer_key(self, options: tuple) -> tuple:
-        """What messages depend on."""
+        """Key of all that messages depend on."""
         del options
         return (self.name,)
 
     def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
-        """Whether there may be plans for it."""
+        """Return whether there may be plans for it."""
         del options
         return inp.dim() == (2 if self.qkv_format == "thd" else 3)
 
@@ -455,7 +455,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return attention_node(core, how, slices, given, about=about, hands_over=over)
 
     def _hands_over(self, core: DotProductAttention) -> bool:
-        """Whether the projection is handed the output of attention in FP8."""
+        """Return whether the projection is handed the output of attention in FP8."""
         proj = self._modules["proj"]  # it, or the core, may be another package's
         ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
         return ours and fp8.hands_to(core, proj)
@@ -488,7 +488,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return self._attend_by_modules(hidden_states, options)
 
     def _results(self, inp: Tensor, out: Tensor, normalized: Tensor | None = None) -> Any:
-        """What a forward returns, from the results of the layer's graph."""
+        """Select what a forward returns from the results of the layer's graph."""
         results = [out]
         if self.return_bias:
             proj = self._modules["proj"]

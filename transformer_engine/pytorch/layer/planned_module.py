@@ -139,7 +139,7 @@ class PlannedModule(CompositeLayer):
     _FORWARD = forward
 
     def _given(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> _Given | None:
-        """What a call is given; None for one that no plan holds."""
+        """Return the arguments of a call; None for one that no plan holds."""
         if torch.compiler.is_compiling():
             return None
         outline = Outline(self)
@@ -192,12 +192,12 @@ class PlannedModule(CompositeLayer):
         return options.first
 
     def _layer_key(self, options: Any) -> tuple:
-        """What ``emit`` depends on."""
+        """Key of all that ``emit`` depends on."""
         training = tuple([block.training for block in self.modules()])
         return options.key, self._settings, training, self.name
 
     def _is_planned(self, inp: Tensor, options: Any) -> bool:
-        """Whether there may be plans for an input of so many dims."""
+        """Return whether there may be plans for an input of so many dims."""
         attends = (module for module in self.modules() if isinstance(module, MultiheadAttention))
         dims = not options.drops_paths or inp.dim() == 3  # paths go by the first of two
         return dims and all(module._is_planned(inp) for module in attends)

@@ -359,7 +359,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         return hidden_states
 
     def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
-        """Whether there may be plans for it: they drop paths by the first of two leading dims."""
+        """Return whether there may be plans: they drop paths by the first of two leading dims."""
         if self.attn_input_format != "thd":
             return inp.dim() == 3
         return inp.dim() == 2 and (self.drop_path_rate == 0.0 or not self.training)
@@ -420,7 +420,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         return *made, Bias(module, "fc2_bias") if there else None
 
     def _layer_key(self, options: tuple) -> tuple:
-        """What `_emit` depends on."""
+        """Key of all that `_emit` depends on."""
         del options
         return (
             self.training, self.hidden_dropout, self.drop_path_rate,

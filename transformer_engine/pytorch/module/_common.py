@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs import from the inside of modules; see `common.absent` for what is not built."""
+"""Names that programs import from modules' inside; see `common.absent` for those not built."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every module with FP8 GEMMs shares: its scaling state, its region, its checkpoints."""
+"""Base of modules with FP8 GEMMs: scaling state, region, checkpoints."""
 
 import copy
 import weakref
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Region(NamedTuple):
-    """What is in force for one call of a module."""
+    """State in force for one call of a module."""
 
     state: RegionState  # of the thread
     recipe: Recipe | None  # how to quantize; None: high precision
@@ -68,7 +68,7 @@ class Region(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether the call is to be repeated, or repeats one."""
+        """True where the call is to be repeated, or repeats one."""
         return bool(self.record) or self.replay is not None
 
 
@@ -84,7 +84,7 @@ class NativeModule(torch.nn.Module):
         config.warn_of_unread(unread_variables.RUN)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `torch.nn.Module` calls instead of ``forward`` while `torch.jit` traces."""
+        """Called by `torch.nn.Module` instead of ``forward`` while `torch.jit` traces."""
         raise NotImplementedError(
             f"{type(self).__name__}: torch.jit.trace would record the output as a constant; use "
             "torch.compile"
@@ -130,7 +130,7 @@ class Fp8Module(NativeModule):
     # ---- region ------------------------------------------------------------------------------
 
     def _region(self, traced: bool) -> Region:
-        """What is in force for a call that begins now; `traced`: while a graph is traced."""
+        """Return the state in force for a call that begins now; `traced`: a graph is traced."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if traced:
@@ -181,7 +181,7 @@ class Fp8Module(NativeModule):
         return current_state().recipe
 
     def _is_first(self, region: Region, records: bool) -> bool:
-        """Whether this call's backward is the one that updates the backward state.
+        """Return whether this call's backward is the one that updates the backward state.
 
         The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
         a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
@@ -344,22 +344,22 @@ class Fp8Module(NativeModule):
 
     @property
     def fp8(self) -> bool:
-        """Whether a call that begins now runs in FP8."""
+        """True where a call that begins now runs in FP8."""
         return current_state().enabled
 
     @property
     def fp8_calibration(self) -> bool:
-        """Whether a call that begins now records amaxes in high precision."""
+        """True where a call that begins now records amaxes in high precision."""
         return current_state().calibrating
 
     @property
     def fp8_initialized(self) -> bool:
-        """Whether the module has run in FP8, or loaded what one that did has saved."""
+        """True where the module has run in FP8, or loaded what one that did has saved."""
         return self._quantization is not None or live_values(self) is not None
 
     @property
     def primary_weights_in_fp8(self) -> bool:
-        """Whether parameters are quantized tensors."""
+        """True where parameters are quantized tensors."""
         return any(is_quantized(p) for p in self._parameters.values() if p is not None)
 
     @property
@@ -374,7 +374,7 @@ class Fp8Module(NativeModule):
         del defer_init
 
     def need_backward_dw(self) -> bool:
-        """Whether a backward leaves the weight gradient to `backward_dw`."""
+        """Return whether a backward leaves the weight gradient to `backward_dw`."""
         return getattr(self, "delay_wgrad_compute", False)
 
     def backward_dw(self) -> None:
@@ -414,15 +414,15 @@ class Fp8Module(NativeModule):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP2 has sharded the parameters."""
+        """True where FSDP2 has sharded the parameters."""
         return any(hasattr(p, "device_mesh") for p in self._parameters.values())
 
     def is_debug_iter(self) -> bool:
-        """Whether debug features look at this iteration: never."""
+        """Return whether debug features look at this iteration: never."""
         return False
 
     def no_debug_features_active(self, quantizers: Any) -> bool:
-        """Whether no debug feature changes what quantizers do: always."""
+        """Return whether no debug feature changes what quantizers do: always."""
         del quantizers
         return True
 
@@ -552,7 +552,7 @@ def _unbind(module: Fp8Module | None) -> None:
 
 
 def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:
-    """Whether a loader filled the parameter itself; of sharded ones, the local part is compared."""
+    """Return whether a loader filled the parameter itself; of sharded ones, the local part."""
     if not isinstance(given, Tensor) or parameter is None:
         return False
     given, own = (getattr(t, "_local_tensor", t) for t in (given, parameter))
@@ -567,4 +567,4 @@ TransformerEngineBaseModule = Fp8Module
 absent.attach_methods(Fp8Module, __name__, "TransformerEngineBaseModule")
 
 _2X_ACC_FPROP, _2X_ACC_DGRAD, _2X_ACC_WGRAD = False, True, True
-"""Whether sums of FP8 products of a direction are promoted to fp32 on the way, by default."""
+"""True where sums of FP8 products of a direction are promoted to fp32 on the way, by default."""

@@ -52,7 +52,7 @@ class Deferred(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a module remembers of its last call, for `report`."""
+    """Record of a module's last call, for `report`."""
 
     plans: CallPlans  # what ran; of a compiled call, what was traced last
     reason: str | None  # why its GEMMs were not in FP8; None where they were
@@ -125,7 +125,7 @@ class ModuleCall:
         return _core.run_staged(plan.native, slots, slots, *of_run, *given, *packed)
 
     def _consumes(self, packed: tuple) -> bool:
-        """Whether a run is the last one that reads what was packed, and may write over it.
+        """Return whether a run is the last one that reads what was packed, and may write over it.
 
         That is of a plan with scratch, which has a use for the memory. A captured backward can be
         replayed where its forward is not, whatever autograd says now.
@@ -351,7 +351,7 @@ def main_grad_of(weight: Parameter) -> Tensor:
 
 
 def _dummy_grad(weight: Parameter) -> Tensor | None:
-    """What autograd gets where the gradient went to main_grad.
+    """Return the gradient for autograd where the real one went to main_grad.
 
     A weight that has ``grad_added_to_main_grad`` belongs to a framework that counts gradient hooks:
     it is told, and gets a tensor so that the hooks run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a module is decided by, as one key; and the calls that a module keeps by it.
+"""Key of a call of a module: all that decides it; and the calls that a module keeps by it.
 
 A training loop calls a layer thousands of times in a few ways. `call_key` puts the facts that
 `LinearBase._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
@@ -65,7 +65,7 @@ def keep(kept: dict, key: Any, value: Any) -> Any:
 
 
 class Recurrence:
-    """Whether a call is kept by a new key, which takes plans.
+    """True where a call is kept by a new key, which takes plans.
 
     To make them takes longer than a call, so a setting that changes all the time, a dropout by a
     schedule, must not make some at each step: the more there were, the more often a key has to
@@ -118,7 +118,7 @@ class KeptCall:
         self.quantization = quantization if self.quantized else None
 
     def holds(self, module: Any, state: RegionState, region: Any) -> bool:
-        """Whether the state that it is bound to is in force; `region` is a `base.Region` or None.
+        """Return whether its state is in force; `region` is a `base.Region` or None.
 
         None where the state of the thread alone says what is in force.
         """
@@ -134,7 +134,7 @@ class KeptCall:
 
 
 def in_force(slots: Slots, module: Any, state: RegionState, recorded: bool = False) -> bool:
-    """Whether a module still has these slots, and a call in this state takes them.
+    """Return whether a module still has these slots, and a call in this state takes them.
 
     `recorded`: a checkpoint records the call.
     """
@@ -187,7 +187,7 @@ def call_key(
 
 
 def _around(region: Any) -> tuple | bool:
-    """What a key holds of the checkpoints around a call."""
+    """Part of a key for the checkpoints around a call."""
     replay = region.replay
     if replay is None:
         return bool(region.record)

@@ -60,7 +60,7 @@ _OF_COLUMNS = _core.CAST_HADAMARD | _core.CAST_UNSIGNED
 
 
 class _Resolved:
-    """What a module makes of a `CustomRecipe`: one that has been asked for its quantizers."""
+    """Recipe of a module under a `CustomRecipe`, which has been asked for its quantizers."""
 
     quantizations: tuple[Quantization, ...] = ()  # of each linear layer
     functions: Mapping[str, "_Outside"] = {}
@@ -89,13 +89,13 @@ def of_parts(recipe: Recipe, quantization: Any, count: int) -> tuple[Quantizatio
 
 
 def identity_of(recipe: Recipe) -> Any:
-    """What tells recipes of a module apart: text, or the casts of what quantizers ask for."""
+    """Identity of a module's recipe: text, or the casts of what quantizers ask for."""
     found = getattr(recipe, "quantizations", None)
     return repr(recipe) if found is None else (found, *recipe.functions)
 
 
 def is_custom(recipe: Recipe) -> bool:
-    """Whether what a module follows comes from quantizers of the user."""
+    """Return whether what a module follows comes from quantizers of the user."""
     return isinstance(recipe, _Resolved)
 
 
@@ -105,7 +105,7 @@ def name_of(recipe: Recipe) -> str:
 
 
 def calls_back(recipe: Recipe | None) -> bool:
-    """Whether a call under it runs functions of the program, or reads tensors that these made."""
+    """Return whether a call under it runs functions of the program, or reads their tensors."""
     return isinstance(recipe, _Resolved) and bool(recipe.functions or recipe.weights)
 
 
@@ -118,7 +118,7 @@ def weight_quantizer(recipe: Recipe, part: int) -> Any:
 
 
 def keeping(quantizer: Any) -> Any:
-    """What casts a parameter, of a `weight_quantizer`; None where it keeps no tensor."""
+    """Quantizer of a parameter, from a `weight_quantizer`; None where it keeps no tensor."""
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
     if isinstance(quantizer, IdentityQuantizer):
@@ -130,7 +130,7 @@ def keeping(quantizer: Any) -> Any:
 
 
 def is_made_by(tensor: Any, quantizer: Any) -> bool:
-    """Whether a quantizer would make such a tensor: of the same class, settings and formats."""
+    """Return whether a quantizer makes such tensors: of the same class, settings and formats."""
     like = quantizer.copy()
     like.internal = False
     like.set_usage(**tensor.get_usages())
@@ -177,7 +177,7 @@ def stages_of(quantization: Quantization) -> frozenset[int]:
 
 
 def remembered(module: Any, recipe: Any, find: Callable[[], Recipe | None]) -> Recipe | None:
-    """What a module follows under a `CustomRecipe`, which `find` asks it for, once."""
+    """Recipe that a module follows under a `CustomRecipe`, found once by `find`."""
     # The function itself is compared and held: another may have its name, or its address.
     key, known = (recipe.qfactory, repr(recipe)), module.__dict__.get("_custom")
     if known is None or known[0] != key:
@@ -229,7 +229,7 @@ def role_of(name: str | None, prefix: str, tensor: str) -> QuantizerRole:
 
 
 def ask(recipe: Any, role: QuantizerRole, kind: str) -> Any:
-    """What the function of a recipe gives for a role of a module of a kind; raises as `resolve`."""
+    """Call the function of a recipe for a role of a module of a kind; raises as `resolve`."""
     from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
     where, given = f"{kind}: CustomRecipe.qfactory({role})", recipe.qfactory(role)
@@ -272,7 +272,7 @@ def _delayed(request: DelayedScalingRequest, tensor: str) -> OperandCast:
 
 
 def _makes_weights(given: Any, cast: OperandCast) -> bool:
-    """Whether a quantizer makes weights of its own: one that is called, or of two forms."""
+    """Return whether a quantizer makes weights of its own: one that is called, or of two forms."""
     from transformer_engine.pytorch.tensor import HybridQuantizer
 
     if type(given) is HybridQuantizer:

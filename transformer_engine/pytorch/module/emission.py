@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modules of a layer append their nodes to: an outline of the layer, or a call's graph.
+"""Outlines of layers and graphs of calls, to which the modules of a layer append their nodes.
 
 Both have the methods that ``emit`` and ``_emit`` of modules call; see `layer_call`.
 """
@@ -34,7 +34,7 @@ class ByModules(Exception):  # noqa: N818 - nothing went wrong
 
 
 class Value(NamedTuple):
-    """What one module hands to the next one, while a layer is looked through."""
+    """Stands for the tensor from one module to the next, while a layer is looked through."""
 
     number: int = -1  # in the graph; -1 where there is none yet
     dtype: torch.dtype = torch.float32
@@ -276,7 +276,7 @@ class Emission:
         return self.graph.values[x.number].shape[0]
 
     def _tried(self, function: Callable, xs: tuple[Value, ...]) -> Tensor:
-        """What a function makes of two rows of zeros.
+        """Call a function with two rows of zeros.
 
         `ByModules` where a plan can not hold it: it fails, draws random numbers, which its gradient
         would draw again, or reads what has a gradient of its own.

@@ -74,7 +74,7 @@ def live_values(module: "Fp8Module") -> dict[str, tuple[Tensor, Tensor]] | None:
 
 
 class Fp8Meta(Mapping):
-    """What a module knows of FP8, by the names that programs read. It can not be written to.
+    """State of FP8 of a module, by the names that programs read. It can not be written to.
 
     ``fp8_checkpoint``
         Whether the module has run in FP8, or loaded what one that did has saved.

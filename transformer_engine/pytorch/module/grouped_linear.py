@@ -10,6 +10,6 @@ __all__ = ["is_module_grouped_tensor_path_supported", *absent.names_of(__name__)
 
 
 def is_module_grouped_tensor_path_supported(recipe: Any, dtype: Any) -> bool:
-    """Whether grouped layers keep their weights in one tensor: never, as there are none."""
+    """Return whether grouped layers keep their weights in one tensor: never, as there are none."""
     del recipe, dtype
     return False

@@ -145,7 +145,7 @@ class LayerCalls:
             self._parents += tuple((children, n, None) for n in absent)
 
     def _hold(self) -> bool:
-        """Whether the modules are still the layer's, only forward, and have their settings."""
+        """Tell whether the modules are still the layer's, only forward, and have their settings."""
         for children, name, module in self._parents:
             if children.get(name) is not module:
                 return False
@@ -181,7 +181,7 @@ class LayerCalls:
         return out
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
-        """What `run` would run; makes slots where there are none."""
+        """Plans that `run` would run; makes slots where there are none."""
         found = self._find(layer, inp, options, current_state())
         return None if found is None else found[1].plans
 
@@ -287,14 +287,14 @@ class LayerCalls:
 
 
 class _Asked(BaseException):
-    """What a call of a layer is given, where that alone is asked for."""
+    """Carries the arguments of a call of a layer, where these alone are asked for."""
 
 
 _ASKING = threading.local()
 
 
 def given_to(layer: Any, args: tuple, kwargs: dict) -> tuple:
-    """What a call of a layer gets of its forward, which does not go on; see `asked`."""
+    """Return the arguments that a layer's forward puts together; it does not go on. See `asked`."""
     outer, _ASKING.layer = getattr(_ASKING, "layer", None), layer
     try:
         layer.forward(*args, **kwargs)
@@ -318,7 +318,7 @@ def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
 
 
 def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
-    """What draws each random pair of a call (see `draw_pairs`), where an attention says how."""
+    """Functions that draw a call's random pairs (see `draw_pairs`), where attentions have them."""
     graph = plans.forward.graph
     nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
     draws = (how.draw for how in attending)

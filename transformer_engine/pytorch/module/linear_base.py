@@ -193,7 +193,7 @@ class LinearBase(LinearCalls):
     # ---- what a forward returns ----------------------------------------------------------------
 
     def _results(self, inp: Tensor, out: Any) -> Any:
-        """What a forward returns, of the results of a call: output[, bias][, norm output]."""
+        """Select what a forward returns of the results of a call: output[, bias][, norm output]."""
         out, *normed = out if self.return_layernorm_output else (out,)
         normed = [self._norm_result(inp, tensor) for tensor in normed]
         biases = [self._returned_bias(out.dtype)] if self.return_bias else []

@@ -71,7 +71,7 @@ _OF_SLOTS = (None, None)
 
 
 class _BoundState(NamedTuple):
-    """What a call quantizes with, and the flags that follow for each part."""
+    """Quantization of a call, and the flags that follow for each part."""
 
     quantization: tuple[Quantization, ...]  # of each part
     flags: tuple[int, ...]
@@ -122,7 +122,7 @@ class LinearCalls(Fp8Module):
         return None
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
-        """What each part's forward GEMM would multiply, in high precision."""
+        """Operands of each part's forward GEMM, in high precision."""
         return [tensors.input.detach()]
 
     # ---- the way of a call ---------------------------------------------------------------------
@@ -222,7 +222,7 @@ class LinearCalls(Fp8Module):
         return self._decide(inp, is_first_microbatch, True, returns)
 
     def _left_out(self, is_first_microbatch: bool | None, returns: int) -> str:
-        """What of a call no graph of torch.compile holds; "" where one does.
+        """Feature of a call that no graph of torch.compile holds; "" where there is none.
 
         A graph holds plain tensors alone between the functions of autograd that it is made of, and
         what it keeps from call to call is the state of delayed scaling.
@@ -480,7 +480,7 @@ class LinearCalls(Fp8Module):
     def _bind_state(
         self, tensors: CallTensors, region: Region, is_first_microbatch: bool | None
     ) -> _BoundState:
-        """What an FP8 call quantizes with: the state in force, or that of the call it repeats."""
+        """State that an FP8 call quantizes with: that in force, or that of the call it repeats."""
         count = len(self.PARTS)
         quantization = self._quantizations(region.recipe, region.traced)
         common = graphs.SAVE_INPUT if self.save_original_input else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `LayerNorm` and `RMSNorm` share, and the norm without parameters for attention heads."""
+"""Base of `LayerNorm` and `RMSNorm`, and the norm without parameters for attention heads."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -57,7 +57,7 @@ from transformer_engine.pytorch.torchside.modes import (
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-"""What ``eps=None`` means: the precision that the statistics are computed in, as in torch."""
+"""Value of ``eps=None``: the precision that the statistics are computed in, as in torch."""
 
 _SETTINGS = ("eps", "follows_input", "normalized_shape", "zero_centered_gamma")
 """Attributes that a call depends on and that users set after construction."""
@@ -102,7 +102,7 @@ class NormModule(NativeModule):
             unexpected_keys.remove(key)
 
     def _settings(self) -> tuple:
-        """What a layer that runs it as a node has noted (see `as_node`)."""
+        """Notes of a layer that runs it as a node (see `as_node`)."""
         tensors = self._parameters
         shape = getattr(self, "normalized_shape", None)
         present = tuple(tensors.get(name) is not None for name in ("weight", "bias"))
@@ -130,7 +130,7 @@ class NormModule(NativeModule):
         return self._plans.get(key) or self._make_plans(key)
 
     def serves(self, channels: int, dtype: torch.dtype) -> bool:
-        """Whether it runs as a node on heads of so many channels, and is not to be called."""
+        """Tell whether it runs as a node on heads of so many channels, and is not to be called."""
         return (
             channels <= _core.NORM_HEAD_COLUMNS
             and getattr(self, "normalized_shape", (channels,)) == (channels,)
@@ -210,7 +210,7 @@ class NormModule(NativeModule):
         eps: float,
         exported: bool,
     ) -> tuple:
-        """What the plans of a call depend on."""
+        """Key of the plans of a call."""
         inp, gamma, beta = tensors
         grads = (False, False, False)
         if torch.is_grad_enabled() and not exported:

@@ -55,7 +55,7 @@ class NormedModule(LinearBase):
     def _normed(
         self, inp: Tensor, gamma: Tensor, beta: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """What the norm alone makes of `inp`, in a dtype."""
+        """Return the norm of `inp`, in a dtype."""
         out = torch.empty(inp.shape, dtype=dtype, device=inp.device)
         operands = {"wide": out, "gamma": gamma, "beta": beta, "eps": self.eps}
         _obeying_norm(inp, kind=self.NORM, zero_centered=self.zero_centered_gamma, **operands)

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class PartTensors(NamedTuple):
-    """What one linear layer of a call computes with."""
+    """Tensors of one linear layer of a call."""
 
     weights: tuple[Tensor, ...]
     """[rows, in_features] each; together the weight [out_features, in_features]."""
@@ -46,7 +46,7 @@ class CallTensors(NamedTuple):
 
 
 def conversions(given: tuple, read: tuple) -> tuple[torch.dtype | None, ...]:
-    """What each of the tensors that are given is read as; None: as it is, () where all are."""
+    """The dtypes that the given tensors are read in; None: as it is, () where all are."""
     pairs = zip(given, read, strict=True)
     dtypes = tuple([None if g is None or g.dtype == r.dtype else r.dtype for g, r in pairs])
     return dtypes if any(dtypes) else ()

@@ -34,7 +34,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
 
 
 def have_memory(module: Module) -> bool:
-    """Whether the parameters of a module that was just made can be given values.
+    """Return whether the parameters of a module that was just made can be given values.
 
     Not by the device that they were asked for: a framework that loads large models replaces
     `torch.nn.Module.register_parameter`, so that they come out on the meta device.

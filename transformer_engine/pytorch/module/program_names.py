@@ -23,17 +23,17 @@ layers_atomic_ring_exchange: list[str] = []
 
 
 def is_ub_initialized() -> bool:
-    """Whether there are user buffers: never."""
+    """Return whether there are user buffers: never."""
     return False
 
 
 def using_cublasmp_backend() -> bool:
-    """Whether communication and GEMMs are overlapped by cuBLASMp: never."""
+    """Return whether communication and GEMMs are overlapped by cuBLASMp: never."""
     return False
 
 
 class UserBufferQuantizationMode(Enum):
-    """What an overlap of communication and GEMMs would send."""
+    """Formats that an overlap of communication and GEMMs would send."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -49,7 +49,7 @@ _DUMMIES: dict[tuple, Tensor] = {}
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """What stands for a weight gradient that was added to ``main_grad`` already.
+    """Return a stand-in for a weight gradient that was added to ``main_grad`` already.
 
     Of the shape and dtype of the weight, on the current CUDA device, or the CPU where there is
     none; of zeros with `zero`, else its contents mean nothing. One memory serves all calls of a

@@ -210,7 +210,7 @@ def _format_of_returned(part: graphs.LinearSpec, gradient: bool) -> Any:
 
 
 def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
-    """What new values of what a call returns are cast with.
+    """Quantizer of the values that a call returns.
 
     Under delayed scaling those of an output as the call casts, with its slot. Those of a gradient
     are sums, where a leaf's accumulates: they are measured, for the slot knows single gradients.
@@ -235,7 +235,7 @@ def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
 
 
 def measures_first(recipe: Any) -> bool:
-    """Whether a recipe casts by what it measures where its scaling state knows nothing."""
+    """Return whether a recipe casts by what it measures where its scaling state knows nothing."""
     return recipe.delayed() and recipe.measure_first
 
 
@@ -429,7 +429,7 @@ def _refuse_padding(module: Any, name: str, parameter: Tensor) -> None:
 def _weight_quantizer(
     recipe: Recipe, quantization: Quantization, part: int, device: torch.device, gradients: bool
 ) -> Any:
-    """What casts the weight of a part, for its parameter; None where nothing does that keeps it.
+    """Quantizer of the weight of a part, for its parameter; None where it keeps no tensor.
 
     Row-wise alone where no backward reads the other form, or turns squares to have it; `gradients`
     is as of `QuantizedInit`.

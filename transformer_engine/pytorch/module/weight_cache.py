@@ -18,7 +18,7 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 
 class Microbatch(enum.Enum):
-    """What ``is_first_microbatch`` is where the program says nothing."""
+    """Return ``is_first_microbatch`` where the program does not give it."""
 
     BY_ITSELF = enum.auto()
     """The module keeps casts as long as another one would give the same bits."""
@@ -43,7 +43,7 @@ class Source(NamedTuple):
         return cls(weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def is_that(self, tensor: Tensor) -> bool:
-        """Whether it is this very tensor, over this very storage."""
+        """Return whether it is this very tensor, over this very storage."""
         return self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
 
 
@@ -62,7 +62,7 @@ class WeightCache(NamedTuple):
         return cls(tensors, cls._key_of(sources, recipe), kept, plan_ops.scaling_updates())
 
     def holds(self, sources: tuple[Tensor, ...], recipe: Any) -> bool:
-        """Whether it is these very tensors with the values they have now, under this recipe."""
+        """Return whether it is of these very tensors and their values now, under this recipe."""
         if self.key != self._key_of(sources, recipe):
             return False  # they changed, moved, or another recipe is in force
         return all(kept.is_that(t) for kept, t in zip(self.sources, sources, strict=True))
@@ -160,7 +160,7 @@ def microbatch_of(
     tensors: tuple = (),
     region: Any = None,
 ) -> tuple[tuple[Sequence, tuple], tuple]:
-    """What a run has of its own, caches and weights, and the key with what depends on these.
+    """Return caches and weights of a run, and the key with what depends on these.
 
     As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the call; `tensors` are
     all of the call, where there are quantized weights among those of the modules. `region` is as of
@@ -193,5 +193,5 @@ def microbatch_of(
 
 
 def reads(call: Any, caches: Sequence) -> bool:
-    """Whether these are what a call reads: another thread may have kept some since."""
+    """Return whether these are what a call reads: another thread may have kept some since."""
     return call.plans.reads_caches == tuple(i for i, c in enumerate(caches) if c is not None)

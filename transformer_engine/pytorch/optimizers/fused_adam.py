@@ -512,7 +512,7 @@ class FusedAdam(torch.optim.Optimizer):
         return row
 
     def _expands(self, state: dict, name: str) -> bool:
-        """Whether a step updates a copy of a state in fp32."""
+        """Return whether a step updates a copy of a state in fp32."""
         if name not in self.name_to_dtype_map or state[name].dtype is torch.int16:
             return False
         return self.name_to_dtype_map[name] not in DIRECT

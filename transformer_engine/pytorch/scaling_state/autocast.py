@@ -36,7 +36,7 @@ def _ensure_traced_default() -> None:
 
 
 def _updates(calibrating: bool) -> bool:
-    """Whether leaving a region updates scales: gradients on or calibrating, and no recompute."""
+    """Return whether leaving a region updates scales: gradients or calibration, no recompute."""
     if torch.compiler.is_compiling():
         return (calibrating or torch.is_grad_enabled()) and not exporting()
     if graph_task() != -1:

@@ -69,7 +69,7 @@ def _refuse(name: str, what: str) -> NoReturn:
 
 
 def _is_absent(state: Any) -> bool:
-    """Whether a loader, or the module that saved it, says that there is no such state.
+    """Return whether a loader, or the module that saved it, says that there is no such state.
 
     That is None, a tensor of no elements, the pickle of an empty dict or of None, and the
     placeholder that `torch.distributed.checkpoint.state_dict` puts where a module could have some.
@@ -88,7 +88,7 @@ def _is_bytes(state: Any) -> bool:
 
 
 def is_ours(state: Any) -> bool:
-    """Whether bytes begin as those that `pack_state` gives."""
+    """Return whether bytes begin as those that `pack_state` gives."""
     return _is_bytes(state) and not state.is_meta and _begins(state) in (_MAGIC, _FORMER_MAGIC)
 
 
@@ -191,7 +191,7 @@ def unpack_state(
 
 
 def says_nothing(state_dict: dict, key: str) -> bool:
-    """Whether an entry that peers wrote for a module without scaling state is to be dropped.
+    """Return whether an entry that peers wrote for a module without scaling state is to be dropped.
 
     So where it says that there is no state, or the user wants none looked at. RuntimeError for a
     BytesIO object.

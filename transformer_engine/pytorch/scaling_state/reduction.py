@@ -195,11 +195,11 @@ class Ties:
         self.store.add(f"{self.key}/count", 1)
 
     def differ(self) -> bool:
-        """Whether ranks are known to have other layouts than the first one; waits for none."""
+        """Tell whether ranks are known to have other layouts than the first one; waits for none."""
         return self.store is not None and self.store.check([f"{self.key}/differ"])
 
     def compare(self) -> bool:
-        """Whether all ranks have the same layout: waits until each has said its own."""
+        """Return whether all ranks have the same layout: waits until each has said its own."""
         if self.store is None:
             return True
         end = time.monotonic() + self.limit.total_seconds()

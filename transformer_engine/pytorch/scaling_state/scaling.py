@@ -138,7 +138,7 @@ class Slots:
         }
 
     def fits(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Whether the histories of such state are as long as these."""
+        """Return whether the histories of such state are as long as these."""
         return all(len(self.chunk(d)[1]) == len(values[d][1]) for d in DIRECTIONS)
 
     def load(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -224,7 +224,7 @@ def fresh_values(length: int, counts: tuple[int, int]) -> dict[str, tuple]:
 
 
 def is_fresh(values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether nothing was measured yet."""
+    """Return whether nothing was measured yet."""
     return all(bool((s == 1).all()) and not bool(h.any()) for s, h in values.values())
 
 
@@ -425,7 +425,7 @@ def _note_traced() -> None:
 
 
 def is_traced() -> bool:
-    """Whether a graph that is being traced has an update, over the state that there was then."""
+    """Return whether the graph that is being traced has an update, over the state of that time."""
     now = compilation()
     return now is not None and getattr(_TRACED, "last", None) is now
 

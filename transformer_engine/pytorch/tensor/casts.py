@@ -68,7 +68,7 @@ def empty_columns(shape: Sequence[int], device: torch.device, pin_memory: bool =
 
 
 def has_padding(data: Tensor) -> bool:
-    """Whether lines lie as those that are padded do."""
+    """Return whether lines lie as those that are padded do."""
     rows, missing = data.shape[-1], -data.shape[-1] % ALIGNMENT
     if missing == 0 or data.dim() < 2:  # a line by itself may be part of a longer one
         return False

@@ -107,7 +107,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @property
     def _transpose_invalid(self) -> bool:
-        """Whether there is no transpose of the data as they are now."""
+        """True where there is no transpose of the data as they are now."""
         if self._transpose is None:
             return True
         return self._data is not None and not _is_of(self._transpose_version, self._data)
@@ -146,7 +146,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
 
     def _takes(self, source: Any) -> bool:
-        """Whether bytes of another tensor can be copied: only where no scale is to be kept to."""
+        """Return whether bytes of another tensor can be copied: where no scale has to be kept."""
         return (
             isinstance(source, Float8TensorStorage)
             and self._viewed is None
@@ -269,7 +269,7 @@ def _version_of(data: Tensor) -> _Version:
 
 
 def _is_of(version: _Version | None, data: Tensor) -> bool:
-    """Whether a tensor is the one of a version, and has not changed."""
+    """Return whether a tensor is the one of a version, and has not changed."""
     if not isinstance(version, _Version) or version.data() is not data:
         return False
     return version[1:] == _version_of(data)[1:]

@@ -130,7 +130,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return made
 
     def _takes(self, source: Any) -> bool:
-        """Whether data can be copied: form by form, as each was cast by itself."""
+        """Return whether data can be copied: form by form, as each was cast by itself."""
         return (
             isinstance(source, HybridQuantizedTensorStorage)
             and source._kind() == self._kind()
@@ -345,7 +345,7 @@ def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
 
 
 def _are_alike(row: Any, column: Any) -> bool:
-    """Whether two storages of a class are of one format, with one scale where that has one.
+    """Return whether two storages of a class are of one format, with one scale where that has one.
 
     What a class of a program has is not known.
     """
@@ -413,7 +413,7 @@ class HybridQuantizer(Quantizer):
 
     @property
     def with_amax_reduction(self) -> bool:
-        """Whether a part takes the largest amax of ranks; set, it is so of all that can."""
+        """True where a part takes the largest amax of ranks; set, it is so of all that can."""
         return any(part.with_amax_reduction for part in self._reducing)
 
     @with_amax_reduction.setter
@@ -433,7 +433,7 @@ class HybridQuantizer(Quantizer):
             part.amax_reduction_group = group
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the formats of both parts can hold a tensor."""
+        """Return whether the formats of both parts can hold a tensor."""
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return all(part.is_quantizable(inp) for part in parts)
 
@@ -454,12 +454,12 @@ class HybridQuantizer(Quantizer):
         return part.get_scale_shape(shape, columnwise)
 
     def is_requantization_safe(self) -> bool:
-        """Whether a tensor may be cast again where it is read again: by both parts."""
+        """Return whether a tensor may be cast again where it is read again: by both parts."""
         parts = (self.rowwise_quantizer, self.columnwise_quantizer)
         return all(part.is_requantization_safe() for part in parts)
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether ranks gather row-wise data alone, of which each makes the column-wise ones.
+        """Tell whether ranks gather row-wise data alone, of which each makes the column-wise ones.
 
         So it is where these are cast of the row-wise form, by a part whose casts repeat: all ranks
         make the same then. A cast of the original needs that, whatever the formats of the parts.

@@ -180,7 +180,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         self._seen = other._seen
 
     def _is_window(self) -> bool:
-        """Whether it is one, or a view of one."""
+        """Return whether it is one, or a view of one."""
         if self._viewed is None:
             return False
         whole, _ = self._viewed

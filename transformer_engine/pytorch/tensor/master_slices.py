@@ -56,7 +56,7 @@ def row_data_field(storage: Any) -> str | None:
 
 
 def turns(storage: Any) -> bool:
-    """Whether its column-wise form is the row-wise one, turned: the same codes and scales."""
+    """Tell whether its column-wise form is the row-wise one, turned: the same codes and scales."""
     return isinstance(storage, Float8TensorStorage) or bool(
         getattr(storage, "_is_2D_scaled", False)
     )
@@ -85,9 +85,9 @@ class Slice:
     """
 
     in_order = False
-    """Whether there are column-wise bytes, in the order of elements."""
+    """True where there are column-wise bytes, in the order of elements."""
     keeps_columns: Any = False
-    """Whether column-wise bytes go to shards, here or on another rank; read behind `measure`."""
+    """True where column-wise bytes go to shards, here or on another rank; read behind `measure`."""
 
     def __init__(self, storage: Any, part: Tensor, start: int, shards: Shards) -> None:
         self.storage, self.part, self.start, self.shards = storage, part, start, shards

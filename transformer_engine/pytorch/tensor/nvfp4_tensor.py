@@ -330,7 +330,7 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return self._rowwise_shape(checked_shape("NVFP4Quantizer", shape))
 
     def is_requantization_safe(self) -> bool:
-        """Whether a cast again gives the same bits: not where it rounds by chance."""
+        """Return whether a cast again gives the same bits: not where it rounds by chance."""
         return super().is_requantization_safe() and not self.stochastic_rounding
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class QuantizedTensorStorage:
     """Quantized data and how to read them, of which torch knows nothing."""
 
     _CAST_APART: ClassVar[bool] = False
-    """Whether row-wise and column-wise form are casts by themselves."""
+    """True where row-wise and column-wise form are casts by themselves."""
     _ARGUMENTS: ClassVar[dict[str, str]] = {}
     """Fields, and the arguments of the constructor that have other names than these have."""
 
@@ -233,7 +233,7 @@ class QuantizedTensorStorage:
         """Undo `_state`."""
 
     def _takes(self, source: Any) -> bool:
-        """Whether `copy_` copies the data of another quantized tensor, and does not cast again."""
+        """Return whether `copy_` copies another tensor's quantized data, and casts nothing."""
         del source
         return False
 

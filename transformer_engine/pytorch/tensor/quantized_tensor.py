@@ -220,7 +220,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         return self
 
     def is_shared(self) -> bool:
-        """Whether the data lie there."""
+        """Return whether the data lie there."""
         return all(tensor.is_shared() for tensor in self.get_data_tensors() if tensor is not None)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
@@ -304,7 +304,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
             self._writes = other._counted_writes()
 
     def _is_window(self) -> bool:
-        """Whether it is a view, in high precision, of a format that has none of its data."""
+        """Return whether it is a view, in high precision, of a format that has none of its data."""
         return False
 
     def _changed(self) -> None:
@@ -350,7 +350,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     @classmethod
     def __metadata_guard__(cls, known: dict, now: dict) -> bool:
-        """Whether a graph that was made for these settings serves those."""
+        """Return whether a graph that was made for these settings serves those."""
         one, other = known["_quantizer"], now["_quantizer"]
         return type(one) is type(other) and all(known[n] == now[n] for n in ("_dtype", "_kind"))
 

@@ -63,7 +63,7 @@ class Quantizer(QuantizerParts, abc.ABC):
     """Class of the tensors that it makes; its storage class is `STORAGE`."""
     STORAGE: ClassVar[type]
     _CASTS_COMPUTED: ClassVar[bool] = False
-    """Whether `_cast` takes a `casts.Computed`, and casts it once."""
+    """True where `_cast` takes a `casts.Computed`, and casts it once."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -91,17 +91,17 @@ class Quantizer(QuantizerParts, abc.ABC):
 
     @property
     def _casts_natively(self) -> bool:
-        """Whether what it makes is what `_cast` makes: its class has no cast of a program."""
+        """True where what it makes is what `_cast` makes: its class has no cast of a program."""
         return type(self).quantize_impl is Quantizer.quantize_impl
 
     @property
     def _casts_computed(self) -> bool:
-        """Whether a storage can be written from a `casts.Computed`."""
+        """True where a storage can be written from a `casts.Computed`."""
         return self._CASTS_COMPUTED and self._casts_natively and self._writes_natively
 
     @property
     def _writes_natively(self) -> bool:
-        """Whether it writes into tensors as this class does."""
+        """True where it writes into tensors as this class does."""
         return type(self).update_quantized is Quantizer.update_quantized
 
     # ---- making tensors --------------------------------------------------------------------------

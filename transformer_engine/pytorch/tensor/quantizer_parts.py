@@ -37,9 +37,9 @@ class QuantizerParts:
     """The part of `Quantizer` that describes its tensors."""
 
     _REPEATS: ClassVar[bool] = False
-    """Whether casting the same values again gives the same bits, and changes no state."""
+    """True where casting the same values again gives the same bits, and changes no state."""
     _GATHERS_ROWS: ClassVar[bool] = False
-    """Whether the column-wise form is made of the row-wise one alone."""
+    """True where the column-wise form is made of the row-wise one alone."""
 
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         """Fields of what it makes that are no tensors; those of any shape where that is None."""
@@ -101,7 +101,7 @@ class QuantizerParts:
         return {**settings, "quantizer": self.copy()}
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the format can hold a tensor."""
+        """Return whether the format can hold a tensor."""
         checked_tensor(f"{type(self).__name__}: inp", inp)
         try:
             self._check_shape(tuple(inp.shape))
@@ -110,14 +110,14 @@ class QuantizerParts:
         return inp.is_floating_point()
 
     def is_requantization_safe(self) -> bool:
-        """Whether a tensor may be cast again where it is read again.
+        """Return whether a tensor may be cast again where it is read again.
 
         That gives the same bits then, and changes no state. Of a cast of a program it is not known.
         """
         return self._REPEATS and self._casts_natively and self._writes_natively
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether ranks gather row-wise data alone, of which each makes the column-wise ones."""
+        """Return whether ranks gather row-wise data alone, and make the column-wise ones of it."""
         return self._GATHERS_ROWS
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Format(NamedTuple):
     """What casts so; given whether delayed scaling measures where it knows no scale."""
     tensor: type  # what the quantizer makes
     reads: Callable[[Any, Quantization, str], bool]
-    """Whether GEMMs of a linear layer read such a tensor in a role."""
+    """True where GEMMs of a linear layer read such a tensor in a role."""
     forms: Callable[[Any, str, bool], tuple[tuple, int]]
     """What a call reads of a tensor, and flags of its part: given the tensor, its role, and whether
     a backward may follow that reads it column-wise."""
@@ -154,7 +154,7 @@ def _has_both(tensor: Any, quantization: Quantization, role: str) -> bool:
 
 
 def _is_wide(quantization: Quantization) -> bool:
-    """Whether the GEMMs of a backward multiply in high precision."""
+    """Return whether the GEMMs of a backward multiply in high precision."""
     return quantization.backward != _core.BACKWARD_QUANTIZED
 
 
@@ -323,7 +323,7 @@ def forms_of(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
 
 
 def reads(tensor: Any, quantization: Quantization, role: str) -> bool:
-    """Whether GEMMs of a linear layer read a quantized tensor as it is, in a role of `cast_of`."""
+    """Return whether GEMMs read a quantized tensor as it is, in a role of `cast_of`."""
     row, tensor = format_of(cast_of(quantization, role)), _as_one(tensor, role)
     return (
         row is not None
@@ -333,7 +333,7 @@ def reads(tensor: Any, quantization: Quantization, role: str) -> bool:
 
 
 def fits(weight: Any, quantization: Quantization) -> bool:
-    """Whether they do, and the weight is cast as they would cast it, where it is cast again."""
+    """Return whether they do, and the weight is cast as they would where it is cast again."""
     return reads(weight, quantization, "weight") and all(
         isinstance(quantizer, format_of(quantization.weight).quantizer)
         for quantizer in casters_of(weight._quantizer)

@@ -160,7 +160,7 @@ class TwoFormStorage(QuantizedTensorStorage):
         return casts.dequantize(data, self._mode(), self._code(), shape, dtype, to_256)
 
     def _scales_to_256(self) -> bool:
-        """Whether the scales of groups of NVFP4 go up to 256 instead of 448."""
+        """Return whether the scales of groups of NVFP4 go up to 256 instead of 448."""
         return False
 
     def _code(self) -> int:
@@ -245,7 +245,7 @@ def _joints_of(tensor: Any) -> dict[str, Joint]:
 
 
 def joins(parts: Sequence[Any]) -> bool:
-    """Whether quantized matrices can be put row after row, with all their codes and scales.
+    """Return whether quantized matrices can be put row after row, with all their codes and scales.
 
     They are of one format, with the same forms. It asks for attributes alone: a compiler traces it.
     """

@@ -146,7 +146,7 @@ def _plan(model: Any, skip: Any, to: str) -> Iterator[tuple[_Found, Module | str
 
 
 def _is_compiled(module: Module) -> bool:
-    """Whether `torch.compile` made a module: it calls the one inside of it by another reference."""
+    """Return whether `torch.compile` made a module, which calls one inside by another reference."""
     functions = sys.modules.get("torch._dynamo.eval_frame")
     return functions is not None and isinstance(module, functions.OptimizedModule)
 
@@ -175,7 +175,7 @@ def _collect(
 
 
 def _is_ours(module: Module) -> bool:
-    """Whether its class, or one that it derives from, is of this package."""
+    """Return whether its class, or one that it derives from, is of this package."""
     package = NativeModule.__module__.partition(".module")[0]
     return any(kind.__module__.startswith(package) for kind in type(module).__mro__)
 
@@ -251,7 +251,7 @@ def _unfit(module: Module) -> str | None:
 
 
 def _has(module: Module, name: str) -> bool:
-    """Whether a module has a parameter, a parametrized one included, or a tensor in its place."""
+    """Return whether a module has a parameter, be it parametrized, or a tensor in its place."""
     parametrizations = module._modules.get("parametrizations")
     if parametrizations is not None and name in parametrizations:
         return True

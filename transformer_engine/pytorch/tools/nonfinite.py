@@ -53,7 +53,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def _checkable(tensor: Any) -> bool:
-    """Whether its values can be looked at, and could be something else than finite."""
+    """Return whether its values can be looked at, and could be something else than finite."""
     return (
         isinstance(tensor, Tensor)
         and (tensor.is_floating_point() or tensor.is_complex())

@@ -32,7 +32,7 @@ class Recognised(NamedTuple):
 
 
 def named_like_one(module: Module) -> bool:
-    """Whether the name of a module's class says that it is an RMSNorm."""
+    """Return whether the name of a module's class says that it is an RMSNorm."""
     return _NAMES.search(type(module).__name__) is not None
 
 
@@ -92,7 +92,7 @@ def _try(module: Module, eps: float, dtype: torch.dtype) -> Recognised | str:
 
 
 def _follows_input(module: Module, x: Tensor, gamma: Tensor) -> bool:
-    """Whether an input of another dtype than the weight's decides the dtype of the output.
+    """Return whether an input of another dtype than the weight's decides the dtype of the output.
 
     Not where the class takes no such input.
     """

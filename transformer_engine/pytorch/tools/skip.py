@@ -48,7 +48,7 @@ class Skip:
                 )
 
     def matches(self, path: str, module: Module) -> bool:
-        """Whether it names this module."""
+        """Return whether it names this module."""
         return (
             any(fnmatch.fnmatchcase(path, pattern) for pattern in self._patterns)
             or isinstance(module, tuple(self._classes))

@@ -54,7 +54,7 @@ def prepare_device(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what runs on a device now becomes part of a CUDA graph."""
+    """Return whether what runs on a device now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -94,7 +94,7 @@ def _answer(available: bool, reason: str, return_reason: bool) -> bool | tuple[b
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether FP8 GEMMs run natively on the current device.
+    """Return whether FP8 GEMMs run natively on the current device.
 
     The CPU backend computes FP8 everywhere as a reference; it does not count as native. With
     `return_reason` the answer and why not, empty where it is True.
@@ -109,7 +109,7 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether bf16 GEMMs run natively on the current device; as `is_fp8_available`."""
+    """Return whether bf16 GEMMs run natively on the current device; as `is_fp8_available`."""
     capability = get_device_compute_capability()
     reason = f"bf16 needs a CUDA device of compute capability 8.0 or higher, not {capability}"
     return _answer(capability >= (8, 0), reason, return_reason)
@@ -122,7 +122,7 @@ _EMULATED = (
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether GEMMs of the recipe `MXFP8BlockScaling` run natively: on no device yet.
+    """Return whether GEMMs of the recipe `MXFP8BlockScaling` run natively: on no device yet.
 
     They are emulated everywhere: operands are multiplied out to bf16 (fp32 on the CPU), exactly.
     Arguments and result as of `is_fp8_available`.
@@ -131,12 +131,12 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether GEMMs of the recipe `NVFP4BlockScaling` run natively: as `is_mxfp8_available`."""
+    """Return whether GEMMs of `NVFP4BlockScaling` run natively: as `is_mxfp8_available`."""
     return _answer(False, _EMULATED.format("NVFP4BlockScaling", "nvfp4"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether GEMMs of the recipe `Float8BlockScaling` run natively; as `is_fp8_available`.
+    """Return whether GEMMs of the recipe `Float8BlockScaling` run natively; as `is_fp8_available`.
 
     Those of `Float8RowScaling` run on the same devices.
     """
@@ -148,7 +148,7 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
 
 
 def is_available(name: str, return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether a name of NVIDIA Transformer Engine is built, rather than importable alone.
+    """Return whether a name of NVIDIA Transformer Engine is built, rather than importable alone.
 
     The name is dotted, a full one or relative to ``transformer_engine.pytorch``: "GroupedLinear",
     "permutation.moe_permute", "transformer_engine.common.recipe.MXFP8BlockScaling"; TypeError for

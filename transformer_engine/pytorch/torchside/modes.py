@@ -39,16 +39,16 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 operators and nothing else."""
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether the thread is inside of a transform of `torch.func`."""
+"""True where the thread is inside of a transform of `torch.func`."""
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Whether `torch.autocast` is on for a kind of device; public ways ask about one kind, slower."""
+"""True where `torch.autocast` is on for any kind of device; public ways ask for one, slower."""
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 inside_operator: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD
 )
-"""Whether the thread is inside of a torch operator, whose own operators autograd does not see."""
+"""True where the thread is inside of a torch operator, whose own ones autograd does not see."""
 
 active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 """These objects."""
@@ -57,14 +57,14 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that the thread runs a part of; -1: it is in none."""
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether what was saved may be read again after the backward that the thread runs a part of
+"""True where what was saved may be read again after the backward that the thread runs a part of
 (``retain_graph=True``); True where it runs in none."""
 
 top_saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Innermost pair of `torch.autograd.graph.saved_tensors_hooks` in force, or None; given False."""
 
 wraps_tensors: Callable[[Any], bool] = is_traceable_wrapper_subclass
-"""Whether a tensor is one of a subclass that has its values in other tensors."""
+"""True where a tensor is one of a subclass that has its values in other tensors."""
 
 leaves_of: Callable[..., list] = arg_tree_leaves
 """Leaves of arguments: items of the lists, tuples and dicts among them."""
@@ -113,7 +113,7 @@ def constant_in_graphs(function: Callable) -> Callable:
 
 @constant_in_graphs
 def exporting() -> bool:
-    """Whether `torch.export` traces: there is no backward then, and state must not change.
+    """Return whether `torch.export` traces: there is no backward then, and state must not change.
 
     A constant in graphs: `torch.compile` of torch 2.11 takes `is_exporting` for true wherever it
     meets it.
@@ -123,7 +123,7 @@ def exporting() -> bool:
 
 @constant_in_graphs
 def allows_tf32() -> bool:
-    """Whether products of fp32 on CUDA may round to TF32, by any of torch's settings.
+    """Return whether products of fp32 on CUDA may round to TF32, by any of torch's settings.
 
     Where a program has used ``fp32_precision``, torch refuses to say what ``allow_tf32`` is.
     Guarded in graphs, though a constant there: `torch.compile` looks at this setting itself.
@@ -204,7 +204,7 @@ def _selective_modes() -> tuple[type, ...]:
 
 
 def selective() -> bool:
-    """Whether a selective checkpoint watches: its repetition runs some of the operators again.
+    """Tell whether a selective checkpoint watches: its repetition runs some of the operators again.
 
     It takes the results of the others from its forward, by their number among those of a kind.
     """
@@ -300,12 +300,12 @@ class _without_autocast(_TorchContext):  # noqa: N801 - reads as what it does
 
 
 def faking() -> bool:
-    """Whether a fake mode is active: tensors that are made now have no memory."""
+    """Return whether a fake mode is active: tensors that are made now have no memory."""
     return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
 
 
 def is_traced_or_faked() -> bool:
-    """Whether what runs now is part of a graph that is being traced, or makes no values."""
+    """Return whether what runs now is part of a graph that is being traced, or makes no values."""
     return torch.compiler.is_compiling() or faking()
 
 
@@ -322,7 +322,7 @@ def trace_again(reason: str) -> NoReturn:
 
 
 def without_memory(tensor: Tensor) -> bool:
-    """Whether a call on a tensor gives shapes and dtypes alone; no graph is being traced.
+    """Return whether a call on a tensor gives shapes and dtypes alone; no graph is being traced.
 
     It is on the meta device, or fake, or a fake mode is active.
     """
@@ -332,7 +332,7 @@ def without_memory(tensor: Tensor) -> bool:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether an operator is nothing but calls of others, on the devices that there are here."""
+    """Return whether an operator is nothing but calls of others, on the devices of this machine."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name = operator.name()
     return has(name, "CompositeImplicitAutograd") and not (has(name, "CPU") or has(name, "CUDA"))
@@ -349,7 +349,7 @@ def after_autograd(keyset: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
 
 
 def forward_gradients() -> bool:
-    """Whether forward-mode differentiation is active: a tensor may carry a tangent."""
+    """Return whether forward-mode differentiation is active: a tensor may carry a tangent."""
     return _forward_ad._current_level >= 0
 
 
@@ -368,7 +368,7 @@ def active_device() -> torch.device | None:
 
 
 def only_forwards(*modules: torch.nn.Module) -> bool:
-    """Whether calls of modules run the forwards that their classes were defined with, and no more.
+    """Return whether calls of modules run nothing but the forwards that their classes define.
 
     A layer may do the work of such submodules without calling them. Hooks, a forward of a subclass,
     of an instance or put in place of the class's, and ``module.compile()`` ask for the call; so

@@ -29,7 +29,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether a tensor is a `QuantizedTensor`, without loading that class."""
+    """Return whether a tensor is a `QuantizedTensor`, without loading that class."""
     return type(tensor) is not Tensor and getattr(type(tensor), "_TE_QUANTIZED", False)
 
 

@@ -28,7 +28,7 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "sreglu": FORMULAS["srelu"],
     "swiglu": FORMULAS["silu"],
 }
-"""What the first half of the columns of a gated one goes through."""
+"""Functions of the first half of the columns, of gated activations."""
 
 
 def activate(name: str, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is defined without a quantizer; see `builtin.quantization`.
+"""Definitions without a quantizer; see `builtin.quantization`.
 
 Casts themselves are defined by the quantizers, which an operator is given.
 """

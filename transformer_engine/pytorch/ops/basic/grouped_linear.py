@@ -20,6 +20,6 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Any, dtype: Any) -> bool:
-    """Whether grouped operations keep their weights in one tensor: never, as there are none."""
+    """Return whether grouped operations keep weights in one tensor: never, as there are none."""
     del recipe, dtype
     return False
