@@ -86,6 +86,7 @@ lint: $(ENV)-lint ## check style, spelling and the rules of the house; print wha
 	$(LINT_PATH) ruff check .
 	$(LINT_PATH) clang-format --dry-run -Werror $(C_FILES)
 	$(LINT_PATH) codespell
+	! grep -rIlE '^(<{7}|>{7}) ' --exclude-dir=build --exclude-dir=.git --exclude-dir='.venv*' .  # of a merge
 	$(LINT_PY) tools/check_cpy.py
 	$(LINT_PY) tools/check_tests.py
 	@$(LINT_PY) setup.py -q build_ext --inplace

@@ -88,7 +88,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Grouped linear layers",
-        "there are no grouped GEMMs",
+        "there is no grouped GEMM kernel: `general_grouped_gemm` multiplies one pair after the "
+        "other",
         "one te.Linear for each expert in a torch.nn.ModuleList (megatron-core: leave "
         "--moe-grouped-gemm out)",
         """

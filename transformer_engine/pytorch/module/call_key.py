@@ -2,13 +2,14 @@
 """Key of a call of a module: all that decides it; and the calls that a module keeps by it.
 
 A training loop calls a layer thousands of times in a few ways. `call_key` puts the facts that
-`LinearBase._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
+`LinearCalls._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
 tensors, the dtype of `torch.autocast`, whether a checkpoint records the call or repeats one. What
 was decided once for it is a `KeptCall`, which a later call finds under the same key. What differs
 between two calls of one key belongs to a run (`call.CallRun`): quantized weights that are kept,
 scales of the call that a checkpoint repeats, main gradients. Settings of the module are no part of
 the key: one that is set takes its kept calls away. Without a key, and decided anew, are calls in
-transforms of `torch.func`, on tensors without memory, and on tensors of other classes.
+transforms of `torch.func`, on tensors without memory, on tensors of other classes, and of more
+than 62 tensors (`MOST_TENSORS` of csrc/python/torch_py.c).
 """
 
 import copy

@@ -90,10 +90,11 @@ class LinearBase(LinearCalls):
         self._weight_caches: tuple = (None,) * len(self.PARTS)
         self._stages: dict[str, Callable] | None = None
         self._external = self._halves = (frozenset[int](),) * len(self.PARTS)
-        self._bound: dict[tuple, KeptCall] = {}
+        self._bound: dict[tuple, KeptCall] = {}  # kept calls by their keys
+        # Where the parameters of a call stand; None: not known, or it has others too.
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
-        self._held: tuple[quantized.Held, ...] = ()
-        self._ran: Ran | None = None
+        self._held: tuple[quantized.Held, ...] = ()  # those that are quantized tensors
+        self._ran: Ran | None = None  # the last call
 
     # ---- what a subclass says ------------------------------------------------------------------
 
