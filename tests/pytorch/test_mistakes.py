@@ -588,6 +588,31 @@ def test_what_is_no_tensor_of_numbers(kind, sizes, name, device):
             module(*tensors, **options, **{name: given})
 
 
+def test_what_is_no_tensor_in_helpers(device):
+    ones = torch.ones(4, 4, device=device)
+    scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
+    quantizer = te.Float8Quantizer(scale, amax, te.DType.kFloat8E4M3)
+    for name, call in {
+        "softcap: inp": lambda x: te.attention.softcap(x, 1.0),
+        "parallel_cross_entropy: inp": lambda x: te.parallel_cross_entropy(x, ones),
+        "parallel_cross_entropy: target": lambda x: te.parallel_cross_entropy(ones, x),
+        "replace_raw_data: new_raw_data": lambda x: te.tensor.utils.replace_raw_data(
+            quantizer(ones), x
+        ),
+        "gather_along_first_dim: inp": lambda x: te.distributed.gather_along_first_dim(x, None),
+        "gather_along_first_dim: output_tensor": lambda x: te.distributed.gather_along_first_dim(
+            ones, None, output_tensor=x
+        ),
+        "reduce_scatter_along_first_dim: output": (
+            lambda x: te.distributed.reduce_scatter_along_first_dim(ones, None, output=x)
+        ),
+        "allreduce: inp": lambda x: te.distributed.allreduce(x),
+    }.items():
+        for given in ([1.0], "x", 2.0):
+            with pytest.raises(TypeError, match=f"{name}: .*, expected a tensor"):
+                call(given)
+
+
 def test_angles_that_are_no_pair(device):
     angles = te.RotaryPositionEmbedding(16).to(device)(4)
     for count in (1, 3):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.distributed import get_distributed_world_size
+from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["parallel_cross_entropy", *absent.names_of(__name__)]
@@ -56,13 +57,14 @@ def parallel_cross_entropy(
     ValueError
         Shapes that do not go together.
     TypeError
-        `_input`, an older name of `inp`, is given.
+        `_input`, an older name of `inp`, is given; or what is no tensor.
     NotImplementedError
         For a group of several ranks.
     """
     del is_cg_capturable, overwrite_input
     if _input is not None:
         raise TypeError("parallel_cross_entropy: _input=...: its name is inp")
+    check_tensors("parallel_cross_entropy", inp=inp, target=target)
     if inp.dim() != 3 or target.numel() != inp.shape[:-1].numel():
         raise ValueError(
             f"parallel_cross_entropy: inp {tuple(inp.shape)}, target {tuple(target.shape)}: "

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.execution.random import draw_pair
+from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors
 
 __all__ = ["THREADS_PER_BLOCK", "THREADS_PER_WARP", "scaled_softmax"]
 
@@ -41,8 +42,10 @@ def softcap(inp: Tensor, cap: float) -> Tensor:
     """Bound logits smoothly: cap tanh(inp / cap), computed in fp32.
 
     `inp` is [..., features] in fp32, fp16 or bf16, and differentiable; the result has its shape and
-    dtype. ValueError where the cap is not positive, or the input has no dims.
+    dtype. ValueError where the cap is not positive, or the input has no dims; TypeError for what is
+    no tensor.
     """
+    check_tensors("softcap", inp=inp)
     return run_call(_Softcap(inp, cap), inp)
 
 

@@ -36,3 +36,10 @@ def is_quantized(tensor: Any) -> bool:
 def local_of(tensor: Any) -> Any:
     """Get this rank's part of a sharded tensor (DTensor); any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def check_tensors(name: str, **given: Any) -> None:
+    """Raise TypeError for an argument of a function that is no tensor; None is left out."""
+    for argument, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {argument}: {type(value).__name__}, expected a tensor")
