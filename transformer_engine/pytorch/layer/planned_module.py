@@ -185,8 +185,10 @@ class PlannedModule(CompositeLayer):
         kwargs = {name: _without_values(value) for name, value in options.kwargs.items()}
         try:
             return [self.emit(nodes, x, *args, **kwargs)]
-        except (AttributeError, TypeError) as error:  # it computes with a tensor of the call
-            raise ByModules from error
+        except (AttributeError, TypeError) as error:
+            if CallTensor.__name__ not in str(error):
+                raise
+            raise ByModules from error  # it computes with a tensor of the call
 
     def _first_microbatch(self, options: Any) -> bool | None:
         return options.first
