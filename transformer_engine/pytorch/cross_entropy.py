@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.distributed import get_distributed_world_size
-from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = ["parallel_cross_entropy", *absent.names_of(__name__)]
@@ -64,7 +64,8 @@ def parallel_cross_entropy(
     del is_cg_capturable, overwrite_input
     if _input is not None:
         raise TypeError("parallel_cross_entropy: _input=...: its name is inp")
-    check_tensors("parallel_cross_entropy", inp=inp, target=target)
+    expect_tensor("parallel_cross_entropy: inp", inp)
+    expect_tensor("parallel_cross_entropy: target", target)
     if inp.dim() != 3 or target.numel() != inp.shape[:-1].numel():
         raise ValueError(
             f"parallel_cross_entropy: inp {tuple(inp.shape)}, target {tuple(target.shape)}: "

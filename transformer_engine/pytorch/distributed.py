@@ -21,7 +21,7 @@ from transformer_engine.pytorch.execution.recompute import (
     use_reentrant_activation_recompute,
 )
 from transformer_engine.pytorch.module.base import Fp8Module
-from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -231,7 +231,7 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
 
     The handle of an asynchronous call is to be waited for.
     """
-    check_tensors("allreduce", inp=inp)
+    expect_tensor("allreduce: inp", inp)
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
@@ -255,7 +255,9 @@ def gather_along_first_dim(
     """
     if quantizer is not None:
         raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
-    check_tensors("gather_along_first_dim", inp=inp, output_tensor=output_tensor)
+    expect_tensor("gather_along_first_dim: inp", inp)
+    if output_tensor is not None:
+        expect_tensor("gather_along_first_dim: output_tensor", output_tensor)
     world = get_distributed_world_size(process_group)
     if world == 1:
         return _alone(inp, output_tensor), None
@@ -274,7 +276,9 @@ def reduce_scatter_along_first_dim(
     Arguments and result as of `gather_along_first_dim`. ValueError where the ranks do not divide
     the rows.
     """
-    check_tensors("reduce_scatter_along_first_dim", inp=inp, output=output)
+    expect_tensor("reduce_scatter_along_first_dim: inp", inp)
+    if output is not None:
+        expect_tensor("reduce_scatter_along_first_dim: output", output)
     world = get_distributed_world_size(tp_group)
     if world == 1:
         return _alone(inp, output), None
@@ -296,7 +300,7 @@ def split_tensor_into_1d_equal_chunks(
 
     ValueError where the elements do not divide by the ranks.
     """
-    check_tensors("split_tensor_into_1d_equal_chunks", tensor=tensor)
+    expect_tensor("split_tensor_into_1d_equal_chunks: tensor", tensor)
     world = get_distributed_world_size(tp_group)
     if tensor.numel() % world != 0:
         raise ValueError(

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.attention.problem import (
     check_tensor,
     sequences_of,
 )
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 _NAME = "DotProductAttention"
 
@@ -259,8 +260,7 @@ def window_mask(
 
 def check_numbers(given: Any, label: str) -> None:
     """Raise a TypeError for what is added to scores, of that name, and is no tensor of numbers."""
-    if not hasattr(given, "dim"):
-        raise TypeError(f"{label}={given!r}: {type(given).__name__}, expected a tensor")
+    expect_tensor(label, given)
     if given.dtype.is_complex or given.dtype is torch.bool:
         raise TypeError(f"{label}: {given.dtype}, expected real numbers")
 

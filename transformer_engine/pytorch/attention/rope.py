@@ -18,6 +18,7 @@ from transformer_engine.pytorch.execution.custom_ops import (
     traceable,
 )
 from transformer_engine.pytorch.module.parameters import default_device, positive_sizes
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -254,8 +255,7 @@ class _RopeOfParts(OperatorCall):
 
 def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
     """Raise for a tensor (TypeError, ValueError) that does not go together with its format."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: {type(t).__name__}, expected a tensor")
+    expect_tensor(name, t)
     function = name.partition(":")[0]
     if tensor_format not in FORMATS:
         known = ", ".join(FORMATS)
@@ -302,8 +302,7 @@ class _Positions(NamedTuple):
 
     def check(self, function: str, name: str, freqs: Tensor, t: Tensor) -> None:
         """Raise for angles (TypeError, ValueError) that are not those of the tokens."""
-        if not isinstance(freqs, Tensor):
-            raise TypeError(f"{function}: {name}: {type(freqs).__name__}, expected a tensor")
+        expect_tensor(f"{function}: {name}", freqs)
         shape, batch = tuple(freqs.shape), 1
         if self.tensor_format != "thd" and function == _NAME:
             batch = t.shape[1 if self.tensor_format == "sbhd" else 0]

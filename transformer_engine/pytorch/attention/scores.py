@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contiguous_like, operator
 from transformer_engine.pytorch.execution.random import draw_pair
-from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __all__ = ["THREADS_PER_BLOCK", "THREADS_PER_WARP", "scaled_softmax"]
 
@@ -45,7 +45,7 @@ def softcap(inp: Tensor, cap: float) -> Tensor:
     dtype. ValueError where the cap is not positive, or the input has no dims; TypeError for what is
     no tensor.
     """
-    check_tensors("softcap", inp=inp)
+    expect_tensor("softcap: inp", inp)
     return run_call(_Softcap(inp, cap), inp)
 
 

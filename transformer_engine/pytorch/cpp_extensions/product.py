@@ -21,6 +21,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensorStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import allows_tf32
@@ -145,8 +146,7 @@ def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
 def _shape(op: str, A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
     """Shape of the result; ValueError where the operands do not go together."""
     for name, tensor in (("A", A), ("B", B)):
-        if not isinstance(tensor, Tensor | QuantizedTensorStorage):
-            raise TypeError(f"{op}: {name}: {type(tensor).__name__}, expected a tensor")
+        checked_tensor(f"{op}: {name}", tensor)
     of_a, of_b = tuple(A.shape), tuple(B.shape)
     for name, shape in (("A", of_a), ("B", of_b)):
         if len(shape) < 2:

@@ -16,6 +16,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __all__ = [
     "checked",
@@ -38,8 +39,7 @@ def checked(op: str, name: str, tensor: Any) -> Tensor:
         return tensor.detach() if tensor.requires_grad else tensor
     if hasattr(type(tensor), "_dequantized"):  # a storage, too
         return tensor.dequantize().detach()
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name}: {type(tensor).__name__}, expected a tensor")
+    expect_tensor(f"{op}: {name}", tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -15,15 +15,9 @@ from transformer_engine.common.recipe import DelayedScaling, QuantizerRole, Reci
 from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
+from transformer_engine.pytorch.module import program_names
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
-from transformer_engine.pytorch.module.program_names import (
-    UserBufferQuantizationMode,
-    get_dummy_wgrad,
-    get_workspace,
-    is_ub_initialized,
-    layers_atomic_ring_exchange,
-    using_cublasmp_backend,
-)
+from transformer_engine.pytorch.module.program_names import *  # noqa: F403 - programs import them from here
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.torchside.modes import (
@@ -42,12 +36,7 @@ __all__ = [
     "NativeModule",
     "Region",
     "TransformerEngineBaseModule",
-    "UserBufferQuantizationMode",
-    "get_dummy_wgrad",
-    "get_workspace",
-    "is_ub_initialized",
-    "layers_atomic_ring_exchange",
-    "using_cublasmp_backend",
+    *program_names.__all__,
     *absent.names_of(__name__),
 ]
 

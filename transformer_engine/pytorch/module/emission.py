@@ -137,9 +137,7 @@ class Outline:
         for norm in norms:
             if not isinstance(norm, NormModule):
                 raise ByModules
-            self.norms.append(norm)
-            self._place(norm, "weight")
-            self._place(norm, "bias")
+            self.norm(norm, Value(), "")
         return Value()
 
     def add(

@@ -82,7 +82,7 @@ _OF_NODE = ("mean", "rsigma", "bias_cast", "gathered")
 
 
 class ModuleStages(NamedTuple):
-    """A module in a layer, some of whose stages functions run (`Inspected.override_stages`).
+    """A module in a layer, some of whose stages functions run (`LinearBase.override_stages`).
 
     They are given the buffers that they know, those of the module's own plans.
     """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.torchside.modes import faking, without_memory
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,8 +67,7 @@ def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
 
 def check_input(kind: str, inp: Any, name: str = "inp") -> None:
     """Raise a TypeError for what is no tensor on a device of the library."""
-    if not isinstance(inp, Tensor):
-        raise TypeError(f"{kind}: {name}: {type(inp).__name__}, expected a tensor")
+    expect_tensor(f"{kind}: {name}", inp)
     if inp.device.type not in DEVICES:
         raise TypeError(
             f"{kind}: {name} is on {inp.device}, expected a tensor of the CPU or of a CUDA device"

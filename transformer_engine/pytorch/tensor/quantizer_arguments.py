@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.constants import DType, TE_DType
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __all__ = [
     "FP8",
@@ -30,8 +31,8 @@ FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 def checked_tensor(label: str, given: Any) -> Tensor:
     """A tensor, or a storage of quantized data."""
-    if not isinstance(given, Tensor) and not hasattr(type(given), "_dequantized"):
-        raise TypeError(f"{label}: {type(given).__name__}, expected a tensor")
+    if not hasattr(type(given), "_dequantized"):
+        expect_tensor(label, given)
     return given
 
 

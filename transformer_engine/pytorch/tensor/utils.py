@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor.master_slices import (
     turns,
 )
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
-from transformer_engine.pytorch.torchside.tensor_kinds import check_tensors, is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -196,7 +196,7 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
             f"replace_raw_data: {type(tensor).__name__}, expected a quantized tensor of a format "
             "of this library"
         )
-    check_tensors("replace_raw_data", new_raw_data=new_raw_data)
+    expect_tensor("replace_raw_data: new_raw_data", new_raw_data)
     old = getattr(storage, name)
     if old is None:
         raise ValueError(f"replace_raw_data: a {type(tensor).__name__} without row-wise data")

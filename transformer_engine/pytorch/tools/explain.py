@@ -15,6 +15,7 @@ from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.torchside.device import is_mxfp8_available, is_nvfp4_available
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 
 def _plan_text(title: str, plan: Plan, sizes: tuple[int, ...]) -> list[str]:
@@ -68,8 +69,7 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
         raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
     inp = args[0] if args else kwargs.get("inp", kwargs.get("hidden_states"))
-    if not isinstance(inp, Tensor):
-        raise TypeError(f"explain: input: {type(inp).__name__}, expected a tensor")
+    expect_tensor("explain: input", inp)
     state = current_state()
     recipe = state.recipe if state.enabled else None
     where = "CPU reference backend" if inp.device.type == "cpu" else f"device {inp.device}"

@@ -38,8 +38,7 @@ def local_of(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def check_tensors(name: str, **given: Any) -> None:
-    """Raise TypeError for an argument of a function that is no tensor; None is left out."""
-    for argument, value in given.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {argument}: {type(value).__name__}, expected a tensor")
+def expect_tensor(label: str, given: Any) -> None:
+    """Raise TypeError for an argument that is no tensor."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{label}: {type(given).__name__}, expected a tensor")
