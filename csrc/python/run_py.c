@@ -28,6 +28,7 @@ static int begin(tepy_run_call *run, PyObject *module, const char *function)
     run->held_count = 0;
     for (int i = 0; i < TE_SEQUENCES; i++) run->leading[i].count = 0;
     run->slots = run->few_slots;
+    memset(run->few_slots, 0, sizeof run->few_slots); /* without owners the functions are told 0 */
     run->buffers = run->few_buffers;
     run->held = run->few_held;
     run->plain = run->few_plain;

@@ -98,9 +98,9 @@ def test_results_are_those_of_separate_tensors(device, backend, form, together, 
     expected = torch.autograd.grad(right, parts, grad)
     found = apart(grads, together, dim)
     for each, wanted in zip(found, expected, strict=True):
-        if device == "cpu":
+        if device == "cpu" and backend == "native":
             assert_bits(each, wanted)
-        else:  # the order of sums for queries differs from run to run
+        else:  # torch's products depend on strides; on CUDA the order of sums on the run
             assert_nmse(each, wanted.double(), tol("round", BF16))
     for each, leaf in zip(grads, leaves, strict=True):
         assert each.shape == leaf.shape
