@@ -181,7 +181,9 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *keyw
     result = PyObject_CallFunctionObjArgs(refuse, name, candidates, NULL);
     if (result != NULL) {
         Py_DECREF(result);
-        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", name);
+        PyErr_Format(PyExc_SystemError,
+                     "%U: no implementation was called, and the handler of that raised nothing",
+                     name);
     }
     return NULL;
 }
@@ -228,7 +230,8 @@ static PyObject *operator_described(PyObject *object, void *attribute)
     const operator_object *self = (operator_object *)object;
     PyObject *found, *value, *describe = self->dispatcher->describe;
     if (describe == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "nobody says what the operator's arguments are");
+        PyErr_SetString(PyExc_AttributeError,
+                        "this manager has no description of the operator's arguments");
         return NULL;
     }
     found = PyObject_CallFunctionObjArgs(describe, self->name, NULL);
