@@ -70,7 +70,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
 static PyMemberDef implementation_members[] = {
     {"op", T_OBJECT, AT(op), "Name of the operator."},
     {"impl_id", T_OBJECT, AT(impl_id), "Its own name."},
-    {"function", T_OBJECT, AT(function), "What is called."},
+    {"function", T_OBJECT, AT(function), "The implementation that is called."},
     {"calls", T_ULONGLONG, AT(calls), "How often it was."},
     {"reason", T_OBJECT, AT(reason), "Why it did not take the last call that it did not take."},
     {NULL, 0, 0, 0, NULL},
@@ -262,7 +262,7 @@ static PyMemberDef operator_members[] = {
 
 static PyGetSetDef operator_getset[] = {
     {"__wrapped__", operator_described, NULL, "The function that has its signature.", NULL},
-    {"__doc__", operator_described, NULL, "What it does.", "__doc__"},
+    {"__doc__", operator_described, NULL, "Its description.", "__doc__"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

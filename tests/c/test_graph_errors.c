@@ -82,7 +82,7 @@ static void check_refusals(void)
     REFUSE(values[0].shape[1].symbol, 7, INVALID, "x: dim 1");
     REFUSE(values[0].shape[1].symbol, TE_SYMBOL_ROWS, INVALID, "x: dim 1");
     REFUSE(values[0].shape[0].align, 0, INVALID, "x: dim 0");
-    REFUSE(values[0].shape[0].align, 16, INVALID, "x: leading dims");
+    REFUSE(values[0].shape[0].align, 16, INVALID, "x: TE_VALUE_LEADING");
     REFUSE(values[0].shape[0].multiply, INT64_MAX, INVALID, "x: dim 0");
     REFUSE(values[0].shape[0].multiply, (int64_t)1 << 26, INVALID, "x: too large");
     REFUSE(values[0].shape[0].multiply, 3, INVALID,

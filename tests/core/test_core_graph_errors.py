@@ -104,7 +104,11 @@ GRAPH_ERRORS = [
     (dict(value=("", dict(name="x" * 24))), ValueError, "x{24} has more than 23 characters"),
     (dict(value=("", dict(name="a\0b"))), ValueError, "embedded null"),
     (dict(value=("", dict(flags=2**32))), ValueError, "make_plan: flags: 4294967296 is out of"),
-    (dict(value=("", dict(flags=1 << 10))), ValueError, "value 0: its name has no end, ndim = 2 is not 1 to 4, or flags = 0x400"),
+    (
+        dict(value=("", dict(flags=1 << 10))),
+        ValueError,
+        "value 0: its name has no end, ndim = 2 is not 1 to 4, or flags = 0x400",
+    ),
     (dict(value=("", dict(flags=3))), ValueError, "flags = 0x3"),
     (
         dict(value=("", dict(dtype=core.DTYPE_U8))),
@@ -126,7 +130,11 @@ GRAPH_ERRORS = [
     ),
     (dict(value=("", dict(shape=(2**31 - 1, K)))), ValueError, "graph: input: dim 0 is"),
     (dict(value=("", dict(shape=(ROWS_DIM, 2**30)))), ValueError, "graph: input: too large"),
-    (dict(value=("", dict(shape=(5, K)))), ValueError, "input: TE_VALUE_LEADING, but its first dims are no number"),
+    (
+        dict(value=("", dict(shape=(5, K)))),
+        ValueError,
+        "input: TE_VALUE_LEADING, but its first dims are no number",
+    ),
     (
         dict(value=("fc1_bias", dict(flags=core.VALUE_PARAMETER | core.VALUE_DEFER))),
         ValueError,
@@ -135,7 +143,11 @@ GRAPH_ERRORS = [
     (dict(value=("fc1_weight", dict(shape=(N, K + 1)))), ValueError, "fc1_weight is no parameter"),
     (dict(value=("fc1_bias", dict(shape=(N + 1,)))), ValueError, "fc1_bias is no parameter of 1 x"),
     (dict(value=("gamma", dict(shape=(K - 1,)))), ValueError, "norm: gamma: gamma is no parameter"),
-    (dict(value=("fc2_input", dict(flags=0, shape=(7, N)))), ValueError, "activation: fc1_output and fc2_input have .*rows"),
+    (
+        dict(value=("fc2_input", dict(flags=0, shape=(7, N)))),
+        ValueError,
+        "activation: fc1_output and fc2_input have .*rows",
+    ),
     (dict(node=(0, dict(name="x" * 24))), ValueError, "name: x{24} has more than 23 characters"),
     (dict(node=(0, dict(kind=99))), ValueError, "graph: node 0: kind 99 does not exist"),
     (
@@ -153,9 +165,17 @@ GRAPH_ERRORS = [
     (dict(node=(0, dict(quantization=CAST))), ValueError, "recipe 1, of which .* 0x40 and none"),
     (dict(node=(0, dict(external=(1,)))), ValueError, "node 0 .norm.: .* 1 external steps, expect"),
     (dict(node=(1, dict(inputs=(99, *LINEAR.inputs[1:])))), ValueError, "there is no value 99"),
-    (dict(node=(0, dict(inputs=(2, 5, 6)))), ValueError, "reads norm_output, which no earlier node"),
+    (
+        dict(node=(0, dict(inputs=(2, 5, 6)))),
+        ValueError,
+        "reads norm_output, which no earlier node",
+    ),
     (dict(node=(1, dict(inputs=LINEAR.inputs[:1]))), ValueError, "it has no weight"),
-    (dict(node=(0, dict(output=0))), ValueError, "node 0 makes input, which is given or made by another node"),
+    (
+        dict(node=(0, dict(output=0))),
+        ValueError,
+        "node 0 makes input, which is given or made by another node",
+    ),
     (dict(node=(0, dict(variant=3))), ValueError, "norm: kind = 3 does not exist"),
     (dict(node=(0, dict(variant=1))), ValueError, "norm: kind 1 with a beta"),
     (dict(node=(0, dict(numbers=(-1.0,)))), ValueError, "eps = -1"),

@@ -327,7 +327,9 @@ def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> Non
 def checked_quantizer(kind: type, given: Any) -> Quantizer | None:
     """The quantizer of a pickle; ValueError for another thing in its place."""
     if given is not None and not isinstance(given, Quantizer):
-        raise ValueError(f"a pickled {kind.__name__}: quantizer: {type(given).__name__}")
+        raise ValueError(
+            f"a pickled {kind.__name__}: quantizer: {type(given).__name__}, expected a Quantizer"
+        )
     return given
 
 
