@@ -31,7 +31,7 @@ class AttentionExplanation(NamedTuple):
     """The answer; ``print`` shows it as a short table."""
 
     backend: str | None
-    """The backend that runs the call: "plugin" (the class of a plug-in), "native" (the library's own
+    """The backend that runs a call: "plugin" (the class of a plug-in), "native" (the library's own
     operator; cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax);
     None: nothing does."""
     refused: dict[str, Refusal]
