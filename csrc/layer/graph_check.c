@@ -109,8 +109,8 @@ static te_status check_value(const te_value_desc *value, int32_t number)
                    ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
                    !forms_fit(value->flags, kind),
                TE_ERROR_INVALID,
-               "graph: value %d: its name has no end, ndim = %d is not 1 to 4, or flags = 0x%x do "
-               "not go together",
+               "graph: value %d: ndim = %d is not 1 to 4, flags = 0x%x do not go together, or "
+               "its name has no end",
                number, value->ndim, value->flags);
     if (value->flags == TE_VALUE_INPUT &&
         (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32 ||
@@ -186,12 +186,11 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_node_rules *of = te_rules[node->kind];
-    TE_FAIL_IF(
-        memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
-            node->output < 0 || node->output >= graph->value_count,
-        TE_ERROR_INVALID,
-        "graph: node %d: its name has no end, or there is no value %d (input 0) or %d (output)", n,
-        node->inputs[0], node->output);
+    TE_FAIL_IF(memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
+                   node->output < 0 || node->output >= graph->value_count,
+               TE_ERROR_INVALID,
+               "graph: node %d: input 0 = %d or output = %d is no value, or its name has no end", n,
+               node->inputs[0], node->output);
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         int32_t recipe = node->quantization.casts[role].recipe;
         if (te_recipe_exists(recipe)) continue;

@@ -74,8 +74,8 @@ static void check_refusals(void)
     REFUSE(desc.value_count, TE_GRAPH_VALUES + 1, INVALID, "graph: 8193 values");
     REFUSE(desc.node_count, TE_GRAPH_NODES + 1, INVALID, "graph: 1025 nodes");
     REFUSE(desc.flags, 2, INVALID, "or flags = 0x2");
-    REFUSE(values[0].ndim, 0, INVALID, "value 0: its name has no end, ndim = 0");
-    REFUSE(values[0].ndim, TE_MAX_DIMS + 1, INVALID, "value 0: its name has no end, ndim = 5");
+    REFUSE(values[0].ndim, 0, INVALID, "value 0: ndim = 0");
+    REFUSE(values[0].ndim, TE_MAX_DIMS + 1, INVALID, "value 0: ndim = 5");
     REFUSE(values[0].ndim, 1, INVALID, "linear: from x of 1 dims");
     REFUSE(values[0].dtype, 99, TYPE, "x: dtype invalid");
     REFUSE(values[0].dtype, TE_DTYPE_E4M3, TYPE, "x: dtype e4m3");
@@ -107,8 +107,7 @@ static void check_refusals(void)
            "5, 0, 0 and 31");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
-    REFUSE(nodes[0].input_count, 0, INVALID,
-           "node 0: its name has no end, or there is no value -1");
+    REFUSE(nodes[0].input_count, 0, INVALID, "node 0: input 0 = -1");
     REFUSE(nodes[0].input_count, 1, INVALID, "linear: it has no weight");
     REFUSE(nodes[0].inputs, NULL, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
@@ -119,7 +118,7 @@ static void check_refusals(void)
     REFUSE(nodes[1].slice_count, 1, INVALID,
            "1 slices and 0 external steps, expected at most 1, 3, 0 and 0");
     REFUSE(nodes[1].slice_count, -1, INVALID, "-1 slices");
-    REFUSE(nodes[0].output, 8, INVALID, "output 8");
+    REFUSE(nodes[0].output, 8, INVALID, "output = 8");
     REFUSE(nodes[0].output, 3, INVALID, "reads a, which no earlier node makes");
     REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is given or made by another node");
     REFUSE(nodes[0].external_count, 1, INVALID, "node 0 (gemm): a list is NULL");
@@ -146,10 +145,10 @@ static void check_refusals(void)
     REFUSE(numbers[2][0], (float)NAN, INVALID, "eps = ");
     make_small(&g);
     memset(g.values[0].name, 'x', TE_NAME_BYTES);
-    refuse(&g, TE_ERROR_INVALID, "value 0: name");
+    refuse(&g, TE_ERROR_INVALID, "or its name has no end");
     make_small(&g);
     memset(g.nodes[0].name, 'x', TE_NAME_BYTES);
-    refuse(&g, TE_ERROR_INVALID, "node 0: name");
+    refuse(&g, TE_ERROR_INVALID, "or its name has no end");
     make_small(&g);
     (void)rows_of(&g, "nothing", TE_VALUE_RESULT, WIDTH);
     refuse(&g, TE_ERROR_INVALID, "no node makes the result nothing");
