@@ -41,7 +41,7 @@ def asked_for(
 def ours(
     run: Callable, shape: Sequence[int], fields: Fields, choices: Mapping[str, Any], *names: str
 ) -> Any:
-    """Results in fp32 that this library computes of fields, for the cast or amax of a plug-in.
+    """What this library computes of fields by name, in fp32, for somebody else's cast or amax.
 
     NotImplemented where nobody else has what is wanted.
     """
