@@ -59,6 +59,7 @@ __all__ = [
     "ensure_plans",
     "is_constant",
     "sink_of",
+    "spec_of",
 ]
 
 # ---- the node ------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def _fields(
     """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
 
     `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
-    dtype of a bias is torch's: see `_spec`.
+    dtype of a bias is torch's: see `spec_of`.
     """
     masks = [
         None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
@@ -105,7 +106,7 @@ def _fields(
     return fields, tuple([tensor for tensor in tensors if tensor is not None])
 
 
-def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
+def spec_of(fields: tuple, **cast: Any) -> AttentionSpec:
     """What `_fields` stands for, with fields of its quantization."""
     spec = AttentionSpec(*fields, **cast)
     return spec._replace(bias_dtype=_core.dtype_code(spec.bias_dtype))
@@ -159,7 +160,7 @@ def _node(
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()
         cast.pop("recipe", None)
-        return _spec(fields, **cast)
+        return spec_of(fields, **cast)
 
     owner = None if in_fp8 is None else core
     constant = not (source or angles) and is_constant(core, limits)
@@ -507,7 +508,7 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
         names = "fp8_gradient", "no_amax", "fp8_output"
         cast = dict(zip(names, bits, strict=True))
         cast["quantization"] = Quantization.of_flat(codes, epsilons)
-    graph = core_graph(_spec(fields, **cast), _core.dtype_code(dtype), gradient, joined)
+    graph = core_graph(spec_of(fields, **cast), _core.dtype_code(dtype), gradient, joined)
     return keep(module._plans, key, plans_of(graph))
 
 

@@ -66,6 +66,8 @@ _SETTINGS = ("eps", "follows_input", "normalized_shape", "zero_centered_gamma")
 class NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
+    _READ_BY_PLANS = _SETTINGS
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
     KIND: int
     HAS_WEIGHT = HAS_BIAS = False
     eps: float | None
