@@ -155,7 +155,7 @@ def _node(
     turned = tuple(of.shape[1] for of in angles), interleaved, norms_first
     numbers = core.softmax_scale, dropout
     fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
-    key = fields, tracker, bool(source) and source[0].requires_grad, in_fp8
+    key = fields, tracker, len(source) > 0 and source[0].requires_grad, in_fp8
 
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()
@@ -163,7 +163,8 @@ def _node(
         return spec_of(fields, **cast)
 
     owner = None if in_fp8 is None else core
-    constant = not (source or angles) and is_constant(core, limits)
+    anew = torch.compiler.is_compiling() or len(source) + len(angles) > 0
+    constant = not anew and is_constant(core, limits)
     tensors = (*source, *angles, *tensors)
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 

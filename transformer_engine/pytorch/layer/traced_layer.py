@@ -52,10 +52,13 @@ class _Found(NamedTuple):
     splits: tuple[SplitTensors, ...]
 
 
-_FOUND: dict[str, _Found] = {}
-"""By numbers, as text: what a graph reads becomes a condition of it, and one for all layers of one
-kind."""
-_NUMBERS: dict[tuple, str] = {}
+class _Kinds:
+    """`_Found` by their names, as attributes: a trace reads a dict once, and no later entries."""
+
+
+_FOUND = _Kinds()
+"""What a graph reads becomes a condition of it: here one for all layers of a kind."""
+_NAMES: dict[tuple, str] = {}
 _COUNT = itertools.count(1)
 _MOST = 256
 
@@ -115,15 +118,15 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
         if recipe.delayed():
             slots = [one._slots_for(recipe, state.group, inp.device, True) for one in owners]
     measures = tuple([own.measures for own in slots])
-    lead = tuple([bool(size == 1) for size in inp.shape[:-1]])
+    lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
     region = identity, state.depth > 0, state.measures, torch.is_grad_enabled()
-    number = layer._call_in_graph(
+    name = layer._call_in_graph(
         like, region, given, tuple([_key_of(way) for way in ways]), (facts, measures)
     )
-    if not number:
+    if not name:
         return None
-    found = _FOUND[number]
+    found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
     call = _GraphCall(found, len(owners), slots)
     records = found.plans.backward is not None
@@ -250,7 +253,7 @@ def places_in_graph(layer: Any, given: tuple) -> str:
 def call_in_graph(
     layer: Any, like: tuple, region: tuple, given: tuple, ways: tuple, facts: tuple
 ) -> str:
-    """Make the call of a layer; return its number, "" where the layer has to call its modules.
+    """Make the call of a layer; return its name, "" where the layer has to call its modules.
 
     Arguments are as `run` makes them; `facts` are read here from where they stand.
     """
@@ -261,8 +264,7 @@ def call_in_graph(
     state.enabled, state.calibrating, state.depth = bool(identity), False, int(inside)
     state.recipe, state.measures = Recipe.kept_for_graphs(identity), measures
     with real_tensors(), as_eager(gradients), in_region(state):
-        shape = [1 if one else 2 for one in lead]
-        inp = torch.zeros(*shape, features, dtype=dtype, device=device).requires_grad_(wanted)
+        inp = torch.zeros(*lead, features, dtype=dtype, device=device).requires_grad_(wanted)
         options = layer._options_in_graph(given)
         try:
             return _make(layer, inp, (options, ways), state)
@@ -306,24 +308,24 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         ran = values["_ran"]
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
         attributes.update({**values, "_ran": Ran(ran.plans, reason)})
-    return _number_of(plans, call)
+    return _name_of(plans, call)
 
 
-def _number_of(plans: CallPlans, call: LayerCall) -> str:
+def _name_of(plans: CallPlans, call: LayerCall) -> str:
     rows = [
         (one.weight.rows, None if one.bias is None else one.bias.rows, one.begin, one.part)
         for one in call.splits
     ]
     key = plans, call.label, tuple(rows)
-    number = _NUMBERS.get(key)
-    if number is None:
-        if len(_FOUND) >= _MOST:
-            _FOUND.clear()
-            _NUMBERS.clear()
-        number = _NUMBERS[key] = f"{next(_COUNT)}"
+    name = _NAMES.get(key)
+    if name is None:
+        if len(_NAMES) >= _MOST:
+            _FOUND.__dict__.clear()
+            _NAMES.clear()
+        name = _NAMES[key] = f"kind_{next(_COUNT)}"
         splits = tuple(
             SplitTensors(JoinedRows(weight), None if bias is None else JoinedRows(bias), *at)
             for weight, bias, *at in rows
         )
-        _FOUND[number] = _Found(plans, call.label, splits)
-    return number
+        setattr(_FOUND, name, _Found(plans, call.label, splits))
+    return name
