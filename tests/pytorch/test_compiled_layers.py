@@ -95,8 +95,7 @@ def train(model, forward, make_recipe, where="outside", lengths=(LENGTH,) * STEP
     found = []
     for step, length in enumerate(lengths):
         model.zero_grad()
-        x = states(model[0], length)
-        x = (x.detach() * 2.0**step).requires_grad_()
+        x = (states(model[0], length).detach() * 2.0**step).requires_grad_()
         with contextlib.nullcontext() if where == "inside" else region(make_recipe()):
             out = forward(x, **given)
         out.square().sum().backward()
@@ -183,3 +182,61 @@ def test_kinds_of_layers(kind, recipe):
     assert_same_bits(*results)
     assert graphs.plans()[0][0] == 1 + (kind == "output-layernorm")
     assert unique_graphs() == 1
+
+
+# ---- other layers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
+@pytest.mark.parametrize("options", [{}, {"return_bias": True, "input_layernorm": True}])
+def test_attention_by_itself(options, recipe):
+    graphs, module = Graphs(), make_attention("cpu", BF16, **options)
+    results = []
+    for compile in (lambda f: f, graphs.compile):
+        own = copy.deepcopy(module)
+        te.reset()
+        run = compile(own)
+
+        def forward(x, run=run):
+            out = run(x)
+            return out[0] + out[1] if isinstance(out, tuple) else out
+
+        with same_draws("cpu"):
+            results.append(train(torch.nn.Sequential(own), forward, RECIPES[recipe]))
+    assert_same_bits(*results)
+    assert graphs.plans() == ([1], [1])
+
+
+class Stack(te.PlannedModule):
+    """A module of modules, with a setting and an argument of its own."""
+
+    def __init__(self, twice=False):
+        super().__init__()
+        self.twice = twice
+        self.attention = make_attention("cpu", BF16, input_layernorm=True)
+        self.mlp = te.LayerNormMLP(HIDDEN, 64, params_dtype=BF16, device="cpu")
+
+    def emit(self, nodes, x, scale=1):
+        made = nodes.add(nodes.run(self.attention, x), nodes.run(self.mlp, x))
+        return nodes.add(made, nodes.run(self.mlp, made) if self.twice or scale > 1 else x)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+def test_modules_of_a_program(recipe):
+    graphs, module = Graphs(), Stack()
+    results = []
+    for compile in (lambda f: f, graphs.compile):
+        own = copy.deepcopy(module)
+        te.reset()
+        run, found = compile(own), []
+        for change in (dict(), dict(scale=2), dict(scale=1)):
+            for own.twice in (False, True):
+                with region(RECIPES[recipe]()):
+                    x = torch.ones(LENGTH, BATCH, HIDDEN, dtype=BF16, requires_grad=True)
+                    out = run(x, **change)
+                out.sum().backward()
+                found += [out.detach(), x.grad]
+        results.append(found)
+    assert_same_bits(*results)
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
+

@@ -34,6 +34,7 @@ from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
+    constant_in_graphs,
     exporting,
     in_transform,
     real_tensors,
@@ -157,10 +158,12 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
     modules: list = []
     of_parameters, count, *lines = places.split("\n")
     for line in lines:
-        path, names, absent = line.split("|")
+        path, names, absent, planned = line.split("|")
         module = layer
         for name in path.split(".") if path else ():
             module = module._modules[name]
+        if planned:
+            _note_identity(module)
         own = module.__dict__
         if "forward" in own or any([len(getattr(module, hooks)) > 0 for hooks in _HOOKS]):
             return None, [], []
@@ -172,6 +175,11 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
         number, name = place.split(".")
         parameters.append(modules[int(number)]._parameters[name] if number else None)
     return tuple(facts), modules[1 : 1 + int(count)], parameters
+
+
+@constant_in_graphs
+def _note_identity(module: Any) -> None:
+    """Make a module a condition of the graph: it is an argument."""
 
 
 class _GraphCall(LayerCall):
@@ -228,7 +236,7 @@ def places_in_graph(layer: Any, given: tuple) -> str:
 
     In the first one are the parameters of a call, each the number of its module and its name; then
     how many modules have slots, which follow the layer; then of each module its path, its
-    settings, and modules that it could have.
+    settings, modules that it could have, and whether it is a program's, whose settings are counted.
     """
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
@@ -246,7 +254,8 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     for module in modules:
         absent = [n for n in getattr(module, "_MAY_HAVE", ()) if module._modules.get(n) is None]
         names = ",".join(module._READ_BY_PLANS)
-        lines.append(f"{paths[id(module)]}|{names}|{','.join(absent)}")
+        planned = "planned" if getattr(module, "IS_PLANNED", False) else ""
+        lines.append(f"{paths[id(module)]}|{names}|{','.join(absent)}|{planned}")
     return "\n".join([",".join(parameters), str(len(calls.modules)), *lines])
 
 
