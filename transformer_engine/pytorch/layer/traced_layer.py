@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.common.recipe_base import Recipe
 from transformer_engine.pytorch.attention.fp8 import asks_for_it
@@ -93,6 +94,7 @@ def may_hold(inp: Tensor) -> bool:
     return not (
         exporting()
         or in_transform()
+        or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
         or torch.is_autocast_enabled(inp.device.type)
         or (recipe is not None and (recipe.custom() or asks_for_it(recipe)))
@@ -286,6 +288,8 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     calls = LayerCalls.of(layer, options, {})
     first = layer._first_microbatch(options)
     if calls is None or not layer._is_planned(inp, options):
+        return ""
+    if _core.tensors_of_call(inp, calls._places)[0] is None:  # some are of other classes
         return ""
     if first is not None and state.enabled:  # caches of weights are in no graph
         return ""
