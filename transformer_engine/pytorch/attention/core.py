@@ -11,15 +11,14 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, masks, plan, plugin_backend, policies
+from transformer_engine.pytorch.attention import fp8, lowering, masks, plan, plugin_backend
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
+    BackendChoice,
     Choice,
     check_constructible,
 )
-from transformer_engine.pytorch.attention.cache_adapter import extend_cache
-from transformer_engine.pytorch.attention.choice import BackendChoice
 from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.attention.problem import (
@@ -33,7 +32,6 @@ from transformer_engine.pytorch.attention.problem import (
     check_splits,
     check_tensors,
     heads_of,
-    in_one_format,
 )
 from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.attention.torch_backends import attend_emulated
@@ -491,10 +489,10 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         if options.thd_attention_policies is not None:
             return self._attend_by_policies(heads, options, qkv_format, more)
         if qkv_format in MIXED:
-            heads, options, qkv_format = in_one_format(heads, options, qkv_format)
+            heads, options, qkv_format = lowering.in_one_format(heads, options, qkv_format)
             found_by = None
         if options.inference_params is not None:
-            heads, options = extend_cache(self, heads, options, qkv_format)
+            heads, options = lowering.extend_cache(self, heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -530,11 +528,11 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
     ) -> Any:
         """`attend` of packed sequences with policies of their own: once for each policy."""
         query, key, _ = heads.split()
-        calls = policies.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
+        calls = lowering.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
-        return policies.joined(results, self.return_max_logit)
+        return lowering.joined(results, self.return_max_logit)
 
     def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
         """The function that runs a backend, in FP8 where that is in force: see `plan.attend`.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8
-from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
 from transformer_engine.pytorch.attention.core import DotProductAttention
+from transformer_engine.pytorch.attention.lowering import angles_for_cache
 from transformer_engine.pytorch.attention.plan import alike, angles_of, attention_node, sink_of
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
