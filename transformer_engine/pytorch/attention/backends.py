@@ -44,7 +44,11 @@ from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
 from transformer_engine.pytorch.torchside.device import prepare_device
-from transformer_engine.pytorch.torchside.modes import any_autocast, constant_in_graphs
+from transformer_engine.pytorch.torchside.modes import (
+    any_autocast,
+    autocast_dtype,
+    constant_in_graphs,
+)
 
 _NAME = "DotProductAttention"
 
@@ -325,10 +329,9 @@ class Refusal(NamedTuple):
 
     feature: str  # of the call
     why: str  # what is about it; "": nothing more to say
-    text: str  # both
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.feature}: {self.why}" if self.why else self.feature
 
 
 class Choice(NamedTuple):
@@ -342,17 +345,11 @@ def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
     """The first feature of a kind of call that a backend lacks; None: it runs it."""
     behind = ("cpu" if call_kind.device == "cpu" else "cudnn") if backend == "native" else backend
     for name, present, lacking in FEATURES:
-        column = backend if backend in lacking else behind
-        if column in lacking and present(call_kind):
-            template = f"{name}: {lacking[column]}" if lacking[column] else name
-            texts = (name, lacking[column], template)
-            return Refusal(*(text.format(**_fields(call_kind)) for text in texts))
+        why = lacking.get(backend, lacking.get(behind))
+        if why is not None and present(call_kind):
+            fields = {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
+            return Refusal(name.format(**fields), why.format(**fields))
     return None
-
-
-def _fields(call_kind: CallKind) -> dict:
-    """Fields that names and reasons of the table may use."""
-    return {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
 
 
 def refusals(call_kind: CallKind) -> dict[str, Refusal | None]:
@@ -372,7 +369,7 @@ def choose_backend(call_kind: CallKind) -> Choice:
         refusal = _refusal(name, call_kind)
         if refusal is None:
             return Choice(name, reasons)
-        reasons[name] = refusal.text
+        reasons[name] = str(refusal)
     found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     fix = ""
     if not call_kind.switches.unfused:
@@ -382,15 +379,14 @@ def choose_backend(call_kind: CallKind) -> Choice:
 
 def check_constructible(call_kinds: Iterable[CallKind]) -> None:
     """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
-    error = None
+    error: Any = None
     for call_kind in call_kinds:
         try:
             choose_backend(call_kind)
             return
         except ValueError as refused:
             error = refused
-    if error is not None:
-        raise error
+    raise error
 
 
 # ---- the kind of a call --------------------------------------------------------------------------
@@ -429,18 +425,13 @@ class _Decision(NamedTuple):
     limits: Limits | None
 
 
-def _dtype_of(query: Tensor) -> torch.dtype:
-    """The dtype that attention computes in."""
-    on = query.device.type
-    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else query.dtype
-
-
 def _unusual(
-    options: AttentionOptions, sizes: tuple[int, ...], query: Tensor, cap: float, packed: bool
+    options: AttentionOptions, sizes: tuple[int, ...], dtype: torch.dtype, cap: float, packed: bool
 ) -> str:
     """Feature of a mask, a bias, its gradient or a softcap that the operator does not take on CUDA.
 
-    "": nothing. The same with gradients switched off: a recompute must run what the first pass ran.
+    "": nothing. `dtype` is that of the queries. The same with gradients switched off: a recompute
+    must run what the first pass ran.
     """
     bias = options.core_attention_bias
     if cap > _LARGEST_CAP:
@@ -455,7 +446,7 @@ def _unusual(
     # What is no tensor the limits refuse.
     if not isinstance(bias, Tensor) or not bias.requires_grad or bias.dim() != 4:
         return ""
-    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not _dtype_of(query):
+    if options.core_attention_bias_type != "post_scale_bias" or bias.dtype is not dtype:
         return "the gradient of a bias in another dtype than the queries, or before the scale"
     if tuple(bias.shape[2:]) != tuple(sizes[2:]):
         return "the gradient of a bias that several queries or keys share"
@@ -494,29 +485,30 @@ class BackendChoice:
 
     def call_kind_of(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        heads: Heads,
         options: AttentionOptions,
         qkv_format: str | None = None,
         modified: bool = False,
+        device: torch.device | None = None,
     ) -> CallKind:
-        """The kind of a call, as `attend` would find it: of tensors, or what has their shapes.
+        """The kind of a call, as `attend` would find it.
 
-        `modified`: with a `score_mod`.
+        `modified`: with a `score_mod`. `device` is that of the call, where its tensors stand for
+        others on the meta device.
         """
         qkv_format = qkv_format or self.qkv_format
         check_format(qkv_format, True)
-        given = in_one_format(Heads((query, key, value)), options, qkv_format)
-        (query, key, value), options, qkv_format = given[0].tensors, *given[1:]
+        heads, options, qkv_format = in_one_format(heads, options, qkv_format)
         if options.inference_params is not None:
             options = options_for_cache(options, self.attn_mask_type, self.window_size)
             of_keys = options.inference_params.lengths.cu_seqlens_kv
             longest = options.inference_params.max_sequence_length
             options = options._replace(cu_seqlens_kv=of_keys, max_seqlen_kv=longest)
+        query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
-        of = options, sizes, query, qkv_format == "thd", modified
-        return self._call_kind(self._kind_of(*of))
+        packed = qkv_format == "thd"
+        device = query.device if device is None else device
+        return self._call_kind(*self._facts(options, sizes, query, packed, modified, device))
 
     def limits_for(
         self,
@@ -569,37 +561,42 @@ class BackendChoice:
         modified: bool,
     ) -> _Decision:
         """Return the decision about a call, remembered for the next one of its kind."""
-        key = self._kind_of(options, sizes, query, packed, modified)
-        if torch.compiler.is_compiling():
-            return self._decide(key)
-        decision = self._decisions.get(key)
+        facts = self._facts(options, sizes, query, packed, modified, query.device)
+        traced = torch.compiler.is_compiling()
+        decision = None if traced else self._decisions.get(facts)
         if decision is None:
-            decision = self._decisions[key] = self._decide(key)
-        self.__dict__["_ran"] = decision.choice
+            call_kind = self._call_kind(*facts)
+            decision = _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
+        if not traced:
+            self._decisions[facts] = decision
+            self.__dict__["_ran"] = decision.choice
         return decision
 
-    def _kind_of(
+    def _facts(
         self,
         options: AttentionOptions,
         sizes: tuple[int, ...],
-        query: Any,
+        query: Tensor,
         packed: bool,
         modified: bool,
+        device: torch.device,
     ) -> tuple:
-        """All that the choice of a backend for a call depends on; of `query` dtype and device."""
+        """All that the choice of a backend for a call depends on: arguments of `_call_kind`."""
         mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        in_fp8, cap = fp8.in_force(self), self._cap_of(options)
         window = self.window_size if options.window_size is None else options.window_size
+        in_fp8, cap, dtype = fp8.in_force(self), self._cap_of(options), query.dtype
+        if any_autocast():
+            dtype = autocast_dtype(device.type) or dtype
         return (
             self.attn_mask_type if mask is None else mask,
             tuple(window) if isinstance(window, list) else window,
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
             options.core_attention_bias_type,
             sizes[2] == sizes[3],
-            _dtype_of(query) if any_autocast() else query.dtype,
-            query.device,
+            dtype,
+            device,
             _switches(),
-            "" if query.device.type == "cpu" else _unusual(options, sizes, query, cap, packed),
+            "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
             packed,
             not packed and not options.tells_lengths(),
             _are_apart(options.alibi_slopes),
@@ -615,31 +612,41 @@ class BackendChoice:
             cap > 0.0,
         )
 
-    def _call_kind(self, key: tuple) -> CallKind:
-        """The kind of call of a key."""
-        name, window, bottom_right, bias, square, dtype, device, switches, unusual, *more = key
-        packed, are_full, slopes_apart, slopes_grad, in_fp8, has_mask, one_query, *last = more
-        kind = masks.mask_type(name)
+    def _call_kind(
+        self,
+        mask: str,
+        window: tuple[int, int] | None,
+        bottom_right: bool | None,
+        bias: str,
+        square: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        switches: AttentionSwitches,
+        unusual: str = "",
+        packed: bool = False,
+        full_length: bool = False,
+        slopes_apart: bool = False,
+        slopes_grad: bool = False,
+        in_fp8: bool = False,
+        has_mask: bool = False,
+        *more: Any,
+    ) -> CallKind:
+        """The kind of call of such facts; `more` are fields of it, from `one_query` on."""
+        kind = masks.mask_type(mask)
         if packed:
             kind = masks.padding_form(kind, "qkv_format='thd'")
         window = masks.window_of(window, kind)
-        if are_full:
+        if full_length:
             kind = masks.full_form(kind)
-        diagonal = masks.diagonal_of(bottom_right, kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         return CallKind(
-            kind, window, diagonal, square, bias, grouped, dtype, device.type, switches, channels,
-            *_device_facts(device), unusual, packed, slopes_grad, slopes_apart,
-            self.softmax_type, self.return_max_logit, in_fp8, has_mask and kind.padding, one_query,
-            *last,
+            kind, window, masks.diagonal_of(bottom_right, kind), square, bias, grouped, dtype,
+            device.type, switches, channels, *_device_facts(device), unusual, packed, slopes_grad,
+            slopes_apart, self.softmax_type, self.return_max_logit, in_fp8,
+            has_mask and kind.padding, *more,
         )  # fmt: skip
-
-    def _decide(self, key: tuple) -> _Decision:
-        """Find out what applies to calls of a kind."""
-        call_kind = self._call_kind(key)
-        return _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
 
     def get_qkv_quantization_capabilities(self) -> dict[str, bool]:
         """By which recipes this attention casts queries, keys and values, by their classes' names.
@@ -661,5 +668,4 @@ class BackendChoice:
     ) -> Iterator[CallKind]:
         """The kinds of call that ask the least of a backend, one of each dtype."""
         for dtype in DTYPES:
-            key = "no_mask", None, None, "no_bias", True, dtype, device, switches, ""
-            yield self._call_kind((*key, *[False] * 9, "", "", False, False))
+            yield self._call_kind("no_mask", None, None, "no_bias", True, dtype, device, switches)

@@ -32,6 +32,7 @@ from transformer_engine.pytorch.attention.problem import (
     check_splits,
     check_tensors,
     heads_of,
+    refuse_export,
 )
 from transformer_engine.pytorch.attention.scores import score_mod_of
 from transformer_engine.pytorch.attention.torch_backends import attend_emulated
@@ -49,7 +50,6 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
@@ -208,7 +208,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             self.softmax_offset = torch.nn.Parameter(offset) if learns else offset
             if learns and have_memory(self):
                 self.reset_parameters()
-        check_constructible(tuple(self._mildest_calls()))
+        check_constructible(self._mildest_calls())
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
@@ -482,7 +482,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         Without one the call runs in no plan.
         """
         if torch.compiler.is_compiling() and fp8.is_outside_graphs():
-            _refuse_export("FP8 under CustomRecipe in torch.export: leave it out there")
+            refuse_export("FP8 under CustomRecipe")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format, True)
@@ -506,7 +506,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             if found is not None:
                 return found.run(heads.tensors)
         if choice.backend == "plugin" and torch.compiler.is_compiling():
-            _refuse_export("the class of a plug-in in torch.export: select another one there")
+            refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         run = self._run_of(choice.backend, more, options)
         dropout = self.attention_dropout if self.training else 0.0
@@ -532,7 +532,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
-        return lowering.joined(results, self.return_max_logit)
+        return lowering.join_results(results, self.return_max_logit)
 
     def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
         """The function that runs a backend, in FP8 where that is in force: see `plan.attend`.
@@ -582,17 +582,6 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         if not recompute:
             return attend(*tensors)
         return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
-
-    @constant_in_graphs
-    def _ensure_plans(self, key: tuple) -> None:
-        """Make plans while a graph is traced, outside of the graph."""
-        plan.ensure_plans(self, key)
-
-
-def _refuse_export(what: str) -> None:
-    """Raise while a program is exported, which has one graph alone."""
-    if exporting():
-        raise NotImplementedError(f"{_NAME}: {what}")
 
 
 _attend_outside = Outside(DotProductAttention.attend)

@@ -37,7 +37,7 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.attention.masks import Limits, deterministic
-from transformer_engine.pytorch.attention.problem import CoreOptions
+from transformer_engine.pytorch.attention.problem import CoreOptions, refuse_export
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.recompute_frames import unread_history
@@ -48,37 +48,11 @@ from transformer_engine.pytorch.module.custom import ask, common_request, rememb
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
-    exporting,
     graph_task,
     in_transform,
     without_memory,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
-
-__all__ = [
-    "GRADIENT_RULE",
-    "ROLES",
-    "asks_for_it",
-    "begin",
-    "casts_of",
-    "end",
-    "facts_of",
-    "gradient_of",
-    "hands_over",
-    "hands_to",
-    "in_force",
-    "in_layer",
-    "is_asked_for",
-    "is_outside_graphs",
-    "leaves_graph",
-    "recipe_of",
-    "resolve",
-    "settings",
-    "state_of",
-    "unbuilt",
-    "unbuilt_name",
-    "why_in_high_precision",
-]
 
 # ---- recipes -------------------------------------------------------------------------------------
 
@@ -445,12 +419,18 @@ def leaves_graph(more: CoreOptions, dropout: float, traced: bool) -> bool:
         )
     if not traced or (dropout == 0.0 and not more.fp8_output):
         return False
-    if exporting():
-        what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
-        if more.fp8_output:
-            what, remedy = "fp8_output=True (or fp8_mha)", "leave it out there"
-        raise NotImplementedError(f"DotProductAttention: {what} in torch.export: {remedy}")
+    if more.fp8_output:
+        refuse_export("fp8_output=True (or fp8_mha)")
+    refuse_export("dropout of attention in FP8", "set attention_dropout=0")
     return True
+
+
+def region_of(module: Any, traced: bool) -> Region:
+    """The region of a call that begins now, with the recipe of attention."""
+    region = module._region(traced)
+    if region.replay is not None:
+        return region
+    return region._replace(recipe=recipe_of(region.recipe, module))
 
 
 def casts_of(
@@ -464,9 +444,7 @@ def casts_of(
     **problem: Any,
 ) -> Casts:
     """How a call that begins now is cast; `gradient`: there is one, `problem` as of `facts_of`."""
-    region = module._region(traced)
-    if region.replay is None:
-        region = region._replace(recipe=recipe_of(region.recipe, module))
+    region = region_of(module, traced)
     if not traced and without_memory(like):
         region = region._replace(blank=True)
     codes, epsilons = module._quantization_of(region.recipe, traced).flat()

@@ -84,12 +84,8 @@ def _with_gaps(options: AttentionOptions, key: Any, batch: int, length: int) -> 
             f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}: "
             "expected the same number"
         )
-    starts = None
-    if isinstance(key, Tensor):
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * length
-    ends = options.cu_seqlens_kv
-    if ends is None:
-        ends = sums if starts is None else starts  # all of them
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * length
+    ends = starts if options.cu_seqlens_kv is None else options.cu_seqlens_kv
     longest = length if options.max_seqlen_kv is None else options.max_seqlen_kv
     return options._replace(cu_seqlens_kv=ends, cu_seqlens_kv_padded=starts, max_seqlen_kv=longest)
 
@@ -134,7 +130,12 @@ def extend_cache(
     query, *new = heads.split()
     batch, *_ = check_tensors(core, query, *new, qkv_format, options)
     _check_new(core, params, batch, new[0])
-    made, longest = _append_and_view(params, core.layer_number, tuple(new), qkv_format)
+    # Views of a contiguous cache, or copies of pages; packed with gaps behind the sequences.
+    made = params.step(core.layer_number, *new, qkv_format)[:2]
+    if params.is_paged:
+        made = params.gather(*made)
+    longest = made[0].shape[1]
+    made = (keys_as(qkv_format, "bshd", each) for each in made)
     of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
     return Heads((query, *made)), options._replace(**of_keys)
 
@@ -159,23 +160,6 @@ def _check_new(core: Any, params: Any, batch: int, key: Tensor) -> None:
         )
 
 
-def _append_and_view(
-    params: Any, layer_number: int, new: tuple[Tensor, Tensor], qkv_format: str
-) -> tuple[tuple[Tensor, Tensor], int]:
-    """Put new keys and values into a cache; all of them, and the bound of their lengths.
-
-    They are views of a contiguous cache, or copies of pages: [batch, longest, heads, channels]
-    (bshd), [longest, batch, ..] (sbhd), or [batch * longest, ..] (thd) with gaps behind the
-    sequences.
-    """
-    made = params.step(layer_number, *new, qkv_format)[:2]
-    if params.is_paged:
-        made = params.gather(*made)
-    key, value = made
-    longest = key.shape[1]
-    return (keys_as(qkv_format, "bshd", key), keys_as(qkv_format, "bshd", value)), longest
-
-
 def angles_for_cache(angles: Any, params: Any, length: int) -> Any:
     """Rotary angles with positions for what pads a batch behind its sequences, too.
 
@@ -198,11 +182,11 @@ _MAY_HAVE = _NEEDED | {"bottom_right_diagonal"}
 
 
 class _Policy(NamedTuple):
-    """Policy of some sequences: what their queries may attend."""
+    """What the queries of some sequences may attend: fields of `AttentionOptions`."""
 
-    mask_type: str
-    window: tuple[int, int]
-    bottom_right: bool | None
+    attn_mask_type: str
+    window_size: tuple[int, int]
+    bottom_right_diagonal: bool | None
 
 
 def split_by_policy(
@@ -246,15 +230,8 @@ def split_by_policy(
         thd_attention_policies=None, max_seqlen_q=longest[0], max_seqlen_kv=longest[1]
     )
     if len(found) == 1:
-        return [_with(plain, next(iter(found)))]
-    return [_with(_alone(plain, ids), kind) for kind, ids in found.items() if ids]
-
-
-def _with(options: AttentionOptions, policy: _Policy) -> AttentionOptions:
-    mask_type, window, bottom_right = policy
-    return options._replace(
-        attn_mask_type=mask_type, window_size=window, bottom_right_diagonal=bottom_right
-    )
+        return [plain._replace(**next(iter(found))._asdict())]
+    return [_alone(plain, ids)._replace(**each._asdict()) for each, ids in found.items() if ids]
 
 
 def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
@@ -308,16 +285,9 @@ def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
     )  # fmt: skip
 
 
-def joined(results: list[Any], with_top: bool) -> Any:
-    """The result of a call from those of its policies; `with_top`: (output, largest scores)."""
-    if not with_top:
-        return _sum(results)
-    outputs, tops = zip(*results, strict=True)
-    return _sum(outputs), torch.stack(tops).amax(0)
-
-
-def _sum(outputs: Sequence[Tensor]) -> Tensor:
-    total = outputs[0]
-    for output in outputs[1:]:
-        total = total + output
-    return total
+def join_results(results: list[Any], with_max_logit: bool) -> Any:
+    """The result of a call from those of its policies: outputs, or pairs with largest scores."""
+    if not with_max_logit:
+        return sum(results[1:], results[0])
+    outputs, largest = zip(*results, strict=True)
+    return sum(outputs[1:], outputs[0]), torch.stack(largest).amax(0)

@@ -15,7 +15,7 @@ from transformer_engine.common.config import AttentionSwitches, attention_switch
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Sequences,
-    check_tensor,
+    check_cu_seqlens,
     sequences_of,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
@@ -123,7 +123,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     if (left, right) == CAUSAL_WINDOW:
         warnings.warn(
             f"{label}={window!r} with mask type {kind.name!r} counts as (-1, -1): no window",
-            stacklevel=7,
+            stacklevel=6,
         )
         return NO_WINDOW
     if (left, right) == NO_WINDOW or (left >= 0 and right >= 0):
@@ -201,12 +201,7 @@ def sequence_lengths(
 
 def lengths_of(cumulative: Any, batch: int, label: str) -> Tensor:
     """Lengths [batch] int32 of sums [batch + 1]; TypeError or ValueError for what are no such."""
-    check_tensor(cumulative, label)
-    if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
-        raise ValueError(
-            f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected torch.int32 "
-            f"[batch + 1] = [{batch + 1}]"
-        )
+    check_cu_seqlens(cumulative, batch, label)
     return cumulative[1:] - cumulative[:-1]
 
 
@@ -375,30 +370,24 @@ class Limits(NamedTuple):
         is_wrong = (of_queries < 0) | (of_queries > queries) | (of_keys < 0) | (of_keys > keys)
         return ~is_wrong
 
-    def _without_slopes(self, queries: int, keys: int) -> "Limits":
+    def _without_slopes(self, queries: int, keys: int, shift: Tensor | None = None) -> "Limits":
+        """With a bias in place of slopes; `shift` tells the diagonals of sequences apart."""
         if self.slopes is None:
             return self
-        shift = None
-        if self.query_lengths is not None:
+        if shift is None and self.query_lengths is not None:
             shift = _corner_shift(self.bottom_right, (self.query_lengths, self.key_lengths))
-        return self.but(bias=self._sloped(queries, keys, shift), slopes=None)
-
-    def _sloped(self, queries: int, keys: int, shift: Tensor | None) -> Tensor:
-        """The bias of the slopes; `shift` tells diagonals apart."""
-        diagonal: Any = keys - queries if self.bottom_right else 0
-        diagonal = diagonal if shift is None else shift
-        return alibi_bias(self.slopes, queries, keys, diagonal)
+        diagonal = keys - queries if self.bottom_right else 0
+        bias = alibi_bias(self.slopes, queries, keys, diagonal if shift is None else shift)
+        return self.but(bias=bias, slopes=None)
 
     def _without_lengths(self, queries: int, keys: int) -> "Limits":
         if self.query_lengths is None:
             return self
         lengths = self.query_lengths, self.key_lengths
-        of_queries = length_mask(self.query_lengths, queries)
-        if self.key_lengths is self.query_lengths:
-            both = of_queries, of_queries
-        else:
-            both = of_queries, length_mask(self.key_lengths, keys)
-        return self._masked(both, _corner_shift(self.bottom_right, lengths))
+        of_queries = of_keys = length_mask(self.query_lengths, queries)
+        if self.key_lengths is not self.query_lengths:
+            of_keys = length_mask(self.key_lengths, keys)
+        return self._masked((of_queries, of_keys), _corner_shift(self.bottom_right, lengths))
 
     def _masked(self, both: tuple[Tensor, Tensor], shift: Tensor | None) -> "Limits":
         """With padding masks, and with none but a mask where a `shift` tells diagonals apart."""
@@ -429,13 +418,17 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
+def _plain_limits(call_kind: CallKind) -> Limits:
+    window, corner = call_kind.window, call_kind.bottom_right
+    return Limits(None, None, window, corner, wants_top=call_kind.max_logit)
+
+
 def constant_limits(call_kind: CallKind) -> Limits | None:
     """Limits that all calls of a kind have; None where they depend on tensors."""
     kind = call_kind.mask_type
     if kind.padding or kind.name == "arbitrary" or call_kind.bias != "no_bias":
         return None
-    window, corner = call_kind.window, call_kind.bottom_right
-    return Limits(None, None, window, corner, wants_top=call_kind.max_logit)
+    return _plain_limits(call_kind)
 
 
 def limits_of(
@@ -449,12 +442,12 @@ def limits_of(
     """Limits of one call, of `sizes` (batch, heads, queries, keys).
 
     `scale` is the factor of the scores. A bias is made on the device of `query`. `tokens` are the
-    queries and keys of all packed sequences. TypeError or
-    ValueError where a tensor of the options is missing, one too many, or none of the kind.
+    queries and keys of all packed sequences. TypeError or ValueError where a tensor of the options
+    is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
     kind, corner, shift = call_kind.mask_type, call_kind.bottom_right, None
-    limits = Limits(None, None, call_kind.window, corner, wants_top=call_kind.max_logit)
+    limits = _plain_limits(call_kind)
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if call_kind.packed:
@@ -487,7 +480,7 @@ def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tenso
     """With slopes of ALiBi as they are, or as a bias where the operator does not take them."""
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
-        return limits.but(bias=limits._sloped(queries, keys, shift), slopes=None)
+        return limits._without_slopes(queries, keys, shift)
     if call_kind.device == "cpu" or call_kind.packed:
         return limits
     # cuDNN's kernels count from the top left corner, with one slope of a head.

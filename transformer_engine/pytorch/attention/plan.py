@@ -25,7 +25,7 @@ from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.masks import Limits, deterministic
-from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
+from transformer_engine.pytorch.attention.problem import CoreOptions, Heads
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import (
     apply_of,
@@ -42,24 +42,14 @@ from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
+    autocast_dtype,
+    constant_in_graphs,
     dispatch_modes,
     exporting,
     forward_gradients,
     graph_task,
     in_transform,
 )
-
-__all__ = [
-    "KeptCall",
-    "KeptCalls",
-    "alike",
-    "angles_of",
-    "attend",
-    "attention_node",
-    "ensure_plans",
-    "is_constant",
-    "sink_of",
-]
 
 # ---- the node ------------------------------------------------------------------------------------
 
@@ -109,6 +99,22 @@ def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
     """What `_fields` stands for, with fields of its quantization."""
     spec = AttentionSpec(*fields, **cast)
     return spec._replace(bias_dtype=_core.dtype_code(spec.bias_dtype))
+
+
+def _slices(heads: Heads) -> tuple:
+    """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
+    slices, at = [], 0
+    for i, tensor in enumerate(heads.split()):
+        count, channels = tensor.shape[-2:]
+        if heads.dim == 0 or i < len(heads.tensors) - 1:
+            slices.append((count, channels, 0, channels))
+            continue
+        if heads.dim == -3:
+            slices.append((count, channels, at * count * channels, channels))
+        else:
+            slices.append((count, channels, at * channels, heads.joined * channels))
+        at += 1
+    return tuple(slices)
 
 
 _NOTHING = ((), (), False, False)
@@ -317,7 +323,7 @@ class KeptCalls:
         if facts is None:
             return None
         own = core.__dict__
-        dtype = _autocast_dtype(tensors[0]) if any_autocast() else None
+        dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
         return (
             facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
             attention_switches(), _deterministic(), attention_class_name_now(), arguments,
@@ -337,7 +343,7 @@ class KeptCalls:
         if how[0].backend != "native":
             return None
         dropout = core.attention_dropout if core.training else 0.0
-        attends = _node(core, how, slices_of(heads), qkv_format, dropout)
+        attends = _node(core, how, _slices(heads), qkv_format, dropout)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
@@ -347,12 +353,6 @@ class KeptCalls:
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
-
-
-def _autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """The dtype that `torch.autocast` casts to on the device of a tensor; None: it is off there."""
-    device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _bind(
@@ -432,11 +432,8 @@ def attend(
     traced, in_fp8 = torch.compiler.is_compiling(), fp8.in_force(module)
     if in_fp8 and fp8.leaves_graph(more, dropout, traced):
         return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
-    device = heads.tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        heads = heads._replace(tensors=tuple([tensor.to(dtype) for tensor in heads.tensors]))
-    like, slices = heads.tensors[0], slices_of(heads)
+    heads = heads.in_autocast()
+    like, slices = heads.tensors[0], _slices(heads)
     if traced:  # what differs from graph to graph becomes a symbol, of which no plan is made
         slices = tuple([tuple([operator.index(each) for each in slice_]) for slice_ in slices])
         scale, dropout = plan_ops.as_constant(float(scale)), plan_ops.as_constant(float(dropout))
@@ -458,8 +455,10 @@ def attend(
         torch.device("meta") if blank else like.device, like.dtype, gradient,
         heads.joined, fields, None if casts is None else casts.key,
     )  # fmt: skip
+    if traced:
+        _ensure_plans(module, key)
     call = _Call(
-        _plans_of(module, key, traced),
+        _plans_of(module, key),
         None if casts is None else casts.slots,
         _LABEL if casts is None else type(module).__name__,
     )
@@ -491,14 +490,11 @@ def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
     ]
 
 
-def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:
-    if traced:
-        module._ensure_plans(key)
+def _plans_of(module: Any, key: tuple) -> CallPlans:
+    """The plans of a key, which are made where there are none."""
     known = module._plans.get(key)
-    return _make_plans(module, key) if known is None else known
-
-
-def _make_plans(module: Any, key: tuple) -> CallPlans:
+    if known is not None:
+        return known
     device, dtype, gradient, joined, fields, casts = key
     prepare_device(device)
     cast = {}
@@ -511,7 +507,7 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
     return keep(module._plans, key, plans_of(graph))
 
 
-def ensure_plans(module: Any, key: tuple) -> None:
-    """Make plans of a module where there are none."""
-    if key not in module._plans:
-        _make_plans(module, key)
+@constant_in_graphs
+def _ensure_plans(module: Any, key: tuple) -> None:
+    """Make plans while a graph is traced, outside of the graph."""
+    _plans_of(module, key)

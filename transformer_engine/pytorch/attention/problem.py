@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of attention: tensors, their formats, options, packed sequences; checks.
-
-A mixed format, "thd_2bshd", names that of the queries and, behind "_2", that of keys and values. A
-call in one becomes a call in the format of the queries: keys and values are turned, or what pads
-their sequences is a gap between packed ones. `layout_parts` knows the names of layouts in memory.
-"""
+"""Arguments of attention: tensors, their formats, options, packed sequences; checks."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +9,9 @@ from torch import Tensor
 
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
+from transformer_engine.pytorch.torchside.modes import autocast_dtype, exporting
+
+_NAME = "DotProductAttention"
 
 # ---- arguments as one object ---------------------------------------------------------------------
 
@@ -109,9 +106,6 @@ class CoreOptions(NamedTuple):
 # ---- queries, keys and values: apart, or several in one tensor -----------------------------------
 
 
-_NAME = "DotProductAttention"
-
-
 class Heads(NamedTuple):
     """The tensors that a call is given, and gradients are wanted of.
 
@@ -132,6 +126,13 @@ class Heads(NamedTuple):
             return self.tensors
         *query, packed = self.tensors
         return (*query, *packed.unbind(self.dim))
+
+    def in_autocast(self) -> "Heads":
+        """The same in the dtype of `torch.autocast`, where that is on."""
+        dtype = autocast_dtype(self.tensors[0].device.type)
+        if dtype is None:
+            return self
+        return self._replace(tensors=tuple([tensor.to(dtype) for tensor in self.tensors]))
 
 
 def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
@@ -163,27 +164,12 @@ def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) ->
     return Heads((packed,) if count == 3 else (query, packed), dim)
 
 
-def slices_of(heads: Heads) -> tuple:
-    """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
-    slices, at = [], 0
-    for i, tensor in enumerate(heads.split()):
-        count, channels = tensor.shape[-2:]
-        if heads.dim == 0 or i < len(heads.tensors) - 1:
-            slices.append((count, channels, 0, channels))
-            continue
-        if heads.dim == -3:
-            slices.append((count, channels, at * count * channels, channels))
-        else:
-            slices.append((count, channels, at * channels, heads.joined * channels))
-        at += 1
-    return tuple(slices)
-
-
 # ---- formats -------------------------------------------------------------------------------------
 
 
 FORMATS = ("sbhd", "bshd", "thd")
 MIXED = ("sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd")
+"""The format of the queries and, behind "_2", that of keys and values."""
 
 
 def check_format(qkv_format: str, mixed: bool = False) -> None:
@@ -230,15 +216,22 @@ def layout_parts(name: str) -> tuple[str, str]:
 # ---- packed sequences ----------------------------------------------------------------------------
 
 
-def check_tensor(cumulative: Any, label: str) -> None:
-    """Raise a TypeError for sums of lengths, of that name, that are no tensor.
+def check_cu_seqlens(cumulative: Any, batch: int | None, label: str, prefix: str = "") -> None:
+    """Raise for what are no sums of lengths [batch + 1] int32; `batch` is None for any number.
 
-    What is asked by shapes has descriptions of tensors (`arguments.Described`).
+    TypeError for no tensor, ValueError for another dtype or shape; messages have the label.
     """
-    if not hasattr(cumulative, "dim"):
+    if not isinstance(cumulative, Tensor):
         raise TypeError(
             f"{label}={cumulative!r}: {type(cumulative).__name__}, expected a torch.int32 tensor "
             "[batch + 1] on the device of the queries"
+        )
+    length = max(cumulative.numel(), 1) if batch is None else batch + 1
+    if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (length,):
+        expected = "[batch + 1]" if batch is None else f"[batch + 1] = [{length}]"
+        raise ValueError(
+            f"{prefix}{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
+            f"torch.int32 {expected}"
         )
 
 
@@ -321,25 +314,10 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
                 "lengths of the keys"
             )
         of_keys = of_queries
-    _check(of_queries, None, "cu_seqlens_q")
+    check_cu_seqlens(of_queries, None, "cu_seqlens_q", f"{_NAME}: ")
     if of_keys is not of_queries:
-        _check(of_keys, of_queries.shape[0], "cu_seqlens_kv")
+        check_cu_seqlens(of_keys, of_queries.shape[0] - 1, "cu_seqlens_kv", f"{_NAME}: ")
     return of_queries, of_keys
-
-
-def _check(cumulative: Any, length: int | None, label: str) -> None:
-    """Raise for what is no tensor (TypeError), or no int32 vector of a length (ValueError)."""
-    check_tensor(cumulative, label)
-    if (
-        cumulative.dtype is not torch.int32
-        or cumulative.dim() != 1
-        or cumulative.shape[0] != (length or max(cumulative.shape[0], 1))
-    ):
-        expected = "[batch + 1]" if length is None else f"[batch + 1] = [{length}]"
-        raise ValueError(
-            f"{_NAME}: {label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
-            f"torch.int32 {expected}"
-        )
 
 
 def _longest(cumulative: Tensor) -> int:
@@ -351,22 +329,9 @@ def _longest(cumulative: Tensor) -> int:
 def _sequences(cumulative: Tensor, padded: Tensor | None, longest: int, side: str) -> Sequences:
     if padded is None or padded is cumulative:
         return Sequences(cumulative, None, longest)
-    _check(padded, cumulative.shape[0], f"cu_seqlens_{side}_padded")
+    label = f"cu_seqlens_{side}_padded"
+    check_cu_seqlens(padded, cumulative.shape[0] - 1, label, f"{_NAME}: ")
     return Sequences(padded, cumulative[1:] - cumulative[:-1], longest)
-
-
-# ---- as a padded batch ---------------------------------------------------------------------------
-
-
-def to_padded(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[tokens, ...] as [batch, longest, ...], with 0 where there is no token; see `rows`."""
-    return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
-
-
-def to_packed(tensor: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """The inverse, with 0 for tokens of no sequence."""
-    packed = tensor.new_zeros(tokens + 1, *tensor.shape[2:])
-    return packed.index_copy(0, rows.flatten(), tensor.flatten(0, 1))[:tokens]
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -376,45 +341,10 @@ _SMALLEST_CAP = torch.finfo(torch.float32).tiny
 _LARGEST_CAP = torch.finfo(torch.float32).max
 
 
-class Described:
-    """Stands for a tensor of a call that is asked about and not run."""
-
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool = False
-    ) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
-        self.requires_grad = requires_grad
-
-    def dim(self) -> int:
-        """Count the dims."""
-        return len(self.shape)
-
-    def _reshaped(self, shape: Sequence[int]) -> "Described":
-        return Described(shape, self.dtype, self.device, self.requires_grad)
-
-    def transpose(self, one: int, other: int) -> "Described":
-        """As of a tensor."""
-        shape = list(self.shape)
-        shape[one], shape[other] = shape[other], shape[one]
-        return self._reshaped(shape)
-
-    def flatten(self, first: int, last: int) -> "Described":
-        """As of a tensor, of the dims from the first to the last."""
-        shape = self.shape
-        return self._reshaped((*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
-
-    def unbind(self, dim: int) -> tuple["Described", ...]:
-        """As of a tensor."""
-        shape = list(self.shape)
-        count = shape.pop(dim)
-        return (self._reshaped(shape),) * count
-
-    def stride(self, dim: int) -> int:
-        """As of a dense tensor."""
-        return self.shape[dim % self.dim() + 1 :].numel()
-
-
-_TENSORS = (Tensor, Described)
+def refuse_export(what: str, remedy: str = "leave it out there") -> None:
+    """Raise NotImplementedError while a program is exported, which has one graph alone."""
+    if exporting():
+        raise NotImplementedError(f"{_NAME}: {what} in torch.export: {remedy}")
 
 
 def check_splits(num_splits: Any) -> None:
@@ -453,9 +383,7 @@ def check_tensors(
 
     TypeError or ValueError for tensors that do not go together.
     """
-    if not (
-        isinstance(query, _TENSORS) and isinstance(key, _TENSORS) and isinstance(value, _TENSORS)
-    ):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         found = tuple(type(t).__name__ for t in (query, key, value))
         raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
     of_query, of_key, of_value = query.shape, key.shape, value.shape

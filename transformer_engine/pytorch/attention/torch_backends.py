@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import fp8, masks
 from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, Limits
-from transformer_engine.pytorch.attention.problem import Heads, to_packed, to_padded
+from transformer_engine.pytorch.attention.problem import Heads, refuse_export
 from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.modes import exporting, unseen, without_memory
+from transformer_engine.pytorch.torchside.modes import autocast_dtype, unseen, without_memory
 
 # ---- formats -------------------------------------------------------------------------------------
 
@@ -60,17 +60,21 @@ def _run_padded(
     limits: Limits,
     *arguments: float,
 ) -> Any:
-    """Run a backend that takes no packed sequences."""
+    """Run a backend that takes no packed sequences over a padded batch; tokens of none get 0."""
     query, key, value = tensors
     (queries, keys), tokens = limits.packed, query.shape[0]
     of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
-    padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
+    padded = [
+        torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
+        for tensor, rows in ((query, of_queries), (key, of_keys), (value, of_keys))
+    ]
     lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
-    out = run(Heads(padded), "bshd", limits.but(packed=None, **lengths), *arguments)
+    out = run(Heads(tuple(padded)), "bshd", limits.but(packed=None, **lengths), *arguments)
     out, *top = out if limits.wants_top else (out,)
-    fit = queries.lengths_fit(tokens) & keys.lengths_fit(key.shape[0])
-    out = to_packed(_nan_unless(out, fit), of_queries, tokens)
-    return (out, *top) if top else out
+    out = _nan_unless(out, queries.lengths_fit(tokens) & keys.lengths_fit(key.shape[0]))
+    packed = out.new_zeros(tokens + 1, *out.shape[2:])
+    packed = packed.index_copy(0, of_queries.flatten(), out.flatten(0, 1))[:tokens]
+    return (packed, *top) if top else packed
 
 
 # ---- torch's fused attention ---------------------------------------------------------------------
@@ -174,7 +178,7 @@ def _changed(scores: Tensor, limits: Limits) -> tuple[Tensor, Limits]:
 
 def _in_own_dtypes(device: torch.device) -> Any:
     """Without `torch.autocast`, which would round what is multiplied."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device.type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -295,25 +299,16 @@ def attend_emulated(
     `torch.export`.
     """
     if torch.compiler.is_compiling():
-        if exporting():
-            raise NotImplementedError(
-                "DotProductAttention: FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8) "
-                "in torch.export: leave it out there"
-            )
+        refuse_export("FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8)")
         return _attend_outside(module, heads, qkv_format, limits, scale, dropout)
-    region = module._region(False)
-    if region.replay is None:
-        region = region._replace(recipe=fp8.recipe_of(region.recipe, module))
-    tensors, like = heads.tensors, heads.tensors[0]
-    if like.device.type != "meta" and torch.is_autocast_enabled(like.device.type):
-        dtype = torch.get_autocast_dtype(like.device.type)
-        tensors = tuple(tensor.to(dtype) for tensor in tensors)
+    region, heads = fp8.region_of(module, False), heads.in_autocast()
+    like = heads.tensors[0]
     if without_memory(like):
-        return attend_in_steps(heads._replace(tensors=tensors), qkv_format, limits, scale, dropout)
+        return attend_in_steps(heads, qkv_format, limits, scale, dropout)
     module._quantization_of(region.recipe, False)  # what programs read of it
     state = fp8.state_of(module, region, like)
     casts = _Casts(region.recipe, state, like.device, dropout)
-    given = heads._replace(tensors=tuple(map(casts.heads, tensors)))
+    given = heads._replace(tensors=tuple(map(casts.heads, heads.tensors)))
     out = attend_in_steps(given, qkv_format, limits.but(cast=casts.weights), scale, dropout)
     out, *top = out if limits.wants_top else (out,)
     out = casts.output(out)

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
     MIXED,
     AttentionOptions,
-    Described,
+    Heads,
     check_format,
     layout_parts,
 )
@@ -192,25 +192,22 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     batch, heads, groups = params.batch_size, params.num_heads, params.num_gqa_groups
     queries, keys = params.max_seqlen_q, params.max_seqlen_kv
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def described(*shape: int, requires_grad: bool = False) -> Described:
-        return Described(shape, dtype, device, requires_grad)
-
+    like = {"dtype": dtype, "device": "meta"}
     bias, slopes, mask = None, None, None
     trains = params.is_training and params.core_attention_bias_requires_grad
     if params.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
         full, shape = (batch, heads, queries, keys), params.core_attention_bias_shape or "1hss"
         if isinstance(shape, str):
             shape = tuple(1 if c == "1" else n for c, n in zip(shape, full, strict=True))
-        bias = described(*shape, requires_grad=trains)
+        bias = torch.empty(shape, **like, requires_grad=trains)
     if params.alibi_slopes_shape is not None:
-        slopes = Described(params.alibi_slopes_shape, torch.float32, device)
+        slopes = torch.empty(params.alibi_slopes_shape, device="meta")
     if params.attn_mask_type == "arbitrary":
-        mask = described(batch, 1, queries, keys)
+        mask = torch.empty(batch, 1, queries, keys, **like)
     packed = layout_parts(params.qkv_layout)[0] == "thd"
     lead = _leads(params, packed)
     told = packed or masks.mask_type(params.attn_mask_type).padding
-    sums = torch.zeros(batch + 1, dtype=torch.int32) if told else None
+    sums = torch.empty(batch + 1, dtype=torch.int32, device="meta") if told else None
     options = AttentionOptions(
         mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
         core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
@@ -218,12 +215,15 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
         inference_params=params.inference_params, cu_seqlens_q=sums, cu_seqlens_kv=sums,
         max_seqlen_q=queries, max_seqlen_kv=keys,
     )  # fmt: skip
-    tensors = (
-        described(*lead[0], heads, params.head_dim_qk),
-        described(*lead[1], groups, params.head_dim_qk),
-        described(*lead[1], groups, params.head_dim_v),
+    tensors = Heads(
+        (
+            torch.empty(*lead[0], heads, params.head_dim_qk, **like),
+            torch.empty(*lead[1], groups, params.head_dim_qk, **like),
+            torch.empty(*lead[1], groups, params.head_dim_v, **like),
+        )
     )
-    call_kind = module.call_kind_of(*tensors, options, "thd" if packed else "bshd", modified)
+    form = "thd" if packed else "bshd"
+    call_kind = module.call_kind_of(tensors, options, form, modified, device)
     if params.deterministic:
         switches = call_kind.switches._replace(nondeterministic=False)
         call_kind = call_kind._replace(switches=switches)

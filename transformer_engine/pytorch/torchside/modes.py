@@ -299,6 +299,13 @@ class _without_autocast(_TorchContext):  # noqa: N801 - reads as what it does
                 torch.set_autocast_enabled(kind, False)
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that `torch.autocast` casts to on a type of device; None where it is off."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def faking() -> bool:
     """Return whether a fake mode is active: tensors that are made now have no memory."""
     return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
