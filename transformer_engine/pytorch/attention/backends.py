@@ -598,7 +598,7 @@ class BackendChoice:
             _switches(),
             "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
             packed,
-            not packed and not options.tells_lengths(),
+            not packed and not options.has_lengths(),
             _are_apart(options.alibi_slopes),
             options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
             in_fp8,

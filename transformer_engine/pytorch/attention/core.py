@@ -50,7 +50,6 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
 
@@ -451,11 +450,12 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 return found.run(tensors)
         if num_splits != 1:
             check_splits(num_splits)
-        more = _PLAIN
+        more, mod = _PLAIN, None
         mods = score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
-        if bf16_backward or fp8_output or any(each is not None for each in mods):
-            modified = score_mod_of(*mods, core_attention_bias_type)
-            more = CoreOptions(bool(bf16_backward), bool(fp8_output), modified)
+        if not (mods[0] is mods[1] is mods[2] is mods[3] is None):
+            mod = score_mod_of(*mods, core_attention_bias_type)
+        if bf16_backward or fp8_output or mod is not None:
+            more = CoreOptions(bool(bf16_backward), bool(fp8_output), mod)
         layers = (query_layer, key_layer, value_layer)
         heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
@@ -515,8 +515,6 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             out = self._attend_in_fork(run, heads, qkv_format, limits, dropout, recompute)
         else:
             out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
-        if is_quantized(out):
-            return out
         if choice.backend == "native":
             return out
         out, *top = out if self.return_max_logit else (out,)

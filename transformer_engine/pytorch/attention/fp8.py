@@ -83,10 +83,11 @@ def recipe_of(recipe: Any, module: Any) -> Any:
     """
     if not asks_for_it(recipe):
         return None
-    format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
-    own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
-    if own:
-        return _OWN[own]
+    if _has_own():
+        format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
+        own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
+        if own:
+            return _OWN[own]
     return _of_quantizers(recipe, module) if recipe.custom() else recipe
 
 
@@ -112,13 +113,19 @@ def hands_over(mha: bool) -> bool:
 
 
 @constant_in_graphs
+def _has_own() -> bool:
+    """Return whether the environment names a recipe for attention; in graphs, as when traced."""
+    return attention_recipe().name != ""
+
+
+@constant_in_graphs
 def _own(kind: str, format_name: str, dpa: bool, mha: bool) -> str:
     """Key of the recipe in `_OWN`; "": it is the region's, a `kind` with this format.
 
     A constant in graphs: what the environment said when they were traced.
     """
     environment = attention_recipe()
-    if environment.name in ("", kind):
+    if environment.name == kind:
         return ""
     if environment.name == "F16":
         _OWN["F16"] = None

@@ -471,7 +471,7 @@ def limits_of(
     if call_kind.bias == "pre_scale_bias":
         return limits.but(bias=bias.float() * scale)
     if call_kind.bias != "alibi":
-        return limits.but(bias=bias)
+        return limits if bias is None else limits.but(bias=bias)
     slopes = _slopes(options.alibi_slopes, sizes, query)
     return _with_slopes(limits.but(slopes=slopes), call_kind, sizes, shift)
 

@@ -69,10 +69,6 @@ def _fields(
     `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
     dtype of a bias is torch's: see `_spec`.
     """
-    masks = [
-        None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
-        for tensor in (limits.mask, limits.bias)
-    ]
     ends, offsets, bounds = limits.ends(), (), ()
     if limits.packed is not None:
         queries, keys = limits.packed
@@ -82,17 +78,22 @@ def _fields(
         bounds = (queries.offsets.new_empty(longest, dtype=torch.int32),)
     bias, sink, slopes = limits.bias, limits.sink, limits.slopes
     records = torch.is_grad_enabled() and not exporting()
-    bias_grad, sink_grad = (
-        records and added is not None and added.requires_grad for added in (bias, sink)
-    )
     fields = (
         slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *turned,
-        *masks, len(ends), torch.float32 if bias is None else bias.dtype, bias_grad,
-        deterministic(), limits.packed is not None, sink is not None, sink_grad,
+        _shared_dims(limits.mask), _shared_dims(bias), len(ends),
+        torch.float32 if bias is None else bias.dtype,
+        records and bias is not None and bias.requires_grad, deterministic(),
+        limits.packed is not None, sink is not None,
+        records and sink is not None and sink.requires_grad,
         0 if slopes is None else slopes.dim(), limits.softcap, limits.wants_top,
     )  # fmt: skip
     tensors = (limits.mask, bias, *ends, *offsets, sink, slopes, *bounds)
     return fields, tuple([tensor for tensor in tensors if tensor is not None])
+
+
+def _shared_dims(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """1 for each dim that is broadcast to the scores, 0 for others; None without a tensor."""
+    return None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
 
 
 def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
@@ -157,7 +158,8 @@ def _node(
     choice, limits = how
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
-    turned = tuple(of.shape[1] for of in angles), interleaved, norms_first
+    rotated = tuple([each.shape[1] for each in angles]) if angles else ()
+    turned = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
     fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
     key = fields, tracker, bool(source) and source[0].requires_grad, in_fp8

@@ -46,7 +46,7 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     kind = masks.mask_type(core.attn_mask_type if name is None else name)
     if qkv_format == "thd":
         kind = masks.padding_form(kind, "qkv_format='thd'")
-    elif not options.tells_lengths():
+    elif not options.has_lengths():
         kind = masks.full_form(kind)
     biased = options.core_attention_bias_type == "alibi"
     slopes = options.alibi_slopes

@@ -64,15 +64,14 @@ class AttentionOptions(NamedTuple):
             and type(self.window_size) is not list
         )
 
-    def tells_lengths(self) -> bool:
-        """Tell whether a call says where its sequences end; else all of them are of full length."""
-        told = self.attention_mask, self.cu_seqlens_q, self.cu_seqlens_kv
-        return any(each is not None for each in told)
+    def has_lengths(self) -> bool:
+        """Return whether a call says where its sequences end; else all are of full length."""
+        return not (self.attention_mask is self.cu_seqlens_q is self.cu_seqlens_kv is None)
 
     def has_gaps(self) -> bool:
         """Return whether packed sequences may have tokens of none between them."""
         padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
-        return any(each is not None for each in (*padded, self.inference_params))
+        return not (padded[0] is padded[1] is self.inference_params is None)
 
     def for_core(self) -> tuple:
         """Positional arguments of `DotProductAttention.forward` after query, key and value."""
@@ -387,7 +386,6 @@ def check_tensors(
         found = tuple(type(t).__name__ for t in (query, key, value))
         raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    check_format(qkv_format)
     packed = qkv_format == "thd"
     s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
     heads, groups = core.num_attention_heads, core.num_gqa_groups

@@ -253,8 +253,14 @@ class _RopeOfParts(OperatorCall):
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
-    """Raise for a tensor (TypeError, ValueError) that does not go together with its format."""
+def _check(
+    name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
+) -> None:
+    """Raise for a tensor that does not go together with its format, or with a rank's two chunks.
+
+    TypeError or ValueError; `name` begins with that of the function. ValueError for what is no rank
+    of context parallelism, too.
+    """
     expect_tensor(name, t)
     function = name.partition(":")[0]
     if tensor_format not in FORMATS:
@@ -265,10 +271,6 @@ def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) 
         raise ValueError(f"{name}: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
     if tensor_format == "thd" and cu_seqlens is None:
         raise ValueError(f"{function}: tensor_format='thd' needs cu_seqlens")
-
-
-def _check_ranks(function: str, t: Tensor, tensor_format: str, cp_size: int, cp_rank: int) -> None:
-    """Raise ValueError for what is no rank of context parallelism, or no two chunks of one."""
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(
             f"{function}: cp_size={cp_size}, cp_rank={cp_rank}: expected a number of ranks, and "
@@ -392,8 +394,7 @@ def rotate_back(
     `positions` are start_positions, cu_seqlens, cp_size and cp_rank.
     """
     found = _Positions(form, *positions)
-    _check(f"{_NAME}: grad", grad, form, found.cu_seqlens)
-    _check_ranks(_NAME, grad, form, found.cp_size, found.cp_rank)
+    _check(f"{_NAME}: grad", grad, form, *positions[1:])
     found.check(_NAME, "freqs", freqs, grad)
     angles, starts = found.angles(freqs, grad.device)
     sequence_first, *ranks = found.settings
@@ -415,8 +416,7 @@ def join_back(
     Without autograd and start positions; `freqs` are those of queries and keys.
     """
     for name, grad in zip("qkv", grads, strict=True):
-        _check(f"{_FUSED}: {name}_grad", grad, form, None)
-    _check_ranks(_FUSED, grads[1], form, cp_size, cp_rank)
+        _check(f"{_FUSED}: {name}_grad", grad, form, None, cp_size, cp_rank)
     positions = _Positions(form, None, None, cp_size, cp_rank)
     for name, each in zip("qk", freqs, strict=True):
         positions.check(_FUSED, f"{name}_freqs", each, grads[1])
@@ -475,8 +475,7 @@ def apply_rotary_pos_emb(
         Shapes or arguments that do not go together.
     """
     del fused
-    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens)
-    _check_ranks(_NAME, t, tensor_format, cp_size, cp_rank)
+    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens, cp_size, cp_rank)
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
     positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions.check(_NAME, "freqs", freqs, t)
@@ -526,7 +525,7 @@ def apply_fused_qkv_rotary_pos_emb(
     TypeError, ValueError
         Shapes or arguments that do not go together; angles that require a gradient.
     """
-    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens)
+    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens, cp_size, cp_rank)
     sizes = [int(size) for size in qkv_split_arg_list]
     if len(sizes) != 3 or min(sizes) < 1 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] != 0:
         raise ValueError(
@@ -534,7 +533,6 @@ def apply_fused_qkv_rotary_pos_emb(
             "sizes, of queries (a multiple of the keys'), keys and values, that make up the last "
             "dim"
         )
-    _check_ranks(_FUSED, qkv, tensor_format, cp_size, cp_rank)
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
     positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     for name, freqs in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
