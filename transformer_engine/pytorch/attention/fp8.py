@@ -361,11 +361,13 @@ def facts_of(recipe: Recipe, **problem: Any) -> Facts:
     return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
 
 
-def gradient_of(recipe: Recipe, limits: Limits, **problem: Any) -> bool:
-    """Return whether a call's backward runs in FP8; `problem` as of `facts_of`, but for limits."""
+def gradient_of(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
+    """Return whether a call's backward runs in FP8; `problem` are the other `Facts` by name."""
+    channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
-    return not why_in_high_precision(facts_of(recipe, limited=limited, packed=packed, **problem))
+    facts = facts_of(recipe, channels=channels, limited=limited, packed=packed, **problem)
+    return not why_in_high_precision(facts)
 
 
 def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
@@ -393,10 +395,7 @@ def in_layer(
     if not in_force(module):
         return None
     recipe = recipe_of(current_state().recipe, module)
-    channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
-    back = gradient_of(
-        recipe, limits, device=device, queries=queries, channels=channels, dropout=dropout
-    )
+    back = gradient_of(module, recipe, limits, device=device, queries=queries, dropout=dropout)
     return InLayer(module._quantization_of(recipe, False), back, fp8_output, repr(recipe))
 
 
@@ -458,9 +457,8 @@ def casts_of(
     if traced:
         epsilons = tuple([plan_ops.as_constant(epsilon) for epsilon in epsilons])
     # Without a gradient no graph depends on how many queries there are.
-    fp8_gradient = gradient and gradient_of(
-        region.recipe, limits, device=like.device.type, wide=more.wide_backward, **problem
-    )
+    kind = {"device": like.device.type, "wide": more.wide_backward, **problem}
+    fp8_gradient = gradient and gradient_of(module, region.recipe, limits, **kind)
     slots, scales, history = state_of(module, region, like)
     no_amax = scales is not None and history is None
     key = codes, epsilons, fp8_gradient, no_amax, more.fp8_output

@@ -2,7 +2,8 @@
 """Where the keys and values of sequences lie while a model generates, and how long these are."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +14,6 @@ from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.custom_ops import operator
 from transformer_engine.pytorch.torchside.device import canonicalize_device
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, real_tensors
-
-__all__ = [
-    "KVCacheManager",
-    "Lengths",
-    "NonPagedKVCacheManager",
-    "OwnManager",
-    "PagedKVCacheManager",
-    "StepState",
-    "append_tokens",
-    "gather_tokens",
-]
-
 
 # ---- operators -----------------------------------------------------------------------------------
 
@@ -39,10 +28,8 @@ def _append(
     cu_seqlens: Tensor | None,
     page_table: Tensor | None,
 ) -> None:
-    if key.stride(-1) != 1:
-        key = key.contiguous()
-    if value.stride(-1) != 1:
-        value = value.contiguous()
+    key = key if key.stride(-1) == 1 else key.contiguous()
+    value = value if value.stride(-1) == 1 else value.contiguous()
     _cache_append(
         key, value, key_cache, value_cache, starts,
         counts=counts, cu_seqlens=cu_seqlens, page_table=page_table,
@@ -95,14 +82,6 @@ class Lengths(NamedTuple):
 _ROWS = len(Lengths._fields)
 
 
-def _sums(values: Sequence[int]) -> list[int]:
-    """0 and the sums of the first values."""
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
-
-
 class StepState:
     """The lengths of a step, in one tensor that stays where it is."""
 
@@ -119,7 +98,7 @@ class StepState:
         totals = [start + count for start, count in zip(starts, counts, strict=True)]
         rows = (starts, counts, totals)
         padded = [[*row, *([0] * (width - batch))] for row in rows]
-        summed = [_sums(row[:-1]) for row in padded[1:]]
+        summed = [list(accumulate(row[:-1], initial=0)) for row in padded[1:]]
         self.memory.copy_(torch.tensor([*padded, *summed], dtype=torch.int32), non_blocking=True)
         self.now = Lengths(
             *(row[:batch] for row in self.whole[:3]), *(row[: batch + 1] for row in self.whole[3:])

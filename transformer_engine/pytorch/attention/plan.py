@@ -447,11 +447,9 @@ def attend(
     casts = None
     if in_fp8:
         queries = like.shape[1 if qkv_format == "bshd" else 0]
-        channels = slices[0][1], slices[2][1]
         casts = fp8.casts_of(
-            module, more, like, limits, traced, gradient=gradient, queries=queries,
-            channels=channels, dropout=dropout,
-        )  # fmt: skip
+            module, more, like, limits, traced, gradient=gradient, queries=queries, dropout=dropout
+        )
     blank = casts is not None and casts.region.blank
     key = (
         torch.device("meta") if blank else like.device, like.dtype, gradient,
