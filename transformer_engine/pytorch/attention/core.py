@@ -477,10 +477,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         found_by: tuple | None = None,
         more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in three; `found_by` is a key of `KeptCalls`.
-
-        Without one the call runs in no plan.
-        """
+        """`forward` with its other arguments in three; `found_by`: key of `KeptCalls`, or None."""
         if torch.compiler.is_compiling() and fp8.is_outside_graphs():
             refuse_export("FP8 under CustomRecipe")
             return _attend_outside(self, heads, options, qkv_format, None, more)
@@ -508,13 +505,12 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         if choice.backend == "plugin" and torch.compiler.is_compiling():
             refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
-        run = self._run_of(choice.backend, more, options)
         dropout = self.attention_dropout if self.training else 0.0
+        how = choice.backend, options, more
         if self._get_tracker is not None or options.checkpoint_core_attention:
-            recompute = options.checkpoint_core_attention
-            out = self._attend_in_fork(run, heads, qkv_format, limits, dropout, recompute)
+            out = self._run_in_fork(how, heads, qkv_format, limits, dropout)
         else:
-            out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
+            out = self._run(how, heads, qkv_format, limits, dropout)
         if choice.backend == "native":
             return out
         out, *top = out if self.return_max_logit else (out,)
@@ -532,54 +528,40 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
         return lowering.join_results(results, self.return_max_logit)
 
-    def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
-        """The function that runs a backend, in FP8 where that is in force: see `plan.attend`.
-
-        A function of its own and no `functools.partial`, which torch 2.11 can not make again
-        behind the end of a graph.
-        """
-        if backend == "plugin":
-
-            def of_class(heads: Heads, qkv_format: str, *_: Any) -> Any:
-                return plugin_backend.attend(self, heads, options, qkv_format)
-
-            return of_class
-        if backend == "native":
-
-            def run(*given: Any) -> Any:
-                return plan.attend(self, more, *given)
-
-            return run
-        if not fp8.in_force(self):
-            return BACKENDS[backend].run
-
-        def emulate(*given: Any) -> Any:
-            return attend_emulated(self, *given)
-
-        return emulate
-
-    def _attend_in_fork(
+    def _run(
         self,
-        run: Callable,
+        how: tuple[str, AttentionOptions, CoreOptions],
         heads: Heads,
         qkv_format: str,
         limits: Limits,
         dropout: float,
-        recompute: bool,
     ) -> Any:
-        """Run a backend inside a fork of the random state, or under a checkpoint."""
+        """Run a backend, in FP8 where that is in force: see `plan.attend`."""
+        backend, options, more = how
+        if backend == "plugin":
+            return plugin_backend.attend(self, heads, options, qkv_format)
+        given = heads, qkv_format, limits, self.softmax_scale, dropout
+        if backend == "native":
+            return plan.attend(self, more, *given)
+        if fp8.in_force(self):
+            return attend_emulated(self, *given)
+        return BACKENDS[backend].run(*given)
+
+    def _run_in_fork(
+        self, how: tuple, heads: Heads, qkv_format: str, limits: Limits, dropout: float
+    ) -> Any:
+        """`_run` inside a fork of the random state, or under a checkpoint."""
         tracker = self._get_tracker if dropout > 0.0 else None
 
-        def attend(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
+        def run(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
                 own = limits.but(bias=bias, sink=sink)
-                given = heads._replace(tensors=tensors)
-                return run(given, qkv_format, own, self.softmax_scale, dropout)
+                return self._run(how, heads._replace(tensors=tensors), qkv_format, own, dropout)
 
         tensors = limits.bias, limits.sink, *heads.tensors
-        if not recompute:
-            return attend(*tensors)
-        return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
+        if not how[1].checkpoint_core_attention:
+            return run(*tensors)
+        return checkpoint(run, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 
 
 _attend_outside = Outside(DotProductAttention.attend)
