@@ -38,7 +38,7 @@ def fused_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_rope_forward` without start positions."""
     form = qkv_format_name("fused_rope_backward", call.qkv_format)
     given = call.output_grads, call.freqs, call.interleaved, form, None, call.cu_seqlens
-    return rope.rotate_back(*given, call.cp_size, call.cp_rank)
+    return rope.rotary_backward(*given, call.cp_size, call.cp_rank)
 
 
 @native
@@ -66,4 +66,4 @@ def fused_qkv_rope_backward(call: Any) -> Tensor:
     grads = call.q_grad_out, call.k_grad_out, call.v_grad_out
     sizes = [int(size) for size in call.qkv_split_arg_list]
     given = grads, (call.q_freqs, call.k_freqs), sizes, call.interleaved, form
-    return rope.join_back(*given, call.cp_size, call.cp_rank)
+    return rope.fused_qkv_rotary_backward(*given, call.cp_size, call.cp_rank)

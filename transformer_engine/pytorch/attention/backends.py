@@ -30,8 +30,8 @@ from transformer_engine.pytorch.attention.masks import (
     NO_WINDOW,
     CallKind,
     Limits,
+    call_limits,
     constant_limits,
-    limits_of,
 )
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
@@ -140,7 +140,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "a padding mask in FP8",
-        lambda s: s.fp8 and s.by_mask,
+        lambda s: s.fp8 and s.padding_by_mask,
         {"native": "the operator takes lengths: give cu_seqlens_q in place of attention_mask"},
     ),
     Feature(
@@ -171,7 +171,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "dropout in FP8",
-        lambda s: s.fp8 and s.drops,
+        lambda s: s.fp8 and s.fp8_dropout,
         {"cudnn": "the kernel of cuDNN 9.19 reads memory that is not its own"},
     ),
     Feature(
@@ -459,7 +459,7 @@ def _are_apart(slopes: Tensor | None) -> bool:
     """Return whether the slopes of ALiBi are of each sequence, not of all."""
     if slopes is None:
         return False
-    masks.check_numbers(slopes, f"{_NAME}: alibi_slopes")
+    masks.check_real(slopes, f"{_NAME}: alibi_slopes")
     return slopes.dim() == 2 and slopes.shape[0] > 1
 
 
@@ -531,14 +531,14 @@ class BackendChoice:
             or options.alibi_slopes is not None
         ):
             given = (call_kind, options, sizes, self.softmax_scale, query)
-            limits = limits_of(*given, (0, 0) if tokens is None else tokens)
+            limits = call_limits(*given, (0, 0) if tokens is None else tokens)
         if score_mod is not None:
-            limits = limits.but(score_mod=score_mod)
+            limits = limits.replaced(score_mod=score_mod)
         if call_kind.softcap:
             in_cap = call_kind.bias == "pre_scale_bias"
-            limits = limits.but(softcap=self._cap_of(options), bias_in_cap=in_cap)
+            limits = limits.replaced(softcap=self._cap_of(options), bias_in_cap=in_cap)
         sink = self._sink(query)
-        return choice, limits if sink is None else limits.but(sink=sink)
+        return choice, limits if sink is None else limits.replaced(sink=sink)
 
     def _cap_of(self, options: AttentionOptions) -> float:
         """Bound of the scores of a call; 0: none."""
@@ -606,7 +606,7 @@ class BackendChoice:
             sizes[2] == 1 and not packed,
             in_fp8 and self.training and self.attention_dropout > 0.0,
             modified,
-            fp8.unbuilt(self) if in_fp8 else "",
+            fp8.unsupported_recipe(self) if in_fp8 else "",
             attention_class_name(),
             packed and options.has_gaps(),
             cap > 0.0,
@@ -634,15 +634,15 @@ class BackendChoice:
         """The kind of call of such facts; `more` are fields of it, from `one_query` on."""
         kind = masks.mask_type(mask)
         if packed:
-            kind = masks.padding_form(kind, "qkv_format='thd'")
-        window = masks.window_of(window, kind)
+            kind = masks.with_padding(kind, "qkv_format='thd'")
+        window = masks.effective_window(window, kind)
         if full_length:
-            kind = masks.full_form(kind)
+            kind = masks.without_padding(kind)
         one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
         grouped = self.num_gqa_groups != self.num_attention_heads
         channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         return CallKind(
-            kind, window, masks.diagonal_of(bottom_right, kind), square, bias, grouped, dtype,
+            kind, window, masks.ends_bottom_right(bottom_right, kind), square, bias, grouped, dtype,
             device.type, switches, channels, *_device_facts(device), unusual, packed, slopes_grad,
             slopes_apart, self.softmax_type, self.return_max_logit, in_fp8,
             has_mask and kind.padding, *more,
@@ -658,7 +658,7 @@ class BackendChoice:
         calls = list(self._mildest_calls(device, _switches()))
         found, capped = {}, self.softcap > 0.0
         for recipe in _RECIPES:
-            own = {"fp8": True, "fp8_unbuilt": fp8.unbuilt_name(recipe()), "softcap": capped}
+            own = {"fp8": True, "fp8_unbuilt": fp8.unsupported_name(recipe()), "softcap": capped}
             asked = (refusals(call._replace(**own)) for call in calls)
             found[recipe.__name__] = any(None in each.values() for each in asked)
         return found

@@ -31,10 +31,10 @@ from transformer_engine.pytorch.attention.problem import (
     check_softcap,
     check_splits,
     check_tensors,
-    heads_of,
+    given_heads,
     refuse_export,
 )
-from transformer_engine.pytorch.attention.scores import score_mod_of
+from transformer_engine.pytorch.attention.scores import checked_score_mod
 from transformer_engine.pytorch.attention.torch_backends import attend_emulated
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
@@ -190,7 +190,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type = masks.mask_type(attn_mask_type).name
-        masks.window_of(window_size, masks.mask_type(attn_mask_type))  # raises where it must
+        masks.effective_window(window_size, masks.mask_type(attn_mask_type))  # raises where it must
         self.window_size = None if window_size is None else tuple(window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.softcap = check_softcap(softcap)
@@ -453,11 +453,11 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         more, mod = _PLAIN, None
         mods = score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
         if not (mods[0] is mods[1] is mods[2] is mods[3] is None):
-            mod = score_mod_of(*mods, core_attention_bias_type)
+            mod = checked_score_mod(*mods, core_attention_bias_type)
         if bf16_backward or fp8_output or mod is not None:
             more = CoreOptions(bool(bf16_backward), bool(fp8_output), mod)
         layers = (query_layer, key_layer, value_layer)
-        heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
+        heads = given_heads(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
             attention_mask, None, attn_mask_type, window_size, bottom_right_diagonal, None,
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
@@ -555,7 +555,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
 
         def run(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                own = limits.but(bias=bias, sink=sink)
+                own = limits.replaced(bias=bias, sink=sink)
                 return self._run(how, heads._replace(tensors=tensors), qkv_format, own, dropout)
 
         tensors = limits.bias, limits.sink, *heads.tensors

@@ -65,7 +65,7 @@ _OWN: dict[str, Recipe | None] = {}
 """Recipes of attention's own, by what they print: a graph can read one, but not make one."""
 
 
-def asks_for_it(recipe: Any) -> bool:
+def asks_for_attention(recipe: Any) -> bool:
     """Return whether a region of a recipe asks for attention in FP8."""
     return recipe is not None and bool(
         getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
@@ -81,7 +81,7 @@ def recipe_of(recipe: Any, module: Any) -> Any:
     ``TE_DPA_FP8_FORMAT`` under NVFP4). Delayed scaling then has the history of
     ``TE_DPA_FP8DS_AMAX_HISTLEN`` and its siblings.
     """
-    if not asks_for_it(recipe):
+    if not asks_for_attention(recipe):
         return None
     if _has_own():
         format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
@@ -96,13 +96,13 @@ def _of_quantizers(recipe: Any, module: Any) -> Any:
     return remembered(module, recipe, lambda: resolve(recipe, kind, module.name))
 
 
-def unbuilt_name(recipe: Recipe | None) -> str:
+def unsupported_name(recipe: Recipe | None) -> str:
     """Name of a recipe of `recipe_of` that attention has no kernels for; else ""."""
     return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
 
 
 @constant_in_graphs
-def hands_over(mha: bool) -> bool:
+def _hands_over(mha: bool) -> bool:
     """Return whether layers hand tensors over in FP8 under a recipe with this ``fp8_mha``.
 
     A constant in graphs, as `recipe_of` is: ``TE_DPA_FP8_RECIPE_MHA`` says so for attention that
@@ -239,10 +239,10 @@ OUTPUT_SLOT = 3
 def is_outside_graphs() -> bool:
     """Return whether no graph holds attention in this thread's region: quantizers are asked for."""
     state = current_state()
-    return state.enabled and asks_for_it(state.recipe) and state.recipe.custom()
+    return state.enabled and asks_for_attention(state.recipe) and state.recipe.custom()
 
 
-def is_asked_for(module: Any) -> bool:
+def region_in_fp8(module: Any) -> bool:
     """Return whether the region of this thread runs a `DotProductAttention` in FP8."""
     state = current_state()
     return state.enabled and recipe_of(state.recipe, module) is not None
@@ -257,10 +257,10 @@ def in_force(module: Any) -> bool:
         _, replay = recompute.frames()
         if replay is not None:
             return replay.knows(module)
-    return is_asked_for(module)
+    return region_in_fp8(module)
 
 
-def hands_to(core: Any, projection: Any) -> bool:
+def hands_fp8_to(core: Any, projection: Any) -> bool:
     """Return whether a layer hands the output of its attention to the projection behind it in FP8.
 
     With ``fp8_mha``, where the projection multiplies inputs with one scale: its GEMM reads what
@@ -277,17 +277,17 @@ def hands_to(core: Any, projection: Any) -> bool:
         return False
     columns = core.num_attention_heads * core.hidden_size_per_attention_head_v
     return (
-        hands_over(recipe.fp8_mha)
+        _hands_over(recipe.fp8_mha)
         and (recipe.delayed() or recipe.float8_current_scaling())
         and columns % ALIGNMENT == 0
         and in_force(core)
     )
 
 
-def unbuilt(module: Any) -> str:
+def unsupported_recipe(module: Any) -> str:
     """Name of the recipe that attention would run by in this region, and does not; else ""."""
     state = current_state()
-    return unbuilt_name(recipe_of(state.recipe, module)) if state.enabled else ""
+    return unsupported_name(recipe_of(state.recipe, module)) if state.enabled else ""
 
 
 # ---- the backward --------------------------------------------------------------------------------
@@ -356,21 +356,21 @@ def fills_blocks(queries: int) -> bool:
     return queries % BLOCK == 0
 
 
-def facts_of(recipe: Recipe, **problem: Any) -> Facts:
+def backward_facts(recipe: Recipe, **problem: Any) -> Facts:
     """Return the facts of a call's backward: recipe, environment, and the other `Facts` by name."""
     return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
 
 
-def gradient_of(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
+def backward_in_fp8(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
     """Return whether a call's backward runs in FP8; `problem` are the other `Facts` by name."""
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
-    facts = facts_of(recipe, channels=channels, limited=limited, packed=packed, **problem)
+    facts = backward_facts(recipe, channels=channels, limited=limited, packed=packed, **problem)
     return not why_in_high_precision(facts)
 
 
-def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
+def layer_key(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
     """Key of recipe, environment and size for an attention in FP8; None: it is not in FP8."""
     if not in_force(module):
         return None
@@ -379,7 +379,7 @@ def settings(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] 
     return quantization, TE_FP8_ATTENTION_BACKWARD.get(), fills_blocks(queries), repr(recipe)
 
 
-class InLayer(NamedTuple):
+class LayerCasts(NamedTuple):
     """An attention in FP8 in a layer's plan."""
 
     quantization: Quantization
@@ -388,15 +388,15 @@ class InLayer(NamedTuple):
     recipe: str
 
 
-def in_layer(
+def layer_casts(
     module: Any, device: str, queries: int, limits: Limits, dropout: float, fp8_output: bool
-) -> InLayer | None:
+) -> LayerCasts | None:
     """How an attention runs in a layer's plan; None: in high precision."""
     if not in_force(module):
         return None
     recipe = recipe_of(current_state().recipe, module)
-    back = gradient_of(module, recipe, limits, device=device, queries=queries, dropout=dropout)
-    return InLayer(module._quantization_of(recipe, False), back, fp8_output, repr(recipe))
+    back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
+    return LayerCasts(module._quantization_of(recipe, False), back, fp8_output, repr(recipe))
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class Casts(NamedTuple):
 
     region: Region  # with the recipe of attention
     slots: scaling.Slots | None
-    scales: Tensor | None  # as of `state_of`
+    scales: Tensor | None  # as of `scaling_state_of`
     history: Tensor | None
     key: tuple  # quantization as codes and epsilons; gradients in FP8, no amaxes, output in FP8
 
@@ -449,7 +449,7 @@ def casts_of(
     gradient: bool,
     **problem: Any,
 ) -> Casts:
-    """How a call that begins now is cast; `gradient`: there is one, `problem` as of `facts_of`."""
+    """How a call that begins now is cast; `gradient`: it has one, `problem`: other `Facts`."""
     region = region_of(module, traced)
     if not traced and without_memory(like):
         region = region._replace(blank=True)
@@ -458,14 +458,14 @@ def casts_of(
         epsilons = tuple([plan_ops.as_constant(epsilon) for epsilon in epsilons])
     # Without a gradient no graph depends on how many queries there are.
     kind = {"device": like.device.type, "wide": more.wide_backward, **problem}
-    fp8_gradient = gradient and gradient_of(module, region.recipe, limits, **kind)
-    slots, scales, history = state_of(module, region, like)
+    fp8_gradient = gradient and backward_in_fp8(module, region.recipe, limits, **kind)
+    slots, scales, history = scaling_state_of(module, region, like)
     no_amax = scales is not None and history is None
     key = codes, epsilons, fp8_gradient, no_amax, more.fp8_output
     return Casts(region, slots, scales, history, key)
 
 
-def begin(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
+def begin_call(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
     """Give a call its state; `records`: a backward follows."""
     region = casts.region
     call.scales, call.unread_history, call.recipe = casts.scales, casts.history, region.recipe
@@ -473,7 +473,7 @@ def begin(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
     call.domain = (region.replay or region.state).domain
 
 
-def end(module: Any, call: ModuleCall, casts: Casts) -> None:
+def end_call(module: Any, call: ModuleCall, casts: Casts) -> None:
     """Note that a call has run."""
     region = casts.region
     if call.first and region.replay is None:
@@ -482,7 +482,7 @@ def end(module: Any, call: ModuleCall, casts: Casts) -> None:
         module._record(region, casts.slots if region.replay is None else None, call.first)
 
 
-def state_of(
+def scaling_state_of(
     module: Any, region: Region, like: Tensor
 ) -> tuple[scaling.Slots | None, Tensor | None, Tensor | None]:
     """(slots, scales to use in their place, where amaxes go then or None): of the state in force.

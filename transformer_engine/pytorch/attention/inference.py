@@ -16,8 +16,8 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.kv_cache import (
     KVCacheManager,
     Lengths,
+    LibraryCacheManager,
     NonPagedKVCacheManager,
-    OwnManager,
     Page,
     PagedKVCacheManager,
     StepState,
@@ -243,7 +243,7 @@ class InferenceParams:
                 "sequences finish first, or make it with a larger max_batch_size"
             )
         manager = self.cache_manager  # a program may have taken a sequence out of ours
-        known = manager.sequences if isinstance(manager, OwnManager) else self.sequences
+        known = manager.sequences if isinstance(manager, LibraryCacheManager) else self.sequences
         before = [known.get(id_, 0) for id_ in step_dict]
         for (id_, count), start in zip(step_dict.items(), before, strict=True):
             if not isinstance(count, int) or count < 0:
@@ -260,7 +260,7 @@ class InferenceParams:
         self._some_are_full = self.max_sequence_length in before
         self._set_new(list(step_dict.values()))
         self._state.write(before, list(step_dict.values()))
-        if isinstance(self.cache_manager, OwnManager):
+        if isinstance(self.cache_manager, LibraryCacheManager):
             self.cache_manager.lengths = self._state.now
 
     def _advance(self, step_dict: OrderedDict) -> None:
@@ -315,10 +315,10 @@ class InferenceParams:
                 raise RuntimeError(
                     f"{told}, max_sequence_length={self.max_sequence_length}: their results are NaN"
                 )
-            if isinstance(manager, PagedKVCacheManager) and length > manager.room_of(id_):
+            if isinstance(manager, PagedKVCacheManager) and length > manager.capacity_of(id_):
                 raise RuntimeError(
-                    f"{told}, which has pages for {manager.room_of(id_)}: their results are wrong: "
-                    "call reserve() before replays, also after new sequences have begun"
+                    f"{told}, which has pages for {manager.capacity_of(id_)}: their results are "
+                    "wrong: call reserve() before replays, also after new sequences have begun"
                 )
         self.sequences = OrderedDict(zip(self.sequences, after, strict=True))
         self.cache_manager.sequences = OrderedDict(self.sequences)
@@ -370,7 +370,7 @@ class InferenceParams:
                 "tokens that pre_step() names"
             )
 
-    def positions_of(self, length: int) -> int:
+    def max_positions(self, length: int) -> int:
         """How many positions a batch of rows of so many tokens takes at most, with its padding."""
         return self.max_sequence_length + length - (0 if self._some_are_full else 1)
 

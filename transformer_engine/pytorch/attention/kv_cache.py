@@ -167,7 +167,7 @@ class KVCacheManager:
         raise NotImplementedError
 
 
-class OwnManager(KVCacheManager):
+class LibraryCacheManager(KVCacheManager):
     """Base of both kinds of this library."""
 
     def __init__(
@@ -220,7 +220,7 @@ class OwnManager(KVCacheManager):
         return *caches, table
 
 
-class NonPagedKVCacheManager(OwnManager):
+class NonPagedKVCacheManager(LibraryCacheManager):
     """A row of a tensor [max_batch_size, max_seqlen, heads, channels] for each sequence.
 
     Sequences that stay while others go move up, so that they are the first rows.
@@ -284,7 +284,7 @@ class Page:
         self.allocated = False
 
 
-class PagedKVCacheManager(OwnManager):
+class PagedKVCacheManager(LibraryCacheManager):
     """Pages [total_num_pages, page_size, heads, channels], which sequences take as they grow.
 
     ``page_table`` [max_batch_size, pages of the longest sequence] int32 has the pages of each; -1:
@@ -344,7 +344,7 @@ class PagedKVCacheManager(OwnManager):
         """Give each sequence the pages of so many tokens in all (RuntimeError: there are none)."""
         self._hold(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
 
-    def room_of(self, id_: Any) -> int:
+    def capacity_of(self, id_: Any) -> int:
         """How many tokens a sequence has pages for."""
         return len(self._pages[id_]) * self.page_size
 

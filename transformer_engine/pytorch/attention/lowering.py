@@ -22,8 +22,8 @@ from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Heads,
     check_tensors,
-    sizes_of,
-    starts_of,
+    packed_sizes,
+    sequence_starts,
 )
 
 _NAME = "DotProductAttention"
@@ -31,7 +31,7 @@ _NAME = "DotProductAttention"
 # ---- mixed formats -------------------------------------------------------------------------------
 
 
-def keys_as(of_queries: str, of_keys: str, tensor: Any) -> Any:
+def keys_in_format(of_queries: str, of_keys: str, tensor: Any) -> Any:
     """Keys or values of a format, sbhd or bshd, in that of queries.
 
     A view, but that what becomes packed and is not [b, s, ..] in memory is copied.
@@ -72,7 +72,7 @@ def in_one_format(
     if of_queries == "thd":
         batch, length = dims[1][:2] if of_keys == "bshd" else (dims[1][1], dims[1][0])
         options = _with_gaps(options, key, batch, length)
-    made = (query, *(keys_as(of_queries, of_keys, tensor) for tensor in (key, value)))
+    made = (query, *(keys_in_format(of_queries, of_keys, tensor) for tensor in (key, value)))
     return Heads(made), options, of_queries
 
 
@@ -100,17 +100,21 @@ def options_for_cache(
 
     Lengths are those of the cache. The diagonal of causal types ends in the bottom right corner:
     the last query of a sequence attends all of its keys. Types without padding count as those with
-    it (`masks.padding_form`). ValueError for "arbitrary", TypeError for no `InferenceParams`.
+    it (`masks.with_padding`). ValueError for "arbitrary", TypeError for no `InferenceParams`.
     """
     params = options.inference_params
     if not hasattr(params, "lengths"):
         kind = type(params).__name__
         raise TypeError(f"{_NAME}: inference_params: {kind}, expected an InferenceParams")
     name = default_mask if options.attn_mask_type is None else options.attn_mask_type
-    kind = masks.padding_form(masks.mask_type(name), "inference_params")
+    kind = masks.with_padding(masks.mask_type(name), "inference_params")
     window = default_window if options.window_size is None else options.window_size
     name = "padding_causal_bottom_right" if kind.causal else "padding"
-    if kind.causal and params.max_seqlen_q == 1 and masks.window_of(window, kind) == CAUSAL_WINDOW:
+    if (
+        kind.causal
+        and params.max_seqlen_q == 1
+        and masks.effective_window(window, kind) == CAUSAL_WINDOW
+    ):
         name, window = "padding", NO_WINDOW  # one query attends all there is
     now = params.lengths
     corner = True if kind.causal else options.bottom_right_diagonal  # that of ALiBi's distances
@@ -135,7 +139,7 @@ def extend_cache(
     if params.is_paged:
         made = params.gather(*made)
     longest = made[0].shape[1]
-    made = (keys_as(qkv_format, "bshd", each) for each in made)
+    made = (keys_in_format(qkv_format, "bshd", each) for each in made)
     of_keys = {"cu_seqlens_kv": params.lengths.cu_seqlens_kv, "max_seqlen_kv": longest}
     return Heads((query, *made)), options._replace(**of_keys)
 
@@ -168,7 +172,7 @@ def angles_for_cache(angles: Any, params: Any, length: int) -> Any:
     """
     if isinstance(angles, tuple | list):
         return tuple(angles_for_cache(each, params, length) for each in angles)
-    missing = params.positions_of(length) - angles.shape[0]
+    missing = params.max_positions(length) - angles.shape[0]
     if missing <= 0 or angles.shape[0] < params.max_sequence_length:
         return angles
     return torch.cat((angles, angles.new_zeros(missing, *angles.shape[1:])))
@@ -215,7 +219,7 @@ def split_by_policy(
             )
     if not isinstance(given, list | tuple) or len(given) == 0:
         raise TypeError(f"{_NAME}: thd_attention_policies: {given!r}, expected a list of dicts")
-    batch, *longest = sizes_of(options, *tokens)
+    batch, *longest = packed_sizes(options, *tokens)
     found: dict[_Policy, list[int]] = {}
     for at, policy in enumerate(given):
         kind = _policy(policy, f"thd_attention_policies[{at}]", options.bottom_right_diagonal)
@@ -246,8 +250,8 @@ def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
             "has sequence_ids, mask_type, window_size and may have bottom_right_diagonal"
         )
     kind = masks.mask_type(policy["mask_type"], f"{label}['mask_type']")
-    kind = masks.padding_form(kind, label)
-    window = masks.window_of(policy["window_size"], kind, f"{label}['window_size']")
+    kind = masks.with_padding(kind, label)
+    window = masks.effective_window(policy["window_size"], kind, f"{label}['window_size']")
     own = policy.get("bottom_right_diagonal")
     return _Policy(kind.name, window, bottom_right if own is None else bool(own))
 
@@ -266,7 +270,7 @@ def _ids(ids: Any, at: int) -> list[int]:
 def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
     """Options in which all sequences but these have no tokens."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
-    starts = starts_of(options)
+    starts = sequence_starts(options)
     is_own = given[0].new_zeros(given[0].shape[0] - 1)
     for id_ in ids:  # by fills, which a capture takes, where it does not take a copy from the host
         is_own[id_].fill_(1)

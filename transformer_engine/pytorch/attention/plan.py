@@ -69,7 +69,7 @@ def _fields(
     `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
     dtype of a bias is torch's: see `_spec`.
     """
-    ends, offsets, bounds = limits.ends(), (), ()
+    ends, offsets, bounds = limits.sequence_lengths(), (), ()
     if limits.packed is not None:
         queries, keys = limits.packed
         offsets = queries.offsets, keys.offsets
@@ -85,7 +85,7 @@ def _fields(
         records and bias is not None and bias.requires_grad, deterministic(),
         limits.packed is not None, sink is not None,
         records and sink is not None and sink.requires_grad,
-        0 if slopes is None else slopes.dim(), limits.softcap, limits.wants_top,
+        0 if slopes is None else slopes.dim(), limits.softcap, limits.max_logit,
     )  # fmt: skip
     tensors = (limits.mask, bias, *ends, *offsets, sink, slopes, *bounds)
     return fields, tuple([tensor for tensor in tensors if tensor is not None])
@@ -138,10 +138,10 @@ def attention_node(
     which attention in FP8 depends on; `hands_over`: that hands its output on in FP8.
     """
     choice, limits = how
-    if choice.backend != "native" or limits.wants_top:
+    if choice.backend != "native" or limits.max_logit:
         return None
     dropout = core.attention_dropout if core.training else 0.0
-    in_fp8 = fp8.in_layer(core, *about, limits, dropout, hands_over)
+    in_fp8 = fp8.layer_casts(core, *about, limits, dropout, hands_over)
     return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
 
 
@@ -152,7 +152,7 @@ def _node(
     qkv_format: str,
     dropout: float,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    in_fp8: fp8.InLayer | None = None,
+    in_fp8: fp8.LayerCasts | None = None,
 ) -> Attending:
     """`attention_node` of what runs in a plan."""
     choice, limits = how
@@ -175,7 +175,7 @@ def _node(
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 
 
-def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
+def matches_input(keys: Any, inp: Tensor, batch: int | None) -> bool:
     """Return whether a source of keys goes with the input; `batch`: the dim of it, or None."""
     return keys is inp or (
         type(keys) is Tensor
@@ -187,7 +187,7 @@ def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
     )
 
 
-def angles_of(
+def rotary_angles(
     given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
 ) -> tuple[Tensor, ...] | None:
     """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
@@ -216,7 +216,7 @@ def angles_of(
     return tuple(found[:1] if both[0] is both[1] else found)
 
 
-def sink_of(core: Any) -> tuple | None:
+def sink_key(core: Any) -> tuple | None:
     """Key of the parameter of `core`'s softmax; None without one."""
     sink = core.__dict__["_parameters"].get("softmax_offset")
     if sink is None:  # or a parametrization makes it
@@ -318,7 +318,7 @@ class KeptCalls:
         `tensors` hold queries, keys and values, `arguments` are all others, None where these are
         the defaults. No graph is being traced.
         """
-        asked = fp8.is_asked_for if graph_task() == -1 else fp8.in_force
+        asked = fp8.region_in_fp8 if graph_task() == -1 else fp8.in_force
         if asked(core) or dispatch_modes() or in_transform() or forward_gradients():
             return None  # runs another way
         facts = _core.facts_of_heads(*tensors)
@@ -327,8 +327,9 @@ class KeptCalls:
         own = core.__dict__
         dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
         return (
-            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
-            attention_switches(), _deterministic(), attention_class_name_now(), arguments,
+            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"],
+            sink_key(core), attention_switches(), _deterministic(), attention_class_name_now(),
+            arguments,
         )  # fmt: skip
 
     def known(self, key: tuple) -> KeptCall | None:
@@ -439,7 +440,7 @@ def attend(
     if traced:  # what differs from graph to graph becomes a symbol, of which no plan is made
         slices = tuple([tuple([operator.index(each) for each in slice_]) for slice_ in slices])
         scale, dropout = plan_ops.as_constant(float(scale)), plan_ops.as_constant(float(dropout))
-        limits = limits.but(softcap=plan_ops.as_constant(float(limits.softcap)))
+        limits = limits.replaced(softcap=plan_ops.as_constant(float(limits.softcap)))
     fields, given = _fields(limits, slices, qkv_format == "sbhd", (scale, dropout))
     trained = heads.tensors if in_fp8 else (*heads.tensors, *given)
     gradient = torch.is_grad_enabled() and not exporting()
@@ -465,11 +466,11 @@ def attend(
     call.traced = plan_ops.behind_operators(like)
     records = call.plans.backward is not None
     if casts is not None:
-        fp8.begin(module, call, casts, records)
+        fp8.begin_call(module, call, casts, records)
     run = run_call if records else run_without_backward
     out = run(call, *_rows_of(heads, in_fp8), *given)
     if casts is not None:
-        fp8.end(module, call, casts)
+        fp8.end_call(module, call, casts)
     return _without_gradient(out)
 
 

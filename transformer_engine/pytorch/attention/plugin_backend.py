@@ -45,9 +45,9 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     name, window = options.attn_mask_type, options.window_size
     kind = masks.mask_type(core.attn_mask_type if name is None else name)
     if qkv_format == "thd":
-        kind = masks.padding_form(kind, "qkv_format='thd'")
+        kind = masks.with_padding(kind, "qkv_format='thd'")
     elif not options.has_lengths():
-        kind = masks.full_form(kind)
+        kind = masks.without_padding(kind)
     biased = options.core_attention_bias_type == "alibi"
     slopes = options.alibi_slopes
     if biased and slopes is None:

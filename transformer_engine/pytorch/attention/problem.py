@@ -134,7 +134,7 @@ class Heads(NamedTuple):
         return self._replace(tensors=tuple([tensor.to(dtype) for tensor in self.tensors]))
 
 
-def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
+def given_heads(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
     """Return the tensors that were given: query, key and value (`separate`), or packed ones.
 
     Only the query goes beside `kv`, keys and values in one. `qkv` has all three; `dim`, -3 or -2,
@@ -241,24 +241,24 @@ class Sequences(NamedTuple):
     lengths: Tensor | None  # [batch] int32; None: each ends where the next one begins
     longest: int  # a bound of the lengths
 
-    def ends(self) -> Tensor:
+    def token_counts(self) -> Tensor:
         """Their lengths."""
         return self.offsets[1:] - self.offsets[:-1] if self.lengths is None else self.lengths
 
-    def rows(self, tokens: int) -> Tensor:
+    def token_rows(self, tokens: int) -> Tensor:
         """Which token each row of a padded batch is [batch, longest]; `tokens`: none."""
         row = torch.arange(self.longest, device=self.offsets.device)
-        is_token = row < self.ends()[:, None]
+        is_token = row < self.token_counts()[:, None]
         return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
 
-    def lengths_fit(self, tokens: int) -> Tensor:
+    def valid(self, tokens: int) -> Tensor:
         """Return which lie within their bounds and places among so many tokens, [batch] bool."""
-        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
+        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.token_counts()
         is_long = (lengths < 0) | (lengths > self.longest)
         return ~(is_long | (first < 0) | (first + lengths > after) | (after > tokens))
 
 
-def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
+def packed_sizes(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
     """(sequences, bound of their queries, bound of their keys) of so many tokens of each.
 
     Bounds that are not given are read from the device, and rounded up to a multiple of 64.
@@ -275,7 +275,7 @@ def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, i
     return of_queries.shape[0] - 1, *most
 
 
-def starts_of(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+def sequence_starts(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     """The tokens with which the sequences of queries and of keys begin, as they are given."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
     padded = options.cu_seqlens_q_padded, options.cu_seqlens_kv_padded
@@ -283,7 +283,7 @@ def starts_of(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     return queries, queries if given[1] is None and padded[1] is None else keys
 
 
-def sequences_of(
+def packed_sequences(
     options: AttentionOptions, sizes: tuple[int, ...], tokens: tuple[int, int]
 ) -> tuple[Sequences, Sequences]:
     """Queries and keys of a call, of `sizes` (batch, heads, bound of queries, bound of keys)."""
@@ -418,6 +418,6 @@ def check_tensors(
             "expected the CPU or one CUDA device"
         )
     if packed:
-        batch, queries, keys = sizes_of(options, of_query[0], of_key[0])
+        batch, queries, keys = packed_sizes(options, of_query[0], of_key[0])
         return batch, heads, queries, keys
     return of_query[b], heads, of_query[s], of_key[s]

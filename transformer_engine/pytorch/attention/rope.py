@@ -386,7 +386,7 @@ def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved
 # ---- application ---------------------------------------------------------------------------------
 
 
-def rotate_back(
+def rotary_backward(
     grad: Tensor, freqs: Tensor, interleaved: bool, form: str, *positions: Any
 ) -> Tensor:
     """Gradient of `t` of `apply_rotary_pos_emb`, by that of its result; without autograd.
@@ -402,7 +402,7 @@ def rotate_back(
     return _rotate(False, grad, angles, packed, starts, sequence_first, interleaved, *ranks, True)
 
 
-def join_back(
+def fused_qkv_rotary_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     freqs: tuple[Tensor, Tensor],
     sizes: list[int],

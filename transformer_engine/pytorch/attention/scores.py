@@ -297,7 +297,7 @@ class _Modified(torch.autograd.Function):
         return None, mod._checked(made, scores, "score_mod_bprop")
 
 
-def score_mod_of(
+def checked_score_mod(
     function: Any, backward: Any, tensors: Any, backward_tensors: Any, bias_type: str
 ) -> ScoreMod | None:
     """Check the argument of a call; None: there is none. TypeError or ValueError if wrong."""

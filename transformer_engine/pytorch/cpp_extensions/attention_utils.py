@@ -27,7 +27,7 @@ from transformer_engine.pytorch.attention.problem import (
     check_format,
     layout_parts,
 )
-from transformer_engine.pytorch.attention.scores import score_mod_of
+from transformer_engine.pytorch.attention.scores import checked_score_mod
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
@@ -182,7 +182,7 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     )  # fmt: skip
     dtype = _dtype_of(params)
     mods = [repr if asked else None for asked in (params.has_score_mod, params.has_score_mod_bprop)]
-    modified = score_mod_of(*mods, None, None, params.core_attention_bias_type) is not None
+    modified = checked_score_mod(*mods, None, None, params.core_attention_bias_type) is not None
     module = DotProductAttention(
         params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
         params.attention_dropout, attn_mask_type=params.attn_mask_type,
@@ -231,8 +231,8 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     in_fp8 = recipe is not None
     return call_kind._replace(
         fp8=in_fp8,
-        drops=in_fp8 and params.is_training and params.attention_dropout > 0.0,
-        fp8_unbuilt=fp8.unbuilt_name(recipe),
+        fp8_dropout=in_fp8 and params.is_training and params.attention_dropout > 0.0,
+        fp8_unbuilt=fp8.unsupported_name(recipe),
     )
 
 
@@ -310,7 +310,7 @@ def check_set_window_size(
     (-1, 0) for causal types without one, (-1, -1) for others. ValueError for a window that does not
     go with the type.
     """
-    return masks.window_of(window_size, masks.mask_type(attn_mask_type))
+    return masks.effective_window(window_size, masks.mask_type(attn_mask_type))
 
 
 # ---- lengths -------------------------------------------------------------------------------------
@@ -396,10 +396,10 @@ def get_padding_mask(
 
 
 def _length_mask(sums: Any, batch: int, longest: int | None, label: str) -> Tensor:
-    lengths = masks.lengths_of(sums, batch, label)
+    lengths = masks.sequence_lengths(sums, batch, label)
     if longest is None:
         longest = int(lengths.max()) if batch > 0 else 0
-    return masks.length_mask(lengths, longest)
+    return masks.padding_mask(lengths, longest)
 
 
 # ---- layouts -------------------------------------------------------------------------------------

@@ -11,14 +11,19 @@ from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.lowering import angles_for_cache
-from transformer_engine.pytorch.attention.plan import alike, angles_of, attention_node, sink_of
+from transformer_engine.pytorch.attention.plan import (
+    attention_node,
+    matches_input,
+    rotary_angles,
+    sink_key,
+)
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     CoreOptions,
     Heads,
     check_dispatch,
-    sizes_of,
-    starts_of,
+    packed_sizes,
+    sequence_starts,
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name_now
@@ -396,14 +401,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         None where it has to call its modules.
         """
         core, key = self._modules["core_attention"], None
-        in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"])
+        in_fp8 = fp8.layer_key(core, inp.shape[self.qkv_format == "bshd"])
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
                 options[2:10], options.softcap, self.qk_norm_before_rope,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
-                core.return_max_logit, dtype, inp.device, sink_of(core),
+                core.return_max_logit, dtype, inp.device, sink_key(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
                 in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
@@ -436,15 +441,15 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or options.thd_attention_policies is not None
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
-            or not alike(keys, inp, None if packed else b)
+            or not matches_input(keys, inp, None if packed else b)
         ):
             return None
         tokens = (inp.shape[0], keys.shape[0]) if packed else None
         if packed:
-            batch, *lengths = sizes_of(options, *tokens)
+            batch, *lengths = packed_sizes(options, *tokens)
         else:
             batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
-        angles = angles_of(options.rotary_pos_emb, lengths, slices, inp)
+        angles = rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
         if angles is None:
             return None
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
@@ -458,7 +463,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         """Return whether the projection is handed the output of attention in FP8."""
         proj = self._modules["proj"]  # it, or the core, may be another package's
         ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
-        return ours and fp8.hands_to(core, proj)
+        return ours and fp8.hands_fp8_to(core, proj)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
@@ -577,7 +582,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             query, key = self._normed(query, key)
         if angles is not None:
             packed, start_positions = self.qkv_format == "thd", None
-            starts = starts_of(call) if packed and params is None else (None, None)
+            starts = sequence_starts(call) if packed and params is None else (None, None)
             if params is not None:  # positions go on where the sequences have ended
                 now, length = params.lengths, query.shape[0 if self.qkv_format == "sbhd" else 1]
                 start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)

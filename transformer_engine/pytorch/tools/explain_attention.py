@@ -19,7 +19,7 @@ from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     check_splits,
-    heads_of,
+    given_heads,
 )
 from transformer_engine.pytorch.execution.thread_state import current_state
 
@@ -98,7 +98,7 @@ def explain_attention(
     dtype, device = _kind_of((*layers, *packed), dtype, device)
     if any(isinstance(each, tuple) for each in (*layers, *packed)):
         layers, packed = ([_on_meta(each, dtype) for each in some] for some in (layers, packed))
-    heads = heads_of(tuple(layers), *packed, arguments.get("qkv_interleave_dim", -3))
+    heads = given_heads(tuple(layers), *packed, arguments.get("qkv_interleave_dim", -3))
     given = {name: value for name, value in arguments.items() if name in AttentionOptions._fields}
     for names, of in ((_SHAPES, dtype), (_SUMS, torch.int32)):
         given |= {n: _on_meta(given[n], of) for n in names if isinstance(given.get(n), tuple)}
@@ -122,7 +122,7 @@ def _about_fp8(
 ) -> str:
     """Text about FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
     state = current_state()
-    if not state.enabled or not fp8.asks_for_it(state.recipe):
+    if not state.enabled or not fp8.asks_for_attention(state.recipe):
         return ""
     recipe, named = fp8.recipe_of(state.recipe, core), TE_DPA_FP8_RECIPE.get()
     asked = state.recipe.custom() and not named  # the quantizers say by which one
@@ -134,7 +134,7 @@ def _about_fp8(
         return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
     limited = call_kind.mask_type.padding or max(call_kind.window) >= 0
     dropout = core.attention_dropout if core.training else 0.0
-    facts = fp8.facts_of(
+    facts = fp8.backward_facts(
         recipe, device=call_kind.device, channels=call_kind.channels, limited=limited,
         packed=call_kind.packed, dropout=dropout, **about,
     )  # fmt: skip
