@@ -2,14 +2,14 @@
 """Which backend runs an attention, and why not another one: one table of features.
 
 The arguments of a call, the settings of its module and what is in force become a `CallKind`
-(`BackendChoice`), which the table is asked about. From `FEATURES` come the choice at a call
+(`kind_of_call`), which the table is asked about. From `FEATURES` come the choice at a call
 (`choose_backend`), what no backend runs and so is refused when a module is made
 (`check_constructible`), the answers of `te.explain_attention` and of `utils.get_attention_backend`.
 What a backend learns to run leaves its row; a new feature of a call is a field of `CallKind` and a
 row here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -377,18 +377,6 @@ def choose_backend(call_kind: CallKind) -> Choice:
     raise ValueError(f"DotProductAttention: no backend is left ({found}){fix}")
 
 
-def check_constructible(call_kinds: Iterable[CallKind]) -> None:
-    """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
-    error: Any = None
-    for call_kind in call_kinds:
-        try:
-            choose_backend(call_kind)
-            return
-        except ValueError as refused:
-            error = refused
-    raise error
-
-
 # ---- the kind of a call --------------------------------------------------------------------------
 
 
@@ -463,209 +451,209 @@ def _are_apart(slopes: Tensor | None) -> bool:
     return slopes.dim() == 2 and slopes.shape[0] > 1
 
 
-class BackendChoice:
-    """The part of `DotProductAttention` that chooses a backend for its calls."""
+def kind_of_call(
+    core: Any,
+    heads: Heads,
+    options: AttentionOptions,
+    qkv_format: str | None = None,
+    modified: bool = False,
+    device: torch.device | None = None,
+) -> CallKind:
+    """The kind of a call, as `attend` would find it.
 
-    attn_mask_type: str
-    window_size: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    qkv_format: str
-    num_attention_heads: int
-    num_gqa_groups: int
-    hidden_size_per_attention_head_k: int
-    hidden_size_per_attention_head_v: int
-    softcap: float
-    softmax_scale: float
-    softmax_type: str
-    softmax_offset: Tensor | None
-    return_max_logit: bool
-    attention_dropout: float
-    training: bool
-    _decisions: dict[tuple, _Decision]
+    `modified`: with a `score_mod`. `device` is that of the call, where its tensors stand for
+    others on the meta device.
+    """
+    qkv_format = qkv_format or core.qkv_format
+    check_format(qkv_format, True)
+    heads, options, qkv_format = in_one_format(heads, options, qkv_format)
+    if options.inference_params is not None:
+        options = options_for_cache(options, core.attn_mask_type, core.window_size)
+        of_keys = options.inference_params.lengths.cu_seqlens_kv
+        longest = options.inference_params.max_sequence_length
+        options = options._replace(cu_seqlens_kv=of_keys, max_seqlen_kv=longest)
+    query, key, value = heads.split()
+    sizes = check_tensors(core, query, key, value, qkv_format, options)
+    packed = qkv_format == "thd"
+    device = query.device if device is None else device
+    return _call_kind(core, *_facts(core, options, sizes, query, packed, modified, device))
 
-    def call_kind_of(
-        self,
-        heads: Heads,
-        options: AttentionOptions,
-        qkv_format: str | None = None,
-        modified: bool = False,
-        device: torch.device | None = None,
-    ) -> CallKind:
-        """The kind of a call, as `attend` would find it.
 
-        `modified`: with a `score_mod`. `device` is that of the call, where its tensors stand for
-        others on the meta device.
-        """
-        qkv_format = qkv_format or self.qkv_format
-        check_format(qkv_format, True)
-        heads, options, qkv_format = in_one_format(heads, options, qkv_format)
-        if options.inference_params is not None:
-            options = options_for_cache(options, self.attn_mask_type, self.window_size)
-            of_keys = options.inference_params.lengths.cu_seqlens_kv
-            longest = options.inference_params.max_sequence_length
-            options = options._replace(cu_seqlens_kv=of_keys, max_seqlen_kv=longest)
-        query, key, value = heads.split()
-        sizes = check_tensors(self, query, key, value, qkv_format, options)
-        packed = qkv_format == "thd"
-        device = query.device if device is None else device
-        return self._call_kind(*self._facts(options, sizes, query, packed, modified, device))
+def limits_for(
+    core: Any,
+    options: AttentionOptions,
+    sizes: tuple[int, ...],
+    query: Tensor,
+    tokens: tuple[int, int] | None = None,
+    score_mod: Any = None,
+) -> tuple[Choice, Limits]:
+    """Which backend runs a call, and what its queries may attend.
 
-    def limits_for(
-        self,
-        options: AttentionOptions,
-        sizes: tuple[int, ...],
-        query: Tensor,
-        tokens: tuple[int, int] | None = None,
-        score_mod: Any = None,
-    ) -> tuple[Choice, Limits]:
-        """Which backend runs a call, and what its queries may attend.
+    `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries;
+    `tokens` are all queries and keys of packed sequences.
+    """
+    of = options, sizes, query, tokens is not None, score_mod is not None
+    call_kind, choice, limits = _decision_for(core, *of)
+    if (
+        limits is None
+        or options.core_attention_bias is not None
+        or options.alibi_slopes is not None
+    ):
+        given = (call_kind, options, sizes, core.softmax_scale, query)
+        limits = call_limits(*given, (0, 0) if tokens is None else tokens)
+    if score_mod is not None:
+        limits = limits.replaced(score_mod=score_mod)
+    if call_kind.softcap:
+        in_cap = call_kind.bias == "pre_scale_bias"
+        limits = limits.replaced(softcap=_cap_of(core, options), bias_in_cap=in_cap)
+    sink = _sink(core, query)
+    return choice, limits if sink is None else limits.replaced(sink=sink)
 
-        `sizes` are (batch, heads, queries, keys); `query` has the dtype and device of the queries;
-        `tokens` are all queries and keys of packed sequences.
-        """
-        of = options, sizes, query, tokens is not None, score_mod is not None
-        call_kind, choice, limits = self._decision_for(*of)
-        if (
-            limits is None
-            or options.core_attention_bias is not None
-            or options.alibi_slopes is not None
-        ):
-            given = (call_kind, options, sizes, self.softmax_scale, query)
-            limits = call_limits(*given, (0, 0) if tokens is None else tokens)
-        if score_mod is not None:
-            limits = limits.replaced(score_mod=score_mod)
-        if call_kind.softcap:
-            in_cap = call_kind.bias == "pre_scale_bias"
-            limits = limits.replaced(softcap=self._cap_of(options), bias_in_cap=in_cap)
-        sink = self._sink(query)
-        return choice, limits if sink is None else limits.replaced(sink=sink)
 
-    def _cap_of(self, options: AttentionOptions) -> float:
-        """Bound of the scores of a call; 0: none."""
-        return check_softcap(self.softcap if options.softcap is None else options.softcap)
+def _cap_of(core: Any, options: AttentionOptions) -> float:
+    """Bound of the scores of a call; 0: none."""
+    return check_softcap(core.softcap if options.softcap is None else options.softcap)
 
-    def _sink(self, query: Tensor) -> Tensor | None:
-        """Scores without a key [heads] fp32; None for a vanilla softmax."""
-        if self.softmax_type == "vanilla":
-            return None
-        if self.softmax_type == "off-by-one":  # `softmax_offset` need not be where the queries are
-            return query.new_zeros(self.num_attention_heads, dtype=torch.float32)
-        return self.softmax_offset.float()
 
-    def _decision_for(
-        self,
-        options: AttentionOptions,
-        sizes: tuple[int, ...],
-        query: Tensor,
-        packed: bool,
-        modified: bool,
-    ) -> _Decision:
-        """Return the decision about a call, remembered for the next one of its kind."""
-        facts = self._facts(options, sizes, query, packed, modified, query.device)
-        traced = torch.compiler.is_compiling()
-        decision = None if traced else self._decisions.get(facts)
-        if decision is None:
-            call_kind = self._call_kind(*facts)
-            decision = _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
-        if not traced:
-            self._decisions[facts] = decision
-            self.__dict__["_ran"] = decision.choice
-        return decision
+def _sink(core: Any, query: Tensor) -> Tensor | None:
+    """Scores without a key [heads] fp32; None for a vanilla softmax."""
+    if core.softmax_type == "vanilla":
+        return None
+    if core.softmax_type == "off-by-one":  # `softmax_offset` need not be where the queries are
+        return query.new_zeros(core.num_attention_heads, dtype=torch.float32)
+    return core.softmax_offset.float()
 
-    def _facts(
-        self,
-        options: AttentionOptions,
-        sizes: tuple[int, ...],
-        query: Tensor,
-        packed: bool,
-        modified: bool,
-        device: torch.device,
-    ) -> tuple:
-        """All that the choice of a backend for a call depends on: arguments of `_call_kind`."""
-        mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
-        window = self.window_size if options.window_size is None else options.window_size
-        in_fp8, cap, dtype = fp8.in_force(self), self._cap_of(options), query.dtype
-        if any_autocast():
-            dtype = autocast_dtype(device.type) or dtype
-        return (
-            self.attn_mask_type if mask is None else mask,
-            tuple(window) if isinstance(window, list) else window,
-            self.bottom_right_diagonal if bottom_right is None else bottom_right,
-            options.core_attention_bias_type,
-            sizes[2] == sizes[3],
-            dtype,
-            device,
-            _switches(),
-            "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
-            packed,
-            not packed and not options.has_lengths(),
-            _are_apart(options.alibi_slopes),
-            options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
-            in_fp8,
-            options.attention_mask is not None and options.inference_params is None,
-            sizes[2] == 1 and not packed,
-            in_fp8 and self.training and self.attention_dropout > 0.0,
-            modified,
-            fp8.unsupported_recipe(self) if in_fp8 else "",
-            attention_class_name(),
-            packed and options.has_gaps(),
-            cap > 0.0,
-        )
 
-    def _call_kind(
-        self,
-        mask: str,
-        window: tuple[int, int] | None,
-        bottom_right: bool | None,
-        bias: str,
-        square: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        switches: AttentionSwitches,
-        unusual: str = "",
-        packed: bool = False,
-        full_length: bool = False,
-        slopes_apart: bool = False,
-        slopes_grad: bool = False,
-        in_fp8: bool = False,
-        has_mask: bool = False,
-        *more: Any,
-    ) -> CallKind:
-        """The kind of call of such facts; `more` are fields of it, from `one_query` on."""
-        kind = masks.mask_type(mask)
-        if packed:
-            kind = masks.with_padding(kind, "qkv_format='thd'")
-        window = masks.effective_window(window, kind)
-        if full_length:
-            kind = masks.without_padding(kind)
-        one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
-        grouped = self.num_gqa_groups != self.num_attention_heads
-        channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        return CallKind(
-            kind, window, masks.ends_bottom_right(bottom_right, kind), square, bias, grouped, dtype,
-            device.type, switches, channels, *_device_facts(device), unusual, packed, slopes_grad,
-            slopes_apart, self.softmax_type, self.return_max_logit, in_fp8,
-            has_mask and kind.padding, *more,
-        )  # fmt: skip
+def _decision_for(
+    core: Any,
+    options: AttentionOptions,
+    sizes: tuple[int, ...],
+    query: Tensor,
+    packed: bool,
+    modified: bool,
+) -> _Decision:
+    """Return the decision about a call, remembered for the next one of its kind."""
+    facts = _facts(core, options, sizes, query, packed, modified, query.device)
+    traced = torch.compiler.is_compiling()
+    decision = None if traced else core._decisions.get(facts)
+    if decision is None:
+        call_kind = _call_kind(core, *facts)
+        decision = _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
+    if not traced:
+        core._decisions[facts] = decision
+        core.__dict__["_ran"] = decision.choice
+    return decision
 
-    def get_qkv_quantization_capabilities(self) -> dict[str, bool]:
-        """By which recipes this attention casts queries, keys and values, by their classes' names.
 
-        True where some backend runs a call without mask, bias or dropout so, with the settings of
-        the module and of the environment, on the current device: CUDA where there is one.
-        """
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        calls = list(self._mildest_calls(device, _switches()))
-        found, capped = {}, self.softcap > 0.0
-        for recipe in _RECIPES:
-            own = {"fp8": True, "fp8_unbuilt": fp8.unsupported_name(recipe()), "softcap": capped}
-            asked = (refusals(call._replace(**own)) for call in calls)
-            found[recipe.__name__] = any(None in each.values() for each in asked)
-        return found
+def _facts(
+    core: Any,
+    options: AttentionOptions,
+    sizes: tuple[int, ...],
+    query: Tensor,
+    packed: bool,
+    modified: bool,
+    device: torch.device,
+) -> tuple:
+    """All that the choice of a backend for a call depends on: arguments of `_call_kind`."""
+    mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
+    window = core.window_size if options.window_size is None else options.window_size
+    in_fp8, cap, dtype = fp8.in_force(core), _cap_of(core, options), query.dtype
+    if any_autocast():
+        dtype = autocast_dtype(device.type) or dtype
+    return (
+        core.attn_mask_type if mask is None else mask,
+        tuple(window) if isinstance(window, list) else window,
+        core.bottom_right_diagonal if bottom_right is None else bottom_right,
+        options.core_attention_bias_type,
+        sizes[2] == sizes[3],
+        dtype,
+        device,
+        _switches(),
+        "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
+        packed,
+        not packed and not options.has_lengths(),
+        _are_apart(options.alibi_slopes),
+        options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
+        in_fp8,
+        options.attention_mask is not None and options.inference_params is None,
+        sizes[2] == 1 and not packed,
+        in_fp8 and core.training and core.attention_dropout > 0.0,
+        modified,
+        fp8.unsupported_recipe(core) if in_fp8 else "",
+        attention_class_name(),
+        packed and options.has_gaps(),
+        cap > 0.0,
+    )
 
-    def _mildest_calls(
-        self, device: torch.device = _CPU, switches: AttentionSwitches = _ALL_ON
-    ) -> Iterator[CallKind]:
-        """The kinds of call that ask the least of a backend, one of each dtype."""
-        for dtype in DTYPES:
-            yield self._call_kind("no_mask", None, None, "no_bias", True, dtype, device, switches)
+
+def _call_kind(
+    core: Any,
+    mask: str,
+    window: tuple[int, int] | None,
+    bottom_right: bool | None,
+    bias: str,
+    square: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    switches: AttentionSwitches,
+    unusual: str = "",
+    packed: bool = False,
+    full_length: bool = False,
+    slopes_apart: bool = False,
+    slopes_grad: bool = False,
+    in_fp8: bool = False,
+    has_mask: bool = False,
+    *more: Any,
+) -> CallKind:
+    """The kind of call of such facts; `more` are fields of it, from `one_query` on."""
+    kind = masks.mask_type(mask)
+    if packed:
+        kind = masks.with_padding(kind, "qkv_format='thd'")
+    window = masks.effective_window(window, kind)
+    if full_length:
+        kind = masks.without_padding(kind)
+    one_of(_NAME, BIAS_TYPES, core_attention_bias_type=bias)
+    grouped = core.num_gqa_groups != core.num_attention_heads
+    channels = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
+    return CallKind(
+        kind, window, masks.ends_bottom_right(bottom_right, kind), square, bias, grouped, dtype,
+        device.type, switches, channels, *_device_facts(device), unusual, packed, slopes_grad,
+        slopes_apart, core.softmax_type, core.return_max_logit, in_fp8,
+        has_mask and kind.padding, *more,
+    )  # fmt: skip
+
+
+def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
+    """By which recipes this attention casts queries, keys and values, by their classes' names.
+
+    True where some backend runs a call without mask, bias or dropout so, with the settings of
+    the module and of the environment, on the current device: CUDA where there is one.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    calls = list(_mildest_calls(core, device, _switches()))
+    found, capped = {}, core.softcap > 0.0
+    for recipe in _RECIPES:
+        own = {"fp8": True, "fp8_unbuilt": fp8.unsupported_name(recipe()), "softcap": capped}
+        asked = (refusals(call._replace(**own)) for call in calls)
+        found[recipe.__name__] = any(None in each.values() for each in asked)
+    return found
+
+
+def _mildest_calls(
+    core: Any, device: torch.device = _CPU, switches: AttentionSwitches = _ALL_ON
+) -> Iterator[CallKind]:
+    """The kinds of call that ask the least of a backend, one of each dtype."""
+    for dtype in DTYPES:
+        yield _call_kind(core, "no_mask", None, None, "no_bias", True, dtype, device, switches)
+
+
+def check_constructible(core: Any) -> None:
+    """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
+    error: Any = None
+    for call_kind in _mildest_calls(core):
+        try:
+            choose_backend(call_kind)
+            return
+        except ValueError as refused:
+            error = refused
+    raise error

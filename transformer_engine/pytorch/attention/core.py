@@ -15,9 +15,10 @@ from transformer_engine.pytorch.attention import fp8, lowering, masks, plan, plu
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
-    BackendChoice,
     Choice,
     check_constructible,
+    get_qkv_quantization_capabilities,
+    limits_for,
 )
 from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import KeptCalls
@@ -77,7 +78,7 @@ _OF_CALLS = (
 """Attributes that calls set, or that are part of what they are kept by."""
 
 
-class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
+class DotProductAttention(ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -207,7 +208,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             self.softmax_offset = torch.nn.Parameter(offset) if learns else offset
             if learns and have_memory(self):
                 self.reset_parameters()
-        check_constructible(self._mildest_calls())
+        check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
 
@@ -273,6 +274,9 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             + (f", softcap={self.softcap}" if self.softcap else "")
             + ("" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type}")
         )
+
+    limits_for = limits_for
+    get_qkv_quantization_capabilities = get_qkv_quantization_capabilities
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -443,8 +447,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 and given == _DEFAULTS
             ):
                 given = None
-            found_by = calls.key_of(self, tensors, given)
-            found = None if found_by is None else calls.known(found_by)
+            found_by, found = calls.look_up(self, tensors, given)
             if found is not None:
                 self.__dict__["_ran"] = found.choice
                 return found.run(tensors)

@@ -312,32 +312,31 @@ class KeptCalls:
         self._by_arguments: dict[tuple, KeptCall] = {}
         self._calls: dict[tuple, tuple[ModuleCall, Callable | None]] = {}
 
-    def key_of(self, core: Any, tensors: tuple, arguments: tuple | None) -> tuple | None:
-        """Key of a call; None for one that runs in no plan.
+    def look_up(
+        self, core: Any, tensors: tuple, arguments: tuple | None
+    ) -> tuple[tuple | None, KeptCall | None]:
+        """Key of a call, None for one that runs in no plan, and the call that is kept by it.
 
         `tensors` hold queries, keys and values, `arguments` are all others, None where these are
         the defaults. No graph is being traced.
         """
         asked = fp8.region_in_fp8 if graph_task() == -1 else fp8.in_force
         if asked(core) or dispatch_modes() or in_transform() or forward_gradients():
-            return None  # runs another way
+            return None, None  # runs another way
         facts = _core.facts_of_heads(*tensors)
         if facts is None:
-            return None
+            return None, None
         own = core.__dict__
         dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
-        return (
+        key = (
             facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"],
             sink_key(core), attention_switches(), _deterministic(), attention_class_name_now(),
             arguments,
         )  # fmt: skip
-
-    def known(self, key: tuple) -> KeptCall | None:
-        """The call of a key that has been kept."""
         try:
-            return self._by_arguments.get(key)
+            return key, self._by_arguments.get(key)
         except TypeError:  # an argument is a list
-            return None
+            return key, None
 
     def find(
         self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import fp8, masks
-from transformer_engine.pytorch.attention.backends import BIAS_TYPES, SOFTMAX_TYPES, refusals
+from transformer_engine.pytorch.attention.backends import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    kind_of_call,
+    refusals,
+)
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
@@ -223,7 +228,7 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
         )
     )
     form = "thd" if packed else "bshd"
-    call_kind = module.call_kind_of(tensors, options, form, modified, device)
+    call_kind = kind_of_call(module, tensors, options, form, modified, device)
     if params.deterministic:
         switches = call_kind.switches._replace(nondeterministic=False)
         call_kind = call_kind._replace(switches=switches)

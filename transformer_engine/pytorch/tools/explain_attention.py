@@ -12,6 +12,7 @@ from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
+    kind_of_call,
     refusals,
 )
 from transformer_engine.pytorch.attention.core import DotProductAttention
@@ -106,7 +107,7 @@ def explain_attention(
     _bound(given, arguments.get("qkv_format") or core.qkv_format, tensors)
     options = AttentionOptions(**given)
     modified = arguments.get("score_mod") is not None
-    call_kind = core.call_kind_of(heads, options, arguments.get("qkv_format"), modified, device)
+    call_kind = kind_of_call(core, heads, options, arguments.get("qkv_format"), modified, device)
     found = refusals(call_kind)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
