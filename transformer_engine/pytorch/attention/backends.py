@@ -180,9 +180,7 @@ FEATURES: tuple[Feature, ...] = (
         {"cudnn": "the kernel of cuDNN 9.19 computes something else"},
     ),
     Feature(
-        "fp32",
-        lambda s: s.dtype is torch.float32,
-        {"cudnn": "cuDNN's kernels take fp16 and bf16"},
+        "fp32", lambda s: s.dtype is torch.float32, {"cudnn": "cuDNN's kernels take fp16 and bf16"}
     ),
     Feature(
         "{channels} channels of a head",
@@ -237,10 +235,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "softcap",
         lambda s: s.softcap,
-        {
-            "plugin": "its forward is given none",
-            "sdpa": "it keeps its scores to itself",
-        },
+        {"plugin": "its forward is given none", "sdpa": "it keeps its scores to itself"},
     ),
     Feature(
         "softcap of scores with a pre_scale_bias",
@@ -311,13 +306,9 @@ BACKENDS = {
         lambda s: bool(s.plugin),
     ),
     "native": Backend(None, "the library's own operator (cuDNN on CUDA)"),
-    "sdpa": Backend(
-        torch_backends.attend_by_sdpa,
-        "torch's scaled_dot_product_attention",
-    ),
+    "sdpa": Backend(torch_backends.attend_by_sdpa, "torch's scaled_dot_product_attention"),
     "unfused": Backend(
-        torch_backends.attend_in_steps,
-        "two batched products and the library's softmax",
+        torch_backends.attend_in_steps, "two batched products and the library's softmax"
     ),
     "flash": Backend(None, "the flash-attn package"),
 }
@@ -443,14 +434,6 @@ def _unusual(
     return ""
 
 
-def _are_apart(slopes: Tensor | None) -> bool:
-    """Return whether the slopes of ALiBi are of each sequence, not of all."""
-    if slopes is None:
-        return False
-    masks.check_real(slopes, f"{_NAME}: alibi_slopes")
-    return slopes.dim() == 2 and slopes.shape[0] > 1
-
-
 def kind_of_call(
     core: Any,
     heads: Heads,
@@ -558,6 +541,9 @@ def _facts(
     mask, bottom_right = options.attn_mask_type, options.bottom_right_diagonal
     window = core.window_size if options.window_size is None else options.window_size
     in_fp8, cap, dtype = fp8.in_force(core), _cap_of(core, options), query.dtype
+    slopes = options.alibi_slopes
+    if slopes is not None:
+        masks.check_real(slopes, f"{_NAME}: alibi_slopes")
     if any_autocast():
         dtype = autocast_dtype(device.type) or dtype
     return (
@@ -572,8 +558,8 @@ def _facts(
         "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
         packed,
         not packed and not options.has_lengths(),
-        _are_apart(options.alibi_slopes),
-        options.alibi_slopes is not None and options.alibi_slopes.requires_grad,
+        slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1,
+        slopes is not None and slopes.requires_grad,
         in_fp8,
         options.attention_mask is not None and options.inference_params is None,
         sizes[2] == 1 and not packed,

@@ -330,8 +330,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
         lambda f: f.limited,
     ),
     Clause(
-        "heads that have not 128 channels: cuDNN has no kernel",
-        lambda f: f.channels != (128, 128),
+        "heads that have not 128 channels: cuDNN has no kernel", lambda f: f.channels != (128, 128)
     ),
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
     Clause(

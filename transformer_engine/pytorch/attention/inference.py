@@ -282,8 +282,10 @@ class InferenceParams:
 
     def _set_new(self, counts: list[int]) -> None:
         """Take in how many tokens the sequences of a step get."""
-        self._longest_new = _bound([*counts, 0])
-        self._new = max([*counts, 0]), sum(counts)
+        longest = max([*counts, 0])
+        # 1 where that is enough, else a multiple of 64: few bounds come up, and each has a plan.
+        self._longest_new = 1 if longest <= 1 else -(-longest // 64) * 64
+        self._new = longest, sum(counts)
 
     def reserve(self, tokens: int | None = None) -> None:
         """Take the pages now that all sequences need for so many tokens in all.
@@ -414,9 +416,3 @@ class InferenceParams:
             table = table[: totals.shape[0]]
         traced = plan_ops.behind_operators(key)
         return gather_tokens(traced, key, value, totals, table, tokens)
-
-
-def _bound(counts: list[int]) -> int:
-    """1 where that is enough, else a multiple of 64: few bounds come up, and each has a plan."""
-    longest = max(counts)
-    return 1 if longest <= 1 else -(-longest // 64) * 64

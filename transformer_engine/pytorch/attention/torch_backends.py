@@ -55,10 +55,7 @@ def _nan_unless(out: Tensor, fit: Tensor) -> Tensor:
 
 
 def _run_padded(
-    run: Callable,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    limits: Limits,
-    *arguments: float,
+    run: Callable, tensors: tuple[Tensor, Tensor, Tensor], limits: Limits, *arguments: float
 ) -> Any:
     """Run a backend that takes no packed sequences over a padded batch; tokens of none get 0."""
     query, key, value = tensors
@@ -94,15 +91,9 @@ def attend_by_sdpa(
     # cuDNN refuses to drop everything, and makes nothing of a batch of none.
     plain = dropout == 1.0 or query.numel() == 0 or key.numel() == 0
     with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        tensors = aligned(query), aligned(key), aligned(value)
         out = torch.nn.functional.scaled_dot_product_attention(
-            aligned(query),
-            aligned(key),
-            aligned(value),
-            None,
-            dropout,
-            causal,
-            scale=scale,
-            enable_gqa=grouped,
+            *tensors, None, dropout, causal, scale=scale, enable_gqa=grouped
         )
     return with_aligned_gradient(out)
 
@@ -136,18 +127,15 @@ def attend_in_steps(
     if limits.score_mod is None and limits.softcap == 0.0:
         scores = _product(*factors, scale).view(batch, heads, queries, keys)
     else:
-        with _in_own_dtypes(query.device):
+        device = query.device.type
+        rounds = autocast_dtype(device) is not None  # it would round what is multiplied
+        with torch.autocast(device, enabled=False) if rounds else contextlib.nullcontext():
             scores = _product(*(factor.float() for factor in factors), scale)
         scores, limits = _modified(scores.view(batch, heads, queries, keys), limits)
     probabilities = scaled_softmax(
-        scores,
-        limits.mask,
-        limits.bias,
-        sink=limits.sink,
-        dropout=dropout,
-        window=limits.window,
+        scores, limits.mask, limits.bias, sink=limits.sink, dropout=dropout, window=limits.window,
         diagonal=diagonal,
-    )
+    )  # fmt: skip
     if limits.round_weights is not None:
         probabilities = limits.round_weights(probabilities)
     values = value.reshape(batch * groups, keys, value.shape[3])
@@ -174,13 +162,6 @@ def _modified(scores: Tensor, limits: Limits) -> tuple[Tensor, Limits]:
     if limits.score_mod is not None:
         scores = limits.score_mod(scores)
     return scores, limits
-
-
-def _in_own_dtypes(device: torch.device) -> Any:
-    """Without `torch.autocast`, which would round what is multiplied."""
-    if autocast_dtype(device.type) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _largest(scores: Tensor, limits: Limits, diagonal: int) -> Tensor:

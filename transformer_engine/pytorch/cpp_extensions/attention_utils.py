@@ -168,67 +168,60 @@ def _dtype_of(params: AttentionParams) -> torch.dtype:
     return dtype
 
 
-def _leads(params: AttentionParams, packed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dims that count the queries, and the keys: those before the heads."""
-    batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
-    if not packed:
-        return (batch, queries), (batch, keys)
-    tokens = params.num_tokens_q, params.num_tokens_kv
-    whole = batch * queries, batch * keys
-    counted = [given or n for given, n in zip(tokens, whole, strict=True)]
-    return (counted[0],), (counted[1],)
-
-
 def _call_kind_of(params: AttentionParams) -> CallKind:
     """The kind of call that is described; raises what `DotProductAttention` would."""
     refuse_options(
         "get_attention_backend", context_parallel=(params.context_parallel, False),
         cp_size=(params.cp_size, 1), cp_size_a2a=(params.cp_size_a2a, 1),
     )  # fmt: skip
-    dtype = _dtype_of(params)
+    like, bias_type = (
+        {"dtype": _dtype_of(params), "device": "meta"},
+        params.core_attention_bias_type,
+    )
     mods = [repr if asked else None for asked in (params.has_score_mod, params.has_score_mod_bprop)]
-    modified = checked_score_mod(*mods, None, None, params.core_attention_bias_type) is not None
+    modified = checked_score_mod(*mods, None, None, bias_type) is not None
     module = DotProductAttention(
         params.num_heads, (params.head_dim_qk, params.head_dim_v), params.num_gqa_groups,
         params.attention_dropout, attn_mask_type=params.attn_mask_type,
         softmax_type=params.softmax_type, return_max_logit=params.return_max_logit,
         softcap=params.softcap,
     )  # fmt: skip
-    batch, heads, groups = params.batch_size, params.num_heads, params.num_gqa_groups
-    queries, keys = params.max_seqlen_q, params.max_seqlen_kv
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    like = {"dtype": dtype, "device": "meta"}
-    bias, slopes, mask = None, None, None
-    trains = params.is_training and params.core_attention_bias_requires_grad
-    if params.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
-        full, shape = (batch, heads, queries, keys), params.core_attention_bias_shape or "1hss"
+    batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
+    bias, slopes, mask, sums = None, None, None, None
+    if bias_type in ("pre_scale_bias", "post_scale_bias"):
+        shape, full = params.core_attention_bias_shape or "1hss", (batch, params.num_heads)
         if isinstance(shape, str):
+            full = *full, queries, keys
             shape = tuple(1 if c == "1" else n for c, n in zip(shape, full, strict=True))
+        trains = params.is_training and params.core_attention_bias_requires_grad
         bias = torch.empty(shape, **like, requires_grad=trains)
     if params.alibi_slopes_shape is not None:
         slopes = torch.empty(params.alibi_slopes_shape, device="meta")
     if params.attn_mask_type == "arbitrary":
         mask = torch.empty(batch, 1, queries, keys, **like)
     packed = layout_parts(params.qkv_layout)[0] == "thd"
-    lead = _leads(params, packed)
-    told = packed or masks.mask_type(params.attn_mask_type).padding
-    sums = torch.empty(batch + 1, dtype=torch.int32, device="meta") if told else None
+    if packed or masks.mask_type(params.attn_mask_type).padding:
+        sums = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     options = AttentionOptions(
         mask, window_size=params.window_size, bottom_right_diagonal=params.bottom_right_diagonal,
-        core_attention_bias_type=params.core_attention_bias_type, core_attention_bias=bias,
+        core_attention_bias_type=bias_type, core_attention_bias=bias,
         alibi_slopes=slopes, pad_between_seqs=params.pad_between_seqs,
         inference_params=params.inference_params, cu_seqlens_q=sums, cu_seqlens_kv=sums,
         max_seqlen_q=queries, max_seqlen_kv=keys,
     )  # fmt: skip
-    tensors = Heads(
-        (
-            torch.empty(*lead[0], heads, params.head_dim_qk, **like),
-            torch.empty(*lead[1], groups, params.head_dim_qk, **like),
-            torch.empty(*lead[1], groups, params.head_dim_v, **like),
-        )
+    of_queries, of_keys = (batch, queries), (batch, keys)
+    if packed:
+        of_queries = (params.num_tokens_q or batch * queries,)
+        of_keys = (params.num_tokens_kv or batch * keys,)
+    shapes = (
+        (*of_queries, params.num_heads, params.head_dim_qk),
+        (*of_keys, params.num_gqa_groups, params.head_dim_qk),
+        (*of_keys, params.num_gqa_groups, params.head_dim_v),
     )
+    given = Heads(tuple(torch.empty(shape, **like) for shape in shapes))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     form = "thd" if packed else "bshd"
-    call_kind = kind_of_call(module, tensors, options, form, modified, device)
+    call_kind = kind_of_call(module, given, options, form, modified, device)
     if params.deterministic:
         switches = call_kind.switches._replace(nondeterministic=False)
         call_kind = call_kind._replace(switches=switches)
@@ -245,9 +238,8 @@ def _recipe_of(params: AttentionParams, module: DotProductAttention) -> Any:
     """The recipe that the attention runs by; None: in high precision."""
     if not params.fp8:
         return None
-    if params.fp8_meta is None:
-        return fp8.recipe_of(DelayedScaling(fp8_dpa=True), module)
-    return fp8.recipe_of(params.fp8_meta["recipe"], module)
+    meta = {"recipe": DelayedScaling(fp8_dpa=True)} if params.fp8_meta is None else params.fp8_meta
+    return fp8.recipe_of(meta["recipe"], module)
 
 
 def get_attention_backend(
