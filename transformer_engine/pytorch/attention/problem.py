@@ -52,15 +52,9 @@ class AttentionOptions(NamedTuple):
     def without_tensors(self) -> bool:
         """Return whether a call has nothing but its input, and settings that compare by value."""
         return (
-            self.attention_mask is None
-            and self.encoder_output is None
-            and self.rotary_pos_emb is None
-            and self.core_attention_bias is None
-            and self.alibi_slopes is None
-            and self.cu_seqlens_q is None
-            and self.cu_seqlens_kv is None
-            and self.inference_params is None
-            and self.thd_attention_policies is None
+            self.attention_mask is self.encoder_output is self.rotary_pos_emb is None
+            and self.core_attention_bias is self.alibi_slopes is self.cu_seqlens_q is None
+            and self.cu_seqlens_kv is self.inference_params is self.thd_attention_policies is None
             and type(self.window_size) is not list
         )
 

@@ -174,10 +174,8 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
         "get_attention_backend", context_parallel=(params.context_parallel, False),
         cp_size=(params.cp_size, 1), cp_size_a2a=(params.cp_size_a2a, 1),
     )  # fmt: skip
-    like, bias_type = (
-        {"dtype": _dtype_of(params), "device": "meta"},
-        params.core_attention_bias_type,
-    )
+    like: dict[str, Any] = {"dtype": _dtype_of(params), "device": "meta"}
+    bias_type = params.core_attention_bias_type
     mods = [repr if asked else None for asked in (params.has_score_mod, params.has_score_mod_bprop)]
     modified = checked_score_mod(*mods, None, None, bias_type) is not None
     module = DotProductAttention(
@@ -189,9 +187,9 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     batch, queries, keys = params.batch_size, params.max_seqlen_q, params.max_seqlen_kv
     bias, slopes, mask, sums = None, None, None, None
     if bias_type in ("pre_scale_bias", "post_scale_bias"):
-        shape, full = params.core_attention_bias_shape or "1hss", (batch, params.num_heads)
+        shape = params.core_attention_bias_shape or "1hss"
         if isinstance(shape, str):
-            full = *full, queries, keys
+            full = batch, params.num_heads, queries, keys
             shape = tuple(1 if c == "1" else n for c, n in zip(shape, full, strict=True))
         trains = params.is_training and params.core_attention_bias_requires_grad
         bias = torch.empty(shape, **like, requires_grad=trains)
