@@ -14,7 +14,6 @@ from torch import Tensor
 from transformer_engine.common.config import AttentionSwitches, attention_switches
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
-    Described,
     Sequences,
     check_cu_seqlens,
     packed_sequences,
@@ -256,8 +255,7 @@ def window_mask(
 
 def check_real(given: Any, label: str) -> None:
     """Raise a TypeError for what is added to scores, of that name, and is no tensor of numbers."""
-    if not isinstance(given, Described):
-        expect_tensor(label, given)
+    expect_tensor(label, given)
     if given.dtype.is_complex or given.dtype is torch.bool:
         raise TypeError(f"{label}: {given.dtype}, expected real numbers")
 
