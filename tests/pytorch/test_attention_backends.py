@@ -183,6 +183,27 @@ def test_explanation_is_what_then_runs(device, options, monkeypatch):
         assert set(explained.refused) | {explained.backend, *explained.others} == set(BACKENDS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("alibi", "alibi_slopes", (2, HEADS)),
+        ("pre_scale_bias", "core_attention_bias", (1, 1, 5, 5)),
+        ("post_scale_bias", "core_attention_bias", (2, HEADS, 5, 5)),
+    ],
+)
+def test_explanation_of_what_is_added_to_scores(device, kind, name, shape):
+    """As a tensor and as its shape, beside tensors and shapes of the queries."""
+    module, query = te.DotProductAttention(HEADS, CHANNELS), (5, 2, HEADS, CHANNELS)
+    tensor = torch.randn(query, dtype=BF16, device=device)
+    added = torch.randn(shape, dtype=F32 if kind == "alibi" else BF16, device=device)
+    given = {"core_attention_bias_type": kind, "dtype": BF16, "device": device}
+    wanted = explain(module, tensor, tensor, tensor, **given, **{name: added})
+    for first, each in itertools.product((tensor, query), (added, shape)):
+        assert explain(module, first, **given, **{name: each}) == wanted
+        assert explain(module, first, query, query, **given, **{name: each}) == wanted
+    assert wanted.refused["sdpa"].feature == f"bias type {kind}"
+
+
 def test_explanation_names_one_feature_for_each_backend():
     module = te.DotProductAttention(HEADS, CHANNELS, attn_mask_type="no_mask")
     shape = (5, 2, HEADS, CHANNELS)
