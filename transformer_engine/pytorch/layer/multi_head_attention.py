@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention import fp8
+from transformer_engine.pytorch.attention import fp8, plan
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.lowering import angles_for_cache
-from transformer_engine.pytorch.attention.plan import (
-    attention_node,
-    matches_input,
-    rotary_angles,
-    sink_key,
-)
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     CoreOptions,
@@ -408,7 +402,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
-                core.return_max_logit, dtype, inp.device, sink_key(core),
+                core.return_max_logit, dtype, inp.device, plan.sink_key(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
                 in_fp8, in_fp8 is not None and self._hands_over(core),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
@@ -441,7 +435,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or options.thd_attention_policies is not None
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
-            or not matches_input(keys, inp, None if packed else b)
+            or not plan.matches_input(keys, inp, None if packed else b)
         ):
             return None
         tokens = (inp.shape[0], keys.shape[0]) if packed else None
@@ -449,7 +443,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             batch, *lengths = packed_sizes(options, *tokens)
         else:
             batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
-        angles = rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
+        angles = plan.rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
         if angles is None:
             return None
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
@@ -457,7 +451,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         given = (() if source is None else (source,), angles, *pairs)
         about = inp.device.type, inp.shape[s]
         over = self._hands_over(core)
-        return attention_node(core, how, slices, given, about=about, hands_over=over)
+        return plan.attention_node(core, how, slices, given, about=about, hands_over=over)
 
     def _hands_over(self, core: DotProductAttention) -> bool:
         """Return whether the projection is handed the output of attention in FP8."""
