@@ -77,6 +77,17 @@ class Result(NamedTuple):
     finite: bool = False  # what it is where the definition's is not finite means nothing
 
 
+class Exact(NamedTuple):
+    """What a call gives: its results, and what it leaves in the arguments of `Case.left`.
+
+    Of a list of tensors a list; or a function that gives either, after the call.
+    """
+
+    results: Any = None
+    left: Sequence[Any] = ()
+    before: Sequence[Tensor | None] = ()  # what was in these
+
+
 CASES: dict[str, Callable[["Draw"], Iterable["Case"]]] = {}
 """What makes the cases of an operator, of the groups that are imported."""
 
@@ -92,16 +103,19 @@ class Case:
     args : tuple
         Arguments.
     wanted : tuple or callable
-        A `Result`, or None for what is not looked at, for each result of the operator's definition;
-        or a function of what the call returned that gives a sequence of `Wanted`.
+        A `Result`, or None for what is not looked at, for each result of the operator; or a
+        function of what the call returned that gives a sequence of `Wanted`.
     kwargs : dict, optional
         Keyword arguments.
     written : tuple of Tensor or of lists of Tensor, optional
         Arguments that the call may write to; all others it has to leave alone.
-    left : tuple of (Tensor, Result), optional
-        Likewise, and what is in them then is compared with what the definition leaves there.
+    left : sequence of (Tensor or list of Tensor, Result), optional
+        Likewise, and what is in them then is compared; lists as a whole: an element alone may
+        cancel to 0. Or of a function that gives what to compare.
     wide : bool, default True
         The definition is asked in float64; else in the dtypes of the arguments.
+    exact : Exact, optional
+        What the call gives; None: what the definition of the operator does.
     """
 
     name: str
@@ -109,8 +123,9 @@ class Case:
     wanted: tuple[Result | None, ...] | Callable[[Any], Sequence[Wanted]]
     kwargs: dict[str, Any] = field(default_factory=dict)
     written: tuple = ()
-    left: tuple[tuple[Tensor, Result], ...] = ()
+    left: Sequence[tuple[Any, Result]] = ()
     wide: bool = True
+    exact: Exact | None = None
 
     @staticmethod
     def of(*ops: str) -> Callable[[Callable], Callable]:

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, near
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Draw,
+    Exact,
+    Result,
+    Wanted,
+    name_of,
+    near,
+)
 
 _P = 0.3
 
@@ -60,7 +68,8 @@ def _forward(draw: Draw) -> Iterator[Case]:
 
 def _certain(name: str, x: Tensor, p: float, exact: Tensor) -> Case:
     """Where no random number matters."""
-    return Case(name, (x, p), lambda found: [near("the result", found[0], exact.double(), x.dtype)])
+    wanted = (Result("the result", x.dtype), None)
+    return Case(name, (x, p), wanted, exact=Exact((exact.double(), None)))
 
 
 @Case.of("dropout_bwd")
@@ -76,16 +85,8 @@ def _backward(op: str, draw: Draw) -> Iterator[Case]:
                 kept = (out != 0).double()
                 exact = grad.double() * kept / (1 - p if p < 1 else 1)
                 into = draw.place(shape, dtype) if p == _P else None
-
-                def wanted(
-                    found: Tensor, exact: Tensor = exact, dtype: torch.dtype = dtype,
-                    into: Tensor | None = into,
-                ) -> list:  # fmt: skip
-                    results = [near("the gradient", found, exact, dtype)]
-                    if into is not None:
-                        results.append(near("grad_input", into, exact, dtype))
-                    return results
-
+                left = [] if into is None else [(into, Result("grad_input", dtype))]
+                values = Exact(exact, [exact] * len(left))
                 name = f"{name_of(dtype)} {list(shape)} p={p}"
-                spared = () if into is None else (into,)
-                yield Case(name, (grad, mask, p, into), wanted, written=spared)
+                wanted = (Result("the gradient", dtype),)
+                yield Case(name, (grad, mask, p, into), wanted, left=left, exact=values)
