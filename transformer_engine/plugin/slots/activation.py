@@ -22,13 +22,14 @@ def _numbers(kind: str, fields: Fields) -> tuple | None:
     return (fields["limit"], fields["alpha"]) if fields["linear_offset"] == 1.0 else None
 
 
-def _made(choice: Any, name: str, choices: Choices, tensors: tuple, numbers: Any, out: Any) -> Any:
+def _made(name: str, choices: Choices, fields: Fields, kind: str, *tensors: Tensor) -> Any:
     """Call the operator `name`; NotImplemented where nobody takes it."""
-    if choice is None:
+    if name not in choices:
         return NotImplemented
+    numbers = _numbers(kind, fields)
     if numbers is None:
-        return choices.unexpressed(name)
-    return choice(*tensors, None, *numbers, out=(out,))
+        choices.unexpressed(name)
+    return choices[name](*tensors, None, *numbers, out=(_place(fields, *tensors),))
 
 
 def _place(fields: Fields, *read: Tensor) -> Tensor | None:
@@ -37,43 +38,40 @@ def _place(fields: Fields, *read: Tensor) -> Tensor | None:
 
 
 @reads("input", "kind", *CAST_FIELDS[:-1], *_NUMBERS)
-def forward(choices: Choices, fields: Fields) -> Any:
+def forward(choices: Choices, fields: Fields) -> None:
     """An activation, cast as asked, from the dtype in which the implementation returns it."""
     kind, inp = _KINDS[fields["kind"]], fields["input"]
-    choice, numbers = choices.get(kind), _numbers(kind, fields)
-    made = _made(choice, kind, choices, (inp,), numbers, _place(fields, inp))
+    made = _made(kind, choices, fields, kind, inp)
     if made is NotImplemented:
         shape = inp.shape[0], inp.shape[1] // (2 if kind.endswith("glu") else 1)
         made = ours(_core.activation, shape, fields, choices, "input", "kind", *_NUMBERS)
-    return deliver(kind, fields, made, choices)
+    deliver(kind, fields, made, choices)
 
 
 @reads("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
-def backward(choices: Choices, fields: Fields) -> Any:
+def backward(choices: Choices, fields: Fields) -> None:
     """The gradient of an activation, cast as asked, and its column sums."""
     kind, inp, grad = _KINDS[fields["kind"]], fields["input"], fields["grad_output"]
-    sums = fields["bias_grad"]
-    name = ACTIVATIONS[kind][0]
-    with_sums, choice = choices.followed(f"dbias_{name}", name), choices.get(name)
-    numbers = _numbers(kind, fields)
-    found: Any = NotImplemented
-    if with_sums is not None and sums is not None:
+    name, sums = ACTIVATIONS[kind][0], fields["bias_grad"]
+    made: Any = NotImplemented
+    if sums is not None:
+        with_sums = choices.followed(f"dbias_{name}", name)
         found = with_sums(grad, inp, None, out=(sums, _place(fields, grad, inp)))
-    if found is not NotImplemented:
-        total, made = found
-        written(f"dbias_{name}", "the gradient of the bias", sums, total)
-        return deliver(name, {**fields, "bias_grad": None}, made, choices)
-    place = _place(fields, grad, inp)
-    made = _made(choice, name, choices, (grad, inp), numbers, place)
+        if found is not NotImplemented:
+            total, made = found
+            written(f"dbias_{name}", "the gradient of the bias", sums, total)
+            fields = {**fields, "bias_grad": None}
+    if made is NotImplemented:
+        made = _made(name, choices, fields, kind, grad, inp)
     if made is NotImplemented:
         names = "grad_output", "input", "kind", *_NUMBERS
         made = ours(_core.activation_backward, inp.shape, fields, choices, *names)
-    return deliver(name, fields, made, choices)
+    deliver(name, fields, made, choices)
 
 
 @reads("input", "cap", "grad_output", *CAST_FIELDS[:-1])
-def softcap(choices: Choices, fields: Fields) -> Any:
+def softcap(choices: Choices, fields: Fields) -> None:
     """A softcap of this library, whose cast is somebody else's."""
     names = "input", "cap", "grad_output"
     made = ours(_core.softcap, fields["input"].shape, fields, choices, *names)
-    return deliver("softcap", fields, made, choices)
+    deliver("softcap", fields, made, choices)

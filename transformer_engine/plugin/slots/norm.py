@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.fields import Choices, Fields, apart, matrix, reads, written
+from transformer_engine.plugin.slots.fields import (
+    Choices,
+    Fields,
+    apart,
+    matrix,
+    reads,
+    taken,
+    written,
+)
 from transformer_engine.plugin.slots.values import CAST_FIELDS, are_cast, asked_for, deliver, ours
 
 _NAMES = {_core.NORM_LAYERNORM: "layernorm", _core.NORM_RMSNORM: "rmsnorm"}
@@ -23,17 +31,17 @@ def _factor(gamma: Tensor | None, inp: Tensor, zero_centered: bool) -> Tensor:
 
 
 @reads("input", *_OF_NORM, *CAST_FIELDS[:-1])
-def forward(choices: Choices, fields: Fields) -> Any:
+def forward(choices: Choices, fields: Fields) -> None:
     """A norm, cast as asked.
 
     Values that are cast are asked for in fp32, as this library casts them, with the quantizer that
     does it.
     """
-    kind, inp = fields["kind"], fields["input"]
-    choice = choices.get(f"{_NAMES.get(kind)}_fwd")
-    values, place = NotImplemented, None
+    kind, inp, place = fields["kind"], fields["input"], None
+    op = f"{_NAMES.get(kind, 'norm')}_fwd"
     wanted = (None, None) if fields["statistics_given"] else (fields["mean"], fields["rsigma"])
-    if choice is not None:
+    values: Any = NotImplemented
+    if op in choices:
         zero_centered = bool(fields["zero_centered"])
         rows = matrix(inp)
         given = (rows, _factor(fields["gamma"], inp, zero_centered))
@@ -45,17 +53,14 @@ def forward(choices: Choices, fields: Fields) -> Any:
         elif (place := asked_for(fields, tuple(rows.shape), choices)) is not None:
             quantizer, out = place.quantizer, place.output
         options = fields["eps"], out, quantizer, otype, 0, zero_centered
-        values = choice(*given, *options, out=(out, *wanted))
+        values = choices[op](*given, *options, out=(out, *wanted))
     if values is NotImplemented:
         made = ours(_core.norm, inp.shape, fields, choices, "input", *_OF_NORM)
         values = made, fields["mean"], fields["rsigma"]
     made, mean, rsigma = values
-    if made is NotImplemented:
-        return NotImplemented
-    op = f"{_NAMES.get(kind, 'norm')}_fwd"
     written(op, "mu", wanted[0], mean)
     written(op, "rsigma", wanted[1], rsigma)
-    return deliver(op, fields, made, choices, place)
+    deliver(op, fields, made, choices, place)
 
 
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
@@ -74,12 +79,10 @@ def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
     *("grad_output", "grad_add", "input", "kind", "gamma", "mean", "rsigma", "grad_residual"),
     *("grad_input", "gamma_grad", "beta_grad", "zero_centered"),
 )
-def backward(choices: Choices, fields: Fields) -> Any:
+def backward(choices: Choices, fields: Fields) -> None:
     """The gradients of a norm."""
     kind, inp, residual = fields["kind"], fields["input"], fields["grad_residual"]
-    name = _NAMES.get(kind)
-    choice = choices.get(f"{name}_bwd")
-    adds = choices.followed(f"{name}_bwd_add", f"{name}_bwd")
+    op = f"{_NAMES.get(kind)}_bwd"
     grad, rows = matrix(fields["grad_output"]), matrix(inp)
     if fields["grad_add"] is not None:
         grad = grad + matrix(fields["grad_add"])
@@ -92,14 +95,12 @@ def backward(choices: Choices, fields: Fields) -> Any:
     places += of_beta if kind == _core.NORM_LAYERNORM else ()
     more = *statistics, gamma, 0, zero_centered
     found: Any = NotImplemented
-    if adds is not None and residual is not None:
+    if residual is not None:
+        adds = choices.followed(f"{op}_add", op)
         found = adds(grad, rows, matrix(residual), *more, out=places)
     added = found is not NotImplemented
-    if not added and choice is not None:
-        found = choice(grad, rows, *more, out=places)
-    if found is NotImplemented:
-        return NotImplemented
-    op = f"{name}_bwd"
+    if not added:
+        found = taken(choices[op](grad, rows, *more, out=places))
     if into is not None and residual is not None and not added:
         _add(op, into, found[0], residual)
     else:
@@ -107,4 +108,3 @@ def backward(choices: Choices, fields: Fields) -> Any:
     written(op, "dgamma", fields["gamma_grad"], found[1])
     if fields["beta_grad"] is not None:
         written(op, "dbeta", fields["beta_grad"], found[2])
-    return None
