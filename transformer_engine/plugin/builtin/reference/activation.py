@@ -70,4 +70,4 @@ def _backward(op: str, kind: str, call: Any) -> Any:
     return made.reshape(-1, made.shape[-1]).sum(0).to(call.grad.dtype), cast
 
 
-native.define(globals(), _forward, _backward)
+native.define_all(globals(), _forward, _backward)
