@@ -426,9 +426,9 @@ def to_padded(tensor: Tensor, rows: Tensor) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
 
 
-def to_packed(tensor: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """The inverse, with 0 for tokens of no sequence."""
-    packed = tensor.new_zeros(tokens + 1, *tensor.shape[2:])
+def to_packed(tensor: Tensor, rows: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
+    """The inverse, with 0, or what else fills them, for tokens of no sequence."""
+    packed = tensor.new_full((tokens + 1, *tensor.shape[2:]), fill)
     return packed.index_copy(0, rows.flatten(), tensor.flatten(0, 1))[:tokens]
 
 
