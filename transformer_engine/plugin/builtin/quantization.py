@@ -20,10 +20,15 @@ ALGORITHMS = {"max": False, "most_recent": True}
 """True where the newest amax counts alone, by name."""
 
 
-def _cast(op: str, tensor: Any, quantizer: Any) -> Any:
+def _cast(op: str, tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"{op}: quantizer: {type(quantizer).__name__}, expected a Quantizer")
-    return quantizer.quantize(checked(op, "tensor", tensor))
+    source = checked(op, "tensor", tensor)
+    if output is None and noop is None:
+        return quantizer.quantize(source)
+    if output is None:
+        output = quantizer.make_empty(source.shape, dtype=source.dtype, device=source.device)
+    return quantizer.update_quantized(source, output, noop_flag=noop)
 
 
 @native
@@ -41,14 +46,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     noop : Tensor, optional
         fp32 [1]: where it is not 0, nothing is written (a new tensor has no values then).
     """
-    if output is None and noop is None:
-        return _cast("quantize", tensor, quantizer)
-    source = checked("quantize", "tensor", tensor)
-    if not isinstance(quantizer, Quantizer):
-        raise TypeError(f"quantize: quantizer: {type(quantizer).__name__}, expected a Quantizer")
-    if output is None:
-        output = quantizer.make_empty(source.shape, dtype=source.dtype, device=source.device)
-    return quantizer.update_quantized(source, output, noop_flag=noop)
+    return _cast("quantize", tensor, quantizer, output, noop)
 
 
 @native

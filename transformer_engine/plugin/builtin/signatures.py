@@ -20,7 +20,9 @@ from transformer_engine.plugin.core import ops
 
 _STUB = Path(transformer_engine.__file__).parents[1] / "transformer_engine_torch/__init__.pyi"
 _NAMES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, type, Sequence)},
+    **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, type)},
+    "Callable": Callable,
+    "Sequence": Sequence,
     **{"Any": Any, "Tensor": torch.Tensor, "Generator": torch.Generator, "dtype": torch.dtype},
     **{"torch": torch, "ops": ops},
 }

@@ -36,15 +36,12 @@ __all__ = [
 PREFER_DEFAULT = "flagos"
 PREFER_VENDOR = "vendor"
 PREFER_REFERENCE = "reference"
-VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
 EVERY = "*"
 """In `per_op_order`: every operator without an order of its own."""
 
-_ORDERS = {
-    PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
-    PREFER_VENDOR: (PREFER_VENDOR, PREFER_DEFAULT, PREFER_REFERENCE),
-    PREFER_REFERENCE: (PREFER_REFERENCE, PREFER_DEFAULT, PREFER_VENDOR),
-}
+_KINDS = PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE
+VALID_PREFER_VALUES = frozenset(_KINDS)
+_ORDERS = {kind: (kind, *(other for other in _KINDS if other != kind)) for kind in _KINDS}
 
 
 def _prefer_of(value: str) -> str:
