@@ -69,11 +69,10 @@ SHARED: dict[str, str] = {
 REFERENCE: dict[str, str] = {
     "reference.quantization": "fp8_transpose compute_amax "
     "fused_amax_and_scale_update_after_reduction",
-    "reference.attention": "fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
-    **{
-        f"reference.{module}": NATIVE[module]
-        for module in ("gemm", "activation", "normalization", "softmax", "rope", "dropout")
-    },
+    "reference.attention": f"fused_attn_fwd fused_attn_bwd copy_to_kv_cache {NATIVE['rope']}",
+    "reference.layers": " ".join(
+        NATIVE[module] for module in ("gemm", "activation", "normalization", "softmax", "dropout")
+    ),
 }
 """Operators that have a ``reference.torch`` of their own."""
 
