@@ -22,8 +22,8 @@ from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 __all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
 
 _GROUPS = (
-    *("norms", "activations", "softmax", "gemm", "casts", "scaling", "dropout", "rope", "lists"),
-    *("optimizers", "attention", "flash_attention", "layouts", "context_parallel"),
+    *("layers", "gemm", "casts", "scaling", "rope", "lists", "optimizers", "attention"),
+    *("flash_attention", "layouts", "context_parallel"),
 )
 WITHOUT_CASES = {
     **dict.fromkeys(

@@ -14,9 +14,9 @@ from transformer_engine.plugin.conformance.attention_settings import (
     backward_arguments,
     forward_arguments,
 )
-from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of, near
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
 from transformer_engine.plugin.conformance.definition import definition, widened
-from transformer_engine.plugin.conformance.dropout import share
+from transformer_engine.plugin.conformance.layers import share
 
 _P = 0.4  # of dropout
 
@@ -163,8 +163,8 @@ def _dropped(draw: Draw, dtype: torch.dtype) -> Case:
     def wanted(found: list) -> list:
         kept = found[0] != 0
         exact, steps = probabilities * kept / (1 - _P), STEPS_FORWARD
-        output = near("the output", found[0], exact, dtype, problem.depth, steps)
-        return [output, share(kept, _P)]
+        output = Result("the output", dtype, problem.depth, steps)
+        return [*output.beside(found[0], exact), share(kept, _P)]
 
     return Case(f"{name_of(dtype)} dropout", forward_arguments(problem, p=_P), wanted)
 

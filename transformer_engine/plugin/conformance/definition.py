@@ -15,9 +15,6 @@ from transformer_engine.plugin.conformance.cases import (
     Exact,
     Result,
     Wanted,
-    coded,
-    near,
-    same,
 )
 
 
@@ -90,13 +87,14 @@ def compared(case: Case, found: Any, exact: Exact) -> Iterator[Wanted]:
             if other is None and one is not None:
                 raise ValueError(f"{result.name}, which there is not")
             if other is not None:
-                yield from _beside(result, one, other)
+                yield from result.beside(one, other)
     for (given, result), to_be, before in zip(case.left, exact.left, exact.before, strict=True):
         now, then = _joined(given), _joined(to_be)
-        yield from _beside(result, now, then)
+        yield from result.beside(now, then)
         if before is not None:
             stays = then.to(before.device) == before.to(then.dtype)
-            yield same(f"what stays of {result.name}", now[stays], before[stays])
+            kept = Result(f"what stays of {result.name}", depth=0)
+            yield from kept.beside(now[stays], before[stays])
 
 
 def counted(found: Any, count: int) -> Sequence[Any]:
@@ -106,30 +104,3 @@ def counted(found: Any, count: int) -> Sequence[Any]:
     if len(found) != count:
         raise ValueError(f"{len(found)} results, expected {count}")
     return found
-
-
-def _beside(result: Result, found: Any, exact: Any) -> Iterator[Wanted]:
-    """A result and what it is to be."""
-    name, dtype = result.name, result.dtype
-    if hasattr(type(exact), "_dequantized"):
-        yield from _alike(name, found, exact)
-    elif result.quantizer is not None and (dtype is None or type(found) is not Tensor):
-        yield coded(name, found, result.quantizer, exact)
-    else:
-        if result.finite and getattr(found, "shape", None) == exact.shape:
-            seen = exact.isfinite()
-            found, exact = found[seen], exact[seen]
-        if result.depth == 0:
-            yield same(name, found, exact if dtype is None else exact.to(dtype))
-        else:
-            yield near(name, found, exact, dtype, result.depth, result.steps, result.terms)
-
-
-def _alike(name: str, found: Any, exact: Any) -> Iterator[Wanted]:
-    """Quantized tensors with the same data in all parts."""
-    if type(found) is not type(exact):
-        raise TypeError(f"{type(found).__name__}, expected a {type(exact).__name__}")
-    parts = zip(found.get_data_tensors(), exact.get_data_tensors(), strict=True)
-    for i, (one, other) in enumerate(parts):
-        if other is not None:
-            yield same(f"{name}, part {i}", one, other)

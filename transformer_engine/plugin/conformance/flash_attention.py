@@ -13,7 +13,7 @@ from transformer_engine.plugin.conformance.attention_settings import (
     Setting,
     backward_arguments,
 )
-from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Wanted, name_of, same
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, Wanted, name_of
 from transformer_engine.plugin.conformance.definition import compared, definition, widened
 
 _UNEVEN = ((6, 9, 3), (12, 7, 1))
@@ -68,8 +68,9 @@ def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     joined = Exact([exact_out.flatten(-2), *exact[:3]])
     wanted = (output_of(problem), *gradients_of(problem)[:3])
     results = list(compared(Case("", (), wanted), (out.detach(), *made), joined))
-    names = zip(("queries", "keys", "values"), inputs, kept, strict=True)
-    return results + [same(f"{name} themselves", now.detach(), then) for name, now, then in names]
+    for name, now, then in zip(("queries", "keys", "values"), inputs, kept, strict=True):
+        results += Result(f"{name} themselves", depth=0).beside(now.detach(), then)
+    return results
 
 
 @Case.of("get_flash_attention_class")
