@@ -55,7 +55,7 @@ NATIVE: dict[str, str] = {
 SHARED: dict[str, str] = {
     "layouts": "swap_first_dims fa_prepare_fwd fa_prepare_bwd convert_thd_to_bshd "
     "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding",
-    "partial_casts": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
+    "quantization": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
     "context_parallel": "thd_get_partitioned_indices thd_grad_correction thd_out_correction "
     "thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
     "optimizers": "multi_tensor_adam multi_tensor_adam_capturable "

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
@@ -19,10 +19,9 @@ from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
-if TYPE_CHECKING:
-    from transformer_engine.plugin.core.explanations import Explanation
-
 __all__ = [
+    "Candidate",
+    "Explanation",
     "OpManager",
     "get_default_manager",
     "get_manager",
@@ -60,6 +59,42 @@ class _Table(NamedTuple):
     by_row: dict[_Row, tuple]
     generation: int  # of the manager when that was read
     epoch: int
+
+
+class Candidate(NamedTuple):
+    """An implementation as a policy sees it."""
+
+    impl: OpImpl
+    refused: str  # why it is not used; "": it may be
+    calls: int  # how often it was called
+    said: str = ""  # what its `supports` said against the last call that it did not take
+
+
+class Explanation(NamedTuple):
+    """Explanation of what an operator calls, and why; ``str()`` of it is a table."""
+
+    op_name: str
+    policy: SelectionPolicy
+    candidates: tuple[Candidate, ...]  # in the order in which they are asked, then the others
+
+    @property
+    def selected(self) -> OpImpl | None:
+        """The one that is asked first; None: a call raises."""
+        return next((found.impl for found in self.candidates if not found.refused), None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op_name} under {self.policy.fingerprint()}"]
+        if not self.candidates:
+            lines.append("    nobody has registered an implementation")
+        number = 0
+        for impl, refused, calls, said in self.candidates:
+            number += not refused
+            place = "-" if refused else str(number)
+            takes = "" if predicate_of(impl) is None else ", of calls that it takes"
+            takes += said and f" (not the last other one: {said})"
+            why = refused or f"priority {impl.priority}{takes}, called {calls} times"
+            lines.append(f"    {place:>2}  {impl.impl_id:24} {why}")
+        return "\n".join(lines)
 
 
 class OpManager:
@@ -172,10 +207,8 @@ class OpManager:
         """The name of the implementation that a call asks first."""
         return self._selected(op_name).impl_id
 
-    def explain(self, op_name: str) -> "Explanation":
+    def explain(self, op_name: str) -> Explanation:
         """All implementations of an operator under the policy of this thread."""
-        from transformer_engine.plugin.core.explanations import Candidate, Explanation
-
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
