@@ -327,6 +327,17 @@ def _sequences(cumulative: Tensor, padded: Tensor | None, longest: int, side: st
     return Sequences(padded, cumulative[1:] - cumulative[:-1], longest)
 
 
+def to_padded(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[tokens, ...] as [batch, longest, ...], 0 in rows of no token; see `token_rows`."""
+    return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
+
+
+def to_packed(tensor: Tensor, rows: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
+    """[batch, longest, ...] as [tokens, ...], `fill` for tokens of no sequence."""
+    packed = tensor.new_full((tokens + 1, *tensor.shape[2:]), fill)
+    return packed.index_copy(0, rows.flatten(), tensor.flatten(0, 1))[:tokens]
+
+
 # ---- checks --------------------------------------------------------------------------------------
 
 

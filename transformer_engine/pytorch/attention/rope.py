@@ -288,7 +288,7 @@ def _length(t: Tensor, tensor_format: str) -> int:
     return t.shape[0 if tensor_format == "sbhd" else 1]
 
 
-class _Positions(NamedTuple):
+class Positions(NamedTuple):
     """How the tokens of a call find their angles."""
 
     tensor_format: str
@@ -359,8 +359,11 @@ class _Positions(NamedTuple):
         return at if inside is None else torch.where(inside, at, 0), inside
 
 
-def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved: bool) -> Tensor:
-    """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too."""
+def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: bool) -> Tensor:
+    """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too.
+
+    In fp32; of float64 in that.
+    """
     at, inside = positions.of_tokens(t)
     if freqs.shape[1] > 1:
         batch = torch.arange(freqs.shape[1], device=t.device)
@@ -368,9 +371,10 @@ def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved
         angles = freqs[at.to(freqs.device), batch.to(freqs.device)]
     else:
         angles = freqs[at.to(freqs.device), 0]
-    angles = angles.to(t.device, torch.float32)  # [.., 1, channels]
+    wide = torch.promote_types(t.dtype, torch.float32)
+    angles = angles.to(t.device, wide)  # [.., 1, channels]
     turned, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
-    values = turned.float()
+    values = turned.to(wide)
     if interleaved:
         pairs = values.unflatten(-1, (-1, 2))
         partners = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
@@ -393,7 +397,7 @@ def rotary_backward(
 
     `positions` are start_positions, cu_seqlens, cp_size and cp_rank.
     """
-    found = _Positions(form, *positions)
+    found = Positions(form, *positions)
     _check(f"{_NAME}: grad", grad, form, *positions[1:])
     found.check(_NAME, "freqs", freqs, grad)
     angles, starts = found.angles(freqs, grad.device)
@@ -417,7 +421,7 @@ def fused_qkv_rotary_backward(
     """
     for name, grad in zip("qkv", grads, strict=True):
         _check(f"{_FUSED}: {name}_grad", grad, form, None, cp_size, cp_rank)
-    positions = _Positions(form, None, None, cp_size, cp_rank)
+    positions = Positions(form, None, None, cp_size, cp_rank)
     for name, each in zip("qk", freqs, strict=True):
         positions.check(_FUSED, f"{name}_freqs", each, grads[1])
     angles = [positions.angles(each, grads[1].device)[0] for each in freqs]
@@ -477,10 +481,10 @@ def apply_rotary_pos_emb(
     del fused
     _check(f"{_NAME}: t", t, tensor_format, cu_seqlens, cp_size, cp_rank)
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions.check(_NAME, "freqs", freqs, t)
     if freqs.requires_grad and torch.is_grad_enabled():
-        return _differentiable(t, freqs, positions, interleaved)
+        return turn_by_torch(t, freqs, positions, interleaved)
     angles, starts = positions.angles(freqs, t.device)
     sequence_first, *ranks = positions.settings
     return run_call(_Rope(t, sequence_first, interleaved, *ranks), t, angles, cu_seqlens, starts)
@@ -534,7 +538,7 @@ def apply_fused_qkv_rotary_pos_emb(
             "dim"
         )
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     for name, freqs in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
         positions.check(_FUSED, name, freqs, qkv)
         if freqs.requires_grad and torch.is_grad_enabled():

@@ -14,7 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import fp8, masks
 from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, Limits
-from transformer_engine.pytorch.attention.problem import Heads, refuse_export
+from transformer_engine.pytorch.attention.problem import (
+    Heads,
+    refuse_export,
+    to_packed,
+    to_padded,
+)
 from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -62,15 +67,14 @@ def _run_padded(
     (queries, keys), tokens = limits.packed, query.shape[0]
     of_queries, of_keys = queries.token_rows(tokens), keys.token_rows(key.shape[0])
     padded = [
-        torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
+        to_padded(tensor, rows)
         for tensor, rows in ((query, of_queries), (key, of_keys), (value, of_keys))
     ]
     lengths = {"query_lengths": queries.token_counts(), "key_lengths": keys.token_counts()}
     out = run(Heads(tuple(padded)), "bshd", limits.replaced(packed=None, **lengths), *arguments)
     out, *top = out if limits.max_logit else (out,)
     out = _nan_unless(out, queries.valid(tokens) & keys.valid(key.shape[0]))
-    packed = out.new_zeros(tokens + 1, *out.shape[2:])
-    packed = packed.index_copy(0, of_queries.flatten(), out.flatten(0, 1))[:tokens]
+    packed = to_packed(out, of_queries, tokens)
     return (packed, *top) if top else packed
 
 
