@@ -333,6 +333,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
     _STORAGE = Float8TensorStorage
+    _PICKLED = ("data", "fp8_dtype", "fp8_scale_inv", "dtype", "shape", "data_transpose")
 
     def __new__(  # noqa: D102 - the class's
         cls,
@@ -379,20 +380,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         options["data"] = data
         dtype = tensor.dtype if dtype is None else dtype
         return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        data: Tensor,
-        fp8_dtype: Any,
-        fp8_scale_inv: Tensor,
-        dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
-        data_transpose: Tensor | None = None,
-    ) -> "Float8Tensor":
-        """A tensor of what older files hold."""
-        options = {"fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype, "dtype": dtype}
-        return cls(shape=shape, data=data, data_transpose=data_transpose, **options)
 
 
 PerTensorQuantizer.TENSOR, PerTensorQuantizer.STORAGE = Float8Tensor, Float8TensorStorage

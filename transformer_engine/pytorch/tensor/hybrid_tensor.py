@@ -25,7 +25,6 @@ from transformer_engine.pytorch.tensor.quantized_tensor import (
 )
 from transformer_engine.pytorch.tensor.quantizer import check_caster
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, positional
-from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
@@ -283,6 +282,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     """
 
     _STORAGE = HybridQuantizedTensorStorage
+    _PICKLED = ("rowwise_storage", "columnwise_storage", "quantizer", "dtype", "shape")
 
     def __new__(  # noqa: D102 - the class's
         cls,
@@ -299,24 +299,6 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
         parts = rowwise_storage, columnwise_storage
         fields = _checked_fields(label, parts, quantizer, shape)
         return cls._made(fields, dtype, shape, requires_grad)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        rowwise_storage: QuantizedTensorStorage | None,
-        columnwise_storage: QuantizedTensorStorage | None,
-        quantizer: Quantizer | None,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-    ) -> "HybridQuantizedTensor":
-        """A tensor of what older files hold; ValueError where its parts are no such storages."""
-        checked_quantizer(cls, quantizer)
-        parts, shape = (rowwise_storage, columnwise_storage), tuple(shape)
-        try:
-            fields = _checked_fields(f"a pickled {cls.__name__}", parts, quantizer, shape)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return cls._made(fields, dtype, shape)
 
     @classmethod
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:

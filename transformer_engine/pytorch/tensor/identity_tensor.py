@@ -14,7 +14,6 @@ from transformer_engine.pytorch.tensor.quantized_tensor import (
 )
 from transformer_engine.pytorch.tensor.quantizer import check_caster
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, fitted, positional
-from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -101,6 +100,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """
 
     _STORAGE = IdentityTensorStorage
+    _PICKLED = ("hp_data", "quantizer", "dtype", "shape")
     _seen: tuple | Tensor | None = None
     """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
     high precision: the values of that."""
@@ -135,18 +135,6 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
             stride = values.stride()
         return super()._made(fields, dtype, shape, requires_grad, stride)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        data: Tensor,
-        quantizer: Quantizer | None,
-        dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
-    ) -> "IdentityTensor":
-        """A tensor of what older files hold."""
-        fields = {"_hp_data": data, "_quantizer": checked_quantizer(cls, quantizer)}
-        return cls._made(fields, dtype, data.shape if shape is None else data.view(shape).shape)
 
     @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":

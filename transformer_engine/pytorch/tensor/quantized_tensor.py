@@ -9,7 +9,7 @@ a nominal dtype. What torch does with such tensors is in `dispatch.py`, for all 
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,6 +89,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     __torch_function__ = no_torch_function
     _TE_QUANTIZED = True
+    _PICKLED: ClassVar[tuple[str, ...]] = ()
+    """Arguments, in the order in which files of the incumbent give them."""
     _viewed: tuple | None = None
     """(tensor that this is a view of, function that makes the view): writing goes there."""
     _writes: list | None = None
@@ -353,6 +355,21 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Return whether a graph that was made for these settings serves those."""
         one, other = known["_quantizer"], now["_quantizer"]
         return type(one) is type(other) and all(known[n] == now[n] for n in ("_dtype", "_kind"))
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *given: Any) -> Any:
+        """A tensor of what a file of the incumbent holds; ValueError for another quantizer."""
+        arguments = dict(zip(cls._PICKLED[: len(given)], given, strict=True))
+        quantizer = arguments.get("quantizer")
+        if quantizer is not None and not isinstance(quantizer, Quantizer):
+            kind = type(quantizer).__name__
+            raise ValueError(f"a pickled {cls.__name__}: quantizer: {kind}, expected a Quantizer")
+        return cls(**cls._of_pickle(arguments))
+
+    @classmethod
+    def _of_pickle(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the constructor for those of such a file."""
+        return arguments
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle: a function, and plain tensors, numbers and names for it."""

@@ -32,13 +32,17 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
 )
 
 __all__ = [
+    "FORMS",
     "Joint",
     "TwoFormQuantizer",
     "TwoFormStorage",
     "TwoFormTensor",
-    "checked_quantizer",
     "rows_of_scales",
 ]
+
+
+FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+"""Arguments that are the tensors of every such format."""
 
 
 class Joint(NamedTuple):
@@ -81,7 +85,7 @@ class TwoFormStorage(QuantizedTensorStorage):
     """
 
     _CAST_APART = True
-    _TENSORS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    _TENSORS = tuple(f"_{name}" for name in FORMS)
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
@@ -322,13 +326,6 @@ def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> Non
         form = fields.get("_rowwise_data" if "rowwise" in name else "_columnwise_data")
         if form is not None:
             fields[name] = fitted(f"{kind.__name__}: {name[1:]}", fields.get(name), expected)
-
-
-def checked_quantizer(kind: type, given: Any) -> Quantizer | None:
-    """The quantizer of a pickle; ValueError for another thing in its place."""
-    if given is not None and not isinstance(given, Quantizer):
-        raise ValueError(f"a pickled {kind.__name__}: quantizer: {type(given).__name__}")
-    return given
 
 
 class TwoFormTensor(QuantizedTensor):
