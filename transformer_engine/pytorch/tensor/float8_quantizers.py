@@ -24,13 +24,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fp8_type,
 )
 
-__all__ = [
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "PerTensorQuantizer",
-    "scales_of",
-]
-
 
 def scales_of(scale_inv: Tensor) -> Tensor:
     """{1 / scale, scale} of an inverse scale, of any shape of one element."""

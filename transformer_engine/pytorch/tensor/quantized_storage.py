@@ -16,8 +16,6 @@ from torch.autograd.graph import increment_version
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked, without_memory
 
-__all__ = ["Dequantize", "NOT_FIELDS", "QuantizedTensorStorage"]
-
 NOT_FIELDS = frozenset(
     "_quantizer _dtype _own_fields _viewed _writes _is_param _high_precision_init_val "
     "get_high_precision_init_val clear_high_precision_init_val".split()

@@ -27,8 +27,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
 from transformer_engine.pytorch.tensor.quantizer_parts import QuantizerParts
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
-__all__ = ["Quantizer", "check_caster", "plain"]
-
 
 def plain(tensor: Any) -> Tensor:
     """The values of a tensor in high precision; a plain tensor itself."""

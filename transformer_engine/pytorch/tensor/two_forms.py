@@ -31,16 +31,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     positional,
 )
 
-__all__ = [
-    "FORMS",
-    "Joint",
-    "TwoFormQuantizer",
-    "TwoFormStorage",
-    "TwoFormTensor",
-    "rows_of_scales",
-]
-
-
 FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 """Arguments that are the tensors of every such format."""
 
