@@ -424,3 +424,30 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Settings and values."""
         del tensor_contents
         return self._text({"requires_grad": True} if self.requires_grad else {})
+
+
+class FormatTensor(QuantizedTensor):
+    """A tensor of a format of this library: its class is made of this one and of the storage's.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; that of the data where None.
+    dtype : torch.dtype, default torch.float32
+        Nominal one.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    arguments :
+        As of the storage.
+    """
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        shape, dtype = positional(cls.__name__, args, shape, dtype)
+        return cls._made(cls._checked(arguments, shape), dtype, shape, requires_grad)

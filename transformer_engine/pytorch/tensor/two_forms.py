@@ -16,19 +16,15 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-)
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, check_caster
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
+from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     FP8,
     as_bytes,
-    checked_dtype,
     checked_shape,
     fitted,
     fp8_type,
-    positional,
 )
 
 FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
@@ -57,7 +53,7 @@ rows_of_scales = property(lambda storage: False, _refuse_swizzled)
 """``_with_gemm_swizzled_scales`` of a format: False, and scales that lie otherwise are refused."""
 
 
-class TwoFormStorage(QuantizedTensorStorage):
+class TwoFormStorage(FormatStorage):
     """Data and scales row-wise and column-wise; None for a form that is not there.
 
     Parameters
@@ -90,9 +86,21 @@ class TwoFormStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Tensor | None
     _fp8_dtype: DType
 
-    def __init__(self, *, fake_dtype: torch.dtype = torch.float32, **fields: Any) -> None:
-        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
-        self._take(_fields_named(type(self), fields), fake_dtype)
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        arguments = {cls._OTHER_NAMES.get(name, name): value for name, value in arguments.items()}
+        given = cls._given(arguments, *(name[1:] for name in (*cls._TENSORS, *cls._SETTINGS)))
+        fields = {f"_{name}": value for name, value in given.items()}
+        if fields["_rowwise_data"] is None and fields["_columnwise_data"] is None:
+            raise ValueError(f"{cls.__name__}: rowwise_data and columnwise_data are None: give one")
+        label = f"{cls.__name__}: fp8_dtype"
+        fields["_fp8_dtype"] = kind_of = fp8_type(label, fields["_fp8_dtype"], cls._KINDS)
+        fields = cls._of_shape(fields, shape)
+        _fit(cls, fields, shape)
+        for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
+            if fields[name] is not None:
+                fields[name] = casts.given(fields[name])
+        return fields
 
     # ---- what a format says ----------------------------------------------------------------------
 
@@ -278,32 +286,6 @@ def joined_fields(parts: Sequence[Any]) -> dict[str, Any]:
     return fields
 
 
-def _fields_named(
-    kind: type, given: dict[str, Any], shape: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """Fields of arguments, which have their names without the underscore.
-
-    TypeError for unknown ones, ValueError where shapes are not those of a tensor of `shape`.
-    """
-    given = {kind._OTHER_NAMES.get(name, name): value for name, value in given.items()}
-    names = (*kind._TENSORS, *kind._SETTINGS, "_quantizer")
-    unknown = [name for name in given if f"_{name}" not in names]
-    if unknown:
-        raise TypeError(f"{kind.__name__}: unexpected arguments {unknown}")
-    check_caster(kind.__name__, given.get("quantizer"))
-    fields = {f"_{name}": value for name, value in given.items()}
-    if fields.get("_rowwise_data") is None and fields.get("_columnwise_data") is None:
-        raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
-    label = f"{kind.__name__}: fp8_dtype"
-    fields["_fp8_dtype"] = kind_of = fp8_type(label, fields.get("_fp8_dtype"), kind._KINDS)
-    fields = kind._of_shape(fields, shape)
-    _fit(kind, fields, shape)
-    for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
-        if fields.get(name) is not None:
-            fields[name] = casts.given(fields[name])
-    return fields
-
-
 def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> None:
     """Make the tensors of fields those of a tensor of a shape: uint8 data, of its dims."""
     for name in ("_rowwise_data", "_columnwise_data"):
@@ -318,31 +300,8 @@ def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> Non
             fields[name] = fitted(f"{kind.__name__}: {name[1:]}", fields.get(name), expected)
 
 
-class TwoFormTensor(QuantizedTensor):
-    """A tensor over such a storage; its class is made of this one and of the storage's.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the values.
-    dtype : torch.dtype
-        Nominal one.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    fields :
-        As of the storage.
-    """
-
-    def __new__(  # noqa: D102 - the class's
-        cls,
-        *args: Any,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        **fields: Any,
-    ) -> Any:
-        shape, dtype = positional(cls.__name__, args, shape, dtype)
-        return cls._made(_fields_named(cls, fields, shape), dtype, shape, requires_grad)
+class TwoFormTensor(FormatTensor):
+    """A tensor over such a storage."""
 
     @staticmethod
     def _joined_fields(parts: Any) -> dict[str, Any] | None:
