@@ -95,6 +95,7 @@ class Float8BlockQuantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+    _ARGUMENTS = (*TwoFormQuantizer._ARGUMENTS, "block_scaling_dim")
 
     def __init__(
         self,
@@ -125,6 +126,3 @@ class Float8BlockQuantizer(TwoFormQuantizer):
 
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {**super()._format_settings(shape), "_is_2D_scaled": self.block_scaling_dim == 2}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {**super()._own_settings(), "block_scaling_dim": self.block_scaling_dim}

@@ -420,12 +420,11 @@ class HybridQuantizer(Quantizer):
         return of_rows and self.columnwise_quantizer.is_requantization_safe()
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        self._check_usages()
         fields: dict[str, Any] = {}
         for name, wanted in self.get_usages().items():
             if wanted:
                 fields[f"_{name}_storage"] = self._part(name, shape, device, pin_memory)
-        if not fields:
-            raise ValueError("HybridQuantizer: neither usage is set: set_usage(rowwise=True)")
         return fields
 
     def _part(self, form: str, shape: tuple, device: torch.device, pin_memory: bool = False) -> Any:

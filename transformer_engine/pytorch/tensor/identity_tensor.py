@@ -198,6 +198,7 @@ class IdentityQuantizer(Quantizer):
     """
 
     TENSOR, STORAGE = IdentityTensor, IdentityTensorStorage
+    _ARGUMENTS = ("dtype",)
     _REPEATS = True
 
     def __init__(
@@ -236,6 +237,3 @@ class IdentityQuantizer(Quantizer):
     def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
         """That of the tensor."""
         return tuple(shape)
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype}

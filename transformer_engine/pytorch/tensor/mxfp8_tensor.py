@@ -102,6 +102,7 @@ class MXFP8Quantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = MXFP8Tensor, MXFP8TensorStorage
+    _ARGUMENTS = ("fp8_dtype", "with_2d_quantization", "margin")
     _SCALES = torch.uint8
     _empty_columns = staticmethod(casts.empty_rows)
 
@@ -160,10 +161,3 @@ class MXFP8Quantizer(TwoFormQuantizer):
     def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
         del source, amax
         return {"square": into._is_2D_scaled, "margin": self.margin}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "with_2d_quantization": self.with_2d_quantization,
-            "margin": self.margin,
-        }

@@ -13,6 +13,7 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.quantizer import ReducesAmax
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
 from transformer_engine.pytorch.tensor.two_forms import (
     FORMS,
@@ -202,7 +203,7 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
         }
 
 
-class NVFP4Quantizer(TwoFormQuantizer):
+class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     """Casts to NVFP4.
 
     Parameters
@@ -242,6 +243,11 @@ class NVFP4Quantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = NVFP4Tensor, NVFP4TensorStorage
+    _ARGUMENTS = (
+        "fp4_dtype", "with_rht", "with_post_rht_amax", "with_2d_quantization",
+        "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode", "with_random_sign_mask",
+    )  # fmt: skip
     _SCALES = torch.uint8
     _KINDS = NVFP4TensorStorage._KINDS
     _empty_rows = staticmethod(_packed)
@@ -290,12 +296,6 @@ class NVFP4Quantizer(TwoFormQuantizer):
 
     def _mode(self) -> int:
         return _core.SCALING_NVFP4
-
-    def copy(self) -> "NVFP4Quantizer":
-        """Copy the settings but for the reduction, which belongs to one call."""
-        made = super().copy()
-        made.with_amax_reduction, made.amax_reduction_group = False, None
-        return made
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         self._check_shape(shape)
@@ -362,23 +362,4 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return how
 
     def _measured(self, source: Tensor, hadamard: int) -> Tensor:
-        partials = casts.measure(source, hadamard)
-        if self.with_amax_reduction:
-            torch.distributed.all_reduce(
-                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
-        return partials
-
-    def _own_settings(self) -> dict[str, Any]:
-        names = (
-            "with_rht",
-            "with_post_rht_amax",
-            "with_2d_quantization",
-            "stochastic_rounding",
-            "row_scaled_nvfp4",
-            "nvfp4_use_4over6",
-            "nvfp4_e4m3_max",
-            "nvfp4_4over6_err_mode",
-            "with_random_sign_mask",
-        )
-        return {"fp4_dtype": int(self.dtype), **{name: getattr(self, name) for name in names}}
+        return self._reduced(casts.measure(source, hadamard))

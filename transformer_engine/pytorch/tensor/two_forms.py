@@ -324,6 +324,7 @@ class TwoFormQuantizer(Quantizer):
     """
 
     _CASTS_COMPUTED = True
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = ("fp8_dtype", "amax_epsilon", "force_pow_2_scales")
 
     def __init__(
         self,
@@ -380,10 +381,7 @@ class TwoFormQuantizer(Quantizer):
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         self._check_shape(shape)
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(
-                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
-            )
+        self._check_usages()
         fields = self._format_settings(shape)
         options = {"dtype": self._SCALES, "device": device, "pin_memory": pin_memory}
         if self.rowwise_usage:
@@ -421,13 +419,6 @@ class TwoFormQuantizer(Quantizer):
 
     def _settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, **super()._settings()}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "amax_epsilon": self.amax_epsilon,
-            "force_pow_2_scales": self.force_pow_2_scales,
-        }
 
 
 def scale_shape(mode: int, lines: int, length: int) -> tuple[int, ...]:
