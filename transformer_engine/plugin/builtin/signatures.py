@@ -26,7 +26,7 @@ _NAMES: dict[str, Any] = {
     **{"Any": Any, "Tensor": torch.Tensor, "Generator": torch.Generator, "dtype": torch.dtype},
     **{"torch": torch, "ops": ops},
 }
-"""What types of arguments are made of."""
+"""Names that annotations of arguments consist of."""
 
 
 @functools.cache

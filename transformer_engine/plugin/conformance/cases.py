@@ -93,7 +93,7 @@ class Exact(NamedTuple):
 
 
 CASES: dict[str, Callable[["Draw"], Iterable["Case"]]] = {}
-"""What makes the cases of an operator, of the groups that are imported."""
+"""Makers of the cases of operators, by operator, of the groups that are imported."""
 
 
 @dataclass(frozen=True)

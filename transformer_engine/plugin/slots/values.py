@@ -54,7 +54,7 @@ def asked_for(fields: Fields, shape: tuple[int, int], choices: Choices) -> casts
 def ours(
     run: Callable, shape: Sequence[int], fields: Fields, choices: Choices, *names: str
 ) -> Tensor:
-    """What this library computes of fields by name, in fp32, for somebody else's cast or amax."""
+    """Results in fp32 that this library computes of fields, for the cast or amax of a plug-in."""
     of_amax = fields["amax_partials"] is not None
     cast = are_cast(fields) and not choices.keys().isdisjoint(casts.OPERATORS)
     if not ("compute_amax" in choices if of_amax else cast):

@@ -31,9 +31,9 @@ class AttentionExplanation(NamedTuple):
     """The answer; ``print`` shows it as a short table."""
 
     backend: str | None
-    """What runs the call: "plugin" (the class of a plug-in), "native" (the library's own operator;
-    cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax); None:
-    nothing does."""
+    """The backend that runs a call: "plugin" (the class of a plug-in), "native" (the library's own
+    operator; cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax);
+    None: nothing does."""
     refused: dict[str, Refusal]
     """For each backend that does not run it the one ``feature`` that is in its way, and ``why``."""
     others: tuple[str, ...]  # would run it too, and come after the chosen one
