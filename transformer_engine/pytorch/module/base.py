@@ -60,6 +60,11 @@ class Region(NamedTuple):
         """True where the call is to be repeated, or repeats one."""
         return bool(self.record) or self.replay is not None
 
+    @property
+    def replays(self) -> tuple[Entry, ...]:
+        """The call that this one repeats, if it does."""
+        return () if self.replay is None else (self.replay,)
+
 
 _NO_FRAMES: list = []
 _SHORT = {"forward": "fwd", "backward": "bwd"}
@@ -189,6 +194,7 @@ class Fp8Module(NativeModule):
         first: bool,
         cache: tuple | None = None,
         kept: tuple[int, ...] = (),
+        layer: int = 0,
     ) -> None:
         """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
         if region.replay is not None:
@@ -202,7 +208,7 @@ class Fp8Module(NativeModule):
                     scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
             state = slots, scales, measures, cache, kept
-            entry = Entry(self, region.recipe, *state, first, domain)
+            entry = Entry(self, region.recipe, *state, first, domain, layer)
         for frame in region.record:
             frame.record(entry)
 

@@ -21,11 +21,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import is_backward_wide
 from transformer_engine.pytorch.execution.autograd import apply_of
-from transformer_engine.pytorch.execution.recompute import (
-    anywhere,
-    in_reentrant_forward,
-    may_concern,
-)
+from transformer_engine.pytorch.execution.recompute import in_reentrant_forward
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
@@ -34,7 +30,6 @@ from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     dispatch_modes,
     faking,
-    graph_task,
     in_transform,
     unseen,
 )
@@ -189,33 +184,25 @@ def call_key(
 
 def _around(region: Any) -> tuple | bool:
     """Part of a key for the checkpoints around a call."""
-    replay = region.replay
-    if replay is None:
+    replays = region.replays
+    if not replays:
         return bool(region.record)
-    return replay.measures, replay.scales is None, dispatch_modes() > 0
+    return *[(each.measures, each.scales is None) for each in replays], dispatch_modes() > 0
 
 
 def layer_key(
-    state: RegionState,
-    inp: Tensor,
-    places: tuple[tuple[dict, str] | None, ...],
+    region: Any, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
-    """`call_key` of a call of a layer, which calls its modules in what else there is.
+    """`call_key` of a call of a layer in a `layer_region.LayerRegion`.
 
-    That is `torch.autocast`, checkpoints, calibration and quantizers of the program.
+    It calls its modules under `torch.autocast`.
     """
-    recipe = state.recipe if state.enabled else None
-    if (recipe is None and state.calibrating) or (recipe is not None and recipe.custom()):
+    if any_autocast():
         return None, ()
-    gradients = _grad_enabled()
-    if (
-        any_autocast()
-        or graph_task() != -1
-        or (may_concern(gradients, recipe is not None) and (gradients or anywhere()))
-    ):
-        return None, ()
-    identity = state.depth > 0 if recipe is None else recipe.__repr__()
-    return call_key(identity, inp, places, recipe is None or recipe.backward_override is not None)
+    recipe = region.recipe
+    identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
+    wide = recipe is None or recipe.backward_override is not None
+    return call_key(identity, inp, places, wide, region if region.repeats else None)
 
 
 def key_of_quantized(

@@ -15,8 +15,10 @@ from transformer_engine.common import attention_graphs
 from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.execution.stages import HalvedFunction, Staged, named
+from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.module.layer_stages import (
     ModuleStages,
     function_of_stage,
@@ -174,11 +176,15 @@ class Emission:
     that requires a gradient where its input will. `ByModules` where one can not be joined.
     """
 
-    def __init__(self, modules: int, attending: Sequence, first: bool | None) -> None:
+    def __init__(
+        self, modules: int, attending: Sequence, first: bool | None, region: LayerRegion
+    ) -> None:
         self.graph = Graph()
         self.calls: list[ModuleCall] = []  # that the modules would make
         self._attending, self._first, self._device = attending, first, None
-        self._owners = modules
+        self._owners, self._region = modules, region
+        self._unread: dict[int, int] = {}
+        """How many pairs a module draws for nobody, by how many there are up to it."""
         self._sites = self._named = 0  # how many there are so far
         self._functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
         """Those of the program by their nodes, each with whether its inputs have gradients."""
@@ -208,13 +214,16 @@ class Emission:
     ) -> tuple[Value, Value]:
         """As of `Outline`."""
         given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
-        call = _call_of(module, given.requires_grad_(x.wanted), self._first)
+        region = self._region.of(len(self.calls))
+        call = _call_of(module, given.requires_grad_(x.wanted), self._first, region)
         if call is None:
             raise ByModules
         parts, own = len(self.graph.parts), call.plans.graph
         begin = len(self.graph.tensors)
         numbers = self.graph.append(own, x.number, name, output, len(self.calls))
         self._parameters += self.graph.tensors[begin:]
+        if call.unread:
+            self._unread[len(self.graph.drawn)] = len(call.unread)
         for split in call.splits:
             self._splits.append(split._replace(begin=self._places + split.begin - 1, part=parts))
         self._places += len(module._parameter_names())
@@ -395,6 +404,16 @@ class Emission:
                 found |= functions
         return Staged(found, None, lending) if found else None
 
+    def unread(self, plans: CallPlans) -> tuple[int, ...]:
+        """As of `ModuleCall`: where the modules of `plans` would draw pairs that nobody reads."""
+        places: list[int] = []
+        drawn = 0
+        for number, link in enumerate((None, *plans.graph.drawn)):
+            drawn += link in plans.drawn
+            begin = drawn + len(places)
+            places += range(begin, begin + self._unread.get(number, 0))
+        return tuple(places)
+
     def splits(self) -> tuple[SplitTensors, ...]:
         """Weights that come as several tensors, with their places among those of the layer."""
         before = 1 + sum(map(len, self._given))
@@ -411,13 +430,13 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
-def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCall | None:
+def _call_of(
+    module: LinearBase, given: Tensor, first: bool | None, region: Region
+) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
-    region = module._region(False)
-    if region.replay is not None or region.record:
-        return None
+    module._note_recipe(region.recipe)
     tensors, owners = module._promote(given, region.recipe)
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
