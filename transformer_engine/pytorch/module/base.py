@@ -109,6 +109,8 @@ class Fp8Module(NativeModule):
     """Role of the output, for the caller's own use: outputs stay in high precision."""
     grad_input_quantizer_role: QuantizerRole | None = None
     """Role of the gradient of the input, likewise."""
+    _version = 0
+    """Another one where calls have to be decided anew, those of layers around it too."""
     _trained_under: str | None = None
     """Class of the recipe of the last training call."""
 
@@ -120,6 +122,10 @@ class Fp8Module(NativeModule):
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
         self._lacks_scales = False  # weights were loaded in place, scales were not
         self._quantization: tuple | None = None  # (repr of a recipe, its Quantization, recipe)
+
+    def _forget_calls(self) -> None:
+        """Decide anew what a call is."""
+        self.__dict__.update(_bound={}, _version=self._version + 1)
 
     # ---- region ------------------------------------------------------------------------------
 
@@ -324,7 +330,7 @@ class Fp8Module(NativeModule):
         self._lacks_scales = False
         self._slots = slots
         module = weakref.ref(self)
-        slots.changed = lambda: _unbind(module())
+        slots.changed = lambda: _forget_calls_of(module())
         return slots
 
     def _state_values(self) -> dict | None:
@@ -540,10 +546,9 @@ class Fp8Module(NativeModule):
         self._lacks_scales = in_place and not ignored and not self._has_state()
 
 
-def _unbind(module: Fp8Module | None) -> None:
-    """Let a module decide anew what a call is."""
+def _forget_calls_of(module: Fp8Module | None) -> None:
     if module is not None:
-        module.__dict__["_bound"] = {}
+        module._forget_calls()
 
 
 def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:

@@ -266,6 +266,10 @@ class ModuleCall:
         return [wholes[i] if i in wholes else next(others) for i in range(count)]
 
 
+_GONE: Any = object()
+"""Stands for slots."""
+
+
 class LayerCall(ModuleCall):
     """One call of a layer, whose modules lend it their parameters and slots."""
 
@@ -276,6 +280,13 @@ class LayerCall(ModuleCall):
         """The same call over other slots."""
         made = copy.copy(self)
         made.set_owners(owners)
+        return made
+
+    def released(self) -> "LayerCall":
+        """The same call over no slots: it can not run, and keeps none alive."""
+        made = copy.copy(self)
+        made.owners = tuple([None if slots is None else _GONE for slots in self.owners])
+        made._state = made._slots = made._domains = ()
         return made
 
     def set_owners(self, owners: tuple) -> None:

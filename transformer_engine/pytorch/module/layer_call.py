@@ -70,6 +70,7 @@ class _BoundLayer(NamedTuple):
     apply: Callable  # runs one and records its backward
     remembered: tuple[tuple[dict, dict], ...]  # attributes of modules that tell of their last calls
     owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owners`
+    measures: tuple[int, ...]  # flags of these slots that its plans depend on
 
 
 class _Refused(NamedTuple):
@@ -94,7 +95,7 @@ class LayerCalls:
         layer._emit(outline, Value(), options, part)
         self.part = part
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
-        self._settings = tuple(module._bound for module in self.modules)
+        self._versions = tuple(module._version for module in self.modules)
         self._norms = tuple(outline.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
         self._all = (*self.modules, *outline.others, *outline.blocks, *self._norms)
@@ -149,8 +150,8 @@ class LayerCalls:
         for children, name, module in self._parents:
             if children.get(name) is not module:
                 return False
-        for module, bound in zip(self.modules, self._settings, strict=True):
-            if module.__dict__["_bound"] is not bound:
+        for module, version in zip(self.modules, self._versions, strict=True):
+            if module._version != version:
                 return False
         for norm, settings in zip(self._norms, self._norm_settings, strict=True):
             if norm._settings() != settings:
@@ -229,13 +230,12 @@ class LayerCalls:
         new = bound is _UNKNOWN and not region.repeats
         if bound is None or (new and not self._recurrence.is_met(key)):
             return None
-        call = None if bound is _UNKNOWN else self._call_in(bound, key, region)
+        call = None if bound is _UNKNOWN else self._call_in(bound, key, region, inp.device)
         if call is None:
             bound = self._bind(layer, inp, (options, attending, first), region)
             if bound is not None and not reads(bound.call, own[0]):
                 bound = None
-            if bound is None or _are_own(bound.call.owners, bound.owners):
-                keep(self.calls, key, bound)
+            self._keep(key, bound)
             call = None if bound is None else bound.call
         return None if call is None else (bound, call, tensors, own, region)
 
@@ -252,7 +252,9 @@ class LayerCalls:
             found.append(how)
         return found
 
-    def _call_in(self, bound: _BoundLayer, key: tuple, region: LayerRegion) -> LayerCall | None:
+    def _call_in(
+        self, bound: _BoundLayer, key: tuple, region: LayerRegion, device: torch.device
+    ) -> LayerCall | None:
         """A call over the state in force; None: there has to be another one.
 
         Of a call that is repeated that is the state of this one.
@@ -266,14 +268,20 @@ class LayerCalls:
         elif all([s is None or in_force(s, m, region.state, recorded) for m, s in pairs]):
             return call
         else:  # another group, or a recipe that the modules come back to
-            slots = tuple([None if s is None else _slots_of(m, region, s.device) for m, s in pairs])
-        measures = [[0 if s is None else s.measures for s in of] for of in (slots, call.owners)]
-        if call.staged is not None or measures[0] != measures[1]:
-            return None  # its plans, or its stages, depend on them
+            slots = tuple([None if s is None else _slots_of(m, region, device) for m, s in pairs])
+        if call.staged is not None or _measures_of(slots) != bound.measures:
+            return None  # its stages, or its plans, depend on them
         call = call.over(slots)
-        if _are_own(slots, bound.owners):
-            keep(self.calls, key, bound._replace(call=call))
+        self._keep(key, bound._replace(call=call))
         return call
+
+    def _keep(self, key: tuple, bound: _BoundLayer | None) -> None:
+        """Keep a call by its key, and no slots but those that the modules have now."""
+        if bound is None or _are_own(bound.call.owners, bound.owners):
+            keep(self.calls, key, bound)
+        for other, kept in self.calls.items():
+            if kept is not None and not _are_own(kept.call.owners, kept.owners):
+                self.calls[other] = kept._replace(call=kept.call.released())
 
     # ---- binding -------------------------------------------------------------------------------
 
@@ -320,9 +328,9 @@ class LayerCalls:
             if plans.quantized:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))
-        self._settings = tuple(module._bound for module in self.modules)
         apply = apply_of(label, plans.result_count > 1)
-        return _BoundLayer(call, apply, tuple(remembered), (*self.modules, *cores))
+        everyone, measures = (*self.modules, *cores), _measures_of(owners)
+        return _BoundLayer(call, apply, tuple(remembered), everyone, measures)
 
 
 # ---- what a call of a layer would run ------------------------------------------------------------
@@ -371,6 +379,10 @@ def _slots_of(
     if isinstance(module, LinearBase):
         quantized.bind_quantizers(module)
     return slots
+
+
+def _measures_of(owners: Sequence) -> tuple[int, ...]:
+    return tuple([0 if slots is None else slots.measures for slots in owners])
 
 
 def _are_own(slots: Sequence, owners: Sequence) -> bool:
