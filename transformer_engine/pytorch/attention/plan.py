@@ -41,7 +41,7 @@ from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
-    any_autocast,
+    autocast_dtype,
     dispatch_modes,
     exporting,
     forward_gradients,
@@ -167,11 +167,14 @@ def _node(
 
 
 def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None."""
+    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None.
+
+    Inside of `torch.autocast` projections take any dtype.
+    """
     return keys is inp or (
         type(keys) is Tensor
         and keys.dim() == inp.dim()
-        and keys.dtype is inp.dtype
+        and (keys.dtype is inp.dtype or autocast_dtype(inp.device.type) is not None)
         and keys.device == inp.device
         and (batch is None or keys.shape[batch] == inp.shape[batch])
         and keys.shape[-1] == inp.shape[-1]
@@ -316,7 +319,7 @@ class KeptCalls:
         if facts is None:
             return None
         own = core.__dict__
-        dtype = _autocast_dtype(tensors[0]) if any_autocast() else None
+        dtype = autocast_dtype(tensors[0].device.type)
         return (
             facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
             attention_switches(), _deterministic(), attention_class_name_now(), arguments,
@@ -346,12 +349,6 @@ class KeptCalls:
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
-
-
-def _autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """The dtype that `torch.autocast` casts to on the device of a tensor; None: it is off there."""
-    device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _bind(

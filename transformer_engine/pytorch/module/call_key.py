@@ -27,7 +27,7 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
-    any_autocast,
+    autocast_dtype,
     dispatch_modes,
     faking,
     in_transform,
@@ -169,10 +169,7 @@ def call_key(
     facts, tensors = _core.tensors_of_call(inp, places)
     if facts is None or (dispatch_modes() and faking()) or in_transform():
         return None, ()
-    dtype = None
-    if any_autocast():
-        kind = "cpu" if facts[1] < 0 else "cuda"
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    dtype = autocast_dtype("cpu" if facts[1] < 0 else "cuda")
     if wide and facts[1] >= 0:
         # On a GPU, whether fp32 may use TF32 can change.
         fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
@@ -193,12 +190,7 @@ def _around(region: Any) -> tuple | bool:
 def layer_key(
     region: Any, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
-    """`call_key` of a call of a layer in a `layer_region.LayerRegion`.
-
-    It calls its modules under `torch.autocast`.
-    """
-    if any_autocast():
-        return None, ()
+    """`call_key` of a call of a layer in a `layer_region.LayerRegion`."""
     recipe = region.recipe
     identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
     wide = recipe is None or recipe.backward_override is not None

@@ -21,7 +21,13 @@ from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, Ran
-from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
+from transformer_engine.pytorch.module.call_key import (
+    Recurrence,
+    converted,
+    in_force,
+    keep,
+    layer_key,
+)
 from transformer_engine.pytorch.module.emission import (
     ByModules,
     Emission,
@@ -38,6 +44,7 @@ from transformer_engine.pytorch.module.weight_cache import (
 )
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
+    autocast_dtype,
     dispatch_modes,
     forward_gradients,
     only_forwards,
@@ -173,6 +180,8 @@ class LayerCalls:
         region.take(bound.owners)
         for attributes, values in bound.remembered:
             attributes.update(values)
+        if call.dtypes:
+            tensors = converted(tensors, call.dtypes)
         run = CallRun(call, *own)
         run.first = call.plans.quantized and region.is_first(records)
         run.domain = (repeated[0] if repeated else state).domain
@@ -244,9 +253,11 @@ class LayerCalls:
     ) -> list[Attending] | None:
         """How each attention of a call attends; None where one has to be called."""
         found: list[Attending] = []
+        cast = autocast_dtype(inp.device.type)
         for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
             attends = layer if module is None else module
-            how = attends._attending(inp, given, parameters.get(name, inp).dtype, region.frame)
+            dtype = cast or parameters.get(name, inp).dtype
+            how = attends._attending(inp, given, dtype, region.frame)
             if how is None:
                 return None
             found.append(how)
@@ -316,7 +327,7 @@ class LayerCalls:
             ),
         )
         call.set_owners(owners)
-        call.splits = nodes.splits()
+        call.splits, call.dtypes = nodes.splits(), nodes.dtypes()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
         call.staged, call.unread = staged, nodes.unread(plans)
