@@ -208,6 +208,7 @@ typedef enum te_node_kind {
     TE_NODE_FUNCTION,    /* the caller's, of rows: any number of different inputs, whose rows the
                             output has, or a multiple or part of them; external stages "function"
                             and "function_backward" (node_function.c: their buffers) */
+    TE_NODE_CONVERT,     /* inputs x; the output is of another high-precision dtype */
     TE_NODE_KINDS
 } te_node_kind;
 

@@ -40,7 +40,7 @@ from transformer_engine.pytorch.attention.masks import Limits, deterministic
 from transformer_engine.pytorch.attention.problem import CoreOptions, refuse_export
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution import plan_ops, recompute
-from transformer_engine.pytorch.execution.recompute_frames import unread_history
+from transformer_engine.pytorch.execution.recompute_frames import Frame, unread_history
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
@@ -253,26 +253,29 @@ def in_force(module: Any) -> bool:
 
     The region says so, or, in the recompute of a checkpoint, that the first forward did.
     """
-    if not torch.compiler.is_compiling() and graph_task() != -1:
-        _, replay = recompute.frames()
-        if replay is not None:
-            return replay.knows(module)
-    return region_in_fp8(module)
+    replay = repeated()
+    return region_in_fp8(module) if replay is None else replay.knows(module)
 
 
-def hands_fp8_to(core: Any, projection: Any) -> bool:
+def repeated() -> Frame | None:
+    """The frame of the checkpoint whose forward is being repeated; None: none is."""
+    if torch.compiler.is_compiling() or graph_task() == -1:
+        return None
+    return recompute.frames()[1]
+
+
+def hands_fp8_to(core: Any, projection: Any, replay: Frame | None) -> bool:
     """Return whether a layer hands the output of its attention to the projection behind it in FP8.
 
     With ``fp8_mha``, where the projection multiplies inputs with one scale: its GEMM reads what
-    attention has made, with attention's scale.
+    attention has made, with attention's scale. `replay` is as of `repeated`.
     """
-    state = current_state()
-    recipe = state.recipe if state.enabled else None
-    if not torch.compiler.is_compiling() and graph_task() != -1:
-        _, replay = recompute.frames()
-        if replay is not None:
-            entry = replay.next_of(projection)
-            recipe = None if entry is None else entry.recipe
+    if replay is None:
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
+    else:
+        entry = replay.next_of(projection)
+        recipe = None if entry is None else entry.recipe
     if recipe is None or recipe.custom() or not getattr(recipe, "fp8_mha", False):
         return False
     columns = core.num_attention_heads * core.hidden_size_per_attention_head_v
@@ -280,7 +283,7 @@ def hands_fp8_to(core: Any, projection: Any) -> bool:
         _hands_over(recipe.fp8_mha)
         and (recipe.delayed() or recipe.float8_current_scaling())
         and columns % ALIGNMENT == 0
-        and in_force(core)
+        and (region_in_fp8(core) if replay is None else replay.knows(core))
     )
 
 
@@ -369,13 +372,28 @@ def backward_in_fp8(module: Any, recipe: Recipe, limits: Limits, **problem: Any)
     return not why_in_high_precision(facts)
 
 
-def layer_key(module: Any, queries: int) -> tuple[Quantization, bool, bool, str] | None:
-    """Key of recipe, environment and size for an attention in FP8; None: it is not in FP8."""
-    if not in_force(module):
+def _in_a_layer(module: Any, replay: Frame | None) -> tuple[Recipe, bool] | None:
+    """(recipe, no amax is recorded) of an attention in a layer's plan; None: in high precision."""
+    if replay is not None:
+        entry = replay.next_of(module)
+        return None if entry is None else (entry.recipe, entry.scales is not None)
+    state = current_state()
+    recipe = recipe_of(state.recipe, module) if state.enabled else None
+    return None if recipe is None else (recipe, False)
+
+
+def layer_key(module: Any, queries: int, replay: Frame | None) -> tuple | None:
+    """Key of recipe, environment and size for an attention in a layer's plan.
+
+    None: it is not in FP8. `replay` is as of `repeated`.
+    """
+    found = _in_a_layer(module, replay)
+    if found is None:
         return None
-    recipe = recipe_of(current_state().recipe, module)
+    recipe, no_amax = found
     quantization = module._quantization_of(recipe, False)
-    return quantization, TE_FP8_ATTENTION_BACKWARD.get(), fills_blocks(queries), repr(recipe)
+    switched_on = TE_FP8_ATTENTION_BACKWARD.get()
+    return quantization, switched_on, fills_blocks(queries), repr(recipe), no_amax
 
 
 class LayerCasts(NamedTuple):
@@ -384,18 +402,31 @@ class LayerCasts(NamedTuple):
     quantization: Quantization
     fp8_gradient: bool  # its gradients are computed in FP8
     fp8_output: bool  # the projection behind it reads its output in FP8
+    no_amax: bool  # it repeats a call, and records none
     recipe: str
 
 
+class Surroundings(NamedTuple):
+    """What is around an attention in a layer's plan, on which it depends in FP8."""
+
+    device: str = "cpu"  # type of it
+    queries: int = 0  # of each sequence
+    hands_over: bool = False  # as of `hands_fp8_to`
+    replay: Frame | None = None  # as of `repeated`
+
+
 def layer_casts(
-    module: Any, device: str, queries: int, limits: Limits, dropout: float, fp8_output: bool
+    module: Any, around: Surroundings, limits: Limits, dropout: float
 ) -> LayerCasts | None:
     """How an attention runs in a layer's plan; None: in high precision."""
-    if not in_force(module):
+    found = _in_a_layer(module, around.replay)
+    if found is None:
         return None
-    recipe = recipe_of(current_state().recipe, module)
+    recipe, no_amax = found
+    device, queries, fp8_output, _ = around
     back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
-    return LayerCasts(module._quantization_of(recipe, False), back, fp8_output, repr(recipe))
+    quantization = module._quantization_of(recipe, False)
+    return LayerCasts(quantization, back, fp8_output, no_amax, repr(recipe))
 
 
 # ---- a call --------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ def _slices(heads: Heads) -> tuple:
 
 
 _NOTHING = ((), (), False, False)
+_NOWHERE = fp8.Surroundings()
 
 
 def attention_node(
@@ -126,22 +127,20 @@ def attention_node(
     how: tuple[Choice, Limits],
     slices: tuple,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    about: tuple[str, int] = ("cpu", 0),
-    hands_over: bool = False,
+    around: fp8.Surroundings = _NOWHERE,
 ) -> Attending | None:
     """How a layer attends as part of its plan; None for what runs in none.
 
     Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `how` is
     what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
     `given` is the source or nothing, the angles, whether these are interleaved, and whether norms
-    come before them. `about` says on what type of device that is, and how many queries there are,
-    which attention in FP8 depends on; `hands_over`: that hands its output on in FP8.
+    come before them.
     """
     choice, limits = how
     if choice.backend != "native" or limits.max_logit:
         return None
     dropout = core.attention_dropout if core.training else 0.0
-    in_fp8 = fp8.layer_casts(core, *about, limits, dropout, hands_over)
+    in_fp8 = fp8.layer_casts(core, around, limits, dropout)
     return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
 
 
@@ -176,11 +175,14 @@ def _node(
 
 
 def matches_input(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None."""
+    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None.
+
+    Inside of `torch.autocast` projections take any dtype.
+    """
     return keys is inp or (
         type(keys) is Tensor
         and keys.dim() == inp.dim()
-        and keys.dtype is inp.dtype
+        and (keys.dtype is inp.dtype or autocast_dtype(inp.device.type) is not None)
         and keys.device == inp.device
         and (batch is None or keys.shape[batch] == inp.shape[batch])
         and keys.shape[-1] == inp.shape[-1]

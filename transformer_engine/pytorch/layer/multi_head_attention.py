@@ -388,14 +388,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return inp.dim() == (2 if self.qkv_format == "thd" else 3)
 
     def _attending(
-        self, inp: Tensor, options: AttentionOptions, dtype: torch.dtype
+        self, inp: Tensor, options: AttentionOptions, dtype: torch.dtype, replay: Any
     ) -> Attending | None:
         """How a call attends, over heads of a dtype, as part of a layer.
 
-        None where it has to call its modules.
+        None where it has to call its modules. `replay` is as of `fp8.repeated`.
         """
         core, key = self._modules["core_attention"], None
-        in_fp8 = fp8.layer_key(core, inp.shape[self.qkv_format == "bshd"])
+        in_fp8 = fp8.layer_key(core, inp.shape[self.qkv_format == "bshd"], replay)
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
                 options[2:10], options.softcap, self.qk_norm_before_rope,
@@ -404,7 +404,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
                 core.return_max_logit, dtype, inp.device, plan.sink_key(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
-                in_fp8, in_fp8 is not None and self._hands_over(core),
+                in_fp8, in_fp8 is not None and self._hands_over(core, replay),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
                 torch.is_grad_enabled(),  # what inference mode has made can not be saved
                 attention_class_name_now(),
@@ -416,13 +416,13 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         like = inp  # of which shape, dtype and device are read
         if inp.dtype is not dtype:
             like = inp.new_empty(1, dtype=dtype).expand(inp.shape)
-        found = self._find_way(core, like, options)
+        found = self._find_way(core, like, options, replay)
         if key is not None and found is not None and found.constant:
             found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
         return found
 
     def _find_way(
-        self, core: DotProductAttention, inp: Tensor, options: AttentionOptions
+        self, core: DotProductAttention, inp: Tensor, options: AttentionOptions, replay: Any
     ) -> Attending | None:
         """`_attending`, anew."""
         source = options.encoder_output
@@ -449,15 +449,18 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
         pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
         given = (() if source is None else (source,), angles, *pairs)
-        about = inp.device.type, inp.shape[s]
-        over = self._hands_over(core)
-        return plan.attention_node(core, how, slices, given, about=about, hands_over=over)
+        over = self._hands_over(core, replay)
+        around = fp8.Surroundings(inp.device.type, inp.shape[s], over, replay)
+        return plan.attention_node(core, how, slices, given, around)
 
-    def _hands_over(self, core: DotProductAttention) -> bool:
-        """Return whether the projection is handed the output of attention in FP8."""
+    def _hands_over(self, core: DotProductAttention, replay: Any) -> bool:
+        """Return whether the projection is handed the output of attention in FP8.
+
+        `replay` is as of `fp8.repeated`.
+        """
         proj = self._modules["proj"]  # it, or the core, may be another package's
         ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
-        return ours and fp8.hands_fp8_to(core, proj)
+        return ours and fp8.hands_fp8_to(core, proj, replay)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
@@ -525,7 +528,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if self.q_norm is not None or options.rotary_pos_emb is not None:
             query, key = self._position(query, key, options)
         core = modules["core_attention"]
-        over = self._hands_over(core)
+        over = self._hands_over(core, fp8.repeated())
         if only_forwards(core):
             more = CoreOptions(fp8_output=over)
             context = core.attend(Heads((query, key, value)), options, more=more)
