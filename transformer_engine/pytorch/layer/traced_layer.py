@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.common.recipe_base import Recipe
-from transformer_engine.pytorch.attention.fp8 import asks_for_it
+from transformer_engine.pytorch.attention.fp8 import asks_for_attention
 from transformer_engine.pytorch.attention.plan import spec_of
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
@@ -33,6 +33,7 @@ from transformer_engine.pytorch.execution.thread_state import (
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
+from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
     constant_in_graphs,
@@ -97,7 +98,7 @@ def may_hold(inp: Tensor) -> bool:
         or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
         or torch.is_autocast_enabled(inp.device.type)
-        or (recipe is not None and (recipe.custom() or asks_for_it(recipe)))
+        or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
     )
 
 
@@ -298,7 +299,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         way = ways[i] if i < len(ways) else None
         if way is None:
             attends = layer if module is None else module
-            how = attends._attending(inp, options[i], parameters[name].dtype)
+            how = attends._attending(inp, options[i], parameters[name].dtype, None)
             if how is None or how.tensors or how.draw is not None:
                 return ""
         else:
@@ -311,11 +312,14 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
             ]
             how = Attending(fields, partial(spec_of, fields), tuple(like), None, None)
         attending.append(how)
-    bound = calls._bind(layer, inp, (options, attending, None), state)
+    region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
+    bound = calls._bind(layer, inp, (options, attending, None), region)
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
-    if call.staged is not None or plans.main_grads or plans.defer or plans.writes_caches:
+    if call.staged is not None or call.dtypes or call.unread:
+        return ""
+    if plans.main_grads or plans.defer or plans.writes_caches:
         return ""
     for attributes, values in bound.remembered:
         ran = values["_ran"]
