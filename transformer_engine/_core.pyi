@@ -63,7 +63,7 @@ def tensors_of_call(
     """
 
 def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:
-    """What decides an attention of up to three tensors of heads: two attentions whose facts, and
+    """Facts that decide an attention of up to three tensors of heads: two attentions whose facts, and
     other arguments, are equal are of one kind.
 
     Each has one or two leading dims, heads and channels, or one more dim where it holds several of

@@ -210,8 +210,8 @@ typedef struct te_operand {
 
 #define TE_AMAX_PARTIALS 1024
 
-/* What an operator is to do with the fp32 values that it reads or computes: any of high precision,
- * FP8 in two usages, and their largest magnitude, in one pass.
+/* The outputs that an operator makes of the fp32 values that it reads or computes: any of high
+ * precision, FP8 in two usages, and their largest magnitude, in one pass.
  *
  * TENSOR: q = saturate(x * scale), and the scales where they are wanted. scale is *scale (delayed
  * scaling), or made from `partials` (current scaling): amax = max(partials), raised to

@@ -70,7 +70,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
 static PyMemberDef implementation_members[] = {
     {"op", T_OBJECT, AT(op), "Name of the operator."},
     {"impl_id", T_OBJECT, AT(impl_id), "Its own name."},
-    {"function", T_OBJECT, AT(function), "What is called."},
+    {"function", T_OBJECT, AT(function), "The implementation that is called."},
     {"calls", T_ULONGLONG, AT(calls), "How often it was."},
     {"reason", T_OBJECT, AT(reason), "Why it did not take the last call that it did not take."},
     {NULL, 0, 0, 0, NULL},
@@ -181,7 +181,9 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *keyw
     result = PyObject_CallFunctionObjArgs(refuse, name, candidates, NULL);
     if (result != NULL) {
         Py_DECREF(result);
-        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", name);
+        PyErr_Format(PyExc_SystemError,
+                     "%U: no implementation was called, and the handler of that raised nothing",
+                     name);
     }
     return NULL;
 }
@@ -228,7 +230,8 @@ static PyObject *operator_described(PyObject *object, void *attribute)
     const operator_object *self = (operator_object *)object;
     PyObject *found, *value, *describe = self->dispatcher->describe;
     if (describe == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "nobody says what the operator's arguments are");
+        PyErr_SetString(PyExc_AttributeError,
+                        "this manager has no description of the operator's arguments");
         return NULL;
     }
     found = PyObject_CallFunctionObjArgs(describe, self->name, NULL);
@@ -259,7 +262,7 @@ static PyMemberDef operator_members[] = {
 
 static PyGetSetDef operator_getset[] = {
     {"__wrapped__", operator_described, NULL, "The function that has its signature.", NULL},
-    {"__doc__", operator_described, NULL, "What it does.", "__doc__"},
+    {"__doc__", operator_described, NULL, "Its description.", "__doc__"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

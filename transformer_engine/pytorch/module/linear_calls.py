@@ -96,7 +96,7 @@ class LinearCalls(Fp8Module):
     save_original_input = False
     eps = 0.0
     _input_name = "inp"
-    """What a program calls the input: an argument of the layer that this is part of, maybe."""
+    """Name of the input in messages; in a layer maybe that of the layer's argument."""
     _observer: Observer | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -425,7 +425,7 @@ class LinearCalls(Fp8Module):
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
-            call.unread = plans.unread_of(quantization, returns) if region.repeats else 0
+            call.unread = plans.unread_of(quantization, returns) if region.repeats else ()
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads

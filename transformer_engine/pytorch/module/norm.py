@@ -48,6 +48,7 @@ from transformer_engine.pytorch.module.parameters import (
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import (
+    autocast_dtype,
     constant_in_graphs,
     exporting,
     faking,
@@ -125,6 +126,8 @@ class NormModule(NativeModule):
         ):
             return None
         out = like.dtype if gamma is None or getattr(self, "follows_input", False) else gamma.dtype
+        if isinstance(self, AffineNorm):
+            out = autocast_dtype(like.device.type) or out
         eps = DEFAULT_EPS if self.eps is None else self.eps
         key = self._key((like, gamma, beta), out, eps, False)
         return self._plans.get(key) or self._make_plans(key)
@@ -308,7 +311,9 @@ class AffineNorm(NormModule):
             raise ValueError(f"{kind}: normalized_shape={shape!r}: expected positive sizes")
         margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
         if any(margins):
-            raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}")
+            raise NotImplementedError(
+                f"{kind}: sm_margin={sm_margin!r} is not there: leave it out, or give 0"
+            )
         self.eps = None if eps is None and self.EPS_IS_OPTIONAL else checked_eps(kind, eps)
         self.elementwise_affine = bool(elementwise_affine)
         self.follows_input = False  # te.convert: the output has the dtype of the input

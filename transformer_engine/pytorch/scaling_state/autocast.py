@@ -96,8 +96,8 @@ def _refuse_generators(function: Any) -> None:
 
 
 _FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth", "region")
-"""What a region sets of its thread's state. The last one is the region itself: one that is left
-before a region inside of it lets that one restore what it would have restored."""
+"""Fields of its thread's state that a region sets. The last one is the region itself: one that is
+left before a region inside of it lets that one restore what it would have restored."""
 
 
 class autocast:  # noqa: N801 - the name that users know

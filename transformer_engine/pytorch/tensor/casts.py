@@ -204,7 +204,10 @@ def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> 
     """
     if isinstance(source, Computed):
         if fields.pop("noop", None) is not None:
-            raise TypeError("noop: expected None for values that an operator computes")
+            raise TypeError(
+                "noop: it skips casts of tensors alone: give None where an operator (a norm, say) "
+                "computes the values"
+            )
         source.cast(**_native_fields(scaling, dtype, fields))
         return
     traced = plan_ops.behind_operators(source) or (dispatch_modes() and plan_ops.watched())

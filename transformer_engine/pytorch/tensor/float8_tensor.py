@@ -251,7 +251,9 @@ class Float8TensorStorage(FormatStorage):
         if not self._transpose_invalid:
             return
         if self._data is None:
-            raise RuntimeError(f"{type(self).__name__}: there are no data to transpose")
+            raise RuntimeError(
+                f"{type(self).__name__}: its row-wise data were dropped: none to transpose"
+            )
         self._transpose = _transposed(self)
         self._transpose_invalid = False
 

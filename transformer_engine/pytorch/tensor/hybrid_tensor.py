@@ -190,7 +190,10 @@ class HybridQuantizedTensorStorage(FormatStorage):
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
         if _present(src) != _present(self):
-            raise ValueError(f"{type(self).__name__}: src lacks a form that this tensor has")
+            raise ValueError(
+                f"{type(self).__name__}: src lacks a form that this tensor has: give one with the "
+                "same forms"
+            )
         for mine, other in zip(self._storages, src._storages, strict=True):
             # Not as the formats have it, which would make one form of the other.
             QuantizedTensorStorage.copy_from_storage(mine, other)
@@ -287,7 +290,10 @@ def _restored_part(kind: type, part: Any) -> Any:
     if part is None or isinstance(part, QuantizedTensor):
         return part
     if not isinstance(part, tuple):
-        raise ValueError(f"a pickled {kind.__name__}: a part is a {type(part).__name__}")
+        raise ValueError(
+            f"a pickled {kind.__name__}: a part is a {type(part).__name__}, expected a quantized "
+            "tensor: the pickle is damaged"
+        )
     return rebuild_storage(*part)
 
 

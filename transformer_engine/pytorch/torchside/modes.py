@@ -44,6 +44,14 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """True where `torch.autocast` is on for any kind of device; public ways ask for one, slower."""
 
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of `torch.autocast` on a type of device; None: it is off there."""
+    if not any_autocast() or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 inside_operator: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD
