@@ -15,10 +15,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* ---- shapes ------------------------------------------------------------------------------- */
 
 /* Numbers that a plan does not fix: they are given with each run. Of the tokens, and of a second
@@ -545,7 +541,4 @@ TE_API te_status te_plan_scratch_for(te_context *context, const te_plan_call *ca
 
 TE_API te_status te_plan_run(te_context *context, const te_plan_call *call, void *stream);
 
-#ifdef __cplusplus
-}
-#endif
 #endif
