@@ -319,7 +319,9 @@ def _define_with_state(count: int) -> str:
     """Define ``run_with_state_<count>``; return its name."""
     name = f"run_with_state_{count}"
     FORMULAS[name] = FORMULAS["run"]
-    schema = f"{name}({_RUN}, Tensor(a!)[] state, int[] places) -> ({', '.join(['Tensor'] * count)})"
+    schema = (
+        f"{name}({_RUN}, Tensor(a!)[] state, int[] places) -> ({', '.join(['Tensor'] * count)})"
+    )
 
     def returned(function: Callable) -> Callable:
         return lambda *arguments: made[0] if len(made := function(*arguments)) == 1 else tuple(made)
@@ -386,7 +388,10 @@ def _run_operator(
     given: tuple = (plan, slots, inputs, saved, rows, staged, selection)
     operator = torch.ops.transformer_engine.run
     if state:
-        operator, given = getattr(torch.ops.transformer_engine, _with_state(plan)), (*given, state, places)
+        operator, given = (
+            getattr(torch.ops.transformer_engine, _with_state(plan)),
+            (*given, state, places),
+        )
     if torch.compiler.is_compiling():
         made = operator(*given)
     else:
