@@ -6,6 +6,7 @@ one that a plug-in has registered. Further names are enumerations and classes th
 What is not built yet raises when it is called.
 """
 
+import inspect
 from typing import Any
 
 from transformer_engine.common import absent, config
@@ -44,27 +45,17 @@ bind_operators()
 BINDERS[:] = [bind_operators]
 
 
-def flash_attention(
-    softmax_scale: float,
-    attention_dropout: float = 0.0,
-    attention_dropout_ctx: Any = None,
-    attention_type: str = "self",
-    layer_number: int | None = None,
-    deterministic: bool = False,
-) -> Any:
+def flash_attention(*args: Any, **kwargs: Any) -> Any:
     """Make an attention module of the class that the operator `get_flash_attention_class` gives.
 
     The arguments are those of `FlashAttentionBase`.
     """
-    kind = get_default_manager().operator("get_flash_attention_class")()
-    return kind(
-        softmax_scale,
-        attention_dropout,
-        attention_dropout_ctx,
-        attention_type,
-        layer_number,
-        deterministic,
-    )
+    return get_default_manager().operator("get_flash_attention_class")()(*args, **kwargs)
+
+
+flash_attention.__signature__ = inspect.signature(ops.FlashAttentionBase).replace(
+    return_annotation=ops.FlashAttentionBase
+)
 
 
 def get_fused_attn_backend(*given: Any, **named: Any) -> Any:

@@ -265,16 +265,8 @@ typedef struct te_cast_request {
                               te_quantize alone, not with `square` */
 } te_cast_request;
 
-#ifdef __cplusplus
-}
-#endif
-
 #include "transformer_engine_ops.h"    /* te_op, and the args struct of each */
 #include "transformer_engine_fields.h" /* te_op_info and te_field */
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* ---- calling an operator ------------------------------------------------------------------ */
 
@@ -363,12 +355,11 @@ typedef struct te_counter {
 TE_API te_status te_counters_read(te_counter *out, size_t capacity, size_t *count);
 TE_API void te_counters_reset(void);
 
-#ifdef __cplusplus
-}
-#endif
-
 #include "transformer_engine_plans.h" /* needs all of the above */
 #include "transformer_engine_records.h"
 #include "transformer_engine_updates.h"
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -15,10 +15,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* ---- shapes ------------------------------------------------------------------------------- */
 
 /* Numbers that a plan does not fix: they are given with each run. Of the tokens, and of a second
@@ -208,6 +204,7 @@ typedef enum te_node_kind {
     TE_NODE_FUNCTION,    /* the caller's, of rows: any number of different inputs, whose rows the
                             output has, or a multiple or part of them; external stages "function"
                             and "function_backward" (node_function.c: their buffers) */
+    TE_NODE_CONVERT,     /* inputs x; the output is of another high-precision dtype */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -544,7 +541,4 @@ TE_API te_status te_plan_scratch_for(te_context *context, const te_plan_call *ca
 
 TE_API te_status te_plan_run(te_context *context, const te_plan_call *call, void *stream);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

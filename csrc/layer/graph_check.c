@@ -15,7 +15,7 @@ const te_node_rules *const te_rules[TE_NODE_KINDS] = {
     [TE_NODE_ACTIVATION] = &te_activation_rules,   [TE_NODE_SOFTCAP] = &te_softcap_rules,
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
     [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules, [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
-    [TE_NODE_FUNCTION] = &te_function_rules,
+    [TE_NODE_FUNCTION] = &te_function_rules,       [TE_NODE_CONVERT] = &te_convert_rules,
 };
 
 /* What keeps every size of a plan within 64 bits: elements of a value, by row where rows vary. */

@@ -40,7 +40,7 @@ static void module_free(void *module)
         C(SYMBOL_DIM_1), C(SYMBOL_SOURCE_ROWS), C(SYMBOL_SOURCE_DIM_0), C(SYMBOL_SOURCE_DIM_1),    \
         C(SYMBOL_SEQUENCES), C(SYMBOL_MAX_QUERIES), C(SYMBOL_MAX_KEYS), C(NODE_MAX_SCORES),        \
         C(NODE_LINEAR), C(NODE_NORM), C(NODE_ACTIVATION), C(NODE_SOFTCAP), C(NODE_ATTENTION),      \
-        C(NODE_ROPE), C(NODE_DROPOUT_ADD), C(NODE_HEAD_NORM), C(NODE_FUNCTION),                    \
+        C(NODE_ROPE), C(NODE_DROPOUT_ADD), C(NODE_HEAD_NORM), C(NODE_FUNCTION), C(NODE_CONVERT),   \
         C(NORM_HEAD_COLUMNS), C(VALUE_INPUT), C(VALUE_PARAMETER), C(VALUE_RESULT),                 \
         C(VALUE_LEADING), C(VALUE_GRADIENT), C(VALUE_ACCUMULATE), C(VALUE_OVERWRITE),              \
         C(VALUE_DEFER), C(VALUE_KEEP_QUANTIZED), C(VALUE_QUANTIZED), C(VALUE_ROW_WISE),            \
@@ -95,19 +95,11 @@ static int add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0) return -1;
     }
-#define X(NAME, name) , #name
-#define COUNT(NAME, name) "s"
-    if (add_object(module, "LINEAR_STAGES",
-                   Py_BuildValue("(" TE_LINEAR_STAGES(COUNT) ")" TE_LINEAR_STAGES(X))) != 0 ||
-        add_object(module, "ATTENTION_INPUTS",
-                   Py_BuildValue("(" TE_ATTENTION_INPUTS(COUNT) ")" TE_ATTENTION_INPUTS(X))) != 0 ||
-        add_object(module, "ATTENTION_NUMBERS",
-                   Py_BuildValue("(" TE_ATTENTION_NUMBERS(COUNT) ")" TE_ATTENTION_NUMBERS(X))) !=
-            0) {
+    if (add_object(module, "LINEAR_STAGES", TEPY_NAMES(TE_LINEAR_STAGES)) != 0 ||
+        add_object(module, "ATTENTION_INPUTS", TEPY_NAMES(TE_ATTENTION_INPUTS)) != 0 ||
+        add_object(module, "ATTENTION_NUMBERS", TEPY_NAMES(TE_ATTENTION_NUMBERS)) != 0) {
         return -1;
     }
-#undef COUNT
-#undef X
     return PyModule_AddStringConstant(module, "version", TE_VERSION);
 }
 
@@ -134,22 +126,14 @@ PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-#define X(NAME, name) , #name
-#define COUNT(NAME, name) "s"
-    return Py_BuildValue("(" TE_OPS(COUNT) ")" TE_OPS(X));
-#undef COUNT
-#undef X
+    return TEPY_NAMES(TE_OPS);
 }
 
 PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-#define X(NAME, name, gated) , #name
-#define COUNT(NAME, name, gated) "s"
-    return Py_BuildValue("(" TE_ACTIVATIONS(COUNT) ")" TE_ACTIVATIONS(X));
-#undef COUNT
-#undef X
+    return TEPY_NAMES(TE_ACTIVATIONS);
 }
 
 PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)

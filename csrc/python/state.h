@@ -95,6 +95,17 @@ static inline void tepy_set(PyObject **slot, PyObject *value)
     Py_XDECREF(old);
 }
 
+/* Makes an item part of a tuple that is being made, which becomes NULL where either is NULL. */
+static inline void tepy_fill(PyObject **tuple, Py_ssize_t at, PyObject *item)
+{
+    if (item == NULL || PyTuple_SetItem(*tuple, at, item) != 0) Py_CLEAR(*tuple);
+}
+
+/* New reference: the names of a list of X(NAME, name, ...). */
+#define TEPY_NAMES(list) Py_BuildValue("(" list(TEPY_FORMAT) ")" list(TEPY_NAME))
+#define TEPY_FORMAT(...) "s"
+#define TEPY_NAME(NAME, name, ...) , #name
+
 /* ---- errors.c ---- */
 
 /* Where an argument stands, for messages: "quantize: scale: ...". */
@@ -104,6 +115,10 @@ typedef struct tepy_site {
 
 /* Sets the exception of a failed status and returns NULL. With CALLBACK it is set already. */
 PyObject *tepy_raise(te_status status);
+/* 0, or -1 with the exception of a failed status. */
+int tepy_check(te_status status);
+/* Sets MemoryError; returns -1. */
+int tepy_no_memory(void);
 /* Sets `exception` with the text "function: argument: ..."; returns -1. */
 int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...);
 /* The same for functions that return a pointer: NULL. */

@@ -112,7 +112,7 @@ static const struct graph_counts {
                                  [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
                                  [TE_NODE_ATTENTION] = {13, 5, 3},  [TE_NODE_ROPE] = {2, 0, 1},
                                  [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
-                                 [TE_NODE_FUNCTION] = {4, 0, 0}};
+                                 [TE_NODE_FUNCTION] = {4, 0, 0},    [TE_NODE_CONVERT] = {1, 0, 0}};
 
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
                                        int32_t y)

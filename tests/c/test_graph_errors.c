@@ -96,7 +96,7 @@ static void check_refusals(void)
     REFUSE(values[5].flags, TE_VALUE_PARAMETER | TE_VALUE_DEFER, INVALID, "only a linear's weight");
     REFUSE(values[6].shape[0].add, 7, INVALID, "norm: gamma: last_gamma is no parameter of 1 x 16");
     REFUSE(values[7].dtype, TE_DTYPE_BF16, TYPE, "norm: gamma f32, beta bf16");
-    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 9 does not exist");
+    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 10 does not exist");
     REFUSE(nodes[0].kind, -1, INVALID, "node 0: kind -1 does not exist");
     REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which no earlier node makes");
     REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which no earlier node makes");

@@ -280,14 +280,16 @@ class CallPlans:
             self._of_quantized[bits] = made if made is None or self._saves_for(made) else None
         return self._of_quantized[bits]
 
-    def unread_of(self, quantization: Sequence[Quantization], returns: int) -> int:
-        """Random pairs that a call would draw if all gradients were wanted, and does not draw.
+    def unread_of(self, quantization: Sequence[Quantization], returns: int) -> tuple[int, ...]:
+        """Places of random pairs that a call would draw if all gradients were wanted, for nobody.
+
+        They come behind those that it draws.
 
         `quantization` is that of each part, `returns` as of `RETURN_GRAD`.
         """
         stochastic = [bool(each.grad.options & _core.CAST_STOCHASTIC) for each in quantization]
         returned = stochastic[0] and bool(returns & RETURN_GRAD)
-        return sum(stochastic) + returned - len(self.drawn)
+        return tuple(range(len(self.drawn), sum(stochastic) + returned))
 
     def _saves_for(self, other: "CallPlans") -> bool:
         saved = [_links(plans.forward, "saved") for plans in (self, other)]

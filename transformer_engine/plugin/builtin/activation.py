@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.builtin import ACTIVATIONS
-from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.builtin.signatures import define
 from transformer_engine.pytorch.cpp_extensions.values import placed, quantized, wide
 
 _KINDS = {name: kind for kind, name in enumerate(_core.activation_names())}
@@ -33,7 +33,7 @@ The first are the column sums of the second before its cast, [columns] in the dt
 """
 
 
-def define(module: dict[str, Any], forward: Callable, backward: Callable) -> None:
+def define_all(module: dict[str, Any], forward: Callable, backward: Callable) -> None:
     """Define all activations and their gradients in a module, by its ``globals()``.
 
     Both functions are given the operator, the activation and what `operator` gives. `backward` is
@@ -44,8 +44,7 @@ def define(module: dict[str, Any], forward: Callable, backward: Callable) -> Non
         text = _CLAMPED if kind == "clamped_swiglu" else text
         runs, docs = (forward, backward, backward), (text + _FORWARD, _GRADIENT, _WITH_SUMS)
         for op, run, doc in zip((kind, *gradients), runs, docs, strict=False):
-            module[op] = operator(partial(run, op, kind), op)
-            module[op].__module__, module[op].__doc__ = module["__name__"], doc.format(kind)
+            define(module, op, partial(run, op, kind), doc.format(kind))
 
 
 def numbers_of(call: Any) -> dict[str, float]:
@@ -77,4 +76,4 @@ def _backward(op: str, kind: str, call: Any, out: Any) -> Any:
     return cast if sums is None else (sums, cast)
 
 
-define(globals(), _forward, _backward)
+define_all(globals(), _forward, _backward)

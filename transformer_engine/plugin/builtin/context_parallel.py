@@ -23,27 +23,9 @@ def thd_get_partitioned_indices(
     """Tokens of packed sequences that a rank of context parallelism owns.
 
     Each sequence is cut into 2 * world_size chunks; rank r has chunk r and chunk
-    2 * world_size - 1 - r.
-
-    Parameters
-    ----------
-    cu_seqlens : Tensor
-        [b + 1] int32: first token of each sequence, and their sum; lengths are multiples of
-        2 * world_size.
-    total_tokens : int
-        Tokens of all sequences.
-    world_size, rank : int
-        Ranks, and which one.
-
-    Returns
-    -------
-    Tensor
-        [total_tokens / world_size] int32, on the device of `cu_seqlens`.
-
-    Raises
-    ------
-    ValueError
-        A length is no multiple.
+    2 * world_size - 1 - r. The result is [total_tokens / world_size] int32, on the device of
+    `cu_seqlens`. ValueError for a length that is no multiple of 2 * world_size, or sequences that
+    do not have `total_tokens`.
     """
     starts = cu_seqlens.tolist()
     pieces = []

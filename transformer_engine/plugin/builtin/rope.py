@@ -5,6 +5,7 @@ Tensors are [sequence, batch, heads, channels] (SBHD), [batch, sequence, heads, 
 [tokens, heads, channels] (THD, with `cu_seqlens`); angles [positions, 1, 1, rotated channels].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.execution.overrides import native
 
 
-@native
-@torch.no_grad()
-@operator
+def _natively(function: Callable) -> Callable:
+    """Make a function an operator that asks nobody and records no gradients (decorator)."""
+    return native(torch.no_grad()(operator(function)))
+
+
+@_natively
 def fused_rope_forward(call: Any) -> Tensor:
     """Rotate the first channels; see `apply_rotary_pos_emb`, whose arguments these are.
 
@@ -31,19 +35,15 @@ def fused_rope_forward(call: Any) -> Tensor:
     return rope.apply_rotary_pos_emb(*given, cu_seqlens=call.cu_seqlens, **ranks)
 
 
-@native
-@torch.no_grad()
-@operator
+@_natively
 def fused_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_rope_forward` without start positions."""
     form = qkv_format_name("fused_rope_backward", call.qkv_format)
     given = call.output_grads, call.freqs, call.interleaved, form, None, call.cu_seqlens
-    return rope.rotate_back(*given, call.cp_size, call.cp_rank)
+    return rope.rotary_backward(*given, call.cp_size, call.cp_rank)
 
 
-@native
-@torch.no_grad()
-@operator
+@_natively
 def fused_qkv_rope_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Take queries, keys and values apart and rotate the first two.
 
@@ -51,19 +51,15 @@ def fused_qkv_rope_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     form = qkv_format_name("fused_qkv_rope_forward", call.qkv_format)
     given = call.qkv_input, call.q_freqs, call.k_freqs, call.qkv_split_arg_list, form
-    more = call.start_positions, call.interleaved
-    return rope.apply_fused_qkv_rotary_pos_emb(
-        *given, *more, cp_size=call.cp_size, cp_rank=call.cp_rank
-    )
+    more = call.start_positions, call.interleaved, None, call.cp_size, call.cp_rank
+    return rope.apply_fused_qkv_rotary_pos_emb(*given, *more)
 
 
-@native
-@torch.no_grad()
-@operator
+@_natively
 def fused_qkv_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_qkv_rope_forward` without start positions."""
     form = qkv_format_name("fused_qkv_rope_backward", call.qkv_format)
     grads = call.q_grad_out, call.k_grad_out, call.v_grad_out
     sizes = [int(size) for size in call.qkv_split_arg_list]
     given = grads, (call.q_freqs, call.k_freqs), sizes, call.interleaved, form
-    return rope.join_back(*given, call.cp_size, call.cp_rank)
+    return rope.fused_qkv_rotary_backward(*given, call.cp_size, call.cp_rank)

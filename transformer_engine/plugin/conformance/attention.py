@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from transformer_engine.plugin.conformance.attention_settings import (
     backward_arguments,
     forward_arguments,
 )
-from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of, near
-from transformer_engine.plugin.conformance.definition import Defined, compared, definition, widened
-from transformer_engine.plugin.conformance.dropout import share
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
+from transformer_engine.plugin.conformance.definition import definition, widened
+from transformer_engine.plugin.conformance.layers import share
 
 _P = 0.4  # of dropout
 
@@ -164,8 +163,8 @@ def _dropped(draw: Draw, dtype: torch.dtype) -> Case:
     def wanted(found: list) -> list:
         kept = found[0] != 0
         exact, steps = probabilities * kept / (1 - _P), STEPS_FORWARD
-        output = near("the output", found[0], exact, dtype, problem.depth, steps)
-        return [output, share(kept, _P)]
+        output = Result("the output", dtype, problem.depth, steps)
+        return [*output.beside(found[0], exact), share(kept, _P)]
 
     return Case(f"{name_of(dtype)} dropout", forward_arguments(problem, p=_P), wanted)
 
@@ -224,7 +223,6 @@ def _dropped_backward(draw: Draw, dtype: torch.dtype) -> Iterator[Case]:
         q, k, v = (t.transpose(1, 2) for t in wide)
         probabilities = (problem.scale * q @ k.transpose(2, 3)).softmax(-1)
         out = ((probabilities * kept) @ v).transpose(1, 2)
-        exact = Defined([*torch.autograd.grad(out, wide, grad.double()), None, None], [], [])
+        exact = Exact([*torch.autograd.grad(out, wide, grad.double()), None, None])
     args = backward_arguments(problem, out.detach().to(dtype), grad, aux, _P)
-    case = Case(f"{name_of(dtype)} dropout", args, gradients_of(problem))
-    yield replace(case, wanted=lambda found: list(compared(case, found, exact)))
+    yield Case(f"{name_of(dtype)} dropout", args, gradients_of(problem), exact=exact)

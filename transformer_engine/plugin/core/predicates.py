@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicates of implementations: whether one takes a call, by dtype, architecture and its own."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,17 +23,12 @@ def predicate_of(impl: OpImpl) -> Callable[..., Any] | None:
 
 def _predicate(impl: OpImpl) -> _core.Predicate:
     least = None if impl.min_arch is None else architecture(impl.min_arch)
-    dtypes = (
-        None if impl.supported_dtypes is None else frozenset(map(_plain, impl.supported_dtypes))
-    )
-    known: dict[tuple, bool] = {}
+    named = impl.supported_dtypes
+    dtypes = None if named is None else frozenset(map(_plain, named))
 
+    @functools.cache
     def fits(dtype: Any, device: Any) -> bool | None:
-        key = dtype, device
-        found = known.get(key)
-        if found is None:
-            found = known[key] = _fits(dtype, device, dtypes, least)
-        return found
+        return _fits(dtype, device, dtypes, least)
 
     return _core.Predicate(fits, impl.supports, by_device=least is not None)
 

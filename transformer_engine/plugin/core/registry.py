@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementations there are."""
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -66,8 +67,7 @@ class OpRegistry:
                         "unregister it first, or choose another impl_id"
                     )
                 changed[impl.op_name] = (*known, impl)
-            self._record(given, True)
-            listeners = self._changed(changed)
+            listeners = self._changed(changed, given, True)
         _tell(listeners)
 
     def unregister(self, op_name: str, impl_id: str) -> OpImpl:
@@ -80,8 +80,7 @@ class OpRegistry:
             changed[op_name] = tuple(impl for impl in changed[op_name] if impl is not found)
             if not changed[op_name]:
                 del changed[op_name]
-            self._record((found,), False)
-            listeners = self._changed(changed)
+            listeners = self._changed(changed, (found,), False)
         _tell(listeners)
         return found
 
@@ -92,9 +91,8 @@ class OpRegistry:
     def clear(self) -> None:
         """Take all out."""
         with self._lock:
-            for impls in self._snapshot.impls_by_op.values():
-                self._record(impls, False)
-            listeners = self._changed({})
+            all_of_them = itertools.chain(*self._snapshot.impls_by_op.values())
+            listeners = self._changed({}, tuple(all_of_them), False)
         _tell(listeners)
 
     def snapshot(self) -> OpRegistrySnapshot:
@@ -137,12 +135,10 @@ class OpRegistry:
         with self._lock:
             self._listeners.add(listener)
 
-    def _record(self, impls: Iterable[OpImpl], came: bool) -> None:
-        for recorder in self._recorders.get(threading.get_ident(), ()):
-            recorder += [(impl, came) for impl in impls]
-
-    def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple:
+    def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]], who: tuple, came: bool) -> tuple:
         """Put the snapshot in place, at once; who is to be told, once the lock is free."""
+        for recorder in self._recorders.get(threading.get_ident(), ()):
+            recorder += [(impl, came) for impl in who]
         self._snapshot = OpRegistrySnapshot(impls, self._snapshot.version + 1)
         return tuple(self._listeners)
 

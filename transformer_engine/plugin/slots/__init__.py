@@ -45,15 +45,17 @@ MAPPED: tuple[Mapped, ...] = (
     Mapped("quantize", _CASTS, "casts:quantize"),
     Mapped("dequantize", ("dequantize",), "casts:dequantize"),
     Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
-    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "norm:forward"),
-    Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
-    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "activation:forward"),
+    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "values:norm"),
+    Mapped(
+        "norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "values:norm_backward"
+    ),
+    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "values:activation"),
     Mapped(
         "activation_backward",
         (*itertools.chain(*builtin.ACTIVATIONS.values()), *_OF_VALUES),
-        "activation:backward",
+        "values:activation_backward",
     ),
-    Mapped("softcap", _OF_VALUES, "activation:softcap"),
+    Mapped("softcap", _OF_VALUES, "values:softcap"),
     Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
     Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
     Mapped("softmax", tuple(_SOFTMAX[::2]), "softmax:forward"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.attention_kinds import in_format, kinds_of
-from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, taken, written
 from transformer_engine.pytorch.attention.masks import alibi_bias
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
@@ -119,11 +119,11 @@ def _alibi(fields: Fields, slopes: Tensor, sizes: tuple[int, int]) -> Tensor:
     return alibi_bias(slopes, *sizes, diagonal)
 
 
-def forward(choices: Choices, fields: Fields) -> Any:
+def forward(choices: Choices, fields: Fields) -> None:
     """Attention; its statistics are asked for as they are for training."""
     problem = _problem(fields)
     if problem is None:
-        return choices.unexpressed(_FORWARD)
+        choices.unexpressed(_FORWARD)
     heads = [problem.viewed(fields[name]).contiguous() for name in ("query", "key", "value")]
     statistics, top = fields["statistics"], fields["top"]
     no_tables, no_quantizers = (None, None), (None, None)
@@ -132,9 +132,7 @@ def forward(choices: Choices, fields: Fields) -> Any:
         *(*problem.counted, *heads, heads[0].dtype, *problem.padded, *no_tables, *no_quantizers),
         *(problem.bias, problem.sink, None, 0, top is not None),
     )
-    if found is NotImplemented:
-        return NotImplemented
-    made, *rest = found
+    made, *rest = taken(found)
     names = ["the largest scores"] * (top is not None)
     names += ["the statistics", "the random state"] * (statistics is not None)
     if len(rest) < len(names):
@@ -145,14 +143,13 @@ def forward(choices: Choices, fields: Fields) -> Any:
         written(_FORWARD, "the largest scores", top, rest.pop(0))
     if statistics is not None:
         _placed(_FORWARD, "the statistics", statistics, rest[0])
-    return None
 
 
-def backward(choices: Choices, fields: Fields) -> Any:
+def backward(choices: Choices, fields: Fields) -> None:
     """The gradients of attention."""
     problem = _problem(fields)
     if problem is None or fields["grad_output"].element_size() == 1:
-        return choices.unexpressed(_BACKWARD)
+        choices.unexpressed(_BACKWARD)
     names = "query", "key", "value", "output", "grad_output"
     tensors = [problem.viewed(fields[name]).contiguous() for name in names]
     statistics = fields["statistics"]
@@ -165,16 +162,18 @@ def backward(choices: Choices, fields: Fields) -> Any:
         *(*problem.counted, *tensors, tensors[0].dtype, tensors[-1].dtype, kept),
         *(*problem.padded, *no_quantizers),
     )
-    if found is NotImplemented:
-        return NotImplemented
-    if len(found) < 3:
+    if len(taken(found)) < 3:
         raise ValueError(f"{_BACKWARD}: {len(found)} gradients, expected dQ, dK, dV, ...")
     for name, made in zip(("query", "key", "value"), found, strict=False):
         into = fields[f"grad_{name}"]
         into = None if into is None else problem.viewed(into)
         _placed(_BACKWARD, f"the gradient of {name}", into, made)
-    _written_added(fields, found[3:])
-    return None
+    gradients = dict(zip(("bias", "sink"), found[3:], strict=False))
+    bias, into = gradients.get("bias"), fields["grad_bias"]
+    if into is not None and isinstance(bias, Tensor):  # of a bias that was expanded
+        bias = bias.float().sum_to_size(into.shape)
+    written(_BACKWARD, "the gradient of Bias", into, bias)
+    _placed(_BACKWARD, "the gradient of SoftmaxOffset", fields["grad_sink"], gradients.get("sink"))
 
 
 def _placed(op: str, name: str, out: Tensor | None, values: Any) -> None:
@@ -182,13 +181,3 @@ def _placed(op: str, name: str, out: Tensor | None, values: Any) -> None:
     if out is not None and isinstance(values, Tensor) and values.numel() == out.numel():
         values = values.reshape(out.shape)
     written(op, name, out, values)
-
-
-def _written_added(fields: Fields, found: Any) -> None:
-    """Put the gradients of bias and sink where they are wanted."""
-    made = dict(zip(("bias", "sink"), found, strict=False))
-    bias, into = made.get("bias"), fields["grad_bias"]
-    if into is not None and isinstance(bias, Tensor):  # of a bias that was expanded
-        bias = bias.float().sum_to_size(into.shape)
-    written(_BACKWARD, "the gradient of Bias", into, bias)
-    _placed(_BACKWARD, "the gradient of SoftmaxOffset", fields["grad_sink"], made.get("sink"))

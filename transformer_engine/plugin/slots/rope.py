@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``te_rope`` by `fused_rope_*`, or `fused_qkv_rope_*` where its parts are one projection."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, NotTakenError, taken, written
 
 _PARTS = (
     ("input", "output", "freqs"),
@@ -35,24 +36,22 @@ def _angles(freqs: Tensor) -> Tensor:
     return freqs.view(freqs.shape[0], 1, 1, freqs.shape[1])
 
 
-def rope(choices: Choices, fields: Fields) -> Any:
+def rope(choices: Choices, fields: Fields) -> None:
     """Turn heads, or turn them back; parts without angles are copied."""
     direction = "backward" if fields["backward"] else "forward"
     whole, single = f"fused_qkv_rope_{direction}", f"fused_rope_{direction}"
     if whole not in choices and single not in choices:
-        return NotImplemented
+        raise NotTakenError
     if fields["backward"] and fields["start_positions"] is not None:
-        return choices.unexpressed(whole if whole in choices else single)
-    op, made = single, NotImplemented
+        choices.unexpressed(whole if whole in choices else single)
+    op, made = single, None
     if whole in choices:
-        op, made = whole, _as_one(choices.followed(whole, single), fields)
-    if made is NotImplemented and single in choices:
-        made = _by_parts(choices[single], fields)
-    if made is NotImplemented:
-        return choices.unexpressed(whole) if single not in choices else NotImplemented
-    for into, values in made:
+        with contextlib.suppress(NotTakenError):
+            op, made = whole, _as_one(choices.followed(whole, single), fields)
+    if made is None and single not in choices:
+        choices.unexpressed(whole)
+    for into, values in made or _by_parts(choices[single], fields):
         written(op, "the result", into, values.reshape(into.shape))
-    return None
 
 
 def _settings(fields: Fields) -> tuple[bool, int, int]:
@@ -60,8 +59,8 @@ def _settings(fields: Fields) -> tuple[bool, int, int]:
     return bool(fields["interleaved"]), max(fields["cp_size"], 1), fields["cp_rank"]
 
 
-def _by_parts(choice: Any, fields: Fields) -> Any:
-    """(where it goes, values) of each part; NotImplemented where one is not taken."""
+def _by_parts(choice: Any, fields: Fields) -> list[tuple[Tensor, Tensor]]:
+    """(where it goes, values) of each part; NotTakenError where one is not taken."""
     channels, starts = fields["channels"], fields["start_positions"]
     interleaved, *ranks = _settings(fields)
     made = []
@@ -76,9 +75,7 @@ def _by_parts(choice: Any, fields: Fields) -> Any:
         heads = inp.unflatten(-1, (-1, channels)).flatten(-3, -2) if channels else inp
         starting = () if fields["backward"] else (starts,)
         given = _viewed(heads, form), _angles(freqs), *starting, form, interleaved
-        values = choice(*given, fields["cu_seqlens"], *ranks)
-        if values is NotImplemented:
-            return NotImplemented
+        values = taken(choice(*given, fields["cu_seqlens"], *ranks))
         direction = "backward" if fields["backward"] else "forward"
         values = _shaped(f"fused_rope_{direction}", values, given[0].shape)
         made.append((into, _viewed(values, form)))
@@ -94,15 +91,14 @@ def _shaped(op: str, values: Any, shape: Sequence[int]) -> Tensor:
     return values.reshape(shape)
 
 
-def _as_one(choice: Any, fields: Fields) -> Any:
+def _as_one(choice: Any, fields: Fields) -> list[tuple[Tensor, Tensor]]:
     """`_by_parts` of queries, keys and values of one projection, or of its gradient."""
     back = bool(fields["backward"])
     parts = [fields[names[back]] for names in _PARTS]  # those that the projection has
     needed = *parts, fields["freqs"], fields["key_freqs"]
-    if any(each is None for each in needed) or any(
-        fields[name] is not None for name in ("cu_seqlens", "value_freqs")
-    ):
-        return NotImplemented
+    alien = fields["cu_seqlens"], fields["value_freqs"]
+    if any(each is None for each in needed) or any(each is not None for each in alien):
+        raise NotTakenError
     query, key, value = parts
     size = fields["channels"] or key.shape[-1]
     sizes = [part.shape[-1] for part in parts]
@@ -115,7 +111,7 @@ def _as_one(choice: Any, fields: Fields) -> Any:
         or sizes[1] != size
         or query.stride(-2) != sum(sizes)
     ):
-        return NotImplemented
+        raise NotTakenError
     form = _form(query, False)
     shape = _viewed(query, form).shape[:-1]
     settings = sizes, form, *_settings(fields)
@@ -124,16 +120,11 @@ def _as_one(choice: Any, fields: Fields) -> Any:
         grads = [fields[names[0]] for names in _PARTS]
         heads = grads[0].unflatten(-1, (-1, size)).flatten(-3, -2)
         grads = [_viewed(each, form) for each in (heads, *grads[1:])]
-        whole = choice(*grads, *angles, *settings)
-        if whole is NotImplemented:
-            return NotImplemented
-        whole = _shaped("fused_qkv_rope_backward", whole, (*shape, sum(sizes)))
-        found = whole.split(sizes, -1)
+        whole = taken(choice(*grads, *angles, *settings))
+        found = _shaped("fused_qkv_rope_backward", whole, (*shape, sum(sizes))).split(sizes, -1)
     else:
         joined = torch.cat([_viewed(part, form) for part in parts], -1)
-        found = choice(joined, *angles, fields["start_positions"], *settings)
-        if found is NotImplemented:
-            return NotImplemented
+        found = taken(choice(joined, *angles, fields["start_positions"], *settings))
         op = "fused_qkv_rope_forward"
         found = [_shaped(op, each, (*shape, n)) for each, n in zip(found, sizes, strict=True)]
     pairs = zip(_PARTS, found, strict=True)

@@ -3,13 +3,11 @@
 
 from typing import Any
 
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, NotTakenError, written
 
 _PLAIN, _MASKED = "scaled_softmax", "scaled_masked_softmax"
-_TRIANGLE, _ALIGNED = (
-    "scaled_upper_triang_masked_softmax",
-    "scaled_aligned_causal_masked_softmax",
-)
+_TRIANGLE = "scaled_upper_triang_masked_softmax"
+_ALIGNED = "scaled_aligned_causal_masked_softmax"
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
@@ -36,41 +34,32 @@ def _made(
     """The first of the operators that somebody has and that is taken, and what it makes."""
     names = [f"{kind}_{way}" for kind in kinds]
     for i, kind in enumerate(kinds):
-        choice = choices.followed(names[i], *names[i + 1 :])
-        if choice is None:
-            continue
         given = [t.flatten(0, 1) if kind == _TRIANGLE else t for t in tensors]
-        made = choice(*given, *more)
+        made = choices.followed(names[i], *names[i + 1 :])(*given, *more)
         if made is not NotImplemented:
             return names[i], made
-    return "", NotImplemented
+    raise NotTakenError
 
 
-def forward(choices: Choices, fields: Fields) -> Any:
+def forward(choices: Choices, fields: Fields) -> None:
     """Softmax of scores [batch, heads, queries, keys]."""
     scores, mask, kinds = fields["input"], fields["mask"], _kinds(fields)
     if not kinds:
-        return choices.unexpressed(next(iter(choices)))
+        choices.unexpressed(next(iter(choices)))
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], *scores.shape[2:]).contiguous()
     more = (fields["scale"],) if mask is None else (mask, fields["scale"])
     name, made = _made(choices, kinds, "forward", (scores,), *more)
-    if made is NotImplemented:
-        return NotImplemented
     written(name, "the result", fields["output"], made)
     written(name, "the result", fields["probabilities"], made)
-    return None
 
 
-def backward(choices: Choices, fields: Fields) -> Any:
+def backward(choices: Choices, fields: Fields) -> None:
     """Its gradient, one function of the probabilities whatever was masked."""
     grad, probabilities = fields["grad_output"], fields["probabilities"]
     if fields["rng"] is not None or fields["sink"] is not None:
-        return choices.unexpressed(next(iter(choices)))
+        choices.unexpressed(next(iter(choices)))
     square = grad.shape[2] == grad.shape[3]
     kinds = _PLAIN, _MASKED, _ALIGNED, *((_TRIANGLE,) if square else ())
     name, made = _made(choices, kinds, "backward", (grad, probabilities), fields["scale"])
-    if made is NotImplemented:
-        return NotImplemented
     written(name, "the gradient", fields["grad_input"], made)
-    return None

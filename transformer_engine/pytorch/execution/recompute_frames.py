@@ -14,8 +14,6 @@ import torch
 from transformer_engine import _core
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, graph_task, unseen
 
-__all__ = ["Entry", "Frame", "Queue", "Run", "unread_history"]
-
 
 class Entry(NamedTuple):
     """One module call inside a checkpointed forward."""
@@ -29,6 +27,7 @@ class Entry(NamedTuple):
     kept: tuple[int, ...]  # parts of which it made that
     first: bool  # the call took the region's first-module flag
     domain: Any  # the `Domain` that its thread updates
+    layer: int = 0  # id of the layer that ran it as a part of its own plan; 0: it was called
 
 
 class Run(NamedTuple):
@@ -131,11 +130,11 @@ class Frame:
         """Return whether the forward has recorded a call of a module."""
         return id(module) in self._entries
 
-    def next_of(self, module: Any) -> Entry | None:
-        """Next record that `replay` finds; None: there is none."""
+    def next_of(self, module: Any, ahead: int = 0) -> Entry | None:
+        """Record that `replay` finds after so many others of a module; None: there is none."""
         entries = self._entries.get(id(module), [])
         at = self._next.get(id(module), 0) if graph_task() == self._pass else 0
-        return entries[at] if at < len(entries) else None
+        return entries[at + ahead] if at + ahead < len(entries) else None
 
     def is_first(self, entry: Entry, records: bool) -> bool:
         """Return whether a repeated call updates the backward state.
@@ -163,10 +162,10 @@ class Queue(Frame):
         """Return whether there is an entry of a module."""
         return bool(self._queues.get(module))
 
-    def next_of(self, module: Any) -> Entry | None:
-        """Next record that `replay` finds; None: there is none."""
-        queue = self._queues.get(module)
-        return queue[0] if queue else None
+    def next_of(self, module: Any, ahead: int = 0) -> Entry | None:
+        """Record that `replay` finds after so many others of a module; None: there is none."""
+        queue = self._queues.get(module, ())
+        return queue[ahead] if ahead < len(queue) else None
 
     def replay(self, module: Any) -> Entry | None:
         """Take the oldest entry of a module; None: there is none."""

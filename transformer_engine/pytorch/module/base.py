@@ -60,6 +60,11 @@ class Region(NamedTuple):
         """True where the call is to be repeated, or repeats one."""
         return bool(self.record) or self.replay is not None
 
+    @property
+    def replays(self) -> tuple[Entry, ...]:
+        """The call that this one repeats, if it does."""
+        return () if self.replay is None else (self.replay,)
+
 
 _NO_FRAMES: list = []
 _SHORT = {"forward": "fwd", "backward": "bwd"}
@@ -104,6 +109,8 @@ class Fp8Module(NativeModule):
     """Role of the output, for the caller's own use: outputs stay in high precision."""
     grad_input_quantizer_role: QuantizerRole | None = None
     """Role of the gradient of the input, likewise."""
+    _version = 0
+    """Another one where calls have to be decided anew, those of layers around it too."""
     _trained_under: str | None = None
     """Class of the recipe of the last training call."""
 
@@ -115,6 +122,10 @@ class Fp8Module(NativeModule):
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
         self._lacks_scales = False  # weights were loaded in place, scales were not
         self._quantization: tuple | None = None  # (repr of a recipe, its Quantization, recipe)
+
+    def _forget_calls(self) -> None:
+        """Decide anew what a call is."""
+        self.__dict__.update(_bound={}, _version=self._version + 1)
 
     # ---- region ------------------------------------------------------------------------------
 
@@ -189,6 +200,7 @@ class Fp8Module(NativeModule):
         first: bool,
         cache: tuple | None = None,
         kept: tuple[int, ...] = (),
+        layer: int = 0,
     ) -> None:
         """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
         if region.replay is not None:
@@ -202,7 +214,7 @@ class Fp8Module(NativeModule):
                     scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
             state = slots, scales, measures, cache, kept
-            entry = Entry(self, region.recipe, *state, first, domain)
+            entry = Entry(self, region.recipe, *state, first, domain, layer)
         for frame in region.record:
             frame.record(entry)
 
@@ -318,7 +330,7 @@ class Fp8Module(NativeModule):
         self._lacks_scales = False
         self._slots = slots
         module = weakref.ref(self)
-        slots.changed = lambda: _unbind(module())
+        slots.changed = lambda: _forget_calls_of(module())
         return slots
 
     def _state_values(self) -> dict | None:
@@ -534,10 +546,9 @@ class Fp8Module(NativeModule):
         self._lacks_scales = in_place and not ignored and not self._has_state()
 
 
-def _unbind(module: Fp8Module | None) -> None:
-    """Let a module decide anew what a call is."""
+def _forget_calls_of(module: Fp8Module | None) -> None:
     if module is not None:
-        module.__dict__["_bound"] = {}
+        module._forget_calls()
 
 
 def _is_same_memory(given: Any, parameter: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 """One call of a module: which plans run, over which state."""
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -82,9 +83,9 @@ class ModuleCall:
     """Per part the quantized weight (row-wise, column-wise, scales) or None. A list where a forward
     writes to it."""
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
-    unread = 0
-    """Random pairs that a forward draws for nobody: whether its backward reads them a first forward
-    under a reentrant checkpoint can not tell, and its repetition has to draw as many."""
+    unread: tuple[int, ...] = ()
+    """Places of random pairs that a forward draws for nobody: whether its backward reads them a
+    first forward under a reentrant checkpoint can not tell, and its repetition draws as many."""
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
@@ -149,10 +150,12 @@ class ModuleCall:
         if plans.reads_caches:
             for i in plans.reads_caches:
                 tensors = (*tensors, *own.caches[i])
-        if plans.drawn:
-            tensors = (*tensors, *draw_pairs(tensors[0], len(plans.drawn), self.fills))
-        if self.unread:
-            draw_pairs(tensors[0], self.unread)
+        if plans.drawn or self.unread:
+            count = len(plans.drawn) + len(self.unread)
+            pairs = draw_pairs(tensors[0], count, self.fills)
+            if self.unread:
+                pairs = [pair for i, pair in enumerate(pairs) if i not in self.unread]
+            tensors = (*tensors, *pairs)
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given, own)
         count = plans.result_count
@@ -263,15 +266,33 @@ class ModuleCall:
         return [wholes[i] if i in wholes else next(others) for i in range(count)]
 
 
+_GONE: Any = object()
+"""Stands for slots."""
+
+
 class LayerCall(ModuleCall):
     """One call of a layer, whose modules lend it their parameters and slots."""
 
     first_module = (0, 0)
     """Begin and end of the gradients of the first module, among what `run_backward` gives."""
 
+    def over(self, owners: tuple) -> "LayerCall":
+        """The same call over other slots."""
+        made = copy.copy(self)
+        made.set_owners(owners)
+        return made
+
+    def released(self) -> "LayerCall":
+        """The same call over no slots: it can not run, and keeps none alive."""
+        made = copy.copy(self)
+        made.owners = tuple([None if slots is None else _GONE for slots in self.owners])
+        made._state = made._slots = made._domains = ()
+        return made
+
     def set_owners(self, owners: tuple) -> None:
         """Take the slots of the modules, which stay what and where they are."""
         self.owners = owners
+        self._domains = {slots.domain for slots in owners if slots is not None}
         ways = (("forward", self.plans.forward_state), ("backward", self.plans.backward_state))
         self._state = tuple(
             tuple(getattr(owners[of], f"{way}_{what}") for what, of in links) for way, links in ways
@@ -282,13 +303,17 @@ class LayerCall(ModuleCall):
         )
 
     def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
-        state = self._state[0]  # scales are among those that are said to be written
-        given = (*given, *state)
-        return self._run(self.plans.forward, self._slots[0], given, len(state))
+        slots, state = self._slots[0], self._state[0]
+        if own.scales is not None:  # of each owner those of the call that it repeats
+            state = tuple([own.scales[of] for _, of in self.plans.forward_state])
+            slots = (0,) * len(slots)
+        # Scales are among those that are said to be written.
+        return self._run(self.plans.forward, slots, (*given, *state), len(state))
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
         if not self.traced:
-            scaling.settle(self.domain, "backward")
+            for domain in self._domains:
+                scaling.settle(domain, "backward")
         state = (*self._state[1], *main)
         given = (*given, *state)
         return self._run(plans.backward, self._slots[1], given, len(state), packed)

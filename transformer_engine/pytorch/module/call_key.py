@@ -21,20 +21,15 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import is_backward_wide
 from transformer_engine.pytorch.execution.autograd import apply_of
-from transformer_engine.pytorch.execution.recompute import (
-    anywhere,
-    in_reentrant_forward,
-    may_concern,
-)
+from transformer_engine.pytorch.execution.recompute import in_reentrant_forward
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
-    any_autocast,
+    autocast_dtype,
     dispatch_modes,
     faking,
-    graph_task,
     in_transform,
     unseen,
 )
@@ -174,10 +169,7 @@ def call_key(
     facts, tensors = _core.tensors_of_call(inp, places)
     if facts is None or (dispatch_modes() and faking()) or in_transform():
         return None, ()
-    dtype = None
-    if any_autocast():
-        kind = "cpu" if facts[1] < 0 else "cuda"
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    dtype = autocast_dtype("cpu" if facts[1] < 0 else "cuda")
     if wide and facts[1] >= 0:
         # On a GPU, whether fp32 may use TF32 can change.
         fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
@@ -189,33 +181,20 @@ def call_key(
 
 def _around(region: Any) -> tuple | bool:
     """Part of a key for the checkpoints around a call."""
-    replay = region.replay
-    if replay is None:
+    replays = region.replays
+    if not replays:
         return bool(region.record)
-    return replay.measures, replay.scales is None, dispatch_modes() > 0
+    return *[(each.measures, each.scales is None) for each in replays], dispatch_modes() > 0
 
 
 def layer_key(
-    state: RegionState,
-    inp: Tensor,
-    places: tuple[tuple[dict, str] | None, ...],
+    region: Any, inp: Tensor, places: tuple[tuple[dict, str] | None, ...]
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
-    """`call_key` of a call of a layer, which calls its modules in what else there is.
-
-    That is `torch.autocast`, checkpoints, calibration and quantizers of the program.
-    """
-    recipe = state.recipe if state.enabled else None
-    if (recipe is None and state.calibrating) or (recipe is not None and recipe.custom()):
-        return None, ()
-    gradients = _grad_enabled()
-    if (
-        any_autocast()
-        or graph_task() != -1
-        or (may_concern(gradients, recipe is not None) and (gradients or anywhere()))
-    ):
-        return None, ()
-    identity = state.depth > 0 if recipe is None else recipe.__repr__()
-    return call_key(identity, inp, places, recipe is None or recipe.backward_override is not None)
+    """`call_key` of a call of a layer in a `layer_region.LayerRegion`."""
+    recipe = region.recipe
+    identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
+    wide = recipe is None or recipe.backward_override is not None
+    return call_key(identity, inp, places, wide, region if region.repeats else None)
 
 
 def key_of_quantized(

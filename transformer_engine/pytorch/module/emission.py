@@ -15,8 +15,10 @@ from transformer_engine.common import attention_graphs
 from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.execution.stages import HalvedFunction, Staged, named
+from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.module.layer_stages import (
     ModuleStages,
     function_of_stage,
@@ -24,7 +26,8 @@ from transformer_engine.pytorch.module.layer_stages import (
 )
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
-from transformer_engine.pytorch.module.operands import DTYPES
+from transformer_engine.pytorch.module.operands import DTYPES, conversions
+from transformer_engine.pytorch.torchside.modes import autocast_dtype
 
 __all__ = ["Bias", "ByModules", "Emission", "Outline", "Value"]
 
@@ -174,11 +177,15 @@ class Emission:
     that requires a gradient where its input will. `ByModules` where one can not be joined.
     """
 
-    def __init__(self, modules: int, attending: Sequence, first: bool | None) -> None:
+    def __init__(
+        self, modules: int, attending: Sequence, first: bool | None, region: LayerRegion
+    ) -> None:
         self.graph = Graph()
         self.calls: list[ModuleCall] = []  # that the modules would make
         self._attending, self._first, self._device = attending, first, None
-        self._owners = modules
+        self._owners, self._region = modules, region
+        self._unread: dict[int, int] = {}
+        """How many pairs a module draws for nobody, by how many there are up to it."""
         self._sites = self._named = 0  # how many there are so far
         self._functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
         """Those of the program by their nodes, each with whether its inputs have gradients."""
@@ -186,7 +193,8 @@ class Emission:
         self._order: dict[int, int] = {}  # numbers of values in the graph that is complete
         self._given: list[list[Link | None]] = [[] for _ in attending]  # of each attention
         self._parameters: list[Link | None] = []
-        self._places = 0  # of parameters of a call, before some are joined
+        # The dtypes that parameters of a call are read in, before some are joined; None: their own.
+        self._dtypes: list[torch.dtype | None] = []
         self._splits: list[SplitTensors] = []
 
     def input(self, inp: Tensor) -> Value:
@@ -208,16 +216,22 @@ class Emission:
     ) -> tuple[Value, Value]:
         """As of `Outline`."""
         given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
-        call = _call_of(module, given.requires_grad_(x.wanted), self._first)
+        region = self._region.of(len(self.calls))
+        call = _call_of(module, given.requires_grad_(x.wanted), self._first, region)
         if call is None:
             raise ByModules
         parts, own = len(self.graph.parts), call.plans.graph
+        x = self._in_dtype(x, own.values[own.tensors[0][1]].dtype, name)
         begin = len(self.graph.tensors)
         numbers = self.graph.append(own, x.number, name, output, len(self.calls))
         self._parameters += self.graph.tensors[begin:]
+        if call.unread:
+            self._unread[len(self.graph.drawn)] = len(call.unread)
         for split in call.splits:
-            self._splits.append(split._replace(begin=self._places + split.begin - 1, part=parts))
-        self._places += len(module._parameter_names())
+            self._splits.append(
+                split._replace(begin=len(self._dtypes) + split.begin - 1, part=parts)
+            )
+        self._dtypes += call.dtypes[1:] or [None] * len(module._parameter_names())
         if call.staged is not None:
             at = numbers, len(self.graph.nodes) - len(own.nodes), len(self.calls)
             self._staged.append(ModuleStages(call, name, *at, self._rows(x)))
@@ -225,6 +239,16 @@ class Emission:
         wanted = x.wanted or call.plans.backward is not None
         _, made = own.results[0]
         return self._value(numbers[made], wanted), self._value(numbers[own.normed], wanted)
+
+    def _in_dtype(self, x: Value, dtype: int, name: str) -> Value:
+        """A value in the dtype that a module reads it in, which `torch.autocast` says."""
+        graph = self.graph
+        known = graph.values[x.number]
+        if known.dtype == dtype:
+            return x
+        made = graph.value(f"{name}input", dtype, known.shape)
+        graph.node(_core.NODE_CONVERT, (x.number,), made, name=name)
+        return self._value(made, x.wanted)
 
     def run(self, module: Any, x: Value, **call: Any) -> Value:
         """As of `Outline`."""
@@ -243,7 +267,7 @@ class Emission:
         begin = len(self.graph.tensors)
         numbers = self.graph.append(plans.graph, x.number, "", output, 0)
         self._parameters += self.graph.tensors[begin:]
-        self._places += 2
+        self._dtypes += None, None
         made = numbers[plans.graph.results[0][1]]
         return self._value(made, x.wanted or plans.backward is not None)
 
@@ -252,6 +276,8 @@ class Emission:
         graph, numbers = self.graph, tuple(x.number for x in xs)
         if len({*numbers}) < len(numbers):
             raise ByModules
+        if autocast_dtype(self._device.type) is not None:
+            raise ByModules  # its operators have dtypes of their own
         rows, halves = self._rows(xs[0]), ()
         if isinstance(function, HalvedFunction):
             dtype = graph.values[numbers[0]].dtype
@@ -329,7 +355,7 @@ class Emission:
         begin, nodes = len(graph.tensors), tuple(norm.as_node() for norm in norms)
         normed = attention_graphs.add_heads_norms(graph, how, nodes, name)
         self._parameters += graph.tensors[begin:]
-        self._places += 2 * len(norms)
+        self._dtypes += [None] * 2 * len(norms)
         owner = 0
         if how.quantization is not None:  # behind all modules
             owner, self._owners = self._owners, self._owners + 1
@@ -355,10 +381,10 @@ class Emission:
             parameter = bias.module._parameters[bias.name]
             wanted = torch.is_grad_enabled() and parameter.requires_grad
             flags = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if wanted else 0)
-            dtype, shape = _core.dtype_code(parameter.dtype), tuple(parameter.shape)
+            dtype, shape = graph.values[x.number].dtype, tuple(parameter.shape)
             number = graph.tensor(f"{name}added_bias", dtype, shape, flags)
             self._parameters.append(graph.tensors[-1])
-            self._places += 1
+            self._dtypes.append(None if parameter.dtype is x.dtype else x.dtype)
         inputs = x.number, number, residual.number
         made = attention_graphs.add_dropout(graph, inputs, output, name, (dropout, drop_path))
         return self._value(made, wanted or x.wanted or residual.wanted)
@@ -395,6 +421,21 @@ class Emission:
                 found |= functions
         return Staged(found, None, lending) if found else None
 
+    def unread(self, plans: CallPlans) -> tuple[int, ...]:
+        """As of `ModuleCall`: where the modules of `plans` would draw pairs that nobody reads."""
+        places: list[int] = []
+        drawn = 0
+        for number, link in enumerate((None, *plans.graph.drawn)):
+            drawn += link in plans.drawn
+            begin = drawn + len(places)
+            places += range(begin, begin + self._unread.get(number, 0))
+        return tuple(places)
+
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """As of `ModuleCall`."""
+        given = 1 + sum(map(len, self._given))
+        return (*[None] * given, *self._dtypes) if any(self._dtypes) else ()
+
     def splits(self) -> tuple[SplitTensors, ...]:
         """Weights that come as several tensors, with their places among those of the layer."""
         before = 1 + sum(map(len, self._given))
@@ -411,17 +452,18 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
     return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
-def _call_of(module: LinearBase, given: Tensor, first: bool | None) -> ModuleCall | None:
+def _call_of(
+    module: LinearBase, given: Tensor, first: bool | None, region: Region
+) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
-    region = module._region(False)
-    if region.replay is not None or region.record:
-        return None
+    module._note_recipe(region.recipe)
     tensors, owners = module._promote(given, region.recipe)
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
         return None
     call = module._prepare(tensors, region, first, owners)
+    call.dtypes = conversions(tensors.given, tensors.flat())
     observed = call.staged is not None and call.staged.observer is not None
     return None if call.plans.defer or call.traced or observed else call

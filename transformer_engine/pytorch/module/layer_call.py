@@ -8,7 +8,6 @@ define, and the call has a key (see `call_key`), the layer runs as one plan per 
 else it calls its modules, with the same bits.
 """
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,16 +18,24 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
-from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
+from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, Ran
-from transformer_engine.pytorch.module.call_key import Recurrence, in_force, keep, layer_key
+from transformer_engine.pytorch.module.call_key import (
+    Recurrence,
+    converted,
+    in_force,
+    keep,
+    layer_key,
+)
 from transformer_engine.pytorch.module.emission import (
     ByModules,
     Emission,
     Outline,
     Value,
 )
+from transformer_engine.pytorch.module.layer_region import LayerRegion, region_of
+from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.weight_cache import (
     keep_caches,
     microbatch,
@@ -37,6 +44,7 @@ from transformer_engine.pytorch.module.weight_cache import (
 )
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
+    autocast_dtype,
     dispatch_modes,
     forward_gradients,
     only_forwards,
@@ -66,10 +74,10 @@ class _BoundLayer(NamedTuple):
     """A call of a layer that can be made again (see `call_key.KeptCall`)."""
 
     call: LayerCall
-    first: LayerCall  # the same as the region's first one that records a backward
     apply: Callable  # runs one and records its backward
     remembered: tuple[tuple[dict, dict], ...]  # attributes of modules that tell of their last calls
     owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owners`
+    measures: tuple[int, ...]  # flags of these slots that its plans depend on
 
 
 class _Refused(NamedTuple):
@@ -94,7 +102,7 @@ class LayerCalls:
         layer._emit(outline, Value(), options, part)
         self.part = part
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
-        self._settings = tuple(module._bound for module in self.modules)
+        self._versions = tuple(module._version for module in self.modules)
         self._norms = tuple(outline.norms)
         self._norm_settings = tuple(norm._settings() for norm in self._norms)
         self._all = (*self.modules, *outline.others, *outline.blocks, *self._norms)
@@ -149,8 +157,8 @@ class LayerCalls:
         for children, name, module in self._parents:
             if children.get(name) is not module:
                 return False
-        for module, bound in zip(self.modules, self._settings, strict=True):
-            if module.__dict__["_bound"] is not bound:
+        for module, version in zip(self.modules, self._versions, strict=True):
+            if module._version != version:
                 return False
         for norm, settings in zip(self._norms, self._norm_settings, strict=True):
             if norm._settings() != settings:
@@ -164,75 +172,127 @@ class LayerCalls:
         there may be plans for so many dims; `options` are those of each attention.
         `NotImplemented` where it has to call its modules.
         """
-        state = current_state()
-        found = self._find(layer, inp, options, state)
+        found = self._find(layer, inp, options)
         if found is None or (not found[1].plans.backward and forward_gradients()):
             return NotImplemented
-        bound, call, tensors, own = found
+        bound, call, tensors, own, region = found
+        records, state, repeated = call.plans.backward is not None, region.state, region.replays
+        region.take(bound.owners)
         for attributes, values in bound.remembered:
             attributes.update(values)
+        if call.dtypes:
+            tensors = converted(tensors, call.dtypes)
         run = CallRun(call, *own)
-        out = bound.apply(run, *tensors) if call.plans.backward else run_forward_alone(run, tensors)
-        if call.first:
+        run.first = call.plans.quantized and region.is_first(records)
+        run.domain = (repeated[0] if repeated else state).domain
+        if repeated:
+            run.scales = tuple([entry.scales for entry in repeated])
+        first = run.first
+        out = bound.apply(run, *tensors) if records else run_forward_alone(run, tensors)
+        if first and not repeated:
             state.first = False
-        if call.plans.writes_caches:
+        if call.plans.writes_caches and not repeated:
             parts = [module._part_tensors() for module in self.modules]
-            keep_caches(self.modules, own[0], parts, state.recipe)
+            keep_caches(self.modules, own[0], parts, region.recipe)
+        if region.record:
+            region.leave(id(layer), bound.owners, call, own[0], first)
         return out
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
         """Plans that `run` would run; makes slots where there are none."""
-        found = self._find(layer, inp, options, current_state())
+        found = self._find(layer, inp, options)
         return None if found is None else found[1].plans
 
     def _find(
-        self, layer: Any, inp: Tensor, options: tuple, state: RegionState
-    ) -> tuple[_BoundLayer, LayerCall, tuple, tuple] | None:
-        """The call to make, its tensors and what its run has of its own (see `microbatch_of`).
+        self, layer: Any, inp: Tensor, options: tuple
+    ) -> tuple[_BoundLayer, LayerCall, tuple, tuple, LayerRegion] | None:
+        """The call to make, its tensors, what its run has of its own (see `microbatch_of`).
 
-        None where the layer has to call its modules.
+        And the region that it is in. None where the layer has to call its modules.
         """
-        key, tensors = layer_key(state, inp, self._places)
-        if self._held:
-            key, tensors = quantized.filled(key, tensors, self._held, state.enabled)
-        if key is None or not layer._is_planned(inp, options) or dispatch_modes():
+        state = current_state()
+        region = None if dispatch_modes() else region_of(state, self.modules, id(layer))
+        if region is None or not layer._is_planned(inp, options):
             return None
-        attending: list[Attending] = []
-        key, attended = (key, layer._layer_key(options)), ()
-        for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
-            attends = layer if module is None else module
-            how = attends._attending(inp, given, parameters.get(name, inp).dtype)
-            if how is None:
-                return None
-            key, attended = (*key, how.key), (*attended, *how.tensors)
-            attending.append(how)
-        tensors = (tensors[0], *attended, *tensors[1:])
+        key, tensors = layer_key(region, inp, self._places)
+        if self._held:
+            key, tensors = quantized.filled(key, tensors, self._held, region.recipe is not None)
+        if key is None:
+            return None
+        attending = self._attending(layer, inp, options, region)
+        if attending is None:
+            return None
+        region = region.with_cores((*self.modules, *_cores_of(attending)))
+        if region is None:
+            return None
+        key = key, layer._layer_key(options), *[how.key for how in attending]
+        tensors = (tensors[0], *[t for how in attending for t in how.tensors], *tensors[1:])
         first, own = layer._first_microbatch(options), ((), ())
         if self._caches:
             first = microbatch(self.modules, first, state)
-        if first is not None or self._accumulates or self._held:
-            own, key = microbatch_of(self.modules, first, state, key, tensors if self._held else ())
+        cached = [entry.cache for entry in region.replays if entry.cache is not None]
+        if first is not None or self._accumulates or self._held or cached:
+            held = tensors if self._held else ()
+            own, key = microbatch_of(self.modules, first, state, key, held, region)
         bound = self.calls.get(key, _UNKNOWN)
-        if bound is None or (bound is _UNKNOWN and not self._recurrence.is_met(key)):
+        # Torch compares what a call and its repetition save, so both have to run the same way.
+        new = bound is _UNKNOWN and not region.repeats
+        if bound is None or (new and not self._recurrence.is_met(key)):
             return None
-        call = None if bound is _UNKNOWN else self._call_in(bound, state)
+        call = None if bound is _UNKNOWN else self._call_in(bound, key, region, inp.device)
         if call is None:
-            bound = self._bind(layer, inp, (options, attending, first), state)
+            bound = self._bind(layer, inp, (options, attending, first), region)
             if bound is not None and not reads(bound.call, own[0]):
-                return None
-            keep(self.calls, key, bound)
-            call = None if bound is None else self._call_in(bound, state)
-        return None if call is None else (bound, call, tensors, own)
+                bound = None
+            self._keep(key, bound)
+            call = None if bound is None else bound.call
+        return None if call is None else (bound, call, tensors, own, region)
 
-    def _call_in(self, bound: _BoundLayer, state: RegionState) -> LayerCall | None:
-        """The call to make now; None where the state that it is bound to is no longer in force."""
-        call = bound.call
-        for module, slots in zip(bound.owners, call.owners, strict=True):
-            if slots is not None and not in_force(slots, module, state):
+    def _attending(
+        self, layer: Any, inp: Tensor, options: tuple, region: LayerRegion
+    ) -> list[Attending] | None:
+        """How each attention of a call attends; None where one has to be called."""
+        found: list[Attending] = []
+        cast = autocast_dtype(inp.device.type)
+        for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
+            attends = layer if module is None else module
+            dtype = cast or parameters.get(name, inp).dtype
+            how = attends._attending(inp, given, dtype, region.frame)
+            if how is None:
                 return None
-        if call.plans.quantized and call.plans.backward and state.first:
-            return bound.first if call.domain is state.domain else None
+            found.append(how)
+        return found
+
+    def _call_in(
+        self, bound: _BoundLayer, key: tuple, region: LayerRegion, device: torch.device
+    ) -> LayerCall | None:
+        """A call over the state in force; None: there has to be another one.
+
+        Of a call that is repeated that is the state of this one.
+        """
+        call, recorded = bound.call, bool(region.record)
+        pairs = tuple(zip(bound.owners, call.owners, strict=True))
+        if region.replays:
+            slots = tuple([entry.slots for entry in region.replays])
+            if slots == call.owners:
+                return call
+        elif all([s is None or in_force(s, m, region.state, recorded) for m, s in pairs]):
+            return call
+        else:  # another group, or a recipe that the modules come back to
+            slots = tuple([None if s is None else _slots_of(m, region, device) for m, s in pairs])
+        if call.staged is not None or _measures_of(slots) != bound.measures:
+            return None  # its stages, or its plans, depend on them
+        call = call.over(slots)
+        self._keep(key, bound._replace(call=call))
         return call
+
+    def _keep(self, key: tuple, bound: _BoundLayer | None) -> None:
+        """Keep a call by its key, and no slots but those that the modules have now."""
+        if bound is None or _are_own(bound.call.owners, bound.owners):
+            keep(self.calls, key, bound)
+        for other, kept in self.calls.items():
+            if kept is not None and not _are_own(kept.call.owners, kept.owners):
+                self.calls[other] = kept._replace(call=kept.call.released())
 
     # ---- binding -------------------------------------------------------------------------------
 
@@ -241,7 +301,7 @@ class LayerCalls:
         layer: Any,
         inp: Tensor,
         given: tuple[tuple, Sequence, bool | None],
-        state: RegionState,
+        region: LayerRegion,
     ) -> _BoundLayer | None:
         """Find out what applies to a call of the layer; None where it has to call its modules.
 
@@ -250,7 +310,7 @@ class LayerCalls:
         options, attending, first_microbatch = given
         if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
             return None
-        nodes = Emission(len(self.modules), attending, first_microbatch)
+        nodes = Emission(len(self.modules), attending, first_microbatch, region)
         try:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
             staged = nodes.staged(plans)
@@ -258,29 +318,30 @@ class LayerCalls:
             return None
         label = type(layer).__name__ + ("" if layer.name is None else f"[{layer.name}]")
         call = LayerCall(plans, None, label)
-        cores = tuple(how.core for how in attending if how.core is not None)
+        cores = _cores_of(attending)
         owners = (
             *(of.slots for of in nodes.calls),
-            *(_slots_of(core, state, inp) for core in cores),
+            *(
+                _slots_of(core, region, inp.device, i)
+                for i, core in enumerate(cores, len(self.modules))
+            ),
         )
         call.set_owners(owners)
-        call.splits = nodes.splits()
+        call.splits, call.dtypes = nodes.splits(), nodes.dtypes()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.fills, call.staged = fills_of(plans, attending), staged
-        call.domain = state.domain
-        first = copy.copy(call)
-        first.first = True
-        reason = None if plans.quantized else state.why()
+        call.staged, call.unread = staged, nodes.unread(plans)
+        call.fills = fills_of(plans, attending, call.unread)
+        reason = None if plans.quantized else region.state.why()
         remembered = []
         for module, of in zip(self.modules, nodes.calls, strict=True):
             values: dict[str, Any] = {"_ran": Ran(of.plans, reason)}
             if plans.quantized:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))
-        self._settings = tuple(module._bound for module in self.modules)
         apply = apply_of(label, plans.result_count > 1)
-        return _BoundLayer(call, first, apply, tuple(remembered), (*self.modules, *cores))
+        everyone, measures = (*self.modules, *cores), _measures_of(owners)
+        return _BoundLayer(call, apply, tuple(remembered), everyone, measures)
 
 
 # ---- what a call of a layer would run ------------------------------------------------------------
@@ -311,17 +372,45 @@ def asked(layer: Any, *given: Any) -> None:
         raise _Asked(*given)
 
 
-def _slots_of(core: Any, state: RegionState, inp: Tensor) -> Slots | None:
-    """Slots of an attention in FP8."""
-    recipe = core._recipe_in_force()
-    return core._slots_for(recipe, state.group, inp.device) if recipe.delayed() else None
+def _cores_of(attending: Sequence[Attending]) -> tuple:
+    """Attentions in FP8, which have scaling state."""
+    return tuple([how.core for how in attending if how.core is not None])
 
 
-def fills_of(plans: CallPlans, attending: Sequence) -> tuple:
-    """Functions that draw a call's random pairs (see `draw_pairs`), where attentions have them."""
+def _slots_of(
+    module: Any, region: LayerRegion, device: torch.device, number: int = 0
+) -> Slots | None:
+    """Slots of a module, or of an attention in FP8; `number` is that among the owners of a call."""
+    if region.replays:
+        return region.replays[number].slots
+    recipe = module._recipe_in_force()
+    if not recipe.delayed():
+        return None
+    slots = module._slots_for(recipe, region.state.group, device)
+    if isinstance(module, LinearBase):
+        quantized.bind_quantizers(module)
+    return slots
+
+
+def _measures_of(owners: Sequence) -> tuple[int, ...]:
+    return tuple([0 if slots is None else slots.measures for slots in owners])
+
+
+def _are_own(slots: Sequence, owners: Sequence) -> bool:
+    """Return whether slots are those that owners have now; others are not to be kept alive."""
+    return all([s is None or s is owner._slots for s, owner in zip(slots, owners, strict=True)])
+
+
+def fills_of(plans: CallPlans, attending: Sequence, unread: Sequence[int] = ()) -> tuple:
+    """Functions that draw a call's random pairs (see `draw_pairs`), where attentions have them.
+
+    `unread` is as of `ModuleCall`.
+    """
     graph = plans.forward.graph
     nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
     draws = (how.draw for how in attending)
     known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
-    fills = tuple(known.get(number) for _, number in plans.drawn)
-    return fills if any(fills) else ()
+    fills = [known.get(number) for _, number in plans.drawn]
+    for place in unread:
+        fills.insert(place, None)
+    return tuple(fills) if any(fills) else ()

@@ -71,6 +71,9 @@ class LinearBase(LinearCalls):
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
+    _READ_BY_PLANS = (*_SETTINGS, "use_bias", "_stages")
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
+
     def _begin(
         self, name: str | None, biases: tuple[bool, bool], gradients: tuple[bool, bool]
     ) -> None:
@@ -148,8 +151,8 @@ class LinearBase(LinearCalls):
         """
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
-            self.__dict__["_bound"], self.__dict__["_present"] = {}, None
-            self.__dict__["_plans"] = {}
+            self._forget_calls()
+            self.__dict__["_present"], self.__dict__["_plans"] = None, {}
         elif name == "_slots":  # calls that are bound to others would keep them
             self.__dict__["_bound"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
@@ -165,7 +168,7 @@ class LinearBase(LinearCalls):
     def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.PARTS)
-        self._bound = {}
+        self._forget_calls()
         return super()._apply(quantized.converted(fn), recurse)
 
     def _load_from_state_dict(self, *given: Any) -> None:
@@ -291,7 +294,7 @@ class LinearBase(LinearCalls):
         not.
         """
         self._observer = observer
-        self._bound = {}
+        self._forget_calls()
 
     def override_stages(self, **stages: Callable[[StageBuffers], Any] | Halves) -> None:
         """Let Python functions run stages of this module's plans; none restores the built-in ones.
@@ -307,7 +310,7 @@ class LinearBase(LinearCalls):
         self._halves = external_steps(halves, self.PARTS)
         self._stages = named(stages) or None
         self._plans = {}
-        self._bound = {}
+        self._forget_calls()
         self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
 
     def _flags_text(self) -> list[str]:

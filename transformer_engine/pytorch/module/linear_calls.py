@@ -425,7 +425,7 @@ class LinearCalls(Fp8Module):
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
-            call.unread = plans.unread_of(quantization, returns) if region.repeats else 0
+            call.unread = plans.unread_of(quantization, returns) if region.repeats else ()
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads

@@ -48,6 +48,7 @@ from transformer_engine.pytorch.module.parameters import (
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.modes import (
+    autocast_dtype,
     constant_in_graphs,
     exporting,
     faking,
@@ -66,6 +67,8 @@ _SETTINGS = ("eps", "follows_input", "normalized_shape", "zero_centered_gamma")
 class NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
+    _READ_BY_PLANS = _SETTINGS
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
     KIND: int
     HAS_WEIGHT = HAS_BIAS = False
     eps: float | None
@@ -125,6 +128,8 @@ class NormModule(NativeModule):
         ):
             return None
         out = like.dtype if gamma is None or getattr(self, "follows_input", False) else gamma.dtype
+        if isinstance(self, AffineNorm):
+            out = autocast_dtype(like.device.type) or out
         eps = DEFAULT_EPS if self.eps is None else self.eps
         key = self._key((like, gamma, beta), out, eps, False)
         return self._plans.get(key) or self._make_plans(key)

@@ -164,26 +164,27 @@ def microbatch_of(
 
     As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the call; `tensors` are
     all of the call, where there are quantized weights among those of the modules. `region` is as of
-    `call_key.KeptCall.holds`; one that repeats a call is of one module.
+    `call_key.KeptCall.holds`, or a `layer_region.LayerRegion`.
     """
     caches, weights, recipe = [], (), state.recipe if state.enabled else None
-    replay = None
+    replays: tuple = ()
     if region is not None:
-        recipe, replay = region.recipe, region.replay
+        recipe, replays = region.recipe, region.replays
     parts = [module._part_tensors() for module in modules]
-    reads_caches = replay.cache is not None if replay is not None else first is not None
+    cached = [each for each in replays if each.cache is not None]
+    reads_caches = len(cached) > 0 if replays else first is not None
     if (reads_caches or tensors) and recipe is not None:
-        for module, own in zip(modules, parts, strict=True):
+        for i, (module, own) in enumerate(zip(modules, parts, strict=True)):
             if not reads_caches:
                 caches += [None] * len(own)
-            elif replay is None:
+            elif not replays:
                 caches += held_caches(module, first, own, recipe)
             else:
-                caches += caches_to_repeat(replay, len(own), dispatch_modes() > 0)
+                caches += caches_to_repeat(replays[i], len(own), dispatch_modes() > 0)
         if tensors:
             forms_held(modules, parts, caches, recipe, tensors)
         key = (key, *[None if cache is None else cache[1] is None for cache in caches])
-        key = (*key, replay.kept) if replay is not None else key
+        key = (*key, *[each.kept for each in replays])
     if any(module.fuse_wgrad_accumulation for module in modules):
         weights = tuple([part.weights[0] for own in parts for part in own])
         main = [getattr(weight, "main_grad", None) for weight in weights]

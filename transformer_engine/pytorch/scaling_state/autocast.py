@@ -16,8 +16,6 @@ from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting, graph_task
 
-__all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
-
 
 def get_default_recipe() -> Recipe:
     """Recipe of an `autocast` that names none: a new `DelayedScaling()`."""

@@ -22,19 +22,6 @@ from transformer_engine.pytorch.torchside.device import is_capturing
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
-__all__ = [
-    "Computed",
-    "cast",
-    "code_of",
-    "dequantize",
-    "empty_columns",
-    "empty_rows",
-    "measure",
-    "no_partials",
-    "partials_of",
-    "transpose",
-]
-
 _HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 

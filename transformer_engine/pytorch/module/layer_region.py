@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in force for one call of a layer: the recipe, and the checkpoints around it.
+
+A checkpoint keeps an entry of each module (`recompute_frames.Entry`), whether the module was called
+or a layer did its work. So either way can be repeated; where the entries say which one it was, the
+repetition takes the same, since `torch.utils.checkpoint` compares what both save.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.execution.recompute import (
+    frames,
+    in_reentrant_forward,
+    may_concern,
+)
+from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
+from transformer_engine.pytorch.execution.thread_state import RegionState
+from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.torchside.modes import graph_task
+
+__all__ = ["LayerRegion", "region_of"]
+
+_NO_FRAMES: list = []
+
+
+class LayerRegion(NamedTuple):
+    """State in force for one call of a layer, as `base.Region` of one of a module."""
+
+    state: RegionState  # of the thread
+    recipe: Recipe | None  # how to quantize; None: high precision
+    record: list  # frames of the checkpoints that record this call
+    frame: Frame | None  # of the checkpoint whose forward is being repeated
+    replays: tuple[Entry, ...]
+    """Calls that this one repeats, of the modules with linear layers and of attentions in FP8; ()
+    where none is known."""
+
+    @property
+    def repeats(self) -> bool:
+        """True where the call is to be repeated, or repeats one that is known."""
+        return bool(self.record or self.replays)
+
+    def of(self, number: int) -> Region:
+        """The same for one of the modules."""
+        entry = self.replays[number] if self.replays else None
+        return Region(self.state, self.recipe, entry, self.record, False)
+
+    def with_cores(self, owners: Sequence) -> "LayerRegion | None":
+        """The same where attentions have scaling state, too; None: a call of one is not known.
+
+        `owners` are all modules with such state.
+        """
+        if len(self.replays) in (0, len(owners)):
+            return self
+        found = _next_of(self.frame, owners)
+        return None if found is None else self._replace(replays=tuple(found))
+
+    def take(self, owners: Sequence) -> None:
+        """Take the calls that are repeated out of the checkpoint: the next ones follow."""
+        for owner in owners if self.replays else ():
+            self.frame.replay(owner)
+
+    def is_first(self, records: bool) -> bool:
+        """Return whether its backward updates the backward state; see `Fp8Module._is_first`.
+
+        `records`: it has one. To be asked once for each call.
+        """
+        if self.replays:
+            return any([self.frame.is_first(entry, records) for entry in self.replays])
+        if records or not (self.state.first and self.record) or torch.is_grad_enabled():
+            return records and self.state.first
+        return in_reentrant_forward()
+
+    def leave(self, layer: int, owners: Sequence, call: Any, caches: Sequence, first: bool) -> None:
+        """Leave to the checkpoints what a repetition needs, of each of the owners of a call.
+
+        `layer` is its id, `caches` are those of the run, `first` as of `is_first`.
+        """
+        made = {part for part, _ in call.plans.writes_caches}
+        known, begin = {*made, *call.plans.reads_caches}, 0
+        for i, (owner, slots) in enumerate(zip(owners, call.owners, strict=True)):
+            parts = getattr(owner, "PARTS", None)  # None: it is an attention
+            of = range(begin, begin + len(parts or ()))
+            begin = of.stop
+            cache = tuple([caches[part] for part in of]) if known.intersection(of) else None
+            kept = tuple([part - of.start for part in of if part in made])
+            region = self.of(i)
+            if parts is None:
+                region = region._replace(recipe=owner._recipe_in_force())
+            owner._record(region, slots, first and i == 0, cache, kept, layer)
+
+
+def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion | None:
+    """The region of a call of a layer, whose id is `layer`; takes nothing from the checkpoints.
+
+    `modules` are those with linear layers. None where the layer has to call them.
+    """
+    recipe = state.recipe if state.enabled else None
+    record, frame, replays = _NO_FRAMES, None, ()
+    if may_concern(torch.is_grad_enabled(), recipe is not None):
+        record, frame = frames()
+        if frame is None and recipe is not None and graph_task() != -1:
+            return None  # which they refuse
+        if frame is not None and (frame.complete or any(map(frame.knows, modules))):
+            found = _next_of(frame, modules)
+            if found is None or any([entry.layer != layer for entry in found]):
+                return None
+            recipe, replays = found[0].recipe, tuple(found)
+        elif frame is not None and recipe is not None:
+            return None
+    if state.calibrating if recipe is None else recipe.custom():
+        return None  # they record amaxes, or call quantizers of the program
+    return LayerRegion(state, recipe, record, frame, replays)
+
+
+def _next_of(frame: Frame, owners: Sequence) -> list[Entry] | None:
+    """The calls of modules that a frame has next; None: not of all of them."""
+    found: list[Entry] = []
+    for i, owner in enumerate(owners):
+        entry = frame.next_of(owner, sum([other is owner for other in owners[:i]]))
+        if entry is None:
+            return None
+        found.append(entry)
+    return found
