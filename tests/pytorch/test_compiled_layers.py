@@ -10,10 +10,19 @@ import copy
 import pytest
 import torch
 import torch._dynamo.utils
-from pytorch.helpers import assert_same_bits, same_draws, states_of
-from pytorch.layer_ways import BATCH, FUSED, HEADS, HIDDEN, LENGTH, make_attention, make_layer, states
-from tols import BF16, F32
 from functorch.compile import make_boxed_func
+from pytorch.helpers import assert_same_bits, same_draws, states_of
+from pytorch.layer_ways import (
+    BATCH,
+    FUSED,
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    make_attention,
+    make_layer,
+    states,
+)
+from tols import BF16
 from torch._dynamo.backends.common import aot_autograd
 
 import transformer_engine.pytorch as te
@@ -69,7 +78,9 @@ class Graphs:
         names = []
         for module in graph.modules():
             for node in getattr(getattr(module, "graph", None), "nodes", ()):
-                name = str(node.args[0] if "auto_functionalized" in str(node.target) else node.target)
+                name = str(
+                    node.args[0] if "auto_functionalized" in str(node.target) else node.target
+                )
                 if name.startswith("transformer_engine."):
                     names.append(name.split(".")[1].rstrip("_0123456789"))
         found.append(sorted(names))
@@ -78,7 +89,9 @@ class Graphs:
     def plans(self):
         """(runs of plans in each forward, in each backward)."""
         runs = ("run", "run_with_state")
-        return tuple([sum(n in runs for n in one) for one in way] for way in (self.forward, self.backward))
+        return tuple(
+            [sum(n in runs for n in one) for one in way] for way in (self.forward, self.backward)
+        )
 
 
 def unique_graphs():
@@ -241,7 +254,6 @@ def test_modules_of_a_program(recipe):
     assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
 
 
-
 # ---- what a graph depends on ---------------------------------------------------------------------
 
 
@@ -325,7 +337,9 @@ CHANGES = {
     "other MLP": setting("", "layernorm_mlp", lambda m: Adapter(m.layernorm_mlp)),
     "qk norms": qk_norms,
     "parameter": setting("layernorm_mlp", "fc2_bias", lambda m: torch.nn.Parameter(m.fc2_bias + 1)),
-    "wider parameter": setting("self_attention.proj", "bias", lambda m: torch.nn.Parameter(m.bias.float())),
+    "wider parameter": setting(
+        "self_attention.proj", "bias", lambda m: torch.nn.Parameter(m.bias.float())
+    ),
 }
 
 
@@ -338,7 +352,8 @@ LEAVES_TRACES = ("other module", "other MLP", "qk norms")
 
 
 @pytest.mark.parametrize(
-    ("group", "recipe"), [*((i, "none") for i in range(len(GROUPS))), (0, "delayed"), (1, "current")]
+    ("group", "recipe"),
+    [*((i, "none") for i in range(len(GROUPS))), (0, "delayed"), (1, "current")],
 )
 def test_a_change_counts_from_the_next_call_on(group, recipe):
     """And what was before it comes back without another graph."""
@@ -383,7 +398,7 @@ def test_hooks_of_submodules_are_called():
     expected = layer(x)
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         compiled = graphs.compile(layer)
-        for number in range(3):
+        for _ in range(3):
             assert_same_bits(compiled(x), expected)
             hook = layer.layernorm_mlp.register_forward_hook(lambda module, given, out: out * 2)
             assert_same_bits(compiled(x), layer(x))

@@ -319,7 +319,9 @@ def _define_with_state(count: int) -> str:
     """Define ``run_with_state_<count>``; return its name."""
     name = f"run_with_state_{count}"
     FORMULAS[name] = FORMULAS["run"]
-    schema = f"{name}({_RUN}, Tensor(a!)[] state, int[] places) -> ({', '.join(['Tensor'] * count)})"
+    schema = (
+        f"{name}({_RUN}, Tensor(a!)[] state, int[] places) -> ({', '.join(['Tensor'] * count)})"
+    )
 
     def returned(function: Callable) -> Callable:
         return lambda *arguments: made[0] if len(made := function(*arguments)) == 1 else tuple(made)
@@ -357,9 +359,10 @@ def run_traced(
     what the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
     history, main gradient; both in plan order. `saved` is the packed tensor of the forward, for a
     plan that reads it, `rows` the product of the leading dims; -1 where an input has them. `places`
-    say which tensor each of the plan's last arguments is, counted from the first one that is none
-    but of these: one that stands for several is given once. Dispatch modes see what functions of `staged` run as if there were no operator around it. Returns the
-    outputs in plan order, then the packed saved tensor, empty where there is none.
+    is for a plan that is given a tensor several times, which `inputs` and `state` have once: which
+    of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
+    see what functions of `staged` run as if there were no operator around it. Returns the outputs
+    in plan order, then the packed saved tensor, empty where there is none.
     """
     if staged is not None:
         number = next(_numbers)
@@ -386,7 +389,10 @@ def _run_operator(
     given: tuple = (plan, slots, inputs, saved, rows, staged, selection)
     operator = torch.ops.transformer_engine.run
     if state:
-        operator, given = getattr(torch.ops.transformer_engine, _with_state(plan)), (*given, state, places)
+        operator, given = (
+            getattr(torch.ops.transformer_engine, _with_state(plan)),
+            (*given, state, places),
+        )
     if torch.compiler.is_compiling():
         made = operator(*given)
     else:
