@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo.utils
+from functorch.compile import make_boxed_func
 from pytorch.helpers import assert_same_bits, same_draws, states_of
 from pytorch.layer_ways import (
     BATCH,
@@ -21,8 +22,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
-from tols import BF16, F32
-from functorch.compile import make_boxed_func
+from tols import BF16
 from torch._dynamo.backends.common import aot_autograd
 
 import transformer_engine.pytorch as te
@@ -116,10 +116,13 @@ def train(model, forward, make_recipe, where="outside", lengths=(LENGTH,) * STEP
     return found, states_of(model)
 
 
-def both_ways(model, compiled, make_recipe, where="outside", **given):
-    """`train` in eager mode and compiled; `compiled` makes a function of a model."""
-    results = []
-    for make in (lambda own: own, compiled):
+def both_ways(model, compiled, make_recipe, where="outside", call=None, **given):
+    """`train` in eager mode and compiled; `compiled` makes a function of a model.
+
+    `call` are further arguments of the one layer.
+    """
+    results, given = [], {**given, **(call or {})}
+    for make in (lambda own: own[0] if call else own, compiled):
         own = copy.deepcopy(model)
         te.reset()
         with same_draws("cpu"):
@@ -398,7 +401,7 @@ def test_hooks_of_submodules_are_called():
     expected = layer(x)
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         compiled = graphs.compile(layer)
-        for number in range(3):
+        for _ in range(3):
             assert_same_bits(compiled(x), expected)
             hook = layer.layernorm_mlp.register_forward_hook(lambda module, given, out: out * 2)
             assert_same_bits(compiled(x), layer(x))
@@ -482,3 +485,51 @@ def test_calls_by_modules():
             te.reset()
             assert_same_bits(graphs.compile(layer)(x), expected, name)
         assert graphs.plans()[0][0] > 1, name
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+def test_a_checkpoint_around_a_compiled_layer(recipe):
+    """The repetition runs the operator that the forward ran, by its scales."""
+    graphs, model = Graphs(), model_of(2, hidden_dropout=0.3, **FUSED)
+
+    def checkpointed(own):
+        run = graphs.compile(own)
+        return lambda x: te.checkpoint(run, x, use_reentrant=False)
+
+    results = both_ways(model, checkpointed, RECIPES[recipe])
+    assert_same_bits(*results)
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {2}
+
+
+def test_a_checkpoint_inside_of_a_graph():
+    """The backward has the operators of the forward once more."""
+    graphs, model = Graphs(), model_of(1, hidden_dropout=0.3, **FUSED)
+
+    def checkpointed(own):
+        def function(x):
+            return te.checkpoint(own[0], x, use_reentrant=False)
+
+        return graphs.compile(function)
+
+    results = both_ways(model, checkpointed, RECIPES["none"])
+    assert_same_bits(*results)
+    assert graphs.plans() == ([1], [2])
+
+
+def test_tensors_of_a_call():
+    """Masks, angles, lengths and the source of a decoder are inputs of the one operator."""
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    mask = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+    mask[0, :, :, LENGTH - 2 :] = True
+    cases = {
+        "rotary": ({}, {"rotary_pos_emb": angles}),
+        "padding": ({"self_attn_mask_type": "padding_causal"}, {"attention_mask": mask}),
+        "decoder": ({"layer_type": "decoder"}, {"encoder_output": states(make_layer("cpu", BF16))}),
+    }
+    for name, (options, given) in cases.items():
+        torch._dynamo.reset()
+        graphs, model = Graphs(), model_of(1, **FUSED, **options)
+        compiled = lambda own, graphs=graphs: graphs.compile(own[0])  # noqa: E731
+        results = both_ways(model, compiled, RECIPES["none"], call=given)
+        assert_same_bits(*results, name)
+        assert graphs.plans()[0] == [1], name

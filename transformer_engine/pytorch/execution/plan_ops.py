@@ -359,9 +359,10 @@ def run_traced(
     what the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
     history, main gradient; both in plan order. `saved` is the packed tensor of the forward, for a
     plan that reads it, `rows` the product of the leading dims; -1 where an input has them. `places`
-    say which tensor each of the plan's last arguments is, counted from the first one that is none
-    but of these: one that stands for several is given once. Dispatch modes see what functions of `staged` run as if there were no operator around it. Returns the
-    outputs in plan order, then the packed saved tensor, empty where there is none.
+    is for a plan that is given a tensor several times, which `inputs` and `state` have once: which
+    of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
+    see what functions of `staged` run as if there were no operator around it. Returns the outputs
+    in plan order, then the packed saved tensor, empty where there is none.
     """
     if staged is not None:
         number = next(_numbers)

@@ -72,8 +72,8 @@ class PlannedModule(CompositeLayer):
     A subclass defines ``emit(self, nodes, x, ...)``: how its modules follow each other, written
     once. Called as a module, ``module(x, ...)``, it runs as one plan per direction, as
     `TransformerLayer` does: all its norms, linear layers, attentions and additions are one call
-    into C. Where a plan can not hold a call (hooks, modules of other packages, `torch.compile`,
-    caches of keys and values), ``emit`` calls its modules instead, with the same bits.
+    into C. Where a plan can not hold a call (hooks, modules of other packages, caches of keys and
+    values), ``emit`` calls its modules instead, with the same bits.
 
     ``nodes`` has three methods:
 

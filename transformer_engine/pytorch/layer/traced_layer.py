@@ -124,7 +124,7 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     measures = tuple([own.measures for own in slots])
     lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
-    region = identity, state.depth > 0, state.measures, torch.is_grad_enabled()
+    region = identity, state.measures, torch.is_grad_enabled()
     name = layer._call_in_graph(
         like, region, given, tuple([_key_of(way) for way in ways]), (facts, measures)
     )
@@ -168,7 +168,8 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
         if planned:
             _note_identity(module)
         own = module.__dict__
-        if "forward" in own or any([len(getattr(module, hooks)) > 0 for hooks in _HOOKS]):
+        hooked = "forward" in own or any([len(getattr(module, hooks)) > 0 for hooks in _HOOKS])
+        if hooked and module is not layer:
             return None, [], []
         facts += [constants(own.get(name)) for name in names.split(",")]
         facts += [module._modules.get(name) is None for name in absent.split(",") if name]
@@ -205,7 +206,7 @@ class _GraphCall(LayerCall):
 
 
 class _Chunks:
-    """The chunks of a direction that a plan is given, and which of them each of its arguments is."""
+    """The chunks that a plan of a direction is given, and which of them an argument is."""
 
     def __init__(self, way: str, links: tuple, slots: list, zeros: tuple[int, ...]) -> None:
         self.numbers = tuple([getattr(own, f"{way}_slot") for own in slots]) or zeros
@@ -271,9 +272,9 @@ def call_in_graph(
     """
     del facts
     dtype, device, wanted, lead, features = like
-    identity, inside, measures, gradients = region
+    identity, measures, gradients = region
     state = copy.copy(current_state())
-    state.enabled, state.calibrating, state.depth = bool(identity), False, int(inside)
+    state.enabled, state.calibrating = bool(identity), False
     state.recipe, state.measures = Recipe.kept_for_graphs(identity), measures
     with real_tensors(), as_eager(gradients), in_region(state):
         inp = torch.zeros(*lead, features, dtype=dtype, device=device).requires_grad_(wanted)
