@@ -212,12 +212,12 @@ class LayerCalls:
         """
         state = current_state()
         region = None if dispatch_modes() else region_of(state, self.modules, id(layer))
-        if region is None or not layer._is_planned(inp, options):
+        if region is None:
             return None
         key, tensors = layer_key(region, inp, self._places)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, region.recipe is not None)
-        if key is None:
+        if key is None or not layer._is_planned(inp, options):
             return None
         attending = self._attending(layer, inp, options, region)
         if attending is None:
