@@ -41,6 +41,7 @@ from transformer_engine.pytorch.module.quantized import measures_first
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
+    any_autocast,
     autocast_dtype,
     dispatch_modes,
     exporting,
@@ -320,7 +321,7 @@ class KeptCalls:
         if facts is None:
             return None
         own = core.__dict__
-        dtype = autocast_dtype(tensors[0].device.type)
+        dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
         return (
             facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
             attention_switches(), _deterministic(), attention_class_name_now(), arguments,
