@@ -16,7 +16,6 @@ from transformer_engine.plugin.builtin import ABSENT, OPERATORS
 from transformer_engine.plugin.conformance.cases import CASES, Case, Draw, Kept, errors_of, snapshot
 from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
-from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
 __all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
@@ -149,19 +148,18 @@ def check(
         found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
         forward = None if found is None else found.fn
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
-    takes = predicate_of(impl)
-    rows = [_run(name, impl.fn, takes, case) for case in made(draw) if match in case.name]
+    rows = [_run(name, impl, case) for case in made(draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
 
 
-def _run(op: str, fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
+def _run(op: str, impl: OpImpl, case: Case) -> Row:
     before, exact = snapshot(case), defined(op, case)
     try:
-        answer = True if takes is None else takes(*case.args, **case.kwargs)
+        answer = impl.takes is None or impl.takes(*case.args, **case.kwargs)
         if isinstance(answer, str) or not answer:
             return _refused(case, before, answer or "supports")
         with torch.no_grad():
-            found = fn(*case.args, **case.kwargs)
+            found = impl.fn(*case.args, **case.kwargs)
     except NotImplementedError as error:
         return _refused(case, before, str(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, the case failed
