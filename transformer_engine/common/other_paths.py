@@ -17,7 +17,7 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
         "pytorch.attention.scores": "THREADS_PER_BLOCK THREADS_PER_WARP"
     },
     "pytorch.attention.dot_product_attention.utils": {
-        "plugin.builtin.fused_attention_params": "FusedAttentionParams",
+        "plugin.builtin.queries": "FusedAttentionParams",
         "pytorch.attention.sequence_helpers": "*",
         "pytorch.cpp_extensions.attention_queries": "*",
     },

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a matrix of scores, and rotary positions; see `builtin.attention` and `.rope`.
+"""Attention with a matrix of scores, and rotary positions; see `builtin.attention`.
 
 Gradients are autograd's. There is no dropout: its random bits are an implementation's own.
 """
