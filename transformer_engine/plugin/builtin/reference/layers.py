@@ -44,30 +44,19 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of the first half of the columns, of gated activations."""
 
 
-def activate(name: str, x: Tensor) -> Tensor:
-    """The activation `name`, in the dtype of `x`."""
-    if name in FORMULAS:
-        return FORMULAS[name](x)
+def activate(kind: str, call: Any, x: Tensor) -> Tensor:
+    """The activation of a call, in the dtype of `x`."""
+    if kind in FORMULAS:
+        return FORMULAS[kind](x)
     first, second = x.chunk(2, -1)
-    return GATED[name](first) * second
-
-
-def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
-    """`clamped_swiglu`, in the dtype of `x`."""
-    first, second = x.chunk(2, -1)
-    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    return first * torch.sigmoid(alpha * first) * (second + 1)
-
-
-def _function(kind: str, call: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of a call."""
-    if kind == "clamped_swiglu":
-        return functools.partial(activate_clamped, **native.numbers_of(call))
-    return functools.partial(activate, kind)
+    if kind in GATED:
+        return GATED[kind](first) * second
+    first, second = first.clamp(max=call.limit), second.clamp(-call.limit, call.limit)
+    return first * torch.sigmoid(call.alpha * first) * (second + 1)
 
 
 def _activated(op: str, kind: str, call: Any) -> Any:
-    made = _function(kind, call)(exact(op, "input", call.input))
+    made = activate(kind, call, exact(op, "input", call.input))
     return quantized(op, made.to(call.input.dtype), call.quantizer)
 
 
@@ -75,7 +64,7 @@ def _activation_gradient(op: str, kind: str, call: Any) -> Any:
     x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        out = _function(kind, call)(x)
+        out = activate(kind, call, x)
     (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
     cast = quantized(op, made.to(call.fwd_input.dtype), call.quantizer)
     if not op.startswith("dbias_"):
