@@ -165,10 +165,8 @@ def no_backend_because(call: Any) -> str:
     """
     op = "get_fused_attn_backend"
     _check_sizes(op, call)
-    heads, channels = (
-        (call.num_attn_heads, call.num_gqa_groups),
-        (call.head_dim_qk, call.head_dim_v),
-    )
+    heads = call.num_attn_heads, call.num_gqa_groups
+    channels = call.head_dim_qk, call.head_dim_v
     found = [torch_dtype(op, name, getattr(call, name)) for name in ("q_dtype", "kv_dtype")]
     bias = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
     try:

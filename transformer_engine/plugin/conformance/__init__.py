@@ -143,12 +143,12 @@ def check(
         raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
     if name in WITHOUT_CASES:
         raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
-    made = _cases()[name]
+    cases = _cases()[name]
     if forward is None and name in _FORWARD_OF:
         found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
         forward = None if found is None else found.fn
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
-    rows = [_run(name, impl, case) for case in made(draw) if match in case.name]
+    rows = [_run(name, impl, case) for case in cases(draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
 
 

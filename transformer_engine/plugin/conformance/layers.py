@@ -449,7 +449,6 @@ def _mixed_products(draw: Draw) -> Iterator[Case]:
 
 
 _TOKENS, _BATCH, _HEADS, _DIM = 8, 2, 3, 16
-_RESULT = "the result"
 
 
 def _angles(draw: Draw, count: int, interleaved: bool) -> Tensor:
@@ -487,7 +486,7 @@ def _rope(op: str, draw: Draw) -> Iterator[Case]:
         how = f"{' interleaved' * interleaved} rank {rank} of {size}"
         name = f"{name_of(dtype)} {form} {count} of {_DIM}{how}"
         args = (x, angles, *starts, kind, interleaved, cu, size, rank)
-        yield Case(name, args, (Result(_RESULT, dtype),))
+        yield Case(name, args, (Result("the result", dtype),))
     # Sequences that begin at positions of their own (a gradient takes none), or have such angles.
     for dtype, form in product(draw.dtypes, ("sbhd", "bshd")):
         leading, kind = _format(form)
@@ -500,7 +499,7 @@ def _rope(op: str, draw: Draw) -> Iterator[Case]:
             x = draw.normal((*leading, _HEADS, _DIM), dtype)
             args = (x, *angles_and_starts, kind, False, None, 1, 0)
             name = f"{name_of(dtype)} {form} {what} of each sequence"
-            yield Case(name, args, (Result(_RESULT, dtype),))
+            yield Case(name, args, (Result("the result", dtype),))
 
 
 _SIZES = ((32, 16, 24), (16, 16, 16), (48, 8, 8))

@@ -88,8 +88,8 @@ class OpRegistry:
     def clear(self) -> None:
         """Take all out."""
         with self._lock:
-            all_of_them = itertools.chain(*self._snapshot.impls_by_op.values())
-            listeners = self._changed({}, tuple(all_of_them), False)
+            gone = tuple(itertools.chain(*self._snapshot.impls_by_op.values()))
+            listeners = self._changed({}, gone, False)
         _tell(listeners)
 
     def snapshot(self) -> OpRegistrySnapshot:
