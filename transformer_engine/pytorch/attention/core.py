@@ -77,6 +77,13 @@ _OF_CALLS = (
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
 
+_READ_BY_PLANS = (
+    "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
+    "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
+    "return_max_logit", "num_attention_heads", "num_gqa_groups",
+    "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+)  # fmt: skip
+
 
 class DotProductAttention(ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
@@ -211,6 +218,9 @@ class DotProductAttention(ContextParallel, Fp8Module):
         check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
+
+    _READ_BY_PLANS = _READ_BY_PLANS
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on."""

@@ -67,7 +67,7 @@ def _fields(
     """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
 
     `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
-    dtype of a bias is torch's: see `_spec`.
+    dtype of a bias is torch's: see `spec_of`.
     """
     ends, offsets, bounds = limits.sequence_lengths(), (), ()
     if limits.packed is not None:
@@ -96,7 +96,7 @@ def _shared_dims(tensor: Tensor | None) -> tuple[int, ...] | None:
     return None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
 
 
-def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
+def spec_of(fields: tuple, **cast: Any) -> AttentionSpec:
     """What `_fields` stands for, with fields of its quantization."""
     spec = AttentionSpec(*fields, **cast)
     return spec._replace(bias_dtype=_core.dtype_code(spec.bias_dtype))
@@ -161,15 +161,16 @@ def _node(
     turned = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
     fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
-    key = fields, tracker, bool(source) and source[0].requires_grad, in_fp8
+    key = fields, tracker, len(source) > 0 and source[0].requires_grad, in_fp8
 
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()
         cast.pop("recipe", None)
-        return _spec(fields, **cast)
+        return spec_of(fields, **cast)
 
     owner = None if in_fp8 is None else core
-    constant = not (source or angles) and is_constant(core, limits)
+    anew = torch.compiler.is_compiling() or len(source) + len(angles) > 0
+    constant = not anew and is_constant(core, limits)
     tensors = (*source, *angles, *tensors)
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 
@@ -505,7 +506,7 @@ def _plans_of(module: Any, key: tuple) -> CallPlans:
         names = "fp8_gradient", "no_amax", "fp8_output"
         cast = dict(zip(names, bits, strict=True))
         cast["quantization"] = Quantization.of_flat(codes, epsilons)
-    graph = core_graph(_spec(fields, **cast), _core.dtype_code(dtype), gradient, joined)
+    graph = core_graph(spec_of(fields, **cast), _core.dtype_code(dtype), gradient, joined)
     return keep(module._plans, key, plans_of(graph))
 
 

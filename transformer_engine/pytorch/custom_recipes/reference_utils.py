@@ -71,10 +71,7 @@ class ReferenceTensor(QuantizedTensorStorage):
     def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         transposed = self.data is None
         if transposed and self.data_t is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: update_usage() has dropped both its row-wise and its "
-                "column-wise data: keep one of them"
-            )
+            raise RuntimeError(f"{type(self).__name__}: both forms were dropped: keep one")
         values = self._values(transposed)
         return (values.t() if transposed else values).reshape(shape).to(dtype)
 
@@ -92,20 +89,14 @@ class ReferenceTensor(QuantizedTensorStorage):
         """Drop a form (False); one that is there stays (True). RuntimeError for one to be made."""
         for name, wanted in (("", rowwise_usage), ("_t", columnwise_usage)):
             if wanted and getattr(self, f"data{name}") is None:
-                raise RuntimeError(
-                    f"{type(self).__name__}.update_usage: data that were dropped can not be made "
-                    "again: quantize the values with both usages"
-                )
+                raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
             if wanted is False:
                 for field in self._TENSORS:
                     if field.endswith("_t") == bool(name) and not field.startswith("global"):
                         setattr(self, field, None)
 
     def _default_quantizer(self) -> Quantizer:
-        raise RuntimeError(
-            f"{type(self).__name__}: no quantizer is known for its class: give one, "
-            "quantizer.quantize(tensor)"
-        )
+        raise RuntimeError(f"{type(self).__name__}: it has no quantizer: give one")
 
 
 class ReferenceQuantizer(Quantizer):

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.attention.problem import (
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name_now
+from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
@@ -334,6 +335,13 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return self.attend(hidden_states, options)
 
     _FORWARD = forward
+    _READ_BY_PLANS = (
+        "attention_type", "input_layernorm", "num_attention_heads", "num_gqa_groups",
+        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+        "qkv_weight_interleaved", "qk_norm_before_rope", "rotary_pos_interleaved", "qkv_format",
+        "return_bias", "return_layernorm_output", "name",
+    )  # fmt: skip
+    """Settings that its plans depend on (see `traced_layer`)."""
     _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
     def emit(self, nodes: Any, x: Value, name: str = "", **call: Any) -> Value:
@@ -453,6 +461,27 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         around = fp8.Surroundings(inp.device.type, inp.shape[s], over, replay)
         return plan.attention_node(core, how, slices, given, around)
 
+    def way_in_graph(self, inp: Tensor, options: AttentionOptions) -> Any:
+        """How a call attends, in the graph that is traced; `NotImplemented`: by modules.
+
+        None where `_attending` finds the same outside of the graph: the call has no tensors.
+        """
+        core = self._modules["core_attention"]
+        if not isinstance(core, DotProductAttention):
+            return NotImplemented
+        made = core.softmax_type != "vanilla" or options.core_attention_bias_type == "alibi"
+        if options.without_tensors() and not made and type(core.window_size) is not list:
+            return None
+        dtype = self._heads_dtype(inp)
+        like = inp if inp.dtype is dtype else inp.new_empty(1, dtype=dtype).expand(inp.shape)
+        found = self._find_way(core, like, options, None)
+        return NotImplemented if found is None else found
+
+    def _heads_dtype(self, inp: Tensor) -> torch.dtype:
+        """Dtype of its projections."""
+        first = self._modules[self._first()]
+        return getattr(first, first.weight_names[0]).dtype
+
     def _hands_over(self, core: DotProductAttention, replay: Any) -> bool:
         """Return whether the projection is handed the output of attention in FP8.
 
@@ -481,6 +510,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        if torch.compiler.is_compiling() and traced_layer.may_hold(hidden_states):
+            way = self.way_in_graph(hidden_states, options)
+            if way is not NotImplemented:
+                given = traced_layer.constants((options,))
+                out = traced_layer.run(self, hidden_states, given, (way,))
+                if out is not None:
+                    results = out if isinstance(out, tuple) else (out,)
+                    return self._results(hidden_states, *results)
         asked(self, hidden_states, (options,))
         calls = LayerCalls.of(self)
         if calls is not None:

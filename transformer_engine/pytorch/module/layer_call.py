@@ -363,9 +363,7 @@ def given_to(layer: Any, args: tuple, kwargs: dict) -> tuple:
         return found.args
     finally:
         _ASKING.layer = outer
-    raise AssertionError(
-        f"{type(layer).__name__}.forward was replaced, so its arguments are not known"
-    )
+    raise AssertionError(f"{type(layer).__name__}.forward was replaced by another function")
 
 
 def asked(layer: Any, *given: Any) -> None:

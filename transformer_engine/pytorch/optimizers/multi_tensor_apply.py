@@ -58,7 +58,7 @@ class MultiTensorApply:
             raise
         if len(set(lengths)) > 1:
             raise RuntimeError(
-                f"multi_tensor_applier: tensor_lists of {lengths} tensors: give lists of one length"
+                f"multi_tensor_applier: lists of {lengths} tensors, not of one length"
             )
         if not kept:
             return None

@@ -251,9 +251,7 @@ class Float8TensorStorage(FormatStorage):
         if not self._transpose_invalid:
             return
         if self._data is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: its row-wise data were dropped: none to transpose"
-            )
+            raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
         self._transpose = _transposed(self)
         self._transpose_invalid = False
 

@@ -182,6 +182,22 @@ class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
             levels.append(level)
 
 
+class as_eager(_TorchContext):  # noqa: N801 - reads as what it does
+    """A block, outside of the graph that is traced, of code that decides as in eager mode.
+
+    Torch says there that a graph is traced, from version 2.13 on.
+    """
+
+    def __init__(self, gradients: bool = False) -> None:
+        self._gradients = gradients
+
+    def _enter(self) -> None:
+        compiler = torch.compiler
+        self._undo_by(setattr, compiler, "_is_compiling_flag", compiler._is_compiling_flag)
+        compiler._is_compiling_flag = False
+        self._set_grad(self._gradients)
+
+
 def _leave_guard(made: list) -> None:
     for guard in made:
         guard.__exit__(None, None, None)
