@@ -120,15 +120,13 @@ class OpImpl(Plain):
         if self.supported_dtypes is not None:
             dtypes = names_of(self.supported_dtypes, f"{which}: supported_dtypes", object)
             self.__dict__["supported_dtypes"] = dtypes
-        if self.min_arch is not None:
-            architecture(self.min_arch)
+        self.__dict__["takes"] = self._predicate()
 
     def __hash__(self) -> int:
         return hash((self.op_name, self.impl_id))  # functions need not have one
 
-    @functools.cached_property
-    def takes(self) -> Callable[..., Any] | None:
-        """Return whether it takes a call, from the arguments of that; None: it takes every call."""
+    def _predicate(self) -> Callable[..., Any] | None:
+        """What says whether it takes a call, by the arguments; None: it takes every call."""
         if self.supported_dtypes is None and self.min_arch is None:
             return self.supports
         least = None if self.min_arch is None else architecture(self.min_arch)
