@@ -173,6 +173,19 @@ static inline void graph_softcap_row(graph *g, const te_node_desc *node, int64_t
     }
 }
 
+/* In another dtype, which is none in double. */
+static inline void graph_convert_row(graph *g, const te_node_desc *node, int64_t row, int backward)
+{
+    int64_t n = graph_columns(g, node->output);
+    for (int64_t i = row * n; i < (row + 1) * n; i++) {
+        if (backward) {
+            g->grad[node->inputs[0]][i] += g->grad[node->output][i];
+        } else {
+            g->value[node->output][i] = g->value[node->inputs[0]][i];
+        }
+    }
+}
+
 /* What dropout and drop path multiply an element by. */
 static inline double graph_kept(const graph *g, const te_node_desc *node, int64_t row, int64_t i)
 {

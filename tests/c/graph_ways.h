@@ -44,7 +44,7 @@ static int repeats(const graph *g)
     for (int32_t n = 0; n < g->desc.node_count; n++) {
         int32_t kind = g->nodes[n].kind;
         if (kind == TE_NODE_ATTENTION || kind == TE_NODE_ROPE || kind == TE_NODE_DROPOUT_ADD ||
-            kind == TE_NODE_HEAD_NORM) {
+            kind == TE_NODE_HEAD_NORM || kind == TE_NODE_CONVERT) {
             return 0;
         }
     }

@@ -20,6 +20,15 @@ static void make_small(graph *g)
     (void)graph_norm(g, TE_NORM_LAYERNORM, "last_", b, y);
 }
 
+/* The same with a value in bf16 in the place of the activation's. */
+static void make_converted(graph *g)
+{
+    make_small(g);
+    g->nodes[1].kind = TE_NODE_CONVERT;
+    g->nodes[1].number_count = 0;
+    g->values[2].dtype = TE_DTYPE_BF16;
+}
+
 static void refuse(const graph *g, te_status status, const char *text)
 {
     for (int d = 0; d < TE_DIRECTION_COUNT; d++) {
@@ -408,9 +417,24 @@ static void check_identity(void)
     EXPECT(first == second, "two plans of one graph");
 }
 
+static void check_converted(void)
+{
+    static graph g;
+    te_plan *plan = NULL;
+    make_converted(&g);
+    OK(te_plan_make(&g.desc, TE_DIRECTION_BACKWARD, &plan));
+    te_plan_release(plan);
+    REFUSE_OF(make_converted, values[2].shape[1].add, WIDTH + 1, INVALID,
+              "convert: from 16 f32 columns to 17 of bf16");
+    REFUSE_OF(make_converted, values[2].shape[0].multiply, 2, INVALID, ": other rows");
+    REFUSE_OF(make_converted, desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED,
+              "node 1 (convert) can not be repeated");
+}
+
 int main(void)
 {
     check_identity();
+    check_converted();
     check_refusals();
     check_heads();
     check_flags(make_small);

@@ -105,7 +105,7 @@ static void add_random_node(pool *p, const char *name, int sequence, int32_t x, 
 {
     static const double probabilities[] = {0, 0, 0.3, 1};
     graph *g = p->g;
-    uint32_t kind = test_random() % 5;
+    uint32_t kind = test_random() % 6;
     int64_t in = graph_columns(g, x), out = graph_columns(g, y);
     if (in == 2 * out && kind == 0) {
         graph_activation(g, TE_ACTIVATION_REGLU, x, y);
@@ -118,6 +118,8 @@ static void add_random_node(pool *p, const char *name, int sequence, int32_t x, 
         graph_activation(g, one_in(2) ? TE_ACTIVATION_RELU : TE_ACTIVATION_GELU, x, y);
     } else if (kind == 3) {
         graph_softcap(g, 2, x, y);
+    } else if (kind == 4) {
+        (void)graph_node(g, TE_NODE_CONVERT, name, x, y);
     } else {
         te_node_desc *node =
             graph_dropout_add(g, name, x, find_residual(p, sequence, y), y, (int)one_in(2));

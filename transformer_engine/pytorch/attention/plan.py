@@ -161,7 +161,8 @@ def _node(
     turned = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
     fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
-    key = fields, tracker, len(source) > 0 and source[0].requires_grad, in_fp8
+    sources = tuple([(each.dtype, each.requires_grad) for each in source])
+    key = fields, tracker, sources, in_fp8
 
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()

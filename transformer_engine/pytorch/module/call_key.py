@@ -27,6 +27,7 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
+    any_autocast,
     autocast_dtype,
     dispatch_modes,
     faking,
@@ -169,7 +170,9 @@ def call_key(
     facts, tensors = _core.tensors_of_call(inp, places)
     if facts is None or (dispatch_modes() and faking()) or in_transform():
         return None, ()
-    dtype = autocast_dtype("cpu" if facts[1] < 0 else "cuda")
+    dtype = None
+    if any_autocast():
+        dtype = autocast_dtype("cpu" if facts[1] < 0 else "cuda")
     if wide and facts[1] >= 0:
         # On a GPU, whether fp32 may use TF32 can change.
         fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
@@ -194,7 +197,8 @@ def layer_key(
     recipe = region.recipe
     identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
     wide = recipe is None or recipe.backward_override is not None
-    return call_key(identity, inp, places, wide, region if region.repeats else None)
+    around = region if region.record or region.replays else None
+    return call_key(identity, inp, places, wide, around)
 
 
 def key_of_quantized(

@@ -336,6 +336,8 @@ class Emission:
     def source(self, site: int, name: str) -> Value:
         """As of `Outline`."""
         tensor = self._attending[site].tensors[0]
+        if tensor.dtype not in DTYPES:
+            raise ByModules
         wanted = torch.is_grad_enabled() and tensor.requires_grad
         given = name, _core.dtype_code(tensor.dtype), tensor.shape[-1], wanted
         number = attention_graphs.add_source(self.graph, *given)

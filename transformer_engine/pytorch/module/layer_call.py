@@ -44,6 +44,7 @@ from transformer_engine.pytorch.module.weight_cache import (
 )
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
+    any_autocast,
     autocast_dtype,
     dispatch_modes,
     forward_gradients,
@@ -177,7 +178,8 @@ class LayerCalls:
             return NotImplemented
         bound, call, tensors, own, region = found
         records, state, repeated = call.plans.backward is not None, region.state, region.replays
-        region.take(bound.owners)
+        if repeated:
+            region.take(bound.owners)
         for attributes, values in bound.remembered:
             attributes.update(values)
         if call.dtypes:
@@ -212,31 +214,31 @@ class LayerCalls:
         """
         state = current_state()
         region = None if dispatch_modes() else region_of(state, self.modules, id(layer))
-        if region is None or not layer._is_planned(inp, options):
+        if region is None:
             return None
         key, tensors = layer_key(region, inp, self._places)
         if self._held:
             key, tensors = quantized.filled(key, tensors, self._held, region.recipe is not None)
-        if key is None:
+        if key is None or not layer._is_planned(inp, options):
             return None
-        attending = self._attending(layer, inp, options, region)
-        if attending is None:
+        found = self._attending(layer, inp, options, region)
+        if found is None:
             return None
-        region = region.with_cores((*self.modules, *_cores_of(attending)))
-        if region is None:
-            return None
-        key = key, layer._layer_key(options), *[how.key for how in attending]
-        tensors = (tensors[0], *[t for how in attending for t in how.tensors], *tensors[1:])
+        attending, region = found
+        key, attended = (key, layer._layer_key(options)), ()
+        for how in attending:
+            key, attended = (*key, how.key), (*attended, *how.tensors)
+        tensors = (tensors[0], *attended, *tensors[1:])
         first, own = layer._first_microbatch(options), ((), ())
         if self._caches:
             first = microbatch(self.modules, first, state)
-        cached = [entry.cache for entry in region.replays if entry.cache is not None]
-        if first is not None or self._accumulates or self._held or cached:
+        shares = first is not None or self._accumulates or self._held
+        if shares or (region.replays and region.reads_caches()):
             held = tensors if self._held else ()
             own, key = microbatch_of(self.modules, first, state, key, held, region)
         bound = self.calls.get(key, _UNKNOWN)
         # Torch compares what a call and its repetition save, so both have to run the same way.
-        new = bound is _UNKNOWN and not region.repeats
+        new = bound is _UNKNOWN and not (region.record or region.replays)
         if bound is None or (new and not self._recurrence.is_met(key)):
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, key, region, inp.device)
@@ -250,10 +252,13 @@ class LayerCalls:
 
     def _attending(
         self, layer: Any, inp: Tensor, options: tuple, region: LayerRegion
-    ) -> list[Attending] | None:
-        """How each attention of a call attends; None where one has to be called."""
+    ) -> tuple[list[Attending], LayerRegion] | None:
+        """How each attention of a call attends, and the region of these too.
+
+        None where one has to be called.
+        """
         found: list[Attending] = []
-        cast = autocast_dtype(inp.device.type)
+        cast = autocast_dtype(inp.device.type) if any_autocast() else None
         for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
             attends = layer if module is None else module
             dtype = cast or parameters.get(name, inp).dtype
@@ -261,7 +266,10 @@ class LayerCalls:
             if how is None:
                 return None
             found.append(how)
-        return found
+        known: LayerRegion | None = region
+        if region.replays:
+            known = region.with_cores((*self.modules, *_cores_of(found)))
+        return None if known is None else (found, known)
 
     def _call_in(
         self, bound: _BoundLayer, key: tuple, region: LayerRegion, device: torch.device
@@ -271,14 +279,18 @@ class LayerCalls:
         Of a call that is repeated that is the state of this one.
         """
         call, recorded = bound.call, bool(region.record)
-        pairs = tuple(zip(bound.owners, call.owners, strict=True))
         if region.replays:
             slots = tuple([entry.slots for entry in region.replays])
             if slots == call.owners:
                 return call
-        elif all([s is None or in_force(s, m, region.state, recorded) for m, s in pairs]):
-            return call
-        else:  # another group, or a recipe that the modules come back to
+        else:
+            for module, own in zip(bound.owners, call.owners, strict=True):
+                if own is not None and not in_force(own, module, region.state, recorded):
+                    break
+            else:
+                return call
+            # Another group is, or a recipe that the modules come back to.
+            pairs = zip(bound.owners, call.owners, strict=True)
             slots = tuple([None if s is None else _slots_of(m, region, device) for m, s in pairs])
         if call.staged is not None or _measures_of(slots) != bound.measures:
             return None  # its stages, or its plans, depend on them

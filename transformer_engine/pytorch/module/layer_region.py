@@ -38,11 +38,6 @@ class LayerRegion(NamedTuple):
     """Calls that this one repeats, of the modules with linear layers and of attentions in FP8; ()
     where none is known."""
 
-    @property
-    def repeats(self) -> bool:
-        """True where the call is to be repeated, or repeats one that is known."""
-        return bool(self.record or self.replays)
-
     def of(self, number: int) -> Region:
         """The same for one of the modules."""
         entry = self.replays[number] if self.replays else None
@@ -58,9 +53,13 @@ class LayerRegion(NamedTuple):
         found = _next_of(self.frame, owners)
         return None if found is None else self._replace(replays=tuple(found))
 
+    def reads_caches(self) -> bool:
+        """Return whether a call that is repeated kept or read a quantized weight."""
+        return any([entry.cache is not None for entry in self.replays])
+
     def take(self, owners: Sequence) -> None:
         """Take the calls that are repeated out of the checkpoint: the next ones follow."""
-        for owner in owners if self.replays else ():
+        for owner in owners:
             self.frame.replay(owner)
 
     def is_first(self, records: bool) -> bool:
