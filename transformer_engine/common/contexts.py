@@ -11,8 +11,6 @@ from typing import Any
 
 from transformer_engine import _core
 
-__all__ = ["Context", "active"]
-
 
 def active(context: Any) -> RuntimeError:
     """The error, to be raised, of an entry of an object that has not been left yet.

@@ -4,8 +4,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["flags_of"]
-
 
 def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
     """Join the flags whose condition holds."""

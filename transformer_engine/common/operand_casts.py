@@ -11,18 +11,6 @@ from transformer_engine import _core
 from transformer_engine.common.flags import flags_of
 from transformer_engine.common.recipe import Recipe
 
-__all__ = [
-    "HIGH_PRECISION",
-    "OperandCast",
-    "Quantization",
-    "check_nvfp4",
-    "is_backward_wide",
-    "measuring_cast",
-    "nvfp4_options",
-    "overridden",
-    "quantization_of",
-]
-
 
 class OperandCast(NamedTuple):
     """How an operand of a linear layer's GEMMs is cast; te_operand_cast of the C header."""

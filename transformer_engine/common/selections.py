@@ -3,8 +3,6 @@
 
 from collections.abc import Callable
 
-__all__ = ["CLASSES", "GENERATION", "changed"]
-
 GENERATION = ["0"]
 """A text that is another one after every change: graphs of torch.compile have it among their
 conditions, which take numbers that change for variables."""

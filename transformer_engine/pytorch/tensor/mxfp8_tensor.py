@@ -144,13 +144,6 @@ class MXFP8Quantizer(TwoFormQuantizer):
             shape, fake_dtype, rowwise_data=data, rowwise_scale_inv=scale_inv, **options
         )
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
-        """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = self._lines_of(shape)
-        if columnwise:
-            return -(-lines // 128) * 4, -(-length // 128) * 128
-        return -(-lines // 128) * 128, -(-length // 128) * 4
-
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {
             **super()._format_settings(shape),

@@ -314,13 +314,6 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
         self._check_shape(tuple(shape))
         return shape[-1], -(-math.prod(shape[:-1]) // 16) * 8
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
-        """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = self._lines_of(shape)
-        if columnwise:
-            lines, length = length, lines
-        return -(-lines // 128) * 128, -(-length // 64) * 4
-
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {
             **super()._format_settings(shape),

@@ -376,8 +376,7 @@ class TwoFormQuantizer(Quantizer):
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the scales of a tensor's row-wise, or column-wise, data."""
-        lines, length = self._lines_of(shape)
-        return scale_shape(self._mode(), *((length, lines) if columnwise else (lines, length)))
+        return scale_shape(self._mode(), *self._lines_of(shape), columnwise)
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         self._check_shape(shape)
@@ -421,10 +420,17 @@ class TwoFormQuantizer(Quantizer):
         return {"dtype": self.dtype.name, **super()._settings()}
 
 
-def scale_shape(mode: int, lines: int, length: int) -> tuple[int, ...]:
-    """Shape of the scales of data [lines, length], as TE_SCALING_MODES in the C header has them."""
+def scale_shape(mode: int, lines: int, length: int, columnwise: bool = False) -> tuple[int, ...]:
+    """Shape of the scales of a form of [lines, length], as TE_SCALING_MODES in the C header."""
+    down, across = -(-lines // 128), -(-length // 128)
+    if mode == _core.SCALING_MXFP8:  # whose column-wise data are not transposed
+        return (4 * down, 128 * across) if columnwise else (128 * down, 4 * across)
+    if columnwise:
+        lines, length, down, across = length, lines, across, down
+    if mode == _core.SCALING_NVFP4:
+        return 128 * down, -(-length // 64) * 4
     if mode == _core.SCALING_ROW:
         return 2, lines
     if mode == _core.SCALING_BLOCK_1D:
-        return -(-length // 128), -(-lines // 4) * 4
-    return -(-lines // 128), -(-length // 512) * 4
+        return across, -(-lines // 4) * 4
+    return down, -(-length // 512) * 4
