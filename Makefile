@@ -81,7 +81,7 @@ report: $(ENV)-test ## print what a call of an operator costs (benchmarks/dispat
 	@test -n "$(NO_BUILD)" || $(TEST_PY) setup.py -q build_ext --inplace
 	PYTHONPATH=. $(TEST_PY) benchmarks/dispatch.py --device cpu $(ARGS)
 
-lint: $(ENV)-lint ## check style, spelling and the rules of the house; print what exceeds the size guidance
+lint: $(ENV)-lint ## check style, spelling and the rules of the house (ARGS=--deep: the analyzer without our bound)
 	$(LINT_PATH) ruff format --check .
 	$(LINT_PATH) ruff check .
 	$(LINT_PATH) clang-format --dry-run -Werror $(C_FILES)
@@ -93,7 +93,7 @@ lint: $(ENV)-lint ## check style, spelling and the rules of the house; print wha
 	$(LINT_PY) tools/check_globals.py
 	$(LINT_PY) tools/check_layers.py
 	$(LINT_PY) tools/check_pyi.py
-	$(LINT_PATH) $(LINT_PY) tools/tidy.py
+	$(LINT_PATH) $(LINT_PY) tools/tidy.py $(ARGS)
 	@$(LINT_PY) tools/report_sizes.py
 
 format: $(ENV)-lint ## format Python, C and CUDA C

@@ -34,7 +34,7 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 class Written(NamedTuple):
-    """What one way wrote."""
+    """Tokens that one way wrote, and its times."""
 
     tokens: torch.Tensor  # [count, prompts], on the CPU
     logits: torch.Tensor  # [count, prompts, VOCABULARY] fp32: what each was drawn from

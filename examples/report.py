@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison of two training runs shows: a table, a plot, a file of figures, a verdict."""
+"""Output of a comparison of two training runs: a table, a plot, a file of figures, a verdict."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkers of C files share: blanking comments and strings, finding functions."""
+"""Functions of the checkers of C files: blanking comments and strings, finding functions."""
 
 import re
 import sys

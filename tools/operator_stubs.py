@@ -2,8 +2,9 @@
 """Write _core_names.pyi beside a built extension: what of its stub the lists of the C sources give.
 
 ``python tools/operator_stubs.py FOLDER/_core.abi3.so``, which the build runs. The constants are the
-enumerators and flags of the public headers, the operators have their fields from
-csrc/core/fields.h; transformer_engine/_core.pyi has the rest, and imports these.
+enumerators and flags of the public headers, the records its structs, with the members from
+csrc/layer/records.c, the operators have their fields from csrc/core/fields.h;
+transformer_engine/_core.pyi has the rest, and imports these.
 """
 
 import importlib.machinery
@@ -18,9 +19,10 @@ OTHER = Path(__file__).parents[1] / "transformer_engine/_core.pyi"
 WIDTH = 100
 HEADING = '''\
 # SPDX-License-Identifier: Apache-2.0
-"""Constants and operators of `_core`, written by the build (tools/operator_stubs.py)."""
+"""Constants, records and operators of `_core`, written by the build (tools/operator_stubs.py)."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -37,6 +39,17 @@ def load(path):
     core = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
     return core
+
+
+def record_of(record):
+    """Return the definition of one record: its members have the types of their initial values."""
+    lines = [f"class {record.__name__}(NamedTuple):"]
+    for name, value in record._field_defaults.items():
+        if type(value) in (int, float, str):
+            lines.append(f"    {name}: {type(value).__name__} = {value!r}")
+        else:
+            lines.append(f"    {name}: {'Sequence[Any]' if type(value) is tuple else 'Any'} = ...")
+    return "\n".join(lines) + "\n"
 
 
 def stub_of(core, name):
@@ -66,8 +79,9 @@ def stub(core):
     declared = re.findall(r"^(\w+):", OTHER.read_text(), re.MULTILINE)
     names = [name for name, value in vars(core).items() if type(value) is int]
     constants = [f"{name}: Final[int]" for name in names if name not in declared]
+    records = [record_of(kind) for kind in vars(core).values() if hasattr(kind, "_field_defaults")]
     operators = [stub_of(core, name) for name in core.op_names()]
-    return HEADING + "\n".join([*constants, "", *operators])
+    return HEADING + "\n".join([*constants, "", *records, *operators])
 
 
 def main():

@@ -73,7 +73,7 @@ def main():
     lacking = [
         f"def {name}{text}: ..."
         for name, text in (*own, *(each[:2] for each in found))
-        if text != _signature(signatures.signature(name)).replace("nn.modules.module.Module", "Any")
+        if text != _signature(signatures.signature(name))
     ]
     exported = [n for n in tex.__all__ if n in ops.__all__ or n.endswith("Quantizer")]
     exported = [f"{n} as {n}" for n in exported if n not in absent.names_of(tex.__name__)]

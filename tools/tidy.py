@@ -4,6 +4,8 @@
 The wheel of clang-tidy brings none of the compiler's own headers: gcc's serve, but for
 <stdatomic.h> and <omp.h> (tools/tidy has them) and those of the intrinsics (a file that includes
 them is left to gcc's warnings). csrc/cuda is left to gcc too: it needs the vendors' headers.
+The static analyzer makes at most 40,000 states of a function, in a fourth of the time that its own
+bound of 225,000 takes; that one holds with `--deep`.
 """
 
 import os
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ctext import ROOT
 
 GROUPS = ("core", "cpu", "layer", "python")
+BOUND = ["-Xclang", "-analyzer-config", "-Xclang", "max-nodes=40000"]
 
 
 def compiler_headers():
@@ -28,7 +31,10 @@ def main():
     flags = ["-std=c11", "-fopenmp", "-Icsrc/include", "-Icsrc", "-DPy_LIMITED_API=0x030b0000"]
     for folder in (str(ROOT / "tools/tidy"), compiler_headers(), sysconfig.get_path("include")):
         flags += ["-isystem", folder]
-    paths = sys.argv[1:] or [
+    named = [word for word in sys.argv[1:] if word != "--deep"]
+    if len(named) == len(sys.argv[1:]):
+        flags += BOUND
+    paths = named or [
         str(p.relative_to(ROOT)) for g in GROUPS for p in sorted((ROOT / "csrc" / g).glob("*.c"))
     ]
     paths = [p for p in paths if "mmintrin.h>" not in (ROOT / p).read_text()]

@@ -15,12 +15,13 @@ context, external stages; or a failing device), and whatever a Python backend ra
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from transformer_engine._core_names import *  # noqa: F403 - the other constants, the operators
+from transformer_engine._core_names import *  # noqa: F403 - other constants, records, operators
+from transformer_engine._core_names import Graph, PlanDescription
 
 version: Final[str]
 
@@ -62,7 +63,7 @@ def tensors_of_call(
     """
 
 def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:
-    """What decides an attention of up to three tensors of heads: two attentions whose facts, and
+    """Facts that decide an attention of up to three tensors of heads: two attentions whose facts, and
     other arguments, are equal are of one kind.
 
     Each has one or two leading dims, heads and channels, or one more dim where it holds several of
@@ -107,138 +108,9 @@ class Plan:
     def id(self) -> int:
         """The same for the same graph in every process."""
 
-# The structs of the C header (csrc/layer/records.c has their members), with what each means there.
-# Fields that are not given have the values that they have in C. Functions take any object with these
-# attributes, and dicts.
-
-class Extent(NamedTuple):
-    """multiply * roundup(value of SYMBOL_*, align) / divide + add; te_extent.
-
-    Of a constant `add`, where 2**31 - 1 (ANY_LENGTH) stands for any length; an int is one too.
-    """
-
-    symbol: int = 0
-    multiply: int = 0
-    align: int = 1
-    add: int = 0
-    divide: int = 0
-
-class Value(NamedTuple):
-    """A tensor of a graph: VALUE_* flags, DTYPE_* of it and of its gradient; te_value_desc."""
-
-    name: str = ""
-    flags: int = 0
-    dtype: int = 0
-    grad_dtype: int = 0
-    shape: Sequence[Any] = ()
-
-class OperandCast(NamedTuple):
-    """RECIPE_*, DTYPE_* and CAST_* options of an operand; te_operand_cast."""
-
-    recipe: int = 0
-    dtype: int = 0
-    amax_epsilon: float = 0.0
-    options: int = 0
-    margin: int = 0
-
-class Quantization(NamedTuple):
-    """Casts of input, weight and gradient of the output, and BACKWARD_*; te_quantization."""
-
-    casts: Sequence[Any] = ...
-    backward: int = 0
-
-class Slice(NamedTuple):
-    """Heads of a matrix of rows; te_slice."""
-
-    heads: int = 0
-    channels: int = 0
-    offset: int = 0
-    stride: int = 0
-    together: int = 0
-
-class Node(NamedTuple):
-    """A node of NODE_* kind: values as inputs (-1: not there) and output; te_node_desc.
-
-    external: its steps that the caller runs, ascending: numbers of LINEAR_STAGES. halves: those that
-    it runs in two halves; of a NODE_FUNCTION 0 is its forward, 1 its backward.
-    """
-
-    name: str = ""
-    kind: int = 0
-    variant: int = 0
-    flags: int = 0
-    inputs: Sequence[int] = ()
-    output: int = 0
-    numbers: Sequence[float] = ()
-    slices: Sequence[Any] = ()
-    quantization: Any = ...
-    owner: int = 0
-    slots: Sequence[int] = (0, 0)
-    gather: int = 1
-    external: Sequence[int] = ()
-    halves: Sequence[int] = ()
-
-class Graph(NamedTuple):
-    """GRAPH_* flags, values and nodes; te_graph_desc."""
-
-    flags: int = 0
-    values: Sequence[Any] = ()
-    nodes: Sequence[Any] = ()
-
-class Buffer(NamedTuple):
-    """A buffer of a plan; te_buffer_info.
-
-    role: "input", "parameter", "state", "output", "saved", "scratch" or "view". link and `of` say
-    what it is, the same in every plan of a graph (TE_LINKS): the "gradient" of value `of`, the "row"
-    form of operand `of`, ... written: 1 where the run changes a state. leading: 1 where shape[0]
-    stands for the leading dims. The last four are of a view.
-    """
-
-    name: str = ""
-    role: str = ...
-    link: str = ...
-    of: int = 0
-    dtype: int = 0
-    written: int = 0
-    leading: int = 0
-    shape: tuple[Extent, ...] = ()
-    base: int = 0
-    view: int = 0
-    offset: int = 0
-    strides: tuple[Extent, ...] = ()
-
-class Stage(NamedTuple):
-    """A stage of a plan; te_stage_info.
-
-    op: the operator that runs it, or would where it is external; buffers: numbers of those that it
-    reads or writes; node: that it belongs to, or -1; step: number of LINEAR_STAGES, of a function 0
-    or 1, or -1; half: number of the stage that is its other half, or -1.
-    """
-
-    name: str = ""
-    op: str = ...
-    external: int = 0
-    buffers: tuple[int, ...] = ()
-    node: int = 0
-    step: int = 0
-    half: int = -1
-
-class PlanDescription(NamedTuple):
-    """A plan; te_plan_info.
-
-    direction: "forward", "backward" or "deferred"; quantized: 1 where GEMMs of it run in FP8;
-    saved_bytes: their sum is the size of the packed saved buffer; owners: how many modules' slots it
-    takes; symbols: bits of the SYMBOL_* that a call has to give.
-    """
-
-    id: int = 0
-    direction: str = ...
-    buffers: tuple[Buffer, ...] = ()
-    stages: tuple[Stage, ...] = ()
-    quantized: int = 0
-    saved_bytes: tuple[Extent, ...] = ...
-    owners: int = 0
-    symbols: int = 0
+# The records are the structs of transformer_engine_plans.h, which says what each member means. Members
+# that are not given have the values that they have in C. Functions take any object with these attributes,
+# and dicts; an int is an Extent, too: that of so many.
 
 def make_plan(direction: int, graph: Any, /) -> Plan:
     """A plan of a graph (see Graph). All who make it share what is native of it; DIRECTION_*.

@@ -6,6 +6,7 @@ one that a plug-in has registered. Further names are enumerations and classes th
 What is not built yet raises when it is called.
 """
 
+import inspect
 from typing import Any
 
 from transformer_engine.common import absent, config
@@ -44,27 +45,17 @@ bind_operators()
 BINDERS[:] = [bind_operators]
 
 
-def flash_attention(
-    softmax_scale: float,
-    attention_dropout: float = 0.0,
-    attention_dropout_ctx: Any = None,
-    attention_type: str = "self",
-    layer_number: int | None = None,
-    deterministic: bool = False,
-) -> Any:
+def flash_attention(*args: Any, **kwargs: Any) -> Any:
     """Make an attention module of the class that the operator `get_flash_attention_class` gives.
 
     The arguments are those of `FlashAttentionBase`.
     """
-    kind = get_default_manager().operator("get_flash_attention_class")()
-    return kind(
-        softmax_scale,
-        attention_dropout,
-        attention_dropout_ctx,
-        attention_type,
-        layer_number,
-        deterministic,
-    )
+    return get_default_manager().operator("get_flash_attention_class")()(*args, **kwargs)
+
+
+flash_attention.__signature__ = inspect.signature(ops.FlashAttentionBase).replace(
+    return_annotation=ops.FlashAttentionBase
+)
 
 
 def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
@@ -74,20 +65,20 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
     message, which is "" where there is one, else why there is none. Of the arguments of the
     operator of that name, which plug-ins implement, its answer alone.
     """
-    from transformer_engine.plugin.builtin import fused_attention_params
+    from transformer_engine.plugin.builtin import queries
 
     ask = get_default_manager().operator("get_fused_attn_backend")
     asked = (*given, *named.values())
     if len(asked) != 1 or not set(named) <= {"fused_attn_params"}:
         return ask(*given, **named)
     (params,) = asked
-    if not isinstance(params, fused_attention_params.FusedAttentionParams):
+    if not isinstance(params, queries.FusedAttentionParams):
         raise TypeError(
             f"get_fused_attn_backend: {type(params).__name__}, expected a FusedAttentionParams"
         )
     kind = ask(**params.scalars())
     none = kind == ops.NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return kind, fused_attention_params.why_none(params) if none else ""
+    return kind, queries.why_none(params) if none else ""
 
 
 if config.TE_PLUGIN.get():  # it may put another module in place of this one

@@ -2,17 +2,16 @@
 # fmt: off
 # The list of signatures: implementations take theirs from here (plugin/builtin/signatures.py).
 # tools/tex_stubs.py checks it.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Generator, Tensor, dtype
 
 from transformer_engine.plugin.core import ops
 from transformer_engine.plugin.core.ops import CommGemmOverlapRole as CommGemmOverlapRole, CommOverlapAlgo as CommOverlapAlgo, CommOverlapType as CommOverlapType, DType as DType, FP8BwdTensors as FP8BwdTensors, FP8FwdTensors as FP8FwdTensors, FP8TensorMeta as FP8TensorMeta, Float8BlockScaleTensorFormat as Float8BlockScaleTensorFormat, NVTE_Activation_Type as NVTE_Activation_Type, NVTE_Bias_Type as NVTE_Bias_Type, NVTE_Fused_Attn_Backend as NVTE_Fused_Attn_Backend, NVTE_Mask_Type as NVTE_Mask_Type, NVTE_QKV_Format as NVTE_QKV_Format, NVTE_QKV_Layout as NVTE_QKV_Layout, NVTE_Softmax_Type as NVTE_Softmax_Type
 from transformer_engine.pytorch.tensor import Float8Quantizer as Float8Quantizer, Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer, Float8BlockQuantizer as Float8BlockQuantizer, MXFP8Quantizer as MXFP8Quantizer, NVFP4Quantizer as NVFP4Quantizer
 
-def flash_attention(softmax_scale: float, attention_dropout: float = 0.0, attention_dropout_ctx: Any = None, attention_type: str = 'self', layer_number: int | None = None, deterministic: bool = False) -> torch.nn.Module: ...
+def flash_attention(softmax_scale: float, attention_dropout: float = 0.0, attention_dropout_ctx: Callable | None = None, attention_type: str = 'self', layer_number: int | None = None, deterministic: bool = False) -> ops.FlashAttentionBase: ...
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]: ...
 def bulk_overlap_ag_with_external_gemm(allgather_communicator: Any, send_stream: Any, recv_stream: Any) -> Any: ...
 def clamped_dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, *, out: Sequence[Tensor | None] | None = None) -> Any: ...

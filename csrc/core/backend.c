@@ -368,7 +368,7 @@ static te_status resolve(search *in, const void *args, const te_op_slot **out)
         if (st != TE_ERROR_UNSUPPORTED) return st;
     }
     if (st == TE_ERROR_UNSUPPORTED) return st; /* the last candidate said why */
-    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of this device has it",
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of this type of device has this operator",
                    te_op_name(in->op));
 }
 

@@ -336,7 +336,7 @@ te_status te_check_memory(te_op op, const void *args)
                 continue;
             }
             return TE_FAIL(TE_ERROR_INVALID,
-                           "%s: %s: it is memory of %s: give it a buffer of its own",
+                           "%s: %s shares memory with %s: give it a buffer of its own",
                            te_op_name(op), fields[i].name, fields[j].name);
         }
     }

@@ -193,8 +193,8 @@ static te_status register_backend(const te_plugin_backend *backend)
     registered_backend *made;
     te_status st;
     TE_FAIL_IF(plugin == NULL, TE_ERROR_STATE,
-               "register_backend: this thread is in no te_plugin_init, which alone may "
-               "register");
+               "register_backend: called outside of te_plugin_init, or in another thread: "
+               "register in te_plugin_init");
     TE_TRY(take_struct("backend", backend, sizeof own, &own, sizeof own));
     TE_TRY(check_backend(plugin, &own));
     made = make_backend(&own);

@@ -135,8 +135,8 @@ static te_status check_positions(const rope_job *job, int64_t positions)
             length = end - begin;
         }
         TE_FAIL_IF(length > 0 && (start < 0 || start + length > positions), TE_ERROR_INVALID,
-                   "rope: freqs: batch entry %lld has positions %lld to %lld, freqs %lld", LL(b),
-                   LL(start), LL(start + length - 1), LL(positions));
+                   "rope: batch entry %lld has positions %lld to %lld, but freqs has %lld rows",
+                   LL(b), LL(start), LL(start + length - 1), LL(positions));
     }
     return TE_OK;
 }

@@ -210,8 +210,8 @@ typedef struct te_operand {
 
 #define TE_AMAX_PARTIALS 1024
 
-/* What an operator is to do with the fp32 values that it reads or computes: any of high precision,
- * FP8 in two usages, and their largest magnitude, in one pass.
+/* The outputs that an operator makes of the fp32 values that it reads or computes: any of high
+ * precision, FP8 in two usages, and their largest magnitude, in one pass.
  *
  * TENSOR: q = saturate(x * scale), and the scales where they are wanted. scale is *scale (delayed
  * scaling), or made from `partials` (current scaling): amax = max(partials), raised to
@@ -265,16 +265,8 @@ typedef struct te_cast_request {
                               te_quantize alone, not with `square` */
 } te_cast_request;
 
-#ifdef __cplusplus
-}
-#endif
-
 #include "transformer_engine_ops.h"    /* te_op, and the args struct of each */
 #include "transformer_engine_fields.h" /* te_op_info and te_field */
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* ---- calling an operator ------------------------------------------------------------------ */
 
@@ -363,12 +355,11 @@ typedef struct te_counter {
 TE_API te_status te_counters_read(te_counter *out, size_t capacity, size_t *count);
 TE_API void te_counters_reset(void);
 
-#ifdef __cplusplus
-}
-#endif
-
 #include "transformer_engine_plans.h" /* needs all of the above */
 #include "transformer_engine_records.h"
 #include "transformer_engine_updates.h"
 
+#ifdef __cplusplus
+}
+#endif
 #endif

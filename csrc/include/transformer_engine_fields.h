@@ -13,10 +13,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 typedef enum te_field_kind {
     TE_FIELD_TENSOR,   /* te_tensor */
     TE_FIELD_FLOATS,   /* float *: `count` elements on the device */
@@ -89,7 +85,4 @@ TE_API void te_op_initial(te_op op, void *args);
 /* "input f32 [4, 16], gamma f32 [16]": the tensors of a call, for messages; cut off at `size`. */
 TE_API void te_op_shapes(te_op op, const void *args, char *text, size_t size);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

@@ -11,10 +11,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* ---- operators ---------------------------------------------------------------------------- */
 
 /* The one list of operators: X(ENUM, name). te_<name>(context, &te_<name>_args, stream) runs it. */
@@ -554,7 +550,4 @@ typedef struct te_cache_gather_args {
     size_t workspace_size;
 } te_cache_gather_args;
 
-#ifdef __cplusplus
-}
-#endif
 #endif

@@ -15,10 +15,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* ---- shapes ------------------------------------------------------------------------------- */
 
 /* Numbers that a plan does not fix: they are given with each run. Of the tokens, and of a second
@@ -132,7 +128,7 @@ typedef enum te_operand_role {
     TE_OPERAND_ROLES
 } te_operand_role;
 
-/* What an attention with a recipe has in FP8: X(ENUM, name). */
+/* Heads that an attention with a recipe has in FP8: X(ENUM, name). */
 #define TE_HEADS(X)                                                                                \
     X(QUERY, query)                                                                                \
     X(KEY, key)                                                                                    \
@@ -150,7 +146,7 @@ typedef enum te_heads_role {
         TE_HEADS_ROLES
 } te_heads_role;
 
-/* What the GEMMs of a linear layer's backward multiply, where its forward has a recipe. In high
+/* Operands of the GEMMs of a linear layer's backward, where its forward has a recipe. In high
  * precision that is the dtype of the output: no gradient is cast, and nothing column-wise is made.
  * An operand that arrives quantized and not in high precision is dequantized either way. */
 typedef enum te_backward {
@@ -390,8 +386,8 @@ typedef enum te_buffer_role {
         TE_ROLE_COUNT
 } te_buffer_role;
 
-/* What a buffer is, the same in every plan of a graph: whoever runs a backward finds by it what of
- * the forward to hand on. X(ENUM, name, what `of` numbers). */
+/* Meaning of a buffer, the same in every plan of a graph: whoever runs a backward finds by it what
+ * of the forward to hand on. X(ENUM, name, what `of` numbers). */
 #define TE_LINKS(X)                                                                                \
     X(GRADIENT, gradient, value)                                                                   \
     X(VALUE, value, value)                                                                         \
@@ -490,7 +486,7 @@ TE_API int64_t te_plan_count(void);
 /* Buffers and stages of a plan; the pointers live as long as it. */
 TE_API te_status te_plan_describe(const te_plan *plan, te_plan_info *info);
 
-/* What te_plan_infer says for given sizes: pure arithmetic, no device. */
+/* Results of te_plan_infer for given sizes: pure arithmetic, no device. */
 typedef struct te_plan_sizes {
     size_t size;
     int64_t saved_bytes;   /* of the packed saved buffer; 0: none */
@@ -506,7 +502,7 @@ TE_API te_status te_plan_infer(const te_plan *plan, const te_sizes *given, te_pl
 TE_API te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
                                  size_t *bytes);
 
-/* What is called at an external stage, in the run: it does the stage's work on the buffers of the
+/* Function that a run calls at an external stage: it does the stage's work on the buffers of the
  * plan, which are all there, on the stream of the run. With `observed` set it is called before and
  * after every other stage too. Where a run fails between the halves of a stage, whose first one has
  * succeeded, ABANDON comes in place of the second one: what was started may not touch the buffers
@@ -545,7 +541,4 @@ TE_API te_status te_plan_scratch_for(te_context *context, const te_plan_call *ca
 
 TE_API te_status te_plan_run(te_context *context, const te_plan_call *call, void *stream);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

@@ -127,7 +127,7 @@ typedef struct te_host_api {
     te_status (*counters_read)(te_counter *out, size_t capacity, size_t *count);
 } te_host_api;
 
-/* Whether the library has a member of the table that came after 1.0. */
+/* True where the library has a member of the table that came after 1.0. */
 #define TE_HOST_HAS(host, member)                                                                  \
     ((host)->size >= offsetof(te_host_api, member) + sizeof(((te_host_api *)0)->member))
 /* return TE_HOST_FAIL(host, TE_ERROR_DEVICE, "the queue of device %d is gone", index); */
@@ -143,9 +143,9 @@ typedef struct te_host_api {
         }                                                                                          \
     } while (0)
 
-/* What a plug-in exports: registers its backends. `abi` is host->abi. TE_OK also where this process
- * can run none of them and nothing is registered; after a failure nothing stays. It loads no other
- * plug-in. */
+/* The function that a plug-in exports: it registers its backends. `abi` is host->abi. TE_OK also
+ * where this process can run none of them and nothing is registered; after a failure nothing stays.
+ * It loads no other plug-in. */
 TE_API te_status te_plugin_init(const te_host_api *host, uint32_t abi);
 typedef te_status (*te_plugin_init_function)(const te_host_api *host, uint32_t abi);
 

@@ -13,10 +13,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* X(ENUM, name) */
 #define TE_RECORDS(X)                                                                              \
     X(EXTENT, Extent)                                                                              \
@@ -106,7 +102,4 @@ TE_API te_status te_graph_write(const te_graph_desc *graph, te_direction directi
 TE_API te_status te_graph_read(const char *text, te_graph_desc *graph, te_direction *direction);
 TE_API void te_graph_release(te_graph_desc *graph);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

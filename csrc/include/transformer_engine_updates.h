@@ -13,10 +13,6 @@
 #error "include transformer_engine.h, which includes this file"
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* All in fp32, element by element, with g the gradient times grad_scale and p the value:
  * - ADAM: g += decay p (not with TE_UPDATE_DECOUPLED); mean = beta1 mean + (1 - beta1) g; square =
  *   beta2 square + (1 - beta2) g g; u = (mean / c1) / (sqrt(square / c2) + eps), with
@@ -116,7 +112,4 @@ TE_API te_status te_l2norm_workspace(const te_l2norm_args *args, size_t *bytes);
 /* Waits for nothing and allocates nothing: a stream that captures may have it. */
 TE_API te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *stream);
 
-#ifdef __cplusplus
-}
-#endif
 #endif

@@ -63,14 +63,18 @@ static te_status check_shape(const te_value_desc *value)
         TE_FAIL_IF(e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
                        e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
                        (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW))),
-                   TE_ERROR_INVALID, "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld",
+                   TE_ERROR_INVALID,
+                   "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld, which is no size of "
+                   "a value",
                    value->name, d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
         if (!constant) most = MOST_IN_ROW;
         elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
     }
-    TE_FAIL_IF(elements > most, TE_ERROR_INVALID, "graph: %s: too large", value->name);
+    TE_FAIL_IF(elements > most, TE_ERROR_INVALID,
+               "graph: %s: too large: more than 2^40 elements, or 2^28 in a row", value->name);
     TE_FAIL_IF((value->flags & TE_VALUE_LEADING) != 0 && !has_leading(value), TE_ERROR_INVALID,
-               "graph: %s: leading dims that are no number of rows", value->name);
+               "graph: %s: TE_VALUE_LEADING, but its first dims are no number of tokens",
+               value->name);
     return TE_OK;
 }
 
@@ -104,8 +108,10 @@ static te_status check_value(const te_value_desc *value, int32_t number)
                    value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
                    ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
                    !forms_fit(value->flags, kind),
-               TE_ERROR_INVALID, "graph: value %d: name, ndim = %d or flags = 0x%x", number,
-               value->ndim, value->flags);
+               TE_ERROR_INVALID,
+               "graph: value %d: ndim = %d is not 1 to 4, flags = 0x%x do not go together, or "
+               "its name has no end",
+               number, value->ndim, value->flags);
     if (value->flags == TE_VALUE_INPUT &&
         (value->dtype == TE_DTYPE_U8 || value->dtype == TE_DTYPE_I32 ||
          value->dtype == TE_DTYPE_I64)) {
@@ -182,8 +188,9 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
     const te_node_rules *of = te_rules[node->kind];
     TE_FAIL_IF(memchr(node->name, '\0', sizeof node->name) == NULL || node->inputs[0] < 0 ||
                    node->output < 0 || node->output >= graph->value_count,
-               TE_ERROR_INVALID, "graph: node %d: name, input %d or output %d", n, node->inputs[0],
-               node->output);
+               TE_ERROR_INVALID,
+               "graph: node %d: input 0 = %d or output = %d is no value, or its name has no end", n,
+               node->inputs[0], node->output);
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         int32_t recipe = node->quantization.casts[role].recipe;
         if (te_recipe_exists(recipe)) continue;
@@ -243,10 +250,11 @@ static te_status check_slices(const te_graph_desc *graph, int32_t n, int i)
     if (whole && (te_is_of_heads(&graph->values[x]) || columns == graph->values[x].shape[1].add)) {
         return TE_OK;
     }
-    return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                   "graph: node %d: %s is read by slices: each of its columns by one of them, and "
-                   "by nothing else",
-                   n, graph->values[x].name);
+    return TE_FAIL(
+        TE_ERROR_UNSUPPORTED,
+        "graph: node %d: %s is read by slices: expected one slice for each of its columns, "
+        "and no other reader",
+        n, graph->values[x].name);
 }
 
 /* Its gradient is written as a whole: only those of matrices of data are summed. */
@@ -267,19 +275,21 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
             int32_t x = node->inputs[i];
             if (x < 0) continue;
             TE_FAIL_IF(!is_given(&graph->values[x]) && values[x].producer == TE_NOBODY,
-                       TE_ERROR_INVALID, "graph: node %d reads %s, which nobody has made", n,
+                       TE_ERROR_INVALID, "graph: node %d reads %s, which no earlier node makes", n,
                        graph->values[x].name);
-            TE_FAIL_IF(values[x].readers++ > 0 && has_one_reader(&graph->values[x]),
-                       TE_ERROR_UNSUPPORTED,
-                       "graph: node %d: the gradient of %s, which is read twice", n,
-                       graph->values[x].name);
+            TE_FAIL_IF(
+                values[x].readers++ > 0 && has_one_reader(&graph->values[x]), TE_ERROR_UNSUPPORTED,
+                "graph: node %d: %s has a gradient and is read twice, which only matrices can be",
+                n, graph->values[x].name);
             if (i < node->slice_count) TE_TRY(check_slices(graph, n, i));
         }
         TE_FAIL_IF((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && te_rules[node->kind]->again == NULL,
-                   TE_ERROR_UNSUPPORTED, "graph: node %d (%s) can not be repeated", n,
+                   TE_ERROR_UNSUPPORTED,
+                   "graph: node %d (%s) can not be repeated, which TE_GRAPH_RECOMPUTE asks for", n,
                    te_rules[node->kind]->name);
         TE_FAIL_IF(is_given(&graph->values[y]) || values[y].producer != TE_NOBODY, TE_ERROR_INVALID,
-                   "graph: node %d makes %s, which is there already", n, graph->values[y].name);
+                   "graph: node %d makes %s, which is given or made by another node", n,
+                   graph->values[y].name);
         values[y].producer = n;
     }
     for (int32_t n = 0; n < graph->node_count; n++) {
@@ -376,8 +386,9 @@ te_status te_check_head(const te_graph_desc *graph, te_direction direction)
 {
     TE_FAIL_IF(graph == NULL, TE_ERROR_INVALID, "graph is NULL");
     TE_FAIL_IF(graph->size != sizeof *graph || (graph->flags & ~(uint32_t)TE_GRAPH_RECOMPUTE) != 0,
-               TE_ERROR_INVALID, "graph: size %zu, expected %zu, or flags 0x%x", graph->size,
-               sizeof *graph, graph->flags);
+               TE_ERROR_INVALID,
+               "graph: size = %zu, expected %zu, or flags = 0x%x, of which only 1 is known",
+               graph->size, sizeof *graph, graph->flags);
     TE_TRY(check_count("values", graph->values, graph->value_count, TE_GRAPH_VALUES));
     TE_TRY(check_count("nodes", graph->nodes, graph->node_count, TE_GRAPH_NODES));
     TE_FAIL_IF((int)direction < 0 || direction >= TE_DIRECTION_COUNT, TE_ERROR_INVALID,

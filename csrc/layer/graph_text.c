@@ -119,7 +119,7 @@ static te_status put_item(writer *to, const te_member *member, const void *item)
     case TE_MEMBER_RECORD:
         return put_record(to, member->record, item);
     default: /* of descriptions, which are not written */
-        return TE_FAIL(TE_ERROR_STATE, "graph: %s has no text", member->name);
+        return TE_FAIL(TE_ERROR_STATE, "graph: field %s has no form as text", member->name);
     }
 }
 
@@ -200,7 +200,7 @@ te_status te_graph_write(const te_graph_desc *graph, te_direction direction, cha
 {
     writer to = {buffer, buffer == NULL ? 0 : size, 0};
     TE_FAIL_IF(graph == NULL || length == NULL || graph->size != sizeof *graph, TE_ERROR_INVALID,
-               "graph: it or length is NULL, or its size is another");
+               "graph: graph or length is NULL, or graph->size is not %zu", sizeof *graph);
     TE_FAIL_IF((int)direction < 0 || direction >= TE_DIRECTION_COUNT, TE_ERROR_INVALID,
                "graph: direction = %d does not exist", (int)direction);
     put(&to, VERSION " ");

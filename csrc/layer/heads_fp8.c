@@ -274,7 +274,7 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
     const int fp8_gradient = (node->flags & TE_NODE_FP8_GRADIENT) != 0;
     if (!te_is_quantized(q)) {
         if (!fp8_gradient) return TE_OK;
-        return TE_FAIL(TE_ERROR_INVALID, "attention: a gradient in FP8 without a recipe");
+        return TE_FAIL(TE_ERROR_INVALID, "attention: TE_NODE_FP8_GRADIENT without a recipe");
     }
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         int32_t recipe = q->casts[role].recipe;
@@ -288,7 +288,8 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
     }
     TE_TRY(te_check_quantization(node, "attention"));
     TE_FAIL_IF(q->backward != TE_BACKWARD_QUANTIZED, TE_ERROR_INVALID,
-               "attention: backward = %d, but TE_NODE_FP8_GRADIENT says what its is", q->backward);
+               "attention: backward = %d, expected 0: TE_NODE_FP8_GRADIENT chooses its backward",
+               q->backward);
     for (int i = TE_HEADS_INPUTS; i < node->input_count; i++) {
         const char *limit = node->inputs[i] < 0 ? NULL : graph->values[node->inputs[i]].name;
         const te_value_desc *value = limit == NULL ? NULL : &graph->values[node->inputs[i]];
@@ -301,14 +302,14 @@ te_status te_fp8_check(const te_graph_desc *graph, int32_t n)
         if (value->ndim == 2 && (at.whole || are_rows(&node->slices[i], value->shape[1].add))) {
             continue;
         }
-        return TE_FAIL(TE_ERROR_UNSUPPORTED, "attention: heads of %s, of which FP8 makes no matrix",
-                       value->name);
+        return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                       "attention: heads of %s, which FP8 can not cast as one matrix", value->name);
     }
     if (!fp8_gradient || (is_delayed(node) && node->numbers[1] == 0.0)) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID,
-                   "attention: a gradient in FP8 has scales of delayed scaling, and no dropout: "
-                   "recipe %d, dropout %g",
+                   "attention: recipe %d, dropout %g with TE_NODE_FP8_GRADIENT, expected delayed "
+                   "scaling (1) and no dropout",
                    q->casts[0].recipe, node->numbers[1]);
 }

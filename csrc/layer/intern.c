@@ -68,7 +68,8 @@ te_status te_plan_find(int64_t id, te_plan **plan)
     TE_FAIL_IF(plan == NULL, TE_ERROR_INVALID, "plan is NULL");
     *plan = find_or_add(id, NULL);
     if (*plan != NULL) return TE_OK;
-    return TE_FAIL(TE_ERROR_INVALID, "plan %lld: nobody holds it in this process", (long long)id);
+    return TE_FAIL(TE_ERROR_INVALID,
+                   "plan %lld is not held in this process: make it from its graph", (long long)id);
 }
 
 void te_plan_retain(te_plan *plan)

@@ -33,9 +33,10 @@ static te_status check_weight(const te_graph_desc *graph, const te_node_desc *no
     const te_value_desc *w = &graph->values[node->inputs[1]];
     uint32_t main_grad = w->flags & (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE);
     if (main_grad != (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE)) return TE_OK;
-    return TE_FAIL(TE_ERROR_INVALID,
-                   "linear: weight: flags 0x%x: its gradient is overwritten, or accumulated",
-                   w->flags);
+    return TE_FAIL(
+        TE_ERROR_INVALID,
+        "linear: weight: flags 0x%x: TE_VALUE_ACCUMULATE or TE_VALUE_OVERWRITE, not both",
+        w->flags);
 }
 
 /* Options that a recipe has: those of scales that it finds, of tiles, and of NVFP4. */
@@ -57,16 +58,17 @@ static te_status check_cast(const te_node_desc *node, te_operand_role role, cons
     const te_recipe_rule *rule = te_recipe_rule_of(q, role);
     TE_FAIL_IF(rule->dtypes != 0 &&
                    ((uint32_t)cast->dtype >= 32 || (rule->dtypes >> cast->dtype & 1U) == 0),
-               TE_ERROR_TYPE, "%s: %s: recipe %d has no %s", what, names[role], cast->recipe,
-               te_dtype_name((te_dtype)cast->dtype));
+               TE_ERROR_TYPE, "%s: %s: recipe %d does not cast to %s", what, names[role],
+               cast->recipe, te_dtype_name((te_dtype)cast->dtype));
     TE_FAIL_IF(!(cast->amax_epsilon >= 0) || (cast->options & ~options_of(q, role)) != 0,
                TE_ERROR_INVALID,
-               "%s: %s: amax_epsilon or options 0x%x, of which recipe %d has 0x%x", what,
-               names[role], cast->options, cast->recipe, options_of(q, role));
+               "%s: %s: amax_epsilon is negative, or options 0x%x, of which recipe %d has 0x%x",
+               what, names[role], cast->options, cast->recipe, options_of(q, role));
     TE_FAIL_IF(cast->margin != 0 &&
                    (cast->recipe != TE_RECIPE_MXFP8 || cast->margin < -126 || cast->margin > 126),
-               TE_ERROR_INVALID, "%s: %s: margin = %d of recipe %d", what, names[role],
-               cast->margin, cast->recipe);
+               TE_ERROR_INVALID,
+               "%s: %s: margin = %d of recipe %d: only MXFP8 (5) has one, -126 to 126", what,
+               names[role], cast->margin, cast->recipe);
     return TE_OK;
 }
 
@@ -188,8 +190,11 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
     TE_FAIL_IF(node->gather > 1, TE_ERROR_UNSUPPORTED,
                "linear: gather = %d: the scales of rows and tiles are not gathered", node->gather);
     if (rows->symbol == TE_SYMBOL_NONE || (rows->multiply == 1 && rows->align == 1)) return TE_OK;
-    return TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: scales of tiles of %lld * roundup(rows, %d) rows",
-                   (long long)rows->multiply, rows->align);
+    return TE_FAIL(
+        TE_ERROR_UNSUPPORTED,
+        "linear: %lld * roundup(rows, %d) rows with scales of tiles or rows, which need the "
+        "rows as they are",
+        (long long)rows->multiply, rows->align);
 }
 
 /* An operand that arrives row-wise alone is transposed as it is. */

@@ -125,13 +125,15 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     TE_TRY(te_check_parameter(graph, node->inputs[1], "dropout + add: bias", 0, y->shape[1].add));
     for (int i = 0; i < 2; i++) {
         if (node->numbers[i] >= 0.0 && node->numbers[i] <= 1.0) continue;
-        return TE_FAIL(TE_ERROR_INVALID, "dropout + add: probability %g", node->numbers[i]);
+        return TE_FAIL(TE_ERROR_INVALID, "dropout + add: probability = %g, expected 0 to 1",
+                       node->numbers[i]);
     }
     TE_TRY(te_check_pair(graph, n, PAIR, drops(node)));
     TE_FAIL_IF(node->numbers[1] > 0.0 && ((y->shape[0].symbol != TE_SYMBOL_ROWS &&
                                            y->shape[0].symbol != TE_SYMBOL_SOURCE_ROWS) ||
                                           y->shape[0].multiply != 1),
-               TE_ERROR_INVALID, "dropout + add: drop path, but %s has no leading dims", y->name);
+               TE_ERROR_INVALID,
+               "dropout + add: drop path drops samples, but the rows of %s are no tokens", y->name);
     if (x->shape[1].add == y->shape[1].add && holds(y, x) && holds(y, r) && r->ndim == 2 &&
         r->shape[1].add == y->shape[1].add && r->shape[0].symbol == y->shape[0].symbol &&
         r->shape[0].add == y->shape[0].add && r->shape[0].multiply == y->shape[0].multiply &&

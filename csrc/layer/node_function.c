@@ -86,8 +86,10 @@ static te_status check(const te_graph_desc *graph, int32_t n)
         x = &graph->values[node->inputs[i]];
         for (int32_t j = 0; j < i; j++) {
             if (node->inputs[j] != node->inputs[i] && node->inputs[j] >= 0) continue;
-            return TE_FAIL(TE_ERROR_INVALID, "function: input %d is input %d, or there is none", i,
-                           j);
+            return TE_FAIL(
+                TE_ERROR_INVALID,
+                "function: input %d is the same value as input %d, or stands behind a missing one",
+                i, j);
         }
         if (x->ndim == 2 && te_dtype_is_high_precision((te_dtype)x->dtype) &&
             (x->flags & TE_VALUE_PARAMETER) == 0 && x->shape[1].symbol == TE_SYMBOL_NONE &&

@@ -243,10 +243,10 @@ static int is_bounds(const te_value_desc *value)
 static te_status check_packed(const te_graph_desc *graph, const te_node_desc *node)
 {
     const int packed = is_packed(node), bounds = node->inputs[BOUNDS];
-    TE_FAIL_IF((node->inputs[QUERY_OFFSETS] >= 0) != packed ||
-                   (node->inputs[KEY_OFFSETS] >= 0) != packed,
-               TE_ERROR_INVALID, "attention: offsets %d, %d, of sequences that are %spacked",
-               node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
+    TE_FAIL_IF(
+        (node->inputs[QUERY_OFFSETS] >= 0) != packed || (node->inputs[KEY_OFFSETS] >= 0) != packed,
+        TE_ERROR_INVALID, "attention: values %d, %d as offsets of sequences that are %spacked",
+        node->inputs[QUERY_OFFSETS], node->inputs[KEY_OFFSETS], packed ? "" : "not ");
     TE_FAIL_IF((bounds >= 0) != packed || (packed && !is_bounds(&graph->values[bounds])),
                TE_ERROR_INVALID,
                "attention: bounds %s, of sequences that are %spacked: expected %s",

@@ -336,7 +336,8 @@ static void backward(te_build *build, int32_t k)
     int32_t bias_grad, grad = TE_NO_BUFFER;
     if (!te_has_grad(build, te_node(build, k)->output)) return;
     if (te_node(build, k)->gather > 1 && build->values[te_node(build, k)->output].needs_grad) {
-        build->plan.status = TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: gradients of a gathered input");
+        build->plan.status =
+            TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: gather > 1 has no backward yet");
         return;
     }
     bias_grad = te_parameter_grad(build, bias_of(build, k));

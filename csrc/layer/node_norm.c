@@ -98,7 +98,8 @@ te_status te_check_affine(const te_graph_desc *graph, int32_t n, int64_t columns
 {
     const te_node_desc *node = &graph->nodes[n];
     int32_t gamma = node->inputs[1], beta = node->inputs[2];
-    TE_FAIL_IF(!(node->numbers[0] >= 0.0), TE_ERROR_INVALID, "norm: eps = %g", node->numbers[0]);
+    TE_FAIL_IF(!(node->numbers[0] >= 0.0), TE_ERROR_INVALID, "norm: eps = %g, expected 0 or more",
+               node->numbers[0]);
     TE_TRY(te_check_parameter(graph, gamma, "norm: gamma", 0, columns));
     TE_TRY(te_check_parameter(graph, beta, "norm: beta", 0, columns));
     TE_FAIL_IF(node->variant < TE_NORM_LAYERNORM || node->variant > TE_NORM_L2, TE_ERROR_INVALID,
@@ -121,7 +122,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     int64_t columns = graph->values[node->output].shape[1].add;
     TE_TRY(te_check_rows(graph, n, "norm", 1));
     TE_FAIL_IF(graph->values[node->inputs[0]].shape[1].add != columns, TE_ERROR_INVALID,
-               "norm: from %lld columns to %lld",
+               "norm: input of %lld columns, output of %lld, expected the same",
                (long long)graph->values[node->inputs[0]].shape[1].add, (long long)columns);
     return te_check_affine(graph, n, columns);
 }

@@ -273,11 +273,12 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
     run_state run;
     te_status st;
     TE_FAIL_IF(call == NULL || call->size != sizeof *call || call->buffers == NULL,
-               TE_ERROR_INVALID, "plan: call is incomplete (size or buffers)");
+               TE_ERROR_INVALID,
+               "plan: call is NULL, call->size is wrong, or call->buffers is NULL");
     st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0, call->selection);
     if (st != TE_OK) goto done;
     if (call->slots == NULL && run.plan->owners > 0) {
-        st = TE_FAIL(TE_ERROR_INVALID, "plan: call is incomplete (slots)");
+        st = TE_FAIL(TE_ERROR_INVALID, "plan: call->slots is NULL, and the plan has scaling state");
         goto done;
     }
     if (call->scratch_size < (size_t)run.layout->scratch_bytes) {

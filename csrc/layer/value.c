@@ -73,7 +73,8 @@ te_status te_check_rows(const te_graph_desc *graph, int32_t n, const char *what,
                x->name, x->ndim, y->name, y->ndim);
     TE_FAIL_IF(in->symbol != out->symbol || in->align != out->align || !is_rows(in) ||
                    !rows_fit(in, out, ranks),
-               TE_ERROR_INVALID, "%s: from %s to %s: other rows", what, x->name, y->name);
+               TE_ERROR_INVALID, "%s: %s and %s have different numbers of rows", what, x->name,
+               y->name);
     return TE_OK;
 }
 

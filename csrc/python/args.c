@@ -199,14 +199,6 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
     return 0;
 }
 
-static int64_t stride_of(const tepy_dl_tensor *dl, int32_t dim)
-{
-    int64_t stride = 1;
-    if (dl->strides != NULL) return dl->strides[dim];
-    for (int32_t i = dim + 1; i < dl->ndim; i++) stride *= dl->shape[i];
-    return stride;
-}
-
 /* Reads the dims as the form says. Returns 1 where the strides are those of no such view. */
 static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
 {
@@ -214,10 +206,10 @@ static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
     int64_t columns = dl->shape[last];
     int64_t rows = 1;
     int64_t row_stride = columns;
-    int dense = columns <= 1 || stride_of(dl, last) == 1;
+    int dense = columns <= 1 || tepy_dl_stride(dl, last) == 1;
     for (int32_t i = last - 1; i >= 0; i--) {
         if (dl->shape[i] != 1) {
-            int64_t stride = stride_of(dl, i);
+            int64_t stride = tepy_dl_stride(dl, i);
             if (rows == 1) {
                 row_stride = stride;
             } else if (stride != row_stride * rows) {
@@ -253,7 +245,7 @@ static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
     for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
     view->ndim = dl->ndim;
     for (int32_t i = dl->ndim - 1; i >= 0; i--) {
-        int64_t stride = elements > 0 && dl->shape[i] > 1 ? stride_of(dl, i) : dense;
+        int64_t stride = elements > 0 && dl->shape[i] > 1 ? tepy_dl_stride(dl, i) : dense;
         strange |= stride < 0 || (i == dl->ndim - 1 && stride != 1);
         view->shape[i] = dl->shape[i];
         view->strides[i] = stride;
@@ -265,16 +257,12 @@ static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
 /* A vector of all elements. Returns 1 where the tensor is not dense. */
 static int flatten(const tepy_dl_tensor *dl, te_tensor *view)
 {
-    int64_t dense = 1;
-    int strange = 0;
-    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
-        strange |= dl->shape[i] > 1 && stride_of(dl, i) != dense;
-        dense *= dl->shape[i];
-    }
+    int64_t elements = 1;
+    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
     view->ndim = 1;
-    view->shape[0] = dense;
+    view->shape[0] = elements;
     view->strides[0] = 1;
-    return strange && dense > 0;
+    return elements > 0 && !tepy_dl_is_dense(dl);
 }
 
 static int is_dims(tepy_form form)
@@ -387,7 +375,7 @@ int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_ele
     int64_t elements = 1;
     if (tensor == NULL || raw_view(state, tensor, &plain, &dl, &view) != 0) return -1;
     for (int32_t i = 0; i < dl.ndim; i++) {
-        if (spec->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || stride_of(&dl, i) != 1)) {
+        if (spec->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || tepy_dl_stride(&dl, i) != 1)) {
             return tepy_fail(PyExc_ValueError, spec->site, "expected a dense tensor of one dim");
         }
         elements *= dl.shape[i];

@@ -142,10 +142,7 @@ PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssiz
             (te_op_slot){.function = tepy_call_function, .self = &record->functions[op]};
     }
     st = te_backend_register(&backend);
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        goto failed;
-    }
+    if (tepy_check(st) != 0) goto failed;
     record->next = state->backends;
     state->backends = record;
     return Py_NewRef(Py_None);

@@ -56,10 +56,7 @@ static tepy_context *context_make(const tepy_state *state, te_device device)
     Py_BEGIN_ALLOW_THREADS; /* opens libraries */
     st = te_context_create(device, &context);
     Py_END_ALLOW_THREADS;
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        return NULL;
-    }
+    if (tepy_check(st) != 0) return NULL;
     self = (tepy_context *)allocate(type, 0);
     if (self == NULL) {
         te_context_destroy(context);
@@ -155,9 +152,7 @@ static int set_tuning(tepy_context *self, PyObject *setting)
     st = te_context_tune_gemm(self->context, setting != NULL, path);
     Py_END_ALLOW_THREADS;
     Py_XDECREF(setting);
-    if (st == TE_OK) return 0;
-    (void)tepy_raise(st);
-    return -1;
+    return tepy_check(st);
 }
 
 /* New reference to the module's own context of a device, with the settings that outlive contexts.

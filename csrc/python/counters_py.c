@@ -17,10 +17,7 @@ PyObject *tepy_counters(PyObject *module, PyObject *unused)
         list = PyMem_Malloc(capacity * sizeof *list);
         if (list == NULL) return PyErr_NoMemory();
         st = te_counters_read(list, capacity, &count);
-        if (st != TE_OK) {
-            (void)tepy_raise(st);
-            goto done;
-        }
+        if (tepy_check(st) != 0) goto done;
         if (count <= capacity) break;
         capacity = count;
     }

@@ -70,7 +70,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
 static PyMemberDef implementation_members[] = {
     {"op", T_OBJECT, AT(op), "Name of the operator."},
     {"impl_id", T_OBJECT, AT(impl_id), "Its own name."},
-    {"function", T_OBJECT, AT(function), "What is called."},
+    {"function", T_OBJECT, AT(function), "The implementation that is called."},
     {"calls", T_ULONGLONG, AT(calls), "How often it was."},
     {"reason", T_OBJECT, AT(reason), "Why it did not take the last call that it did not take."},
     {NULL, 0, 0, 0, NULL},
@@ -181,7 +181,9 @@ static PyObject *call_first(PyObject *name, PyObject *candidates, PyObject *keyw
     result = PyObject_CallFunctionObjArgs(refuse, name, candidates, NULL);
     if (result != NULL) {
         Py_DECREF(result);
-        PyErr_Format(PyExc_SystemError, "%U: nothing was called, and nothing raised", name);
+        PyErr_Format(PyExc_SystemError,
+                     "%U: no implementation was called, and the handler of that raised nothing",
+                     name);
     }
     return NULL;
 }
@@ -210,12 +212,6 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
 TEPY_HOLDER(operator, operator_object, HELD)
 #undef HELD
 
-static int operator_clear(PyObject *object)
-{
-    (void)object; /* the dispatcher breaks the circle: a call must find one */
-    return 0;
-}
-
 static PyObject *operator_repr(PyObject *object)
 {
     return PyUnicode_FromFormat("<operator %U>", ((operator_object *)object)->name);
@@ -228,7 +224,8 @@ static PyObject *operator_described(PyObject *object, void *attribute)
     const operator_object *self = (operator_object *)object;
     PyObject *found, *value, *describe = self->dispatcher->describe;
     if (describe == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "nobody says what the operator's arguments are");
+        PyErr_SetString(PyExc_AttributeError,
+                        "this manager has no description of the operator's arguments");
         return NULL;
     }
     found = PyObject_CallFunctionObjArgs(describe, self->name, NULL);
@@ -259,15 +256,16 @@ static PyMemberDef operator_members[] = {
 
 static PyGetSetDef operator_getset[] = {
     {"__wrapped__", operator_described, NULL, "The function that has its signature.", NULL},
-    {"__doc__", operator_described, NULL, "What it does.", "__doc__"},
+    {"__doc__", operator_described, NULL, "Its description.", "__doc__"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* It is not cleared: the dispatcher breaks circles, and a call must find one. */
 TEPY_TYPE(static PyObject *make_operator, operator, operator_object, "Operator",
           Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_call, PyVectorcall_Call}, {Py_tp_repr, operator_repr},
-          {Py_tp_clear, operator_clear}, {Py_tp_methods, operator_methods},
-          {Py_tp_members, operator_members}, {Py_tp_getset, operator_getset})
+          {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
+          {Py_tp_getset, operator_getset})
 
 /* ---- choices ------------------------------------------------------------------------------ */
 

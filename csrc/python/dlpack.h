@@ -43,6 +43,25 @@ typedef struct tepy_dl_tensor {
     uint64_t byte_offset;
 } tepy_dl_tensor;
 
+static inline int64_t tepy_dl_stride(const tepy_dl_tensor *dl, int32_t dim)
+{
+    int64_t stride = 1;
+    if (dl->strides != NULL) return dl->strides[dim];
+    for (int32_t i = dim + 1; i < dl->ndim; i++) stride *= dl->shape[i];
+    return stride;
+}
+
+static inline int tepy_dl_is_dense(const tepy_dl_tensor *dl)
+{
+    int64_t dense = 1;
+    if (dl->strides == NULL) return 1;
+    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
+        if (dl->shape[i] > 1 && dl->strides[i] != dense) return 0;
+        dense *= dl->shape[i];
+    }
+    return 1;
+}
+
 typedef struct tepy_dl_managed {
     tepy_dl_version version;
     void *owner;

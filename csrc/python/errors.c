@@ -41,6 +41,19 @@ PyObject *tepy_raise(te_status status)
     return NULL;
 }
 
+int tepy_check(te_status status)
+{
+    if (status == TE_OK) return 0;
+    (void)tepy_raise(status);
+    return -1;
+}
+
+int tepy_no_memory(void)
+{
+    (void)PyErr_NoMemory();
+    return -1;
+}
+
 int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...)
 {
     va_list arguments;

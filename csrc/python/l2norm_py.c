@@ -35,10 +35,7 @@ static int take_tensors(l2norm_call *call, PyObject *given)
     if (count == 0) return tepy_fail(PyExc_ValueError, site_of("tensors"), "none: expected some");
     call->views = calloc((size_t)count, sizeof *call->views);
     call->held = calloc((size_t)count, sizeof(PyObject *));
-    if (call->views == NULL || call->held == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
+    if (call->views == NULL || call->held == NULL) return tepy_no_memory();
     call->args.count = count;
     call->args.tensors = call->views;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -82,10 +79,7 @@ static int make_results(l2norm_call *call, int per_tensor)
 {
     te_l2norm_args *args = &call->args;
     const te_status st = te_l2norm_workspace(args, &args->workspace_size);
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        return -1;
-    }
+    if (tepy_check(st) != 0) return -1;
     args->total = make(call, 1, TOTAL);
     args->each = make(call, per_tensor ? args->count : 0, EACH);
     args->workspace = make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE);

@@ -155,7 +155,8 @@ static PyObject *context_of(const leaving *self, PyObject *const *args, size_t n
 {
     if (self->context != NULL) return self->context;
     if (tepy_positional(nargsf) > 0) return args[0];
-    PyErr_SetString(PyExc_TypeError, "no context manager was given");
+    PyErr_SetString(PyExc_TypeError,
+                    "__enter__ and __exit__ take the context manager as their first argument");
     return NULL;
 }
 

@@ -6,7 +6,7 @@
  * version, and a module object that can be made twice and collected. m_free runs m_clear, so exec
  * just fails.
  */
-#include "python/plugin_py.h"
+#include "python/dispatch_py.h"
 #include "python/state.h"
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -95,19 +95,11 @@ static int add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0) return -1;
     }
-#define X(NAME, name) , #name
-#define COUNT(NAME, name) "s"
-    if (add_object(module, "LINEAR_STAGES",
-                   Py_BuildValue("(" TE_LINEAR_STAGES(COUNT) ")" TE_LINEAR_STAGES(X))) != 0 ||
-        add_object(module, "ATTENTION_INPUTS",
-                   Py_BuildValue("(" TE_ATTENTION_INPUTS(COUNT) ")" TE_ATTENTION_INPUTS(X))) != 0 ||
-        add_object(module, "ATTENTION_NUMBERS",
-                   Py_BuildValue("(" TE_ATTENTION_NUMBERS(COUNT) ")" TE_ATTENTION_NUMBERS(X))) !=
-            0) {
+    if (add_object(module, "LINEAR_STAGES", TEPY_NAMES(TE_LINEAR_STAGES)) != 0 ||
+        add_object(module, "ATTENTION_INPUTS", TEPY_NAMES(TE_ATTENTION_INPUTS)) != 0 ||
+        add_object(module, "ATTENTION_NUMBERS", TEPY_NAMES(TE_ATTENTION_NUMBERS)) != 0) {
         return -1;
     }
-#undef COUNT
-#undef X
     return PyModule_AddStringConstant(module, "version", TE_VERSION);
 }
 
@@ -134,22 +126,14 @@ PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-#define X(NAME, name) , #name
-#define COUNT(NAME, name) "s"
-    return Py_BuildValue("(" TE_OPS(COUNT) ")" TE_OPS(X));
-#undef COUNT
-#undef X
+    return TEPY_NAMES(TE_OPS);
 }
 
 PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-#define X(NAME, name, gated) , #name
-#define COUNT(NAME, name, gated) "s"
-    return Py_BuildValue("(" TE_ACTIVATIONS(COUNT) ")" TE_ACTIVATIONS(X));
-#undef COUNT
-#undef X
+    return TEPY_NAMES(TE_ACTIVATIONS);
 }
 
 PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)

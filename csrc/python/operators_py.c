@@ -207,10 +207,7 @@ static int make_workspace(op_call *call, te_context *context)
     PyObject *copy = NULL;
     te_status st;
     st = workspace_of(call, context, &workspace.size);
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        return -1;
-    }
+    if (tepy_check(st) != 0) return -1;
     if (workspace.size == 0) return 0;
     length = spec.count = (int64_t)workspace.size;
     call->held[at] = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
@@ -409,17 +406,12 @@ static int intern_names(tepy_state *state, te_op op)
 {
     const te_op_info *info = te_op_describe(op);
     PyObject *names = PyTuple_New(info->field_count + 1);
-    if (names == NULL) return -1;
-    for (int i = 0; i <= info->field_count; i++) {
+    for (int i = 0; names != NULL && i <= info->field_count; i++) {
         const char *own = i == info->field_count ? "context" : info->fields[i].name;
-        PyObject *name = PyUnicode_InternFromString(own);
-        if (name == NULL || PyTuple_SetItem(names, i, name) != 0) {
-            Py_DECREF(names);
-            return -1;
-        }
+        tepy_fill(&names, i, PyUnicode_InternFromString(own));
     }
     tepy_set(&state->field_names[op], names);
-    return 0;
+    return names == NULL ? -1 : 0;
 }
 
 int tepy_operators_add(PyObject *module)
@@ -431,10 +423,7 @@ int tepy_operators_add(PyObject *module)
     };
     tepy_state *state = tepy_state_of(module);
     state->operators = calloc(TE_OP_COUNT + 1, sizeof *state->operators);
-    if (state->operators == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
+    if (state->operators == NULL) return tepy_no_memory();
     for (int op = 0; op < TE_OP_COUNT; op++) {
         PyObject *doc;
         const char *text;

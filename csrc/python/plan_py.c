@@ -114,31 +114,11 @@ PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
 
 /* ---- describing and sizing ---- */
 
-/* New reference: a tuple of `count` items; the reference that make gives is taken. */
-static PyObject *tuple_of(int32_t count, PyObject *(*make)(const void *of, int32_t i),
-                          const void *of)
-{
-    PyObject *tuple = PyTuple_New(count);
-    for (int32_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *item = make(of, i);
-        if (item == NULL || PyTuple_SetItem(tuple, i, item) != 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
-    }
-    return tuple;
-}
-
 PyObject *tepy_plan_describe(PyObject *module, PyObject *arg)
 {
     const tepy_state *state = tepy_state_of(module);
     const tepy_plan *plan = tepy_plan_of(state, arg, "plan_describe");
     return plan == NULL ? NULL : tepy_give_record(state, TE_RECORD_PLAN, &plan->info);
-}
-
-static PyObject *offset_item(const void *of, int32_t i)
-{
-    return PyLong_FromLongLong(((const int64_t *)of)[i]);
 }
 
 /* Sizes from the rows, or from a tuple of the values of SYMBOL_ROWS and those behind it. */
@@ -172,7 +152,10 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
     if (offsets == NULL) return PyErr_NoMemory();
     st = te_plan_infer(plan->plan, &given, &sizes, offsets);
-    tuple = st == TE_OK ? tuple_of(plan->info.buffer_count, offset_item, offsets) : NULL;
+    tuple = st == TE_OK ? PyTuple_New(plan->info.buffer_count) : NULL;
+    for (int32_t i = 0; tuple != NULL && i < plan->info.buffer_count; i++) {
+        tepy_fill(&tuple, i, PyLong_FromLongLong(offsets[i]));
+    }
     PyMem_Free(offsets);
     if (st != TE_OK) return tepy_raise(st);
     return Py_BuildValue("(LLN)", (long long)sizes.saved_bytes, (long long)sizes.scratch_bytes,

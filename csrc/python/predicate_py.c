@@ -201,6 +201,6 @@ TEPY_TYPE(PyObject *tepy_predicate_make_type, predicate, predicate, "Predicate",
           Py_TPFLAGS_HAVE_VECTORCALL,
           {Py_tp_doc,
            "Predicate(fits, supports=None, by_device=True)\n--\n\n"
-           "Whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
+           "Tells whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
            "each pair (without by_device for each dtype), and supports(*its arguments)."},
           {Py_tp_new, predicate_new}, TEPY_CALLED(predicate))

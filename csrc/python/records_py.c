@@ -90,10 +90,7 @@ static int take_items(tepy_site site, const te_member *member, PyObject *items, 
     for (Py_ssize_t i = 0; i < count; i++) {
         /* one by one: what is there is whole, and is released by its number */
         te_status st = te_member_resize(member, memory, (int32_t)i + 1);
-        if (st != TE_OK) {
-            (void)tepy_raise(st);
-            return -1;
-        }
+        if (tepy_check(st) != 0) return -1;
         if (take_item(site, member, PyTuple_GetItem(items, i),
                       (char *)te_member_items(member, memory) + (size_t)i * member->size) != 0) {
             return -1;
@@ -211,11 +208,7 @@ static PyObject *give_member(const tepy_state *state, const te_member *member, c
     if (st != TE_OK) return tepy_raise(st);
     tuple = PyTuple_New(count);
     for (int32_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *item = give_item(state, member, items + (size_t)i * member->size);
-        if (item == NULL || PyTuple_SetItem(tuple, i, item) != 0) {
-            Py_DECREF(tuple);
-            return NULL;
-        }
+        tepy_fill(&tuple, i, give_item(state, member, items + (size_t)i * member->size));
     }
     return tuple;
 }
@@ -225,11 +218,7 @@ static PyObject *give_members(const tepy_state *state, const te_record *record, 
 {
     PyObject *members = PyTuple_New(record->member_count);
     for (int32_t m = 0; members != NULL && m < record->member_count; m++) {
-        PyObject *value = give_member(state, &record->members[m], memory);
-        if (value == NULL || PyTuple_SetItem(members, m, value) != 0) {
-            Py_DECREF(members);
-            return NULL;
-        }
+        tepy_fill(&members, m, give_member(state, &record->members[m], memory));
     }
     return members;
 }
@@ -255,11 +244,7 @@ static PyObject *names_of(const te_record *record)
 {
     PyObject *names = PyTuple_New(record->member_count);
     for (int32_t m = 0; names != NULL && m < record->member_count; m++) {
-        PyObject *name = PyUnicode_FromString(record->members[m].name);
-        if (name == NULL || PyTuple_SetItem(names, m, name) != 0) {
-            Py_DECREF(names);
-            return NULL;
-        }
+        tepy_fill(&names, m, PyUnicode_FromString(record->members[m].name));
     }
     return names;
 }

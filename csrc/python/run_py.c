@@ -47,19 +47,14 @@ static int take_plan(tepy_run_call *run, PyObject *plan)
     run->call.plan = run->plan->plan;
     if (run->plan->info.owners > TEPY_FEW_OWNERS) {
         run->slots = PyMem_Calloc(2 * (size_t)run->plan->info.owners, sizeof *run->slots);
-        if (run->slots == NULL) {
-            (void)PyErr_NoMemory();
-            return -1;
-        }
+        if (run->slots == NULL) return tepy_no_memory();
     }
     if (count > TEPY_FEW_BUFFERS) {
         run->buffers = PyMem_Calloc(count, sizeof *run->buffers);
         run->plain = PyMem_Calloc(count, sizeof(PyObject *));
         run->held = PyMem_Calloc(2 * count + 2, sizeof(PyObject *));
-        if (run->buffers == NULL || run->plain == NULL || run->held == NULL) {
-            (void)PyErr_NoMemory();
-            return -1;
-        }
+        if (run->buffers == NULL || run->plain == NULL || run->held == NULL)
+            return tepy_no_memory();
     }
     run->call.buffers = run->buffers;
     return 0;
@@ -448,9 +443,7 @@ static int query_scratch(tepy_run_call *run)
     if (run->device.type != TE_DEVICE_CPU && may_block(run)) tepy_leave_gil(&without);
     st = te_plan_scratch_for(run->context->context, &run->call, &run->call.scratch_size);
     tepy_retake_gil(&without);
-    if (st == TE_OK) return 0;
-    (void)tepy_raise(st);
-    return -1;
+    return tepy_check(st);
 }
 
 static int launch(tepy_run_call *run)
@@ -462,10 +455,7 @@ static int launch(tepy_run_call *run)
     if (may_block(run)) tepy_leave_gil(&without);
     st = te_plan_run(run->context->context, &run->call, stream);
     tepy_retake_gil(&without);
-    if (st != TE_OK) {
-        (void)tepy_raise(st);
-        return -1;
-    }
+    if (tepy_check(st) != 0) return -1;
     run->plan->seen_sizes = run->call.sizes;
     run->plan->seen_device = run->device;
     return 0;

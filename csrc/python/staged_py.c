@@ -159,10 +159,7 @@ int tepy_staged_begin(tepy_staged *staged, tepy_run_call *run, PyObject *const *
         Py_DECREF(function);
         if (info->stages[s].half < 0 || staged->started != NULL) continue;
         staged->started = PyMem_Calloc((size_t)info->stage_count, sizeof(PyObject *));
-        if (staged->started == NULL) {
-            (void)PyErr_NoMemory();
-            return -1;
-        }
+        if (staged->started == NULL) return tepy_no_memory();
     }
     return 0;
 }

@@ -8,7 +8,8 @@ int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 {
 #define X(name, when)                                                                              \
     if (stage == TEPY_##when && state->name == NULL) {                                             \
-        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
+        PyErr_SetString(PyExc_SystemError,                                                         \
+                        "_core: reference " #name " was not made when the module was");            \
         return -1;                                                                                 \
     }
     TEPY_STATE_REFS(X)
@@ -16,7 +17,8 @@ int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 #define X(name, count, when)                                                                       \
     for (int i = 0; stage == TEPY_##when && i < (count); i++) {                                    \
         if (state->name[i] != NULL) continue;                                                      \
-        PyErr_SetString(PyExc_SystemError, "state slot " #name " is empty");                       \
+        PyErr_SetString(PyExc_SystemError,                                                         \
+                        "_core: reference " #name " was not made when the module was");            \
         return -1;                                                                                 \
     }
     TEPY_STATE_ARRAYS(X)

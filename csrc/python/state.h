@@ -95,6 +95,17 @@ static inline void tepy_set(PyObject **slot, PyObject *value)
     Py_XDECREF(old);
 }
 
+/* Makes an item part of a tuple that is being made, which becomes NULL where either is NULL. */
+static inline void tepy_fill(PyObject **tuple, Py_ssize_t at, PyObject *item)
+{
+    if (item == NULL || PyTuple_SetItem(*tuple, at, item) != 0) Py_CLEAR(*tuple);
+}
+
+/* New reference: the names of a list of X(NAME, name, ...). */
+#define TEPY_NAMES(list) Py_BuildValue("(" list(TEPY_FORMAT) ")" list(TEPY_NAME))
+#define TEPY_FORMAT(...) "s"
+#define TEPY_NAME(NAME, name, ...) , #name
+
 /* ---- errors.c ---- */
 
 /* Where an argument stands, for messages: "quantize: scale: ...". */
@@ -104,6 +115,10 @@ typedef struct tepy_site {
 
 /* Sets the exception of a failed status and returns NULL. With CALLBACK it is set already. */
 PyObject *tepy_raise(te_status status);
+/* 0, or -1 with the exception of a failed status. */
+int tepy_check(te_status status);
+/* Sets MemoryError; returns -1. */
+int tepy_no_memory(void);
 /* Sets `exception` with the text "function: argument: ..."; returns -1. */
 int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...);
 /* The same for functions that return a pointer: NULL. */
@@ -241,7 +256,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "    \
       "call.")                                                                                     \
     X(facts_of_heads, FAST, "/, *tensors",                                                         \
-      "What decides an attention of these tensors, as bytes; None where a call is by itself.")     \
+      "Facts that decide an attention of these tensors, as bytes; None where a call is by "        \
+      "itself.")                                                                                   \
     X(dtype_code, ONE, "dtype, /", "DTYPE_* code of a torch dtype.")                               \
     X(torch_dtype, ONE, "code, /", "The torch dtype of a DTYPE_* code.")                           \
     X(dtype_names, NONE, "/", "Names of the dtypes, by code.")                                     \
@@ -265,7 +281,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
       "plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, *tensors",                  \
       "run() whose external stages are functions, a dict by name of f(buffers).")                  \
     X(lie_in, FAST, "tensor, parts, rows, /",                                                      \
-      "Whether the parts are consecutive rows of a tensor, as split_storage made them.")           \
+      "Tell whether the parts are consecutive rows of a tensor, as split_storage made them.")      \
     X(split_storage, FAST, "tensor, rows, /",                                                      \
       "Consecutive rows of a tensor as tensors with storages of their own over its memory.")       \
     X(cuda_configure, FAST, "force_source, cache_dir=None, /",                                     \
@@ -299,7 +315,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     X(label_scopes, ONE, "labels, /",                                                              \
       "Have each thread show the Scope that it is in as an attribute \"scope\" of this object.")   \
     X(policy_in_force, NONE, "/", "The policy of the innermost Scope of this thread, or None.")    \
-    X(counters, NONE, "/", "What really ran since the last reset, without zeros.")                 \
+    X(counters, NONE, "/", "Counts of what ran since the last reset, without zeros.")              \
     X(reset_counters, NONE, "/", "Set all counters to 0.")
 
 #define X(name, convention, ...) PyObject *tepy_##name TEPY_PARAMS_##convention;

@@ -37,7 +37,6 @@ static void release(tepy_dl_managed *managed)
 static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *view)
 {
     const tepy_site site = {"split_storage", "tensor"};
-    int64_t expected = 1;
     if ((PyObject *)Py_TYPE(whole) != state->tensor_type) {
         return tepy_fail(PyExc_TypeError, site, "expected a plain torch.Tensor, got %R",
                          Py_TYPE(whole));
@@ -50,13 +49,8 @@ static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *
         return tepy_fail(PyExc_ValueError, site, "%d dims, expected 1 to %d", (int)view->ndim,
                          MAX_DIMS);
     }
-    for (int32_t i = view->ndim - 1; i >= 0; i--) {
-        if (view->strides != NULL && view->shape[i] > 1 && view->strides[i] != expected) {
-            return tepy_fail(PyExc_ValueError, site, "not contiguous: call .contiguous()");
-        }
-        expected *= view->shape[i];
-    }
-    return 0;
+    if (tepy_dl_is_dense(view)) return 0;
+    return tepy_fail(PyExc_ValueError, site, "not contiguous: call .contiguous()");
 }
 
 /* New reference: a tensor of this shape over memory that `whole` keeps, or the caller where it is
@@ -159,18 +153,15 @@ failed:
 static int is_part(const tepy_dl_tensor *whole, const tepy_dl_tensor *part, const char *address,
                    int64_t rows, int64_t *bytes)
 {
-    int64_t expected = 1;
     if (part->ndim != whole->ndim || part->shape[0] != rows || part->data == NULL ||
         (const char *)part->data + part->byte_offset != address ||
         part->dtype.code != whole->dtype.code || part->dtype.bits != whole->dtype.bits ||
-        part->device.type != whole->device.type || part->device.index != whole->device.index) {
+        part->device.type != whole->device.type || part->device.index != whole->device.index ||
+        !tepy_dl_is_dense(part)) {
         return 0;
     }
-    for (int32_t i = part->ndim - 1; i >= 0; i--) {
-        if (part->shape[i] > 1 && part->strides != NULL && part->strides[i] != expected) return 0;
-        expected *= part->shape[i];
-    }
-    *bytes = expected * part->dtype.bits * part->dtype.lanes / 8;
+    *bytes = part->dtype.bits * part->dtype.lanes / 8;
+    for (int32_t i = 0; i < part->ndim; i++) *bytes *= part->shape[i];
     return 1;
 }
 

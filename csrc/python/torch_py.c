@@ -53,26 +53,33 @@ static const tepy_dl_exchange *find_exchange(PyObject *capsule)
     return table;
 }
 
-/* What bind_torch collects before it changes the state. */
+/* X(name, owner, attribute): what bind_torch takes over, from torch and what it has found there. */
+#define TAKEN(X)                                                                                   \
+    X(empty, torch, "empty")                                                                       \
+    X(empty_like, torch, "empty_like")                                                             \
+    X(device_type, torch, "device")                                                                \
+    X(tensor_type, torch, "Tensor")                                                                \
+    X(dtype_getter, found->tensor_type, "dtype")                                                   \
+    X(is_neg, found->tensor_type, "is_neg")                                                        \
+    X(parameter_type, nn, "Parameter")
+
+/* The same before it changes the state. */
 typedef struct binding {
-    PyObject *empty, *empty_like, *device_type, *tensor_type, *parameter_type, *dtype_getter,
-        *is_neg, *exchange_capsule;
-    PyObject *dtypes[TE_DTYPE_COUNT];
+#define X(name, owner, attribute) PyObject *name;
+    TAKEN(X)
+#undef X
+    PyObject *exchange_capsule, *dtypes[TE_DTYPE_COUNT];
 } binding;
 
 static int collect(binding *found, PyObject *torch)
 {
-    PyObject *nn = NULL;
+    PyObject *nn = PyObject_GetAttrString(torch, "nn");
     int result = -1;
-    if ((found->empty = PyObject_GetAttrString(torch, "empty")) == NULL) goto done;
-    if ((found->empty_like = PyObject_GetAttrString(torch, "empty_like")) == NULL) goto done;
-    if ((found->device_type = PyObject_GetAttrString(torch, "device")) == NULL) goto done;
-    if ((found->tensor_type = PyObject_GetAttrString(torch, "Tensor")) == NULL) goto done;
-    found->dtype_getter = PyObject_GetAttrString(found->tensor_type, "dtype");
-    if (found->dtype_getter == NULL) goto done;
-    if ((found->is_neg = PyObject_GetAttrString(found->tensor_type, "is_neg")) == NULL) goto done;
-    if ((nn = PyObject_GetAttrString(torch, "nn")) == NULL) goto done;
-    if ((found->parameter_type = PyObject_GetAttrString(nn, "Parameter")) == NULL) goto done;
+    if (nn == NULL) return -1;
+#define X(name, owner, attribute)                                                                  \
+    if ((found->name = PyObject_GetAttrString(owner, attribute)) == NULL) goto done;
+    TAKEN(X)
+#undef X
     for (int i = 0; i < TE_DTYPE_COUNT; i++) {
         found->dtypes[i] = PyObject_GetAttrString(torch, dtype_attribute[i]);
         if (found->dtypes[i] == NULL) goto done;
@@ -86,7 +93,6 @@ static int collect(binding *found, PyObject *torch)
     found->exchange_capsule =
         PyObject_GetAttrString(found->tensor_type, "__dlpack_c_exchange_api__");
     if (found->exchange_capsule == NULL) {
-        PyErr_Clear();
         PyErr_SetString(
             PyExc_ImportError,
             "bind_torch: torch.Tensor has no __dlpack_c_exchange_api__: install torch >= 2.10");
@@ -94,7 +100,7 @@ static int collect(binding *found, PyObject *torch)
     }
     result = 0;
 done:
-    Py_XDECREF(nn);
+    Py_DECREF(nn);
     return result;
 }
 
@@ -122,28 +128,21 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     /* From here on nothing fails. tepy_set leaves the old objects' destructors a consistent state.
      */
     state->exchange = exchange;
-#define TAKE(name) (tepy_set(&state->name, found.name), found.name = NULL)
-    TAKE(empty);
-    TAKE(empty_like);
-    TAKE(device_type);
-    TAKE(tensor_type);
-    TAKE(parameter_type);
-    TAKE(dtype_getter);
-    TAKE(is_neg);
-    TAKE(exchange_capsule);
-    for (int i = 0; i < TE_DTYPE_COUNT; i++) TAKE(dtypes[i]);
-#undef TAKE
+#define X(name, ...) (tepy_set(&state->name, found.name), found.name = NULL);
+    TAKEN(X)
+    X(exchange_capsule)
+    for (int i = 0; i < TE_DTYPE_COUNT; i++) {
+        X(dtypes[i])
+    }
+#undef X
     tepy_set(&state->classify, Py_NewRef(classify));
     for (int i = 0; i < TEPY_DEVICES; i++) tepy_set(&state->devices[i], NULL);
     for (int i = 0; i < TEPY_DEVICES * TE_DTYPE_COUNT; i++) tepy_set(&state->empty_kwargs[i], NULL);
     if (tepy_state_verify(state, TEPY_BIND) == 0) result = Py_NewRef(Py_None);
 done:
-    Py_XDECREF(found.empty);
-    Py_XDECREF(found.empty_like);
-    Py_XDECREF(found.device_type);
-    Py_XDECREF(found.tensor_type);
-    Py_XDECREF(found.parameter_type);
-    Py_XDECREF(found.is_neg);
+#define X(name, ...) Py_XDECREF(found.name);
+    TAKEN(X)
+#undef X
     Py_XDECREF(found.exchange_capsule);
     for (int i = 0; i < TE_DTYPE_COUNT; i++) Py_XDECREF(found.dtypes[i]);
     return result;
@@ -184,11 +183,7 @@ PyObject *tepy_dtype_names(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-#define X(NAME, name, bits, dlpack, cuda, max) , #name
-#define COUNT(NAME, name, bits, dlpack, cuda, max) "s"
-    return Py_BuildValue("(" TE_DTYPES(COUNT) ")" TE_DTYPES(X));
-#undef COUNT
-#undef X
+    return TEPY_NAMES(TE_DTYPES);
 }
 
 /* Borrowed: torch.device of a slot. */
@@ -230,16 +225,12 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
     PyObject *kwargs = empty_kwargs(state, device, dtype);
     PyObject *args, *tensor;
     if (kwargs == NULL) return NULL;
-    args =
-        PyTuple_New(ndim); /* sizes one by one: torch parses them faster than a tuple in a tuple */
-    if (args == NULL) return NULL;
-    for (int32_t i = 0; i < ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(shape[i]);
-        if (size == NULL || PyTuple_SetItem(args, i, size) != 0) {
-            Py_DECREF(args);
-            return NULL;
-        }
+    /* Sizes one by one: torch parses them faster than a tuple in a tuple. */
+    args = PyTuple_New(ndim);
+    for (int32_t i = 0; args != NULL && i < ndim; i++) {
+        tepy_fill(&args, i, PyLong_FromLongLong(shape[i]));
     }
+    if (args == NULL) return NULL;
     tensor = PyObject_Call(state->empty, args, kwargs);
     Py_DECREF(args);
     return tensor;
@@ -363,16 +354,6 @@ static int32_t leading_bits(const tepy_dl_tensor *dl, const tepy_dl_tensor *firs
     return (int32_t)bits;
 }
 
-static uint32_t is_dense(const tepy_dl_tensor *dl)
-{
-    int64_t dense = 1;
-    for (int32_t i = dl->ndim - 1; i >= 0; i--) {
-        if (dl->strides != NULL && dl->shape[i] > 1 && dl->strides[i] != dense) return 0;
-        dense *= dl->shape[i];
-    }
-    return 1;
-}
-
 /* -1 without an exception or with one where the tensor is no plain one of heads with memory. */
 static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor *dl,
                       heads_facts *facts)
@@ -391,7 +372,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     facts->dtype = dl->dtype.code << 8 | dl->dtype.bits;
     facts->device = number_of(&dl->device);
     facts->dims = dl->ndim;
-    facts->flags = (flag == Py_True) | (int32_t)(is_dense(dl) << 1U);
+    facts->flags = (flag == Py_True) | tepy_dl_is_dense(dl) << 1;
     for (int i = leading; i < dl->ndim; i++) {
         if (dl->shape[i] > INT32_MAX) return -1;
         facts->inner[i - leading] = (int32_t)dl->shape[i];

@@ -62,10 +62,7 @@ static int take_tensors(update_call *call)
     const size_t count = (size_t)call->args.count;
     call->views = calloc(count * TE_UPDATE_LIST_COUNT + 1, sizeof *call->views);
     call->held = calloc(count * TE_UPDATE_LIST_COUNT + 1, sizeof(PyObject *));
-    if (call->views == NULL || call->held == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
+    if (call->views == NULL || call->held == NULL) return tepy_no_memory();
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         const int reads = list == TE_UPDATE_GRAD && (call->args.flags & TE_UPDATE_WRITE_GRAD) == 0U;
         const tepy_spec spec = {.site = site_of(list_names[list]),
@@ -140,10 +137,7 @@ static int take_casts(update_call *call, PyObject *module, PyObject *casts)
     if (call->lists[TE_UPDATE_VALUE] == NULL) return 0; /* te_update says so */
     call->casts = calloc((size_t)count + 1, sizeof *call->casts);
     call->cast_held = calloc((size_t)count + 1, sizeof(PyObject *));
-    if (call->casts == NULL || call->cast_held == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
+    if (call->casts == NULL || call->cast_held == NULL) return tepy_no_memory();
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *value = PyTuple_GetItem(call->lists[TE_UPDATE_VALUE], i); /* borrowed */
         if (tepy_take_args(module, TE_OP_QUANTIZE, value, PyTuple_GetItem(casts, i),

@@ -483,7 +483,7 @@ def test_wrong_argument(device, case):
 def test_partials_are_not_written_while_they_are_read(device):
     parts = torch.ones(_core.AMAX_PARTIALS, device=device)
     data = torch.zeros(4, 6, device=device).to(E4M3)
-    with pytest.raises(ValueError, match="norm: amax_partials: it is memory of partials"):
+    with pytest.raises(ValueError, match="norm: amax_partials shares memory with partials"):
         _core.norm(
             torch.ones(4, 6, device=device),
             kind=0,

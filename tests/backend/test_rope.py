@@ -360,7 +360,7 @@ def test_cpu_checks_positions(case):
     changes = dict(BEYOND[case])
     if "cu_seqlens" in changes:
         changes |= {"input": X[0], "output": X[0].clone()}
-    named = "cu_seqlens: sequence" if "limit" in case else "freqs: batch entry"
+    named = "cu_seqlens: sequence" if "limit" in case else "batch entry"
     good = {"input": X, "output": X.clone(), "freqs": FREQS}
     check_refused("rope", "cpu", (ValueError, named, changes), good)
 

@@ -16,6 +16,7 @@ from transformer_engine import _core
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
 BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes", "host_calls")
+BENCHMARKS += ("host_compiled",)
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -333,3 +334,16 @@ def test_host_calls(results):
     block = frames["torch.nn.Linear", "amp"] - frames["torch.nn.Linear", "plain"]
     for module in modules[1:4]:
         assert frames[module, "amp"] - block < 2 * frames[module, "plain"]
+
+
+def test_host_compiled(results):
+    """A compiled layer is one operator in each direction, as in eager mode."""
+    rows = only_table(results, "host_compiled")
+    recipes = ["bf16", "delayed", "current", "block"]
+    assert [(row["recipe"], row["way"]) for row in rows] == [
+        (recipe, way) for recipe in recipes for way in ("eager", "compiled")
+    ]
+    for row in rows:
+        assert row["operators"] == 2.0
+        assert positive(row, "forward_us", "backward_us", "step_ratio")
+        assert (row["conditions"] > 0) == (row["way"] == "compiled")

@@ -54,7 +54,7 @@ def run_program(library, program, *sources):
     flags = ["-fopenmp"] if "GOMP_" in undefined else []
     flags += [f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []
     link = [*flags, str(library), "-ldl", "-lm", "-lpthread", "-o", str(program)]
-    status, said = run(CC, "-std=c11", *STRICT, *map(str, sources), *link)
+    status, said = run(CC, "-std=c11", "-O1", *STRICT, *map(str, sources), *link)
     assert status == 0, said
     return run(str(program))
 

@@ -188,7 +188,7 @@ static void check_partial(test_device *t)
     TEST_OK(t, te_dropout_add(t->context, &args, NULL));
     args.output.data = (float *)both.tensor.data + 2 * SIDE;
     TEST_CHECK(t, te_dropout_add(t->context, &args, NULL) == TE_ERROR_INVALID, "rows further on");
-    TEST_CHECK(t, strstr(te_last_error(), "output: it is memory of input") != NULL, "%s",
+    TEST_CHECK(t, strstr(te_last_error(), "output shares memory with input") != NULL, "%s",
                te_last_error());
     args.input.shape[1] = args.output.shape[1] = SIDE;
     args.output.data = (float *)both.tensor.data + SIDE;

@@ -82,22 +82,24 @@ static void check_refusals(void)
     REFUSE(desc.value_count, -1, INVALID, "graph: -1 values, expected 1 to 8192");
     REFUSE(desc.value_count, TE_GRAPH_VALUES + 1, INVALID, "graph: 8193 values");
     REFUSE(desc.node_count, TE_GRAPH_NODES + 1, INVALID, "graph: 1025 nodes");
-    REFUSE(desc.flags, 2, INVALID, "or flags 0x2");
-    REFUSE(values[0].ndim, 0, INVALID, "value 0: name, ndim = 0");
-    REFUSE(values[0].ndim, TE_MAX_DIMS + 1, INVALID, "value 0: name, ndim = 5");
+    REFUSE(desc.flags, 2, INVALID, "or flags = 0x2");
+    REFUSE(values[0].ndim, 0, INVALID, "value 0: ndim = 0");
+    REFUSE(values[0].ndim, TE_MAX_DIMS + 1, INVALID, "value 0: ndim = 5");
     REFUSE(values[0].ndim, 1, INVALID, "linear: from x of 1 dims");
     REFUSE(values[0].dtype, 99, TYPE, "x: dtype invalid");
     REFUSE(values[0].dtype, TE_DTYPE_E4M3, TYPE, "x: dtype e4m3");
     REFUSE(values[0].shape[1].symbol, 7, INVALID, "x: dim 1");
     REFUSE(values[0].shape[1].symbol, TE_SYMBOL_ROWS, INVALID, "x: dim 1");
     REFUSE(values[0].shape[0].align, 0, INVALID, "x: dim 0");
-    REFUSE(values[0].shape[0].align, 16, INVALID, "x: leading dims");
+    REFUSE(values[0].shape[0].align, 16, INVALID, "x: TE_VALUE_LEADING");
     REFUSE(values[0].shape[0].multiply, INT64_MAX, INVALID, "x: dim 0");
     REFUSE(values[0].shape[0].multiply, (int64_t)1 << 26, INVALID, "x: too large");
-    REFUSE(values[0].shape[0].multiply, 3, INVALID, "linear: from x to a: other rows");
+    REFUSE(values[0].shape[0].multiply, 3, INVALID,
+           "linear: x and a have different numbers of rows");
     REFUSE(values[0].flags, TE_VALUE_INPUT | TE_VALUE_RESULT, INVALID, "flags = 0x5");
-    REFUSE(values[0].flags, 0, INVALID, "node 0 reads x, which nobody has made");
-    REFUSE(values[1].flags, TE_VALUE_INPUT, INVALID, "node 0 makes a, which is there already");
+    REFUSE(values[0].flags, 0, INVALID, "node 0 reads x, which no earlier node makes");
+    REFUSE(values[1].flags, TE_VALUE_INPUT, INVALID,
+           "node 0 makes a, which is given or made by another node");
     REFUSE(values[4].flags, TE_VALUE_INPUT, INVALID, "linear: weight: weight is no parameter");
     REFUSE(values[4].shape[0].add, 7, INVALID, "linear: weight: weight is no parameter of 16 x 16");
     REFUSE(values[5].flags, TE_VALUE_PARAMETER | TE_VALUE_DEFER, INVALID, "only a linear's weight");
@@ -105,8 +107,8 @@ static void check_refusals(void)
     REFUSE(values[7].dtype, TE_DTYPE_BF16, TYPE, "norm: gamma f32, beta bf16");
     REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 10 does not exist");
     REFUSE(nodes[0].kind, -1, INVALID, "node 0: kind -1 does not exist");
-    REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which nobody has made");
-    REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which nobody has made");
+    REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which no earlier node makes");
+    REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which no earlier node makes");
     REFUSE(inputs[0][1], 8, INVALID, "node 0: there is no value 8");
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
     REFUSE(nodes[0].input_count, 6, INVALID,
@@ -114,7 +116,7 @@ static void check_refusals(void)
            "5, 0, 0 and 31");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
-    REFUSE(nodes[0].input_count, 0, INVALID, "node 0: name, input -1");
+    REFUSE(nodes[0].input_count, 0, INVALID, "node 0: input 0 = -1");
     REFUSE(nodes[0].input_count, 1, INVALID, "linear: it has no weight");
     REFUSE(nodes[0].inputs, NULL, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[2].number_count, 2, INVALID, "node 2 (norm): 3 inputs, 2 numbers");
@@ -125,9 +127,9 @@ static void check_refusals(void)
     REFUSE(nodes[1].slice_count, 1, INVALID,
            "1 slices and 0 external steps, expected at most 1, 3, 0 and 0");
     REFUSE(nodes[1].slice_count, -1, INVALID, "-1 slices");
-    REFUSE(nodes[0].output, 8, INVALID, "output 8");
-    REFUSE(nodes[0].output, 3, INVALID, "reads a, which nobody has made");
-    REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is there already");
+    REFUSE(nodes[0].output, 8, INVALID, "output = 8");
+    REFUSE(nodes[0].output, 3, INVALID, "reads a, which no earlier node makes");
+    REFUSE(nodes[1].output, 1, INVALID, "node 1 makes a, which is given or made by another node");
     REFUSE(nodes[0].external_count, 1, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[0].external_count, TE_LINEAR_STAGE_COUNT + 1, INVALID, "external steps, expected");
     REFUSE(nodes[0].external_count, -1, INVALID, "-1 external steps");
@@ -146,15 +148,16 @@ static void check_refusals(void)
     REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
     REFUSE(nodes[0].quantization.casts[0].recipe, 9, INVALID, "recipe = 9");
-    REFUSE(nodes[0].quantization.casts[0].dtype, TE_DTYPE_F32, TYPE, "input: recipe 1 has no f32");
+    REFUSE(nodes[0].quantization.casts[0].dtype, TE_DTYPE_F32, TYPE,
+           "input: recipe 1 does not cast to f32");
     REFUSE(nodes[0].quantization.casts[1].amax_epsilon, (float)NAN, INVALID, "amax_epsilon");
     REFUSE(numbers[2][0], (float)NAN, INVALID, "eps = ");
     make_small(&g);
     memset(g.values[0].name, 'x', TE_NAME_BYTES);
-    refuse(&g, TE_ERROR_INVALID, "value 0: name");
+    refuse(&g, TE_ERROR_INVALID, "or its name has no end");
     make_small(&g);
     memset(g.nodes[0].name, 'x', TE_NAME_BYTES);
-    refuse(&g, TE_ERROR_INVALID, "node 0: name");
+    refuse(&g, TE_ERROR_INVALID, "or its name has no end");
     make_small(&g);
     (void)rows_of(&g, "nothing", TE_VALUE_RESULT, WIDTH);
     refuse(&g, TE_ERROR_INVALID, "no node makes the result nothing");
@@ -164,7 +167,7 @@ static void check_refusals(void)
     make_small(&g);
     (void)graph_linear(&g, "two_", 0, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH), 0);
     g.inputs[3][1] = 4;
-    refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of weight, which is read twice");
+    refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: weight has a gradient and is read twice");
     EXPECT(te_plan_make(NULL, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_INVALID, "no graph");
     make_small(&g);
     EXPECT(te_plan_make(&g.desc, TE_DIRECTION_COUNT, &plan) == TE_ERROR_INVALID, "direction 3");
@@ -226,7 +229,8 @@ static void check_heads(void)
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
     REFUSE_HEADS(nodes[1].slice_count, 2, INVALID, ": 0 heads of 0 channels");
     REFUSE_HEADS(nodes[1].slices, NULL, INVALID, "node 1 (attention): a list is NULL");
-    REFUSE_HEADS(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (rope) can not be repeated");
+    REFUSE_HEADS(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED,
+                 "node 0 (rope) can not be repeated, which TE_GRAPH_RECOMPUTE asks for");
     for (int n = 0; n < 2; n++) {
         for (int i = 0; i <= 2 * n; i++) {
             REFUSE_HEADS(slices[n][i].heads, 0, INVALID, ": 0 heads of 4 channels");
@@ -296,7 +300,8 @@ static void check_heads(void)
     g.inputs[0][1] = 1;
     te_plan_release(plan);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan));
-    REFUSE_NORM(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED, "node 0 (norm) can not be repeated");
+    REFUSE_NORM(desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED,
+                "node 0 (norm) can not be repeated, which TE_GRAPH_RECOMPUTE asks for");
     REFUSE_NORM(nodes[0].variant, 3, INVALID, "norm: kind = 3 does not exist");
     REFUSE_NORM(inputs[0][1], 4, INVALID, "norm: gamma: mask is no parameter of 1 x 4");
     REFUSE_NORM(inputs[0][2], 1, INVALID, "norm: kind 1 with a beta");
@@ -304,7 +309,7 @@ static void check_heads(void)
     REFUSE_NORM(slices[0][0].channels, 0, INVALID, "heads of 0 channels");
     /* packed sequences */
     REFUSE_HEADS(nodes[0].flags, TE_NODE_PACKED, INVALID, "rope: no offsets for sequences that");
-    REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: offsets -1, -1, of");
+    REFUSE_HEADS(nodes[1].flags, TE_NODE_PACKED, INVALID, "attention: values -1, -1 as offsets of");
     make_attention(&g);
     g.nodes[1].input_count = 12;
     g.inputs[1][11] = 0; /* bounds */
@@ -318,8 +323,8 @@ static void check_heads(void)
     g.numbers[2][0] = 0.5;
     g.inputs[2][3] = 1;
     refuse(&g, TE_ERROR_INVALID, "node 2: inputs[3] = 1, expected an input i64 [2]");
-    REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability 1.5");
-    REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability");
+    REFUSE_HEADS(numbers[2][0], 1.5, INVALID, "dropout + add: probability = 1.5, expected 0 to 1");
+    REFUSE_HEADS(numbers[2][1], (double)NAN, INVALID, "dropout + add: probability = ");
     REFUSE_HEADS(inputs[2][1], 5, INVALID, "dropout + add: bias: bias is no parameter");
     REFUSE_HEADS(inputs[2][2], 0, INVALID, "dropout + add: attended, x and y of different");
     REFUSE_HEADS(values[6].dtype, TE_DTYPE_BF16, INVALID, "attended, attended and y of different");
@@ -329,7 +334,7 @@ static void check_heads(void)
                           rows_of(&g, "z", TE_VALUE_RESULT, 8));
     g.values[6].flags &= ~(uint32_t)TE_VALUE_RESULT;
     g.inputs[3][GRAPH_BIAS] = 5;
-    refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: the gradient of bias, which is read twice");
+    refuse(&g, TE_ERROR_UNSUPPORTED, "node 3: bias has a gradient and is read twice");
     make_attention(&g);
     graph_softcap(&g, 0, 6, rows_of(&g, "z", TE_VALUE_RESULT, WIDTH));
     refuse(&g, TE_ERROR_INVALID, "softcap: cap = 0");
@@ -343,7 +348,7 @@ static void check_heads(void)
         g.values[v].shape[0].symbol = TE_SYMBOL_DIM_0;
         g.values[v].flags &= ~(uint32_t)TE_VALUE_LEADING;
     }
-    refuse(&g, TE_ERROR_INVALID, "linear: from x to a: other rows");
+    refuse(&g, TE_ERROR_INVALID, "linear: x and a have different numbers of rows");
     make_small(&g);
     g.nodes[0].owner = -1;
     refuse(&g, TE_ERROR_INVALID, "owner -1, expected 0 to");

@@ -204,7 +204,7 @@ static void check_gather(void)
     node->external = &gathers;
     node->external_count = 1;
     EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_UNSUPPORTED &&
-               strstr(te_last_error(), "gradients of a gathered input") != NULL,
+               strstr(te_last_error(), "gather > 1 has no backward yet") != NULL,
            "%s", te_last_error());
     for (int i = 1; i < 3; i++) g.values[node->inputs[i]].flags &= ~(uint32_t)TE_VALUE_GRADIENT;
     graph_make(&g);

@@ -199,14 +199,14 @@ def heads_graph(core, *, shape=None, slice_=None, flags=0, kind=None):
 def test_graphs_of_heads_that_can_not_be(core):
     dim_0, dim_1, rows = map(dim, (core.SYMBOL_DIM_0, core.SYMBOL_DIM_1, core.SYMBOL_ROWS))
     assert heads_graph(core).make(0)
-    no_rows = "q: leading dims that are no number of rows"
+    no_rows = "q: TE_VALUE_LEADING, but its first dims are no number of tokens"
     for changes, text in (
         (dict(slice_=(HEADS, CHANNELS, CHANNELS, CHANNELS)), "no matrix of rows"),
         (dict(slice_=(2, CHANNELS, 0, CHANNELS)), "no matrix of rows"),
         (dict(slice_=(HEADS, CHANNELS, 0, 2 * CHANNELS)), "no matrix of rows"),
         (dict(kind=core.NODE_ROPE), "no matrix of rows"),
         (dict(kind=core.NODE_HEAD_NORM), "no matrix of rows"),
-        (dict(flags=core.NODE_PACKED), "offsets -1, -1, of sequences that are packed"),
+        (dict(flags=core.NODE_PACKED), "values -1, -1 as offsets of sequences that are packed"),
         (dict(shape=(rows, HEADS, CHANNELS)), "q has 3 dims, of sequences that are not packed"),
         (dict(shape=(dim_0, dim_0, HEADS, CHANNELS)), no_rows),
         (dict(shape=(dim_1, dim_0, HEADS, CHANNELS)), no_rows),

@@ -86,7 +86,7 @@ def test_a_missing_or_wrong_form_is_named():
 def test_what_has_no_quantized_forms():
     with pytest.raises(ValueError, match="node 0: input has flags 0x219.*layer with a recipe"):
         graph_of(graphs.INPUT_GIVEN, _core.RECIPE_NONE).make(0)
-    with pytest.raises(ValueError, match="value 0: name, ndim = 2 or flags = 0x319"):
+    with pytest.raises(ValueError, match="value 0: ndim = 2 is not 1 to 4, flags = 0x319"):
         graph_of(graphs.INPUT_GIVEN | graphs.INPUT_KEPT).make(0)
     graph = graph_of(0)
     made = graph.value("normed", _core.DTYPE_F32, (graphs.ROWS, K))
@@ -139,7 +139,7 @@ def test_which_weights_can_arrive_row_wise_alone():
     rows = graphs.WEIGHT_GIVEN | graphs.WEIGHT_ROWS
     with pytest.raises(ValueError, match=rf"weight arrives row-wise alone: .*columns \({K}\)"):
         graph_of(rows).make(0)
-    with pytest.raises(ValueError, match="value 1: name, ndim = 2 or flags"):
+    with pytest.raises(ValueError, match="value 1: ndim = 2 is not 1 to 4, flags"):
         graph_of(graphs.WEIGHT_ROWS, columns=WIDE).make(0)
     forward = graph_of(rows, columns=WIDE, wanted=0).make(0)
     assert buffers(forward, "parameter") == [("value", 2), ("row", 1), ("scales", 1)]

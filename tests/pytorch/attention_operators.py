@@ -81,7 +81,7 @@ def attend(module, more, heads, qkv_format, limits, scale, dropout):
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-    ends, offsets, longest = limits.ends() or (None, None), (None, None), (0, 0)
+    ends, offsets, longest = limits.sequence_lengths() or (None, None), (None, None), (0, 0)
     if limits.packed is not None:
         offsets, longest = zip(*((of.offsets, of.longest) for of in limits.packed), strict=True)
     problem = {
@@ -90,19 +90,19 @@ def attend(module, more, heads, qkv_format, limits, scale, dropout):
         "rng": draw_pair(tensors[0]) if dropout > 0.0 else None, "scale": scale,
         "dropout": dropout, "window_left": limits.window[0], "window_right": limits.window[1],
         "bottom_right": limits.bottom_right, "max_queries": longest[0], "max_keys": longest[1],
-        "softcap": limits.softcap, "wants_top": limits.wants_top,
+        "softcap": limits.softcap, "wants_top": limits.max_logit,
     }  # fmt: skip
     turn = {"sbhd": lambda t: t.transpose(0, 1), "bshd": lambda t: t, "thd": lambda t: t[None]}
     out, top = Attention.apply(turn[qkv_format], problem, *tensors, limits.bias, limits.sink)
     out = out.flatten(-2)
-    return (out, top) if limits.wants_top else out
+    return (out, top) if limits.max_logit else out
 
 
 @contextlib.contextmanager
 def unkept():
     """No call of a `DotProductAttention` is found again in the block: each makes its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan.KeptCalls, "key_of", lambda *_: None)
+        patch.setattr(plan.KeptCalls, "look_up", lambda *_: (None, None))
         yield
 
 

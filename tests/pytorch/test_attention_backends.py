@@ -32,8 +32,8 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 )
 from transformer_engine.pytorch.attention.masks import (
     MASK_TYPES,
-    diagonal_of,
-    window_of,
+    effective_window,
+    ends_bottom_right,
 )
 
 HEADS, CHANNELS = 4, 16
@@ -48,7 +48,7 @@ def call_kinds():
     )
     for kind, window, square, bias, dtype in of_calls:
         for on, (device, *facts) in itertools.product(switches, machines):
-            limits = kind, window_of(window, kind), diagonal_of(None, kind), square
+            limits = kind, effective_window(window, kind), ends_bottom_right(None, kind), square
             channels = (64, 64) if square else (64, 60)
             of = CallKind(*limits, bias, not square, dtype, device, on, channels, *facts)
             yield of
@@ -60,11 +60,13 @@ def call_kinds():
                 yield of._replace(fp8=True)
                 yield of._replace(fp8=True, fp8_unbuilt="MXFP8BlockScaling")
                 yield of._replace(fp8=True, channels=(72, 64))
-                yield of._replace(fp8=True, by_mask=kind.padding, one_query=not kind.padding)
+                yield of._replace(
+                    fp8=True, padding_by_mask=kind.padding, one_query=not kind.padding
+                )
                 yield of._replace(fp8=True, softmax="learnable", max_logit=not square)
                 yield of._replace(fp8=True, max_logit=True)
                 yield of._replace(fp8=True, softcap=True)
-                yield of._replace(fp8=True, packed=kind.padding, drops=not kind.padding)
+                yield of._replace(fp8=True, packed=kind.padding, fp8_dropout=not kind.padding)
             if bias == "no_bias" and window is None:
                 yield of._replace(softmax="off-by-one")
                 yield of._replace(max_logit=True)
@@ -179,6 +181,27 @@ def test_explanation_is_what_then_runs(device, options, monkeypatch):
             module._ran.reasons
         )
         assert set(explained.refused) | {explained.backend, *explained.others} == set(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("alibi", "alibi_slopes", (2, HEADS)),
+        ("pre_scale_bias", "core_attention_bias", (1, 1, 5, 5)),
+        ("post_scale_bias", "core_attention_bias", (2, HEADS, 5, 5)),
+    ],
+)
+def test_explanation_of_what_is_added_to_scores(device, kind, name, shape):
+    """As a tensor and as its shape, beside tensors and shapes of the queries."""
+    module, query = te.DotProductAttention(HEADS, CHANNELS), (5, 2, HEADS, CHANNELS)
+    tensor = torch.randn(query, dtype=BF16, device=device)
+    added = torch.randn(shape, dtype=F32 if kind == "alibi" else BF16, device=device)
+    given = {"core_attention_bias_type": kind, "dtype": BF16, "device": device}
+    wanted = explain(module, tensor, tensor, tensor, **given, **{name: added})
+    for first, each in itertools.product((tensor, query), (added, shape)):
+        assert explain(module, first, **given, **{name: each}) == wanted
+        assert explain(module, first, query, query, **given, **{name: each}) == wanted
+    assert wanted.refused["sdpa"].feature == f"bias type {kind}"
 
 
 def test_explanation_names_one_feature_for_each_backend():

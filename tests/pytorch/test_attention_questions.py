@@ -12,7 +12,7 @@ from tols import F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
-from transformer_engine.pytorch.attention import backends, choice, masks
+from transformer_engine.pytorch.attention import backends, masks
 from transformer_engine.pytorch.attention import problem as formats
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -261,13 +261,13 @@ def test_backend_of_defaults():
 
 def test_recipes_of_capped_attention(monkeypatch):
     """What is asked has the module's cap: on CUDA no kernel of FP8 caps scores."""
-    asked, of_table = [], choice.refusals
+    asked, of_table = [], backends.refusals
 
     def noted(call_kind):
         asked.append(call_kind.softcap)
         return of_table(call_kind)
 
-    monkeypatch.setattr(choice, "refusals", noted)
+    monkeypatch.setattr(backends, "refusals", noted)
     for cap in (0.0, 5.0):
         asked.clear()
         te.DotProductAttention(2, 64, softcap=cap).get_qkv_quantization_capabilities()

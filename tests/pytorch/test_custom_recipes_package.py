@@ -216,7 +216,7 @@ def test_custom_gemm_refuses(options, error, words):
     made.update_usage(columnwise_usage=False)
     with pytest.raises(RuntimeError, match="A: its columnwise form"):
         gemm.custom_gemm(made, made, None, layout="NN")
-    with pytest.raises(RuntimeError, match="cast from the values"):
+    with pytest.raises(RuntimeError, match="a dropped form is not made again"):
         made.update_usage(columnwise_usage=True)
 
 

@@ -9,7 +9,7 @@ from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.choice import (
+from transformer_engine.pytorch.attention.backends import (
     _unusual as unusual,
 )
 from transformer_engine.pytorch.attention.masks import Limits
@@ -123,7 +123,7 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
     def odd(shape, dtype=BF16, capped=False, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
         return bool(
-            unusual(_options(core_attention_bias=bias, **more), sizes, query, capped, False)
+            unusual(_options(core_attention_bias=bias, **more), sizes, query.dtype, capped, False)
         )
 
     with torch.set_grad_enabled(gradients):
@@ -141,7 +141,7 @@ def test_masks_and_biases_over_one_key_are_unusual():
         {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"},
         {"core_attention_bias_type": "alibi"},
     ):
-        assert "over one key" in unusual(AttentionOptions(**given), one, query, 0.0, False)
-        assert not unusual(AttentionOptions(**given), two, query, 0.0, False)
-    assert not unusual(AttentionOptions(), one, query, 0.0, False)
-    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query, 0.0, False)
+        assert "over one key" in unusual(AttentionOptions(**given), one, query.dtype, 0.0, False)
+        assert not unusual(AttentionOptions(**given), two, query.dtype, 0.0, False)
+    assert not unusual(AttentionOptions(), one, query.dtype, 0.0, False)
+    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query.dtype, 0.0, False)

@@ -307,7 +307,7 @@ def test_a_module_without_state_starts_again_after_a_warm_up(device):
     for scale, history in state_of(layer).values():
         assert (scale == 1).all() and (history == 0).all()
     assert layer.fp8_meta["scaling_fwd"].scale.data_ptr() == memory
-    with pytest.raises(RuntimeError, match="state of 1 modules for 2 modules"):
+    with pytest.raises(RuntimeError, match="has the state of 1 modules, the modules given have 2"):
         te.graph.restore_fp8_tensors([layer, layer], saved)
     assert te.graph.save_fp8_tensors([layer], Float8CurrentScaling()) is None
     te.graph.restore_fp8_tensors([layer], None)

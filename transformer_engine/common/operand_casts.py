@@ -262,4 +262,7 @@ def _kind_of(recipe: Recipe) -> int:
         return _core.RECIPE_BLOCK
     if recipe.float8_row_scaling():
         return _core.RECIPE_ROW
-    raise NotImplementedError(f"Linear: recipe {type(recipe).__name__}")
+    raise NotImplementedError(
+        f"Linear: no cast is known for a {type(recipe).__name__}: use a recipe of "
+        "transformer_engine.common.recipe, or a CustomRecipe"
+    )

@@ -43,6 +43,11 @@ class Plan:
         linear = self.graph.numbers_of(_core.NODE_LINEAR)
         return any(self.graph.nodes[n].flags & _core.LINEAR_MEASURE_OPERANDS for n in linear)
 
+    @functools.cached_property
+    def given(self) -> int:
+        """How many tensors a run is given, besides what the forward has packed."""
+        return sum(b.role in ("input", "parameter", "state") for b in self.described.buffers)
+
     @property
     def stages(self) -> tuple[_core.Stage, ...]:
         """Its stages."""

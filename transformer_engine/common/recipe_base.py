@@ -4,6 +4,7 @@
 Programs know all of this from `recipe`, where the recipes are; pickles name that module.
 """
 
+import copy
 import functools
 import inspect
 import math
@@ -297,6 +298,10 @@ def recipe_class(cls: type) -> type:
     return cls
 
 
+_FOR_GRAPHS: dict[str, "Recipe"] = {}
+"""Recipes of graphs that were traced, by their texts."""
+
+
 @dataclass(repr=False, eq=False)
 class Recipe:
     """Base of all recipes.
@@ -352,6 +357,17 @@ class Recipe:
     def custom(cls) -> bool:
         """Return whether quantizers come from a function of the user."""
         return cls._KIND == "custom"
+
+    def keep_for_graphs(self) -> None:
+        """Keep the recipe for `kept_for_graphs`; torch.compile runs this while it traces."""
+        _FOR_GRAPHS[repr(self)] = self
+
+    keep_for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def kept_for_graphs(identity: str) -> "Recipe | None":
+        """Return a recipe whose `repr` is `identity`, of those that were kept; "": None."""
+        return copy.copy(_FOR_GRAPHS[identity]) if identity else None
 
     def _numerics(self) -> list[tuple[str, Any]]:
         """Return everything that changes numerics, as (name, value)."""

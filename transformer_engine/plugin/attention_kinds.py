@@ -73,6 +73,4 @@ def in_batches(tensor: Tensor, form: str) -> Tensor:
 
 def in_format(tensor: Tensor, form: str) -> Tensor:
     """Undo `in_batches`."""
-    if form == "thd":
-        return tensor[0]
-    return tensor.transpose(0, 1) if form == "sbhd" else tensor
+    return tensor[0] if form == "thd" else in_batches(tensor, form)

@@ -67,7 +67,9 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Any) ->
     found = [module for root in modules for module in root.modules()]
     if len(found) != len(fp8_tensors):
         raise RuntimeError(
-            f"restore_fp8_tensors: state of {len(fp8_tensors)} modules for {len(found)} modules"
+            f"restore_fp8_tensors: fp8_tensors has the state of {len(fp8_tensors)} modules, the "
+            f"modules given have {len(found)} with their submodules: give the same modules as to "
+            "save_fp8_tensors"
         )
     for module, values in zip(found, fp8_tensors, strict=True):
         if hasattr(module, "_put_state"):

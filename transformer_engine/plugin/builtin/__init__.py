@@ -27,26 +27,22 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     for gradient in ("clamped_dswiglu" if kind == "clamped_swiglu" else f"d{kind}",)
 }
 """By activation its gradient, and that with column sums, which gated ones do not have."""
-_SOFTMAX = " ".join(
+SOFTMAX = " ".join(
     f"scaled_{kind}softmax_{way}"
     for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
     for way in ("forward", "backward")
 )
-_NORMALIZATION = "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add"
-_ROPE = "fused_rope_forward fused_rope_backward fused_qkv_rope_forward fused_qkv_rope_backward"
-_DROPOUT = "dropout_fwd dropout_bwd"
+ROPE = "fused_rope_forward fused_rope_backward fused_qkv_rope_forward fused_qkv_rope_backward"
+_ATTENTION = f"fused_attn_fwd fused_attn_bwd copy_to_kv_cache {ROPE}"
 
 NATIVE: dict[str, str] = {
     "quantization": "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize "
     "fp8_transpose compute_amax fused_amax_and_scale_update_after_reduction",
-    "gemm": "generic_gemm",
-    "activation": " ".join((*ACTIVATIONS, *itertools.chain(*ACTIVATIONS.values()))),
-    "normalization": _NORMALIZATION,
-    "softmax": _SOFTMAX,
-    "attention": "get_fused_attn_backend fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
+    "layers": "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add dropout_fwd "
+    f"dropout_bwd generic_gemm {SOFTMAX} "
+    + " ".join((*ACTIVATIONS, *itertools.chain(*ACTIVATIONS.values()))),
+    "attention": f"get_fused_attn_backend {_ATTENTION}",
     "flash_attention": "get_flash_attention_class",
-    "rope": _ROPE,
-    "dropout": _DROPOUT,
     "queries": "get_cublasLt_version get_cudnn_version get_num_cublas_streams "
     "create_fp8_tensor_meta",
 }
@@ -54,10 +50,10 @@ NATIVE: dict[str, str] = {
 
 SHARED: dict[str, str] = {
     "layouts": "swap_first_dims fa_prepare_fwd fa_prepare_bwd convert_thd_to_bshd "
-    "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding",
-    "partial_casts": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
-    "context_parallel": "thd_get_partitioned_indices thd_grad_correction thd_out_correction "
-    "thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
+    "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding "
+    "thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor "
+    "thd_read_second_half_lse thd_second_half_lse_correction",
+    "quantization": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
     "optimizers": "multi_tensor_adam multi_tensor_adam_capturable "
     "multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder "
     "multi_tensor_compute_scale_and_scale_inv multi_tensor_compute_scale_inv_e8m0 "
@@ -69,60 +65,45 @@ SHARED: dict[str, str] = {
 REFERENCE: dict[str, str] = {
     "reference.quantization": "fp8_transpose compute_amax "
     "fused_amax_and_scale_update_after_reduction",
-    "reference.attention": "fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
-    **{
-        f"reference.{module}": NATIVE[module]
-        for module in ("gemm", "activation", "normalization", "softmax", "rope", "dropout")
-    },
+    "reference.attention": _ATTENTION,
+    "reference.layers": NATIVE["layers"],
 }
 """Operators that have a ``reference.torch`` of their own."""
 
-_MOE, _NVSHMEM, _BUFFERS = "kernels of mixtures of experts", "NVSHMEM", "user buffers"
+_WAITING: dict[str, dict[str, str]] = {
+    "grouped GEMMs": {
+        "te_general_grouped_gemm": "Products of pairs of matrices, and gradients of the biases.",
+    },
+    "kernels of mixtures of experts": {
+        "moe_permute_fwd": "Tokens sorted by expert, where each came from, and the workspace.",
+        "moe_permute_bwd": "Gradient of the tokens of `moe_permute_fwd`.",
+        "moe_unpermute_fwd": "Tokens in their own order again: sums over experts, by `prob`.",
+        "moe_unpermute_bwd": "Gradients of the input and of `prob` of `moe_unpermute_fwd`.",
+        "fused_topk_with_score_function_fwd": "Probabilities of the chosen experts, which these "
+        "are, and what the backward reads.",
+        "fused_topk_with_score_function_bwd": "Gradient of the logits of its forward.",
+        "fused_score_for_moe_aux_loss_fwd": "Scores of all experts, which are chosen, and what the "
+        "backward reads.",
+        "fused_score_for_moe_aux_loss_bwd": "Gradient of the logits of its forward.",
+        "fused_moe_aux_loss_fwd": "The auxiliary loss, and what the backward reads.",
+        "fused_moe_aux_loss_bwd": "Gradient of the probabilities of `fused_moe_aux_loss_fwd`.",
+    },
+    "NVSHMEM": {
+        "init_nvshmem_backend": "Start NVSHMEM for the ranks of a group.",
+        "create_nvshmem_tensor": "Allocate a tensor in memory that other ranks write.",
+        "nvshmem_send_on_current_stream": "Write into another rank's memory.",
+        "nvshmem_wait_on_current_stream": "Wait until another rank has written.",
+        "nvshmem_finalize": "End NVSHMEM.",
+    },
+    "user buffers": {
+        "bulk_overlap_ag_with_external_gemm": "All-gather while somebody else's GEMM runs.",
+        "create_comm_overlap_helper": "Make what communicators share.",
+        "create_comm_overlap": "Make a communicator that overlaps a collective with GEMMs.",
+        "create_comm_overlap_p2p": "Make one that overlaps sends to neighbours with GEMMs.",
+    },
+}
 ABSENT: dict[str, tuple[str, str]] = {
-    "te_general_grouped_gemm": (
-        "grouped GEMMs",
-        "Products of pairs of matrices, as `generic_gemm`; gradients of the biases.",
-    ),
-    "moe_permute_fwd": (_MOE, "Tokens sorted by expert, where each came from, and the workspace."),
-    "moe_permute_bwd": (_MOE, "Gradient of the tokens of `moe_permute_fwd`."),
-    "moe_unpermute_fwd": (
-        _MOE,
-        "Tokens in their own order again: sums over experts, weighted by `prob`.",
-    ),
-    "moe_unpermute_bwd": (_MOE, "Gradients of the input and of `prob` of `moe_unpermute_fwd`."),
-    "fused_topk_with_score_function_fwd": (
-        _MOE,
-        "Probabilities of the chosen experts, which these are, and what the backward reads.",
-    ),
-    "fused_topk_with_score_function_bwd": (
-        _MOE,
-        "Gradient of the logits of `fused_topk_with_score_function_fwd`.",
-    ),
-    "fused_score_for_moe_aux_loss_fwd": (
-        _MOE,
-        "Scores of all experts, which are chosen, and what the backward reads.",
-    ),
-    "fused_score_for_moe_aux_loss_bwd": (
-        _MOE,
-        "Gradient of the logits of `fused_score_for_moe_aux_loss_fwd`.",
-    ),
-    "fused_moe_aux_loss_fwd": (_MOE, "The auxiliary loss, and what the backward reads."),
-    "fused_moe_aux_loss_bwd": (_MOE, "Gradient of the probabilities of `fused_moe_aux_loss_fwd`."),
-    "init_nvshmem_backend": (_NVSHMEM, "Start NVSHMEM for the ranks of a group."),
-    "create_nvshmem_tensor": (_NVSHMEM, "Allocate a tensor in memory that other ranks write."),
-    "nvshmem_send_on_current_stream": (_NVSHMEM, "Write into another rank's memory."),
-    "nvshmem_wait_on_current_stream": (_NVSHMEM, "Wait until another rank has written."),
-    "nvshmem_finalize": (_NVSHMEM, "End NVSHMEM."),
-    "bulk_overlap_ag_with_external_gemm": (
-        _BUFFERS,
-        "All-gather while a GEMM of somebody else runs.",
-    ),
-    "create_comm_overlap_helper": (_BUFFERS, "Make what communicators share."),
-    "create_comm_overlap": (_BUFFERS, "Make a communicator that overlaps a collective with GEMMs."),
-    "create_comm_overlap_p2p": (
-        _BUFFERS,
-        "Make a communicator that overlaps sends to neighbours with GEMMs.",
-    ),
+    op: (reason, what) for reason, group in _WAITING.items() for op, what in group.items()
 }
 """Operators that are not built yet: what each waits for, and what it does."""
 

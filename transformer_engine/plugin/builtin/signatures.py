@@ -20,11 +20,13 @@ from transformer_engine.plugin.core import ops
 
 _STUB = Path(transformer_engine.__file__).parents[1] / "transformer_engine_torch/__init__.pyi"
 _NAMES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, type, Sequence)},
+    **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, type)},
+    "Callable": Callable,
+    "Sequence": Sequence,
     **{"Any": Any, "Tensor": torch.Tensor, "Generator": torch.Generator, "dtype": torch.dtype},
     **{"torch": torch, "ops": ops},
 }
-"""What types of arguments are made of."""
+"""Names that annotations of arguments consist of."""
 
 
 @functools.cache
@@ -87,6 +89,12 @@ def operator(function: Callable, op: str = "") -> Callable:
     return taking(signature(op), function, op)
 
 
+def define(module: dict[str, Any], op: str, function: Callable, doc: str) -> None:
+    """Define an operator in a module, by its ``globals()``; see `operator`."""
+    made = module[op] = operator(function, op)
+    made.__module__, made.__doc__ = module["__name__"], doc
+
+
 def taking(own: Signature, function: Callable, name: str) -> Callable:
     """Make a function of one object one of arguments; see `operator`."""
     with_places = "out" in inspect.signature(function).parameters
@@ -95,21 +103,18 @@ def taking(own: Signature, function: Callable, name: str) -> Callable:
     defaults = [one.default for one in positional if one.default is not one.empty]
     made: Any = namedtuple(name, [one.name for one in positional], defaults=defaults)  # noqa: PYI024
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def call_of(args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            call = made(*args, **kwargs)
+            return made(*args, **kwargs)
         except TypeError:
             own.bind(*args, **kwargs)  # says what is wrong by the names of the operator
             raise
-        return function(call)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(call_of(args, kwargs))
 
     def run_placing(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-        try:
-            call = made(*args, **kwargs)
-        except TypeError:
-            own.bind(*args, **kwargs)
-            raise
-        return function(call, out)
+        return function(call_of(args, kwargs), out)
 
     found: Any = run_placing if with_places else run
     found.__name__ = found.__qualname__ = name

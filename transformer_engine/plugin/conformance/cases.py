@@ -4,7 +4,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,62 +23,77 @@ class Wanted(NamedTuple):
 
     name: str
     found: Any
-    exact: Tensor  # float64; of `same` of any dtype
+    exact: Tensor
     dtype: torch.dtype
     bound: float  # of the mean square of errors, relative to that of the values; 0: no bit differs
     terms: Tensor | None = None  # what the values are sums of, where these may cancel
 
 
-def near(
-    name: str,
-    found: Any,
-    exact: Tensor,
-    dtype: torch.dtype,
-    depth: int = 1,
-    steps: float = 2.0,
-    terms: Tensor | None = None,
-) -> Wanted:
-    """Within `steps` roundings to the dtype, and those of sums of `depth` terms in fp32.
-
-    Each is an error of at most eps / 2 of its value, all in one direction so steps * eps / 2; sums
-    of random sign err by sqrt(depth) of those. Functions on the way pass errors on with a gain
-    whose square is at most 4, and exponentials of arguments up to 16 err by 32 eps. Of values that
-    are sums of `terms` that cancel errors are relative to these.
-    """
-    eps = torch.finfo(dtype).eps
-    bound = (steps * eps / 2) ** 2 + 4 * depth * (_EPS / 2) ** 2 + (32 * _EPS) ** 2
-    return Wanted(name, found, exact, dtype, bound, terms)
-
-
-def same(name: str, found: Any, exact: Tensor) -> Wanted:
-    """Bit for bit."""
-    return Wanted(name, found, exact, exact.dtype, 0.0)
-
-
-def coded(name: str, found: Any, quantizer: Any, exact: Tensor) -> Wanted:
-    """Values that are cast to E4M3: each is rounded by 2^-4 of it at most, but for small ones."""
-    kind = type(quantizer.make_empty((32, 32), device=exact.device))
-    if type(found) is not kind:
-        raise TypeError(f"{type(found).__name__}, expected a {kind.__name__}")
-    values = found.dequantize(dtype=torch.float32)
-    return Wanted(name, values, exact, torch.float32, 2.0**-8)
-
-
 class Result(NamedTuple):
-    """How near a result has to be to that of the definition: see `near`."""
+    """What a result is, and how near it has to be to what it is to be.
+
+    Within `steps` roundings to the dtype, and those of sums of `depth` terms in fp32. Each is an
+    error of at most eps / 2 of its value, all in one direction so steps * eps / 2; sums of random
+    sign err by sqrt(depth) of those. Functions on the way pass errors on with a gain whose square
+    is at most 4, and exponentials of arguments up to 16 err by 32 eps. Of values that are sums of
+    `terms` that cancel errors are relative to these. Values that are cast to E4M3 are each rounded
+    by 2^-4 of it at most, but for small ones.
+    """
 
     name: str
-    dtype: torch.dtype | None = None  # None: that of the definition's, or a quantized tensor
+    dtype: torch.dtype | None = None  # None: that of what it is to be, or a quantized tensor
     depth: int = 1  # 0: bit for bit
     steps: float = 2.0
     terms: Tensor | None = None
     quantizer: Any = None  # it is cast; or left in high precision, where there is a dtype
     may_lack: bool = False  # None is as well
-    finite: bool = False  # what it is where the definition's is not finite means nothing
+    finite: bool = False  # what it is where it is not to be finite means nothing
+
+    def beside(self, found: Any, exact: Any) -> Iterator[Wanted]:
+        """What was found, and what it is to be: float64, or of any dtype bit for bit."""
+        name, dtype = self.name, self.dtype
+        if hasattr(type(exact), "_dequantized"):
+            _expect(found, type(exact))
+            parts = zip(found.get_data_tensors(), exact.get_data_tensors(), strict=True)
+            for i, (one, other) in enumerate(parts):
+                if other is not None:
+                    yield Wanted(f"{name}, part {i}", one, other, other.dtype, 0.0)
+            return
+        if self.quantizer is not None and (dtype is None or type(found) is not Tensor):
+            _expect(found, type(self.quantizer.make_empty((32, 32), device=exact.device)))
+            values = found.dequantize(dtype=torch.float32)
+            yield Wanted(name, values, exact, torch.float32, 2.0**-8)
+            return
+        if self.finite and getattr(found, "shape", None) == exact.shape:
+            seen = exact.isfinite()
+            found, exact = found[seen], exact[seen]
+        if self.depth == 0:
+            exact = exact if dtype is None else exact.to(dtype)
+            yield Wanted(name, found, exact, exact.dtype, 0.0)
+            return
+        rounding = self.steps * torch.finfo(dtype).eps / 2
+        bound = rounding**2 + 4 * self.depth * (_EPS / 2) ** 2 + (32 * _EPS) ** 2
+        yield Wanted(name, found, exact, dtype, bound, self.terms)
+
+
+def _expect(found: Any, kind: type) -> None:
+    if type(found) is not kind:
+        raise TypeError(f"{type(found).__name__}, expected a {kind.__name__}")
+
+
+class Exact(NamedTuple):
+    """What a call gives: its results, and what it leaves in the arguments of `Case.left`.
+
+    Of a list of tensors a list; or a function that gives either, after the call.
+    """
+
+    results: Any = None
+    left: Sequence[Any] = ()
+    before: Sequence[Tensor | None] = ()  # what was in these
 
 
 CASES: dict[str, Callable[["Draw"], Iterable["Case"]]] = {}
-"""What makes the cases of an operator, of the groups that are imported."""
+"""Makers of the cases of operators, by operator, of the groups that are imported."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +107,19 @@ class Case:
     args : tuple
         Arguments.
     wanted : tuple or callable
-        A `Result`, or None for what is not looked at, for each result of the operator's definition;
-        or a function of what the call returned that gives a sequence of `Wanted`.
+        A `Result`, or None for what is not looked at, for each result of the operator; or a
+        function of what the call returned that gives a sequence of `Wanted`.
     kwargs : dict, optional
         Keyword arguments.
     written : tuple of Tensor or of lists of Tensor, optional
         Arguments that the call may write to; all others it has to leave alone.
-    left : tuple of (Tensor, Result), optional
-        Likewise, and what is in them then is compared with what the definition leaves there.
+    left : sequence of (Tensor or list of Tensor, Result), optional
+        Likewise, and what is in them then is compared; lists as a whole: an element alone may
+        cancel to 0. Or of a function that gives what to compare.
     wide : bool, default True
         The definition is asked in float64; else in the dtypes of the arguments.
+    exact : Exact, optional
+        What the call gives; None: what the definition of the operator does.
     """
 
     name: str
@@ -109,8 +127,9 @@ class Case:
     wanted: tuple[Result | None, ...] | Callable[[Any], Sequence[Wanted]]
     kwargs: dict[str, Any] = field(default_factory=dict)
     written: tuple = ()
-    left: tuple[tuple[Tensor, Result], ...] = ()
+    left: Sequence[tuple[Any, Result]] = ()
     wide: bool = True
+    exact: Exact | None = None
 
     @staticmethod
     def of(*ops: str) -> Callable[[Callable], Callable]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of, near, same
-from transformer_engine.plugin.conformance.definition import counted
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
 
 _SHAPES = ((32, 64), (128, 256), (16, 48), (3, 32, 32))
 
@@ -57,23 +56,6 @@ def _values(draw: Draw) -> Iterator[tuple[str, Tensor]]:
         yield f"{what} NaN and Inf", holes
 
 
-def _parts(made: Any) -> list[Tensor | None]:
-    parts = list(made.get_data_tensors())
-    return [None if t is None else t.cpu() for t in parts]
-
-
-def _alike(name: str, found: Any, expected: Any) -> list:
-    """The same data in all parts."""
-    if type(found) is not type(expected):
-        raise TypeError(f"{type(found).__name__}, expected a {type(expected).__name__}")
-    pairs = zip(_parts(found), _parts(expected), strict=True)
-    return [
-        same(f"{name}, part {i}", one, other)
-        for i, (one, other) in enumerate(pairs)
-        if other is not None
-    ]
-
-
 @Case.of("quantize", "bgrad_quantize")
 def _quantize(op: str, draw: Draw) -> Iterator[Case]:
     with_sums = op == "bgrad_quantize"
@@ -84,21 +66,15 @@ def _quantize(op: str, draw: Draw) -> Iterator[Case]:
             quantizer = quantizers(draw.device)[kind]
             reference = quantizers(torch.device("cpu"))[kind]
             expected = reference(x.cpu())
-            amaxes = [(quantizer.amax, reference.amax)] if kind == "delayed" else []
-
-            def wanted(
-                found: Any, expected: Any = expected, x: Tensor = x, amaxes: list = amaxes
-            ) -> list:
-                raised = [same("the amax of the quantizer", *pair) for pair in amaxes]
-                if not with_sums:
-                    return [*_alike("the result", found, expected), *raised]
-                counted(found, 2)
-                sums = x.double().reshape(-1, x.shape[-1]).sum(0)
-                depth = x.numel() // x.shape[-1]
-                first = near("the column sums", found[0], sums, x.dtype, depth)
-                return [first, *_alike("the result", found[1], expected), *raised]
-
-            yield Case(f"{kind} {name}", (x, quantizer), wanted)
+            delayed, amax = kind == "delayed", Result("the amax of the quantizer", depth=0)
+            left = [(quantizer.amax, amax)] if delayed else []
+            exact = Exact(expected, [reference.amax] if delayed else [])
+            wanted: tuple = (Result("the result"),)
+            if with_sums:
+                rows = x.double().reshape(-1, x.shape[-1])
+                wanted = (Result("the column sums", x.dtype, len(rows)), *wanted)
+                exact = exact._replace(results=(rows.sum(0), expected))
+            yield Case(f"{kind} {name}", (x, quantizer), wanted, left=left, exact=exact)
         if not with_sums:
             yield from _into(kind, draw)
 
@@ -110,15 +86,11 @@ def _into(kind: str, draw: Draw) -> Iterator[Case]:
         x, before = (draw.normal((32, 64), dtype) for _ in range(2))
         out = quantizer(before)
         noop = None if flag is None else draw.number(flag)
-        stays = bool(flag)
-        expected = quantizers(torch.device("cpu"))[kind]((before if stays else x).cpu())
-
-        def wanted(found: Any, expected: Any = expected, out: Any = out) -> list:
-            return [*_alike("the result", found, expected), *_alike("output", out, expected)]
-
+        expected = quantizers(torch.device("cpu"))[kind]((before if flag else x).cpu())
+        wanted, left = (Result("the result"),), [(out, Result("output"))]
         how = "" if flag is None else f", flag {flag:g}"
-        args = x, quantizer, out, noop
-        yield Case(f"{kind} {name_of(dtype)} into output{how}", args, wanted, written=(out,))
+        name, exact = f"{kind} {name_of(dtype)} into output{how}", Exact(expected, [expected])
+        yield Case(name, (x, quantizer, out, noop), wanted, left=left, exact=exact)
 
 
 @Case.of("dequantize")
@@ -127,12 +99,9 @@ def _dequantize(draw: Draw) -> Iterator[Case]:
         for dtype in draw.dtypes:
             x = draw.normal((32, 64), torch.float32)
             values = reference(x.cpu()).dequantize(dtype=torch.float32).double()
-
-            def wanted(found: Tensor, values: Tensor = values, dtype: torch.dtype = dtype) -> list:
-                return [near("the result", found, values, dtype)]
-
             made = quantizers(draw.device)[kind](x)
-            yield Case(f"{kind} to {name_of(dtype)}", (made, dtype), wanted)
+            wanted = (Result("the result", dtype),)
+            yield Case(f"{kind} to {name_of(dtype)}", (made, dtype), wanted, exact=Exact(values))
 
 
 @Case.of("multi_tensor_quantize", "split_quantize")
@@ -142,18 +111,14 @@ def _several(op: str, draw: Draw) -> Iterator[Case]:
         expected = quantizers(torch.device("cpu"))
         parts = [draw.normal((32, 64), dtype) for _ in named]
 
-        def wanted(found: list, parts: list = parts, expected: dict = expected) -> list:
-            if len(found) != len(parts):
-                raise ValueError(f"{len(found)} results, expected {len(parts)}")
-            pairs = zip(expected.items(), parts, found, strict=True)
-            return [one for (kind, q), x, got in pairs for one in _alike(kind, got, q(x.cpu()))]
-
+        wanted = tuple(Result(f"the result, {kind}") for kind in named)
+        exact = Exact([q(x.cpu()) for q, x in zip(expected.values(), parts, strict=True)])
         given = list(named.values())
         if op == "multi_tensor_quantize":
             args: tuple = (parts, given)
         else:
             args = (torch.cat(parts), [32] * len(parts), given)
-        yield Case(name_of(dtype), args, wanted)
+        yield Case(name_of(dtype), args, wanted, exact=exact)
 
 
 @Case.of("fp8_transpose")

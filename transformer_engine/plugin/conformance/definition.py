@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the definition of an operator, its ``reference.torch``, in float64."""
+"""Results beside what they are to be: mostly the definition's, ``reference.torch`` in float64."""
 
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.plugin import builtin
-from transformer_engine.plugin.conformance.cases import Case, Result, Wanted, coded, near, same
+from transformer_engine.plugin.conformance.cases import (
+    Case,
+    Exact,
+    Result,
+    Wanted,
+)
 
 
 def definition(op: str) -> Callable[..., Any]:
@@ -21,26 +26,27 @@ def definition(op: str) -> Callable[..., Any]:
     raise LookupError(f"{op} has no definition: its cases say what they want")
 
 
-class Defined(NamedTuple):
-    """Results of a definition, and what it leaves in the arguments of `Case.left`."""
+def defined(op: str, case: Case) -> Exact:
+    """What a case gives: as it says, or as the definition does with copies of its arguments."""
+    exact = case.exact
+    if exact is None and callable(case.wanted):
+        exact = Exact()
+    if exact is None:
+        made: dict[int, Any] = {}
+        copied = _wide if case.wide else copy.deepcopy
+        args = [copied(one, made) for one in case.args]
+        kwargs = {name: copied(one, made) for name, one in case.kwargs.items()}
+        with torch.no_grad():
+            results = definition(op)(*args, **kwargs)
+        exact = Exact(results, [made[id(tensor)] for tensor, _ in case.left])
+    there = [_joined(given) for given, _ in case.left]
+    return exact._replace(before=[t.clone() if type(t) is Tensor else None for t in there])
 
-    results: Any
-    left: list[Tensor]
-    before: list[Tensor]  # what was in these
 
-
-def defined(op: str, case: Case) -> Defined | None:
-    """Run the definition on copies of a case's arguments; None for a case with its own values."""
-    if callable(case.wanted):
-        return None
-    made: dict[int, Any] = {}
-    copied = _wide if case.wide else copy.deepcopy
-    args = [copied(one, made) for one in case.args]
-    kwargs = {name: copied(one, made) for name, one in case.kwargs.items()}
-    with torch.no_grad():
-        results = definition(op)(*args, **kwargs)
-    left = [made[id(tensor)] for tensor, _ in case.left]
-    return Defined(results, left, [tensor.clone() for tensor, _ in case.left])
+def _joined(given: Any) -> Any:
+    """All elements of a list of tensors, or what else is given; or what a function gives."""
+    given = given() if callable(given) else given
+    return torch.cat([t.flatten() for t in given]) if isinstance(given, list) else given
 
 
 def widened(args: Sequence[Any]) -> list:
@@ -67,41 +73,29 @@ def _wide(value: Any, made: dict[int, Any]) -> Any:
     return made[id(value)]
 
 
-def compared(case: Case, found: Any, exact: Defined) -> Iterator[Wanted]:
-    """The results of a call, and what it has written, beside those of the definition."""
-    several = isinstance(exact.results, tuple | list)
-    values = counted(found, len(exact.results)) if several else (found,)
-    results = exact.results if several else (exact.results,)
-    for result, one, other in zip(case.wanted, values, results, strict=True):
-        if result is None or (one is None and result.may_lack):
-            continue
-        if other is None and one is not None:
-            raise ValueError(f"{result.name}, which there is not")
-        if other is not None:
-            yield _beside(result, one, other)
-    for (tensor, result), other, before in zip(case.left, exact.left, exact.before, strict=True):
-        yield _beside(result, tensor, other)
-        stays = other == before.to(other.dtype)
-        yield same(f"what stays of {result.name}", tensor[stays], before[stays])
-
-
-def counted(found: Any, count: int) -> Sequence[Any]:
-    """Results of which there are as many; ValueError for anything else."""
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"{type(found).__name__}, expected {count} results")
-    if len(found) != count:
-        raise ValueError(f"{len(found)} results, expected {count}")
-    return found
-
-
-def _beside(result: Result, found: Any, exact: Tensor) -> Wanted:
-    """A result and the definition's."""
-    name, dtype = result.name, result.dtype
-    if result.quantizer is not None and (dtype is None or type(found) is not Tensor):
-        return coded(name, found, result.quantizer, exact)
-    if result.finite and getattr(found, "shape", None) == exact.shape:
-        seen = exact.isfinite()
-        found, exact = found[seen], exact[seen]
-    if result.depth == 0:
-        return same(name, found, exact if dtype is None else exact.to(dtype))
-    return near(name, found, exact, dtype, result.depth, result.steps, result.terms)
+def compared(case: Case, found: Any, exact: Exact) -> Iterator[Wanted]:
+    """The results of a call, and what it has written, beside what it is to give."""
+    if callable(case.wanted):
+        yield from case.wanted(found)
+    else:
+        values, results = (found,), (exact.results,)
+        if isinstance(exact.results, tuple | list):
+            values, results = found, exact.results
+            if not isinstance(found, list | tuple):
+                raise ValueError(f"{type(found).__name__}, expected {len(results)} results")
+            if len(found) != len(results):
+                raise ValueError(f"{len(found)} results, expected {len(results)}")
+        for result, one, other in zip(case.wanted, values, results, strict=True):
+            if result is None or (one is None and result.may_lack):
+                continue
+            if other is None and one is not None:
+                raise ValueError(f"{result.name}, which there is not")
+            if other is not None:
+                yield from result.beside(one, other)
+    for (given, result), to_be, before in zip(case.left, exact.left, exact.before, strict=True):
+        now, then = _joined(given), _joined(to_be)
+        yield from result.beside(now, then)
+        if before is not None:
+            stays = then.to(before.device) == before.to(then.dtype)
+            kept = Result(f"what stays of {result.name}", depth=0)
+            yield from kept.beside(now[stays], before[stays])

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from transformer_engine.plugin.conformance.attention import exact_forward, gradients_of, output_of
-from transformer_engine.plugin.conformance.attention_settings import (
+from transformer_engine.plugin.conformance.attention import (
     Problem,
     Setting,
     backward_arguments,
+    exact_forward,
+    gradients_of,
+    output_of,
 )
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, same
-from transformer_engine.plugin.conformance.definition import Defined, compared, definition, widened
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, Wanted, name_of
+from transformer_engine.plugin.conformance.definition import compared, definition, widened
 
 _UNEVEN = ((6, 9, 3), (12, 7, 1))
 _SETTINGS = (
@@ -38,9 +40,7 @@ _SETTINGS = (
 def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     """Make a module, call it, and ask for gradients."""
     from transformer_engine.plugin.core.ops import FlashAttentionBase
-    from transformer_engine.pytorch.attention.masks import (
-        default_alibi_slopes,
-    )
+    from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 
     if not (isinstance(found, type) and issubclass(found, FlashAttentionBase)):
         raise TypeError(f"{found!r}, expected a subclass of FlashAttentionBase")
@@ -67,11 +67,12 @@ def _run(found: Any, problem: Problem, draw: Draw) -> list[Wanted]:
     exact_out, *aux = exact_forward(problem)
     args = backward_arguments(problem, exact_out, grad.view(problem.shape), aux)
     exact = definition("fused_attn_bwd")(*widened(args))
-    joined = Defined([exact_out.flatten(-2), *exact[:3]], [], [])
+    joined = Exact([exact_out.flatten(-2), *exact[:3]])
     wanted = (output_of(problem), *gradients_of(problem)[:3])
     results = list(compared(Case("", (), wanted), (out.detach(), *made), joined))
-    names = zip(("queries", "keys", "values"), inputs, kept, strict=True)
-    return results + [same(f"{name} themselves", now.detach(), then) for name, now, then in names]
+    for name, now, then in zip(("queries", "keys", "values"), inputs, kept, strict=True):
+        results += Result(f"{name} themselves", depth=0).beside(now.detach(), then)
+    return results
 
 
 @Case.of("get_flash_attention_class")

@@ -5,14 +5,14 @@ Each comes with a flag of 1, too: then nothing is written.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, Wanted, name_of, near, same
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
 
 _SHAPES = ((5,), (3, 7), (1,), (0,), (40, 11), (2, 129))
 _BETAS, _EPS, _LR, _DECAY = (0.8, 0.95), 1e-6, 0.03, 0.2
@@ -75,42 +75,53 @@ def _state(draw: Draw, dtype: torch.dtype, masters: bool) -> list[list[Tensor]]:
     return [*made, [p.float() + 2.0**-12 for p in params]] if masters else made
 
 
-def _joined(names: tuple, now: tuple, exact: list[tuple]) -> list[Wanted]:
-    """Lists of tensors and what each is to be, list by list: an element alone may cancel to 0."""
-    results = []
-    for name, found, values in zip(names, now, zip(*exact, strict=True), strict=True):
-        one, other = (torch.cat([t.flatten() for t in each]) for each in (found, values))
-        results.append(near(name, one, other, found[0].dtype, _DEPTH))
-    return results
+class _Left(NamedTuple):
+    """Tensors that a step writes, and what they are then; see `Exact`."""
+
+    name: str
+    tensors: list[Tensor] | Callable[[], list[Tensor]]
+    exact: Any
+    depth: int = _DEPTH
+    dtype: torch.dtype | None = None  # None: that of the first tensor
+
+    @property
+    def result(self) -> Result:
+        dtype = self.tensors[0].dtype if self.dtype is None else self.dtype
+        return Result(self.name, dtype, self.depth)
 
 
-def _both(case: Case, flag: Tensor) -> Iterator[Case]:
-    """A case, and that nothing is written where a flag says so.
-
-    The second is made first: the first changes what both are given.
-    """
-    args = list(case.args)
-    args[1] = torch.ones_like(flag)
-    yield replace(case, name=f"{case.name}, skipped", args=tuple(args), wanted=lambda found: [],
-                  written=())  # fmt: skip
-    yield case
+def _cases(name: str, args: tuple, left: list[_Left], written: tuple = ()) -> Iterator[Case]:
+    """A case, and that nothing is written where a flag says so."""
+    chunk, flag, *rest = args
+    skipping = (chunk, torch.ones_like(flag), *rest)
+    yield Case(f"{name}, skipped", skipping, (None,), exact=Exact())
+    results, exact = [(one.tensors, one.result) for one in left], [one.exact for one in left]
+    yield Case(name, args, (None,), written=written, left=results, exact=Exact(None, exact))
 
 
-def _of_adam(lists: list, numbers: _Step) -> Callable[[Any], list[Wanted]]:
-    """Expected lists after a step, from the lists as they are now."""
-    masters = lists[4] if len(lists) == 5 else lists[1]
-    rows = masters, lists[2], lists[3]
-    exact = [_adam(numbers, *row) for row in zip(lists[0], *rows, strict=True)]
+def _rounded(to: list[Tensor], values: list[Tensor]) -> _Left:
+    """Tensors that are the roundings of others."""
+    pairs = list(zip(values, to, strict=True))
+    return _Left("rounded parameters", to, lambda: [v.to(t.dtype) for v, t in pairs], 0)
 
-    def wanted(found: Any) -> list[Wanted]:
-        del found
-        results = _joined(("parameters", "means", "means of squares"), rows, exact)
-        if len(lists) == 5:
-            rounded = zip(lists[1], masters, strict=True)
-            results += [same("rounded parameters", p, m.to(p.dtype)) for p, m in rounded]
-        return results
 
-    return wanted
+def _after(step: Callable[..., tuple], names: tuple[str, ...], lists: list) -> list[_Left]:
+    """All but the first of lists after a step, from what is in them now."""
+    exact = zip(*(step(*row) for row in zip(*lists, strict=True)), strict=True)
+    return [_Left(*each) for each in zip(names, lists[1:], map(list, exact), strict=True)]
+
+
+def _stepped(numbers: _Step, *lists: list[Tensor]) -> list[_Left]:
+    """Parameters and means after a step of Adam, from gradients and these as they are now."""
+    return _after(partial(_adam, numbers), ("parameters", "means", "means of squares"), list(lists))
+
+
+def _of_adam(numbers: _Step, lists: list) -> list[_Left]:
+    """Lists after a step; with fp32 parameters the others are their roundings."""
+    grads, params, means, squares, *masters = lists
+    if not masters:
+        return _stepped(numbers, *lists)
+    return [*_stepped(numbers, grads, *masters, means, squares), _rounded(params, *masters)]
 
 
 @Case.of("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
@@ -119,38 +130,36 @@ def _adam_cases(op: str, draw: Draw) -> Iterator[Case]:
     with_masters = (op.endswith("_master"),) if capturable else (False, True)
     for dtype, masters, numbers in product(draw.dtypes, with_masters, _STEPS):
         lists, flag = _state(draw, dtype, masters), draw.flag()
-        lr, step, inverse, written = _LR, numbers.step, (), lists[1:]
+        lr, step, inverse, written = _LR, numbers.step, (), ()
         if capturable:
             numbers = numbers._replace(factor=0.25)
             lr, step, inverse = draw.number(_LR), draw.flag(numbers.step), (draw.number(0.25),)
-            written = lists  # gradients may be left times their factor
+            written = lists[0]  # they may be left times their factor
         args = (_CHUNK, flag, lists, lr, *_BETAS, _EPS, step, *numbers.tail, *inverse)
         name = f"{name_of(dtype)}{' with fp32' * masters} {numbers}"
-        yield from _both(Case(name, args, _of_adam(lists, numbers), written=tuple(written)), flag)
+        yield from _cases(name, args, _of_adam(numbers, lists), tuple(written))
     if op == "multi_tensor_adam":
         nothing = (_CHUNK, draw.flag(), [[], [], [], []], _LR, *_BETAS, _EPS, 1, 1, 1, _DECAY)
-        yield Case("no tensors", nothing, lambda found: [])
+        yield Case("no tensors", nothing, (None,), exact=Exact())
 
 
-def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> Callable[[Any], list[Wanted]]:
-    """Expected eight lists after a step: codes are casts of the fp32 parameters."""
+def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> list[_Left]:
+    """Eight lists after a step: codes are casts of the fp32 parameters."""
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
-    of_step = _of_adam([grads, masters, means, squares], numbers)
     before, top = [t.clone() for t in amaxes], torch.finfo(kind).max
 
-    def wanted(found: Any) -> list[Wanted]:
-        results = of_step(found)
-        for i, (master, scale) in enumerate(zip(masters, scales, strict=True)):
-            cast = (master * scale).clamp(-top, top).to(kind).view(torch.uint8)
-            amax = torch.cat((before[i], master.abs().flatten())).max().view(1)
-            results += [
-                same(f"codes {i}", codes[i], cast),
-                same(f"amax {i}", amaxes[i], amax),
-                near(f"inverse {i}", inverses[i], scale.double() ** -1, torch.float32),
-            ]
-        return results
+    def casts() -> list[Tensor]:
+        pairs = zip(masters, scales, strict=True)
+        return [(m * s).clamp(-top, top).to(kind).view(torch.uint8) for m, s in pairs]
 
-    return wanted
+    def largest() -> list[Tensor]:
+        pairs = zip(before, masters, strict=True)
+        return [torch.cat((t, m.abs().flatten())).max().view(1) for t, m in pairs]
+
+    left = _stepped(numbers, grads, masters, means, squares)
+    left += _Left("codes", codes, casts, 0), _Left("amaxes", amaxes, largest, 0)
+    pairs = enumerate(zip(inverses, scales, strict=True))
+    return left + [_Left(f"inverse {i}", [one], 1 / scale.double(), 1) for i, (one, scale) in pairs]
 
 
 @Case.of("multi_tensor_adam_fp8")
@@ -167,10 +176,8 @@ def _fp8(draw: Draw) -> Iterator[Case]:
         inverses = [draw.number(0.0) for _ in scales]
         given = [lists[0], codes, *lists[2:5], scales, amaxes, inverses]
         args = (_CHUNK, flag, given, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail, code)
-        written = codes, *lists[2:5], amaxes, inverses
-        wanted = _of_fp8(given, numbers, kind)
         name = f"{name_of(dtype)} {numbers} {name_of(kind)}"
-        yield from _both(Case(name, args, wanted, written=written), flag)
+        yield from _cases(name, args, _of_fp8(given, numbers, kind))
 
 
 @Case.of("multi_tensor_adam_param_remainder")
@@ -186,25 +193,21 @@ def _remainders(draw: Draw) -> Iterator[Case]:
         params = [
             ((b >> 16) + (r < 0).int()).to(torch.int16).view(torch.bfloat16) for b, r in halves
         ]
-        rows = zip(grads, whole, means, squares, strict=True)
-        exact = [_adam(numbers, *row) for row in rows]
-
-        def wanted(
-            found: Any, params: list = params, rests: list = rests, means: list = means,
-            squares: list = squares, exact: list = exact,
-        ) -> list:  # fmt: skip
-            now = []
-            for param, rest in zip(params, rests, strict=True):
-                high = param.view(torch.int16).int() - (rest < 0).int()
-                now.append(((high << 16) | (rest.int() & 0xFFFF)).view(torch.float32))
-            names = "both halves of parameters", "means", "means of squares"
-            return _joined(names, (now, means, squares), exact)
-
+        left = _stepped(numbers, grads, whole, means, squares)
+        left[0] = left[0]._replace(tensors=partial(_whole, params, rests), dtype=torch.float32)
         lists = [grads, params, means, squares, rests]
         args = (_CHUNK, flag, lists, _LR, *_BETAS, _EPS, numbers.step, *numbers.tail)
         name = f"gradients {name_of(dtype)} {numbers}"
-        case = Case(name, args, wanted, written=tuple(lists[1:]))
-        yield from _both(case, flag)
+        yield from _cases(name, args, left, (*params, *rests))
+
+
+def _whole(params: list[Tensor], rests: list[Tensor]) -> list[Tensor]:
+    """fp32 numbers of the halves."""
+    made = []
+    for param, rest in zip(params, rests, strict=True):
+        high = param.view(torch.int16).int() - (rest < 0).int()
+        made.append(((high << 16) | (rest.int() & 0xFFFF)).view(torch.float32))
+    return made
 
 
 # ---- stochastic gradient descent ---------------------------------------------------------------
@@ -251,19 +254,8 @@ def _sgd(draw: Draw) -> Iterator[Case]:
         grads, params, states = (_drawn(draw, one) for one in (dtype, kind, torch.float32))
         rounded = [torch.zeros_like(p, dtype=dtype) for p in params]
         lists = [grads, params, states, *([rounded] if narrow else [])]
-        exact = [numbers.run(*row) for row in zip(grads, params, states, strict=True)]
-
-        def wanted(
-            found: Any, params: list = params, states: list = states, exact: list = exact,
-            rounded: list | None = rounded if narrow else None,
-        ) -> list:  # fmt: skip
-            results = _joined(("parameters", "momenta"), (params, states), exact)
-            for one, param in zip(rounded or (), params, strict=bool(rounded)):
-                results.append(same("rounded parameters", one, param.to(one.dtype)))
-            return results
-
-        flag = draw.flag()
+        left = _after(numbers.run, ("parameters", "momenta"), lists[:3])
         # Without momentum its state stays as it is.
-        written = (*params, *rounded, *(states if momentum else ()))
+        left = left[: 1 + (momentum > 0)] + ([_rounded(rounded, params)] if narrow else [])
         name = f"{name_of(dtype)}{' rounded' * narrow} {numbers}"
-        yield from _both(Case(name, (_CHUNK, flag, lists, *numbers), wanted, written=written), flag)
+        yield from _cases(name, (_CHUNK, draw.flag(), lists, *numbers), left)

@@ -3,12 +3,13 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, product
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from transformer_engine.plugin.conformance.cases import Case, Draw, Result, name_of, near, same
+from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -50,28 +51,25 @@ def _scales(draw: Draw) -> Iterator[Case]:
     for largest, power, epsilon in product((448.0, 57344.0), (False, True), (0.0, 1e-10, 2.0)):
         given = [draw.number(value) for value in amaxes]
         made = [[draw.number(-1.0) for _ in given] for _ in range(2)]
-        exact = []
+        exact, least = [], float(torch.tensor(epsilon, dtype=torch.float32))
         for value in torch.cat(given).double().tolist():
-            top = (
-                max(value, float(torch.tensor(epsilon, dtype=torch.float32)))
-                if value == value
-                else value
-            )
+            top = value if math.isnan(value) else max(value, least)
             scale = min(largest / top, _LARGEST) if 0 < top < math.inf else 1.0
             exact.append(2.0 ** math.floor(math.log2(scale)) if power else scale)
 
-        def wanted(found: Any, made: list = made, exact: list = exact, flat: bool = power) -> list:
-            results = []
-            for i, (one, inverse) in enumerate(zip(*made, strict=True)):
-                scale = torch.full((1,), exact[i], dtype=torch.float64)
-                results.append(same(f"scale {i}", one, scale.float()) if flat
-                               else near(f"scale {i}", one, scale, torch.float32))  # fmt: skip
-                results.append(near(f"inverse {i}", inverse, one.double() ** -1, torch.float32))
-            return results
-
+        left, values = [], []
+        for i, (one, inverse) in enumerate(zip(*made, strict=True)):
+            left.append((one, Result(f"scale {i}", torch.float32, 0 if power else 1)))
+            left.append((inverse, Result(f"inverse {i}", torch.float32)))
+            scale = torch.full((1,), exact[i], dtype=torch.float64)
+            values += scale, partial(_inverse, one)
         name = f"{largest:g}, epsilon {epsilon:g}{', powers of 2' * power}"
         args = (2048, draw.flag(), [given, *made], largest, power, epsilon)
-        yield Case(name, args, wanted, written=(*made[0], *made[1]))
+        yield Case(name, args, (None,), left=left, exact=Exact(None, values))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return scale.double() ** -1
 
 
 # ---- slices of a weight ------------------------------------------------------------------------
@@ -122,13 +120,10 @@ def _exponents(draw: Draw) -> Iterator[Case]:
         drawn = draw.normal((9,), torch.float32).abs()
         given = [drawn.to(dtype), drawn.new_tensor(special).to(dtype)]
         made = [draw.place(t.shape, torch.uint8) for t in given]
+        left = [(out, Result(f"out {i}", depth=0)) for i, out in enumerate(made)]
         exact = [[_exponent(value) for value in amaxes.double().tolist()] for amaxes in given]
-
-        def wanted(found: Any, made: list = made, exact: list = exact) -> list:
-            pairs = enumerate(zip(made, exact, strict=True))
-            return [same(f"out {i}", o, torch.tensor(e, dtype=o.dtype)) for i, (o, e) in pairs]
-
-        yield Case(name_of(dtype), (2048, None, [given, made]), wanted, written=tuple(made))
+        values = Exact(None, [torch.tensor(each, dtype=torch.uint8) for each in exact])
+        yield Case(name_of(dtype), (2048, None, [given, made]), (None,), left=left, exact=values)
 
 
 def _exponent(amax: float) -> int:

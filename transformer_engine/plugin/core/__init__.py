@@ -12,7 +12,6 @@ from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_
 
 _CLASSES = "TEFLBackendBase", "TEFLModule", "get_tefl_module", "reset_tefl_module"
 _LAZY = {
-    **dict.fromkeys(("Candidate", "Explanation"), "transformer_engine.plugin.core.explanations"),
     "Logger": "transformer_engine.plugin.core.logger_manager",
     **dict.fromkeys(_CLASSES, "transformer_engine.plugin.core.backend_base"),
 }

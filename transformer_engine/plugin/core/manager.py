@@ -2,12 +2,11 @@
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from operator import is_not, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
 
 from transformer_engine import _core
 from transformer_engine.common import selections
@@ -16,14 +15,12 @@ from transformer_engine.plugin.core.discovery import discover_others, warn_of_un
 from transformer_engine.plugin.core.failures import NobodyError, nearest
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy, when_used
-from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
-if TYPE_CHECKING:
-    from transformer_engine.plugin.core.explanations import Explanation
-
 __all__ = [
+    "Candidate",
+    "Explanation",
     "OpManager",
     "get_default_manager",
     "get_manager",
@@ -39,27 +36,64 @@ _KEPT_GONE = 32
 """Implementations of that many which were unregistered are kept before they are looked through."""
 
 
-class _Row(NamedTuple):
+class _Row:
     """The implementations of an operator in the order of their priorities.
 
     Operators of equal `shape` are ranked alike by every policy that does not name them. An operator
     of which an implementation has to be asked whether it is available has none.
     """
 
-    op: str
-    ordered: list[OpImpl]
-    natives: tuple[_core.Implementation, ...]
-    shape: object
+    def __init__(self, op: str, impls: tuple[OpImpl, ...], manager: "OpManager") -> None:
+        self.op, self.impls, self.ordered, self.shape = op, impls, _by_priority(impls), None
+        self.natives = tuple(map(manager._native, self.ordered))
+        if not any(impl.has_availability() for impl in impls):
+            kinds = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
+            self.shape = manager._shapes.setdefault(kinds, object())  # which is compared faster
 
 
 class _Table(NamedTuple):
     """Candidates of every operator under a policy, and what they were chosen from."""
 
-    entries: tuple  # by place: tuples of `_core.Implementation`; what modules run
-    rows: tuple[_Row, ...]
-    picks: dict  # by shape: what takes the entry out of a row
+    entries: tuple  # by place: what modules run; tuples of `_core.Implementation`
+    by_row: dict[_Row, tuple]
     generation: int  # of the manager when that was read
     epoch: int
+
+
+class Candidate(NamedTuple):
+    """An implementation as a policy sees it."""
+
+    impl: OpImpl
+    refused: str  # why it is not used; "": it may be
+    calls: int  # how often it was called
+    said: str = ""  # what its `supports` said against the last call that it did not take
+
+
+class Explanation(NamedTuple):
+    """Explanation of what an operator calls, and why; ``str()`` of it is a table."""
+
+    op_name: str
+    policy: SelectionPolicy
+    candidates: tuple[Candidate, ...]  # in the order in which they are asked, then the others
+
+    @property
+    def selected(self) -> OpImpl | None:
+        """The one that is asked first; None: a call raises."""
+        return next((found.impl for found in self.candidates if not found.refused), None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op_name} under {self.policy.fingerprint()}"]
+        if not self.candidates:
+            lines.append("    nobody has registered an implementation")
+        number = 0
+        for impl, refused, calls, said in self.candidates:
+            number += not refused
+            place = "-" if refused else str(number)
+            takes = "" if impl.takes is None else ", of calls that it takes"
+            takes += said and f" (not the last other one: {said})"
+            why = refused or f"priority {impl.priority}{takes}, called {calls} times"
+            lines.append(f"    {place:>2}  {impl.impl_id:24} {why}")
+        return "\n".join(lines)
 
 
 class OpManager:
@@ -95,7 +129,7 @@ class OpManager:
         self._past: dict[str, int] = {}  # calls of those
         self._earlier: dict[OpImpl, int] = {}  # runs of slots of shared objects before it had them
         self._tables: dict[SelectionPolicy, _Table] = {}
-        self._made_rows: tuple[Any, tuple, tuple[_Row, ...]] = (None, (), ())  # what of; by place
+        self._rows: dict[str, _Row] = {}
         self._shapes: dict[tuple, object] = {}
         self._dispatcher = _core.Dispatcher(self._table, self._refuse, self._function)
         self._registry.listen(self)
@@ -172,10 +206,8 @@ class OpManager:
         """The name of the implementation that a call asks first."""
         return self._selected(op_name).impl_id
 
-    def explain(self, op_name: str) -> "Explanation":
+    def explain(self, op_name: str) -> Explanation:
         """All implementations of an operator under the policy of this thread."""
-        from transformer_engine.plugin.core.explanations import Candidate, Explanation
-
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
@@ -256,61 +288,52 @@ class OpManager:
         known = self._tables.get(policy)
         if known is not None and known.generation == generation:
             return known.entries
-        impls = self._registry.snapshot().impls_by_op
-        rows = self._rows_of(impls)
-        picks = {} if known is None else known.picks
-        if known is not None and known.epoch != epoch:
-            known = None  # those that say whether they are available are asked again
-        entries = [] if known is None else list(known.entries[: len(rows)])
-        named = dict(policy.per_op_order)
-        for place in _changed_places(rows, () if known is None else known.rows):
-            row = rows[place]
-            pick = None if row.op in named else picks.get(row.shape)
-            made = self._entry(row, policy, picks) if pick is None else pick(row.natives)
-            entries[place : place + 1] = [made]
-        entries = tuple(entries)
+        rows = self._rows_of(self._registry.snapshot().impls_by_op)
+        # After another epoch those that say whether they are available are asked again.
+        kept = {} if known is None or known.epoch != epoch else known.by_row
+        named, entries = dict(policy.per_op_order), {}
+        picks: dict[object, Callable[[tuple], tuple]] = {}  # by shape
+        for row in rows:
+            entry = kept.get(row)
+            if entry is None:
+                pick = None if row.op in named else picks.get(row.shape)
+                if pick is None:
+                    pick = self._pick(row, policy)
+                    if row.shape is not None and row.op not in named:
+                        picks[row.shape] = pick
+                entry = pick(row.natives)
+            entries[row] = entry
+        made = tuple(entries.values())
         if self._obeyed:
-            entries = (self._of_modules(rows, entries, policy), *entries[1:])
+            made = (self._of_modules(entries, policy), *made[1:])
         with self._lock:
             if generation == self._generation:
                 if len(self._tables) >= _KEPT_TABLES:
                     self._tables.clear()
-                self._tables[policy] = _Table(entries, rows, picks, generation, epoch)
-        return entries
+                self._tables[policy] = _Table(made, entries, generation, epoch)
+        return made
 
-    def _rows_of(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> tuple[_Row, ...]:
+    def _rows_of(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> list[_Row]:
         """Those of all operators, by place."""
-        made_of, former, known = self._made_rows
-        if made_of is impls and len(known) == len(self._places):
-            return known
         with self._lock:
             for op in impls.keys() - self._places.keys():
                 self._places[op] = len(self._places)
             places = tuple(self._places)
-        found = tuple(map(impls.get, places, itertools.repeat(())))
-        rows = list(known)
-        for place in _changed_places(found, former):
-            rows[place : place + 1] = [self._row(places[place], found[place])]
-        made = tuple(rows[: len(found)])
-        self._made_rows = impls, found, made
-        return made
+        rows = []
+        for op in places:
+            row, found = self._rows.get(op), impls.get(op, ())
+            if row is None or row.impls is not found:
+                row = self._rows[op] = _Row(op, found, self)
+            rows.append(row)
+        return rows
 
-    def _row(self, op: str, impls: tuple[OpImpl, ...]) -> _Row:
-        ordered, shape = _by_priority(impls), None
-        if not any(impl.has_availability() for impl in impls):
-            kinds = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in ordered])
-            shape = self._shapes.setdefault(kinds, object())  # which is compared faster
-        return _Row(op, ordered, tuple(map(self._native, ordered)), shape)
-
-    def _entry(self, row: _Row, policy: SelectionPolicy, picks: dict) -> tuple:
-        """The implementations of an operator that a policy has asked."""
-        ranked = self._ranked(row.ordered, row.op, policy)
-        usable = [impl for impl, refused in ranked if not refused]
-        place_of = {id(impl): place for place, impl in enumerate(row.ordered)}
-        pick = _pick([place_of[id(impl)] for impl in usable[: 1 if policy.strict else None]])
-        if row.shape is not None and row.op not in dict(policy.per_op_order):
-            picks[row.shape] = pick
-        return pick(row.natives)
+    def _pick(self, row: _Row, policy: SelectionPolicy) -> Callable[[tuple], tuple]:
+        """What takes those that a policy has asked out of the implementations of an operator."""
+        ranked = self._ranked(row.ordered, row.op, policy) if row.ordered else []
+        places = [row.ordered.index(impl) for impl, refused in ranked if not refused]
+        if len(places) > 1 and not policy.strict:
+            return itemgetter(*places)
+        return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
     def _ranked(
         self, ordered: list[OpImpl], op: str, policy: SelectionPolicy
@@ -339,14 +362,12 @@ class OpManager:
         return self._dispatcher
 
     def _of_modules(
-        self, rows: tuple[_Row, ...], entries: tuple, policy: SelectionPolicy
+        self, entries: Mapping[_Row, tuple], policy: SelectionPolicy
     ) -> "_core.Selection | None":
         """Table that runs of plans ask before this library's own operators; None: there is none."""
-        if not self._obeyed:
-            return None
         from transformer_engine.plugin import slots
 
-        found = slots.overriding({r.op: entry for r, entry in zip(rows, entries, strict=True)})
+        found = slots.overriding({row.op: entry for row, entry in entries.items()})
         closed = slots.closed(found, policy)
         key = closed, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
@@ -358,7 +379,7 @@ class OpManager:
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)
         if found is None:
-            found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, predicate_of(impl))
+            found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, impl.takes)
             found = self._implementations.setdefault(impl, found)
             if isinstance(impl.fn, _core.NativeSlot):
                 self._earlier.setdefault(impl, impl.fn.calls)
@@ -416,19 +437,6 @@ def _importing() -> bool:
 
 def _by_priority(impls: tuple[OpImpl, ...]) -> list[OpImpl]:
     return sorted(impls, key=lambda impl: (impl.priority, impl.impl_id), reverse=True)
-
-
-def _changed_places(now: tuple, before: tuple) -> list[int]:
-    """Where two lists by place differ, of which the first may be longer."""
-    differ = itertools.compress(itertools.count(), map(is_not, now, before))
-    return [*differ, *range(len(before), len(now))]
-
-
-def _pick(places: list[int]) -> Callable[[tuple], tuple]:
-    """Return a function that takes these places out of a tuple, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def _ranked(

@@ -81,7 +81,7 @@ for _name, (_what, _members) in _ENUMERATIONS.items():
     globals()[_name].__doc__ = _what
 
 NAMES = ("DType", "FP8BwdTensors", "FP8FwdTensors", "FP8TensorMeta", *_ENUMERATIONS)
-"""What `transformer_engine_torch` has, too."""
+"""Names that `transformer_engine_torch` has, too."""
 __all__ = [  # noqa: PLE0604 - texts, all of them
     *NAMES,
     "FlashAttentionBase",

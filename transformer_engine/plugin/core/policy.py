@@ -36,15 +36,12 @@ __all__ = [
 PREFER_DEFAULT = "flagos"
 PREFER_VENDOR = "vendor"
 PREFER_REFERENCE = "reference"
-VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
 EVERY = "*"
 """In `per_op_order`: every operator without an order of its own."""
 
-_ORDERS = {
-    PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
-    PREFER_VENDOR: (PREFER_VENDOR, PREFER_DEFAULT, PREFER_REFERENCE),
-    PREFER_REFERENCE: (PREFER_REFERENCE, PREFER_DEFAULT, PREFER_VENDOR),
-}
+_KINDS = PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE
+VALID_PREFER_VALUES = frozenset(_KINDS)
+_ORDERS = {kind: (kind, *(other for other in _KINDS if other != kind)) for kind in _KINDS}
 
 
 def _prefer_of(value: str) -> str:
@@ -56,7 +53,7 @@ def _prefer_of(value: str) -> str:
     return word
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class SelectionPolicy(Plain):
     """How implementations are chosen; equal policies choose equally.
 
@@ -85,34 +82,27 @@ class SelectionPolicy(Plain):
 
     prefer: str = PREFER_DEFAULT
     strict: bool = False
-    per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    deny_vendors: frozenset[str] = frozenset()
-    allow_vendors: frozenset[str] | None = None
+    per_op_order: Iterable[tuple[str, str | Iterable[str]]] = ()
+    deny_vendors: Iterable[str] = frozenset()
+    allow_vendors: Iterable[str] | None = None
 
-    def __init__(
-        self,
-        prefer: str = PREFER_DEFAULT,
-        strict: bool = False,
-        per_op_order: Iterable[tuple[str, str | Iterable[str]]] = (),
-        deny_vendors: Iterable[str] = (),
-        allow_vendors: Iterable[str] | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         orders = []
-        for op, tokens in per_op_order:
+        for op, tokens in self.per_op_order:
             listed = (tokens,) if isinstance(tokens, str) else tuple(tokens)
             orders.append((op, tuple(check_token(token) for token in listed)))
         orders.sort()
         for (op, _), (other, _) in itertools.pairwise(orders):
             if op == other:
                 raise ValueError(f"per_op_order: {op} is there twice, expected one order of it")
-        allowed = None if allow_vendors is None else names_of(allow_vendors, "allow_vendors")
         self.__dict__.update(
-            prefer=_prefer_of(prefer),
-            strict=bool(strict),
+            prefer=_prefer_of(self.prefer),
+            strict=bool(self.strict),
             per_op_order=tuple(orders),
-            deny_vendors=names_of(deny_vendors, "deny_vendors"),
-            allow_vendors=allowed,
+            deny_vendors=names_of(self.deny_vendors, "deny_vendors"),
         )
+        if self.allow_vendors is not None:
+            self.__dict__["allow_vendors"] = names_of(self.allow_vendors, "allow_vendors")
 
     @classmethod
     def from_dict(

@@ -3,10 +3,13 @@
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
+
+from transformer_engine import _core
 
 
 class BackendImplKind(StrEnum):
@@ -20,6 +23,9 @@ class BackendImplKind(StrEnum):
 _KINDS = {kind.value: kind for kind in BackendImplKind} | {"default": BackendImplKind.DEFAULT}
 _ALIASES = {"nvidia": "cuda"}
 """Vendors by other names."""
+_TYPES = {
+    "op_name": str, "impl_id": str, "kind": BackendImplKind, "vendor": str | None, "priority": int,
+}  # fmt: skip
 TOKENS = "flagos (or default), vendor, reference, vendor:NAME or impl:ID"
 """Tokens of a policy."""
 
@@ -27,8 +33,7 @@ TOKENS = "flagos (or default), vendor, reference, vendor:NAME or impl:ID"
 class Plain:
     """Equality, hash and text of a dataclass by its fields.
 
-    What `dataclass` generates of these, and of ``__init__``, is compiled at each import: that took
-    longer than all the rest of the plug-in system.
+    What `dataclass` generates of these is compiled at each import, which takes long.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -49,7 +54,7 @@ class Plain:
         return f"{type(self).__qualname__}({shown})"
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class OpImpl(Plain):
     """An implementation of an operator.
 
@@ -96,49 +101,45 @@ class OpImpl(Plain):
     fn: Callable[..., Any]
     vendor: str | None = None
     priority: int = 0
-    supported_dtypes: frozenset[str] | set[str] | None = None
+    supported_dtypes: Iterable[str] | None = None
     min_arch: str | None = None
     supports: Callable[..., Any] | None = None
 
-    def __init__(  # noqa: PLR0913 - the fork's
-        self,
-        op_name: str,
-        impl_id: str,
-        kind: BackendImplKind,
-        fn: Callable[..., Any],
-        vendor: str | None = None,
-        priority: int = 0,
-        supported_dtypes: Iterable[str] | None = None,
-        min_arch: str | None = None,
-        supports: Callable[..., Any] | None = None,
-    ) -> None:
-        for name, value, expected in (
-            ("op_name", op_name, str),
-            ("impl_id", impl_id, str),
-            ("kind", kind, BackendImplKind),
-            ("vendor", vendor, str | None),
-            ("priority", priority, int),
-        ):
+    def __post_init__(self) -> None:
+        which = f"OpImpl {self.impl_id!r}"
+        for name, expected in _TYPES.items():
+            value = getattr(self, name)
             if not isinstance(value, expected):
                 wanted = getattr(expected, "__name__", expected)
-                raise TypeError(f"OpImpl {impl_id!r}: {name}={value!r}, expected {wanted}")
-        for name, value in (("fn", fn), ("supports", supports)):
+                raise TypeError(f"{which}: {name}={value!r}, expected {wanted}")
+        for name, value in (("fn", self.fn), ("supports", self.supports)):
             if not callable(value) and not (name == "supports" and value is None):
-                raise TypeError(f"OpImpl {impl_id!r}: {name}={value!r} is no callable")
-        if kind is BackendImplKind.VENDOR and not vendor:
-            raise ValueError(f"OpImpl {impl_id!r}: kind VENDOR needs a vendor")
-        dtypes = None
-        if supported_dtypes is not None:
-            dtypes = names_of(supported_dtypes, f"OpImpl {impl_id!r}: supported_dtypes", object)
-        if min_arch is not None:
-            architecture(min_arch)
-        self.__dict__.update(
-            op_name=op_name, impl_id=impl_id, kind=kind, fn=fn, vendor=vendor, priority=priority,
-            supported_dtypes=dtypes, min_arch=min_arch, supports=supports,
-        )  # fmt: skip
+                raise TypeError(f"{which}: {name}={value!r} is no callable")
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise ValueError(f"{which}: kind VENDOR needs a vendor")
+        if self.supported_dtypes is not None:
+            dtypes = names_of(self.supported_dtypes, f"{which}: supported_dtypes", object)
+            self.__dict__["supported_dtypes"] = dtypes
+        if self.min_arch is not None:
+            architecture(self.min_arch)
 
     def __hash__(self) -> int:
         return hash((self.op_name, self.impl_id))  # functions need not have one
+
+    @functools.cached_property
+    def takes(self) -> Callable[..., Any] | None:
+        """Return whether it takes a call, from the arguments of that; None: it takes every call."""
+        if self.supported_dtypes is None and self.min_arch is None:
+            return self.supports
+        least = None if self.min_arch is None else architecture(self.min_arch)
+        named = self.supported_dtypes
+        dtypes = None if named is None else frozenset(map(_plain, named))
+
+        @functools.cache
+        def fits(dtype: Any, device: Any) -> bool | None:
+            return _fits(dtype, device, dtypes, least)
+
+        return _core.Predicate(fits, self.supports, by_device=least is not None)
 
     def is_available(self) -> bool:
         """Return whether it can run in this process."""
@@ -159,6 +160,27 @@ class OpImpl(Plain):
             return "" if available else "it says that it is not available"
         except Exception as error:  # noqa: BLE001 - an answer like any other: it is not available
             return f"asked whether it is available it raised {type(error).__name__}: {error}"
+
+
+def _plain(dtype: Any) -> str:
+    """Name of a dtype without its framework."""
+    return str(dtype).rpartition(".")[2].lower()
+
+
+_INDICES = ("int32", "int64", "bool")
+"""Dtypes of places, lengths and flags, which calls may have before the tensors that matter."""
+
+
+def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
+    """Return whether a tensor is one that is taken; None: the next one says so."""
+    if least is not None:
+        if getattr(device, "type", "") != "cuda":
+            return False
+        if sys.modules["torch"].cuda.get_device_capability(device) < least:
+            return False
+    if dtypes is None or _plain(dtype) in dtypes:
+        return True
+    return None if _plain(dtype) in _INDICES else False
 
 
 def names_of(given: Iterable[Any], what: str, kind: type = str) -> frozenset:

@@ -38,27 +38,29 @@ class Mapped(NamedTuple):
 
 _CASTS = ("quantize", "bgrad_quantize")
 _OF_VALUES = (*_CASTS, "compute_amax")  # what becomes of values that another operator computes
-_SOFTMAX = builtin.NATIVE["softmax"].split()  # each forward, and its backward
+_SOFTMAX = builtin.SOFTMAX.split()  # each forward, and its backward
 _UPDATE = "fused_amax_and_scale_update_after_reduction"
 
 MAPPED: tuple[Mapped, ...] = (
     Mapped("quantize", _CASTS, "casts:quantize"),
     Mapped("dequantize", ("dequantize",), "casts:dequantize"),
     Mapped("gemm", ("generic_gemm",), "gemm:gemm"),
-    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "norm:forward"),
-    Mapped("norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "norm:backward"),
-    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "activation:forward"),
+    Mapped("norm", ("layernorm_fwd", "rmsnorm_fwd", *_OF_VALUES), "values:norm"),
+    Mapped(
+        "norm_backward", ("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"), "values:norm_backward"
+    ),
+    Mapped("activation", (*builtin.ACTIVATIONS, *_OF_VALUES), "values:activation"),
     Mapped(
         "activation_backward",
         (*itertools.chain(*builtin.ACTIVATIONS.values()), *_OF_VALUES),
-        "activation:backward",
+        "values:activation_backward",
     ),
-    Mapped("softcap", _OF_VALUES, "activation:softcap"),
-    Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
-    Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
-    Mapped("softmax", tuple(_SOFTMAX[::2]), "softmax:forward"),
-    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "softmax:backward"),
-    Mapped("rope", tuple(builtin.NATIVE["rope"].split()), "rope:rope"),
+    Mapped("softcap", _OF_VALUES, "values:softcap"),
+    Mapped("attention", ("fused_attn_fwd",), "attention:attention"),
+    Mapped("attention_backward", ("fused_attn_bwd",), "attention:attention_backward"),
+    Mapped("softmax", tuple(_SOFTMAX[::2]), "attention:softmax"),
+    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "attention:softmax_backward"),
+    Mapped("rope", tuple(builtin.ROPE.split()), "attention:rope"),
     Mapped("cache_append", ("copy_to_kv_cache",), "state:cache_append"),
     Mapped("transpose", ("fp8_transpose",), "state:transpose"),
     Mapped("amax", ("compute_amax",), "state:amax"),

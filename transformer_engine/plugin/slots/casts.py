@@ -15,7 +15,14 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import OperandCast
-from transformer_engine.plugin.slots.fields import Choices, Fields, fields_of, written
+from transformer_engine.plugin.slots.fields import (
+    Choices,
+    Fields,
+    NotTakenError,
+    fields_of,
+    taken,
+    written,
+)
 from transformer_engine.pytorch.tensor import recipes
 from transformer_engine.pytorch.tensor.nvfp4_tensor import UNSIGNED
 
@@ -35,7 +42,7 @@ _MEANING = frozenset(
     + ("_nvfp4_e4m3_max", "_with_random_sign_mask")
 )
 """Of what a quantized tensor says: what its codes and scales mean."""
-_FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+_FORMS = ("row", "column", "row_scales", "column_scales", "row_amax", "column_amax")
 _SETTINGS = (
     *("power_2_scale", "square", "hadamard", "rng", "four_over_six", "scales_to_256"),
     *("row_scaled", "amax_epsilon", "margin"),
@@ -71,25 +78,23 @@ def _made_of(
     fields: Fields, quantizer: Any, row: recipes.Format, shape: tuple[int, int]
 ) -> dict[str, Any]:
     """Fields of a quantized tensor over the forms of a call."""
-    data, column = fields["row"], fields["column"]
-    scales, column_scales = fields["row_scales"], fields["column_scales"]
-    forms: tuple
+    forms = data, column, scales, column_scales, *_ = tuple(fields[name] for name in _FORMS)
     if row.recipe in (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT):
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
             one = torch.ones(_SCALES, dtype=torch.float32, device=device)
         forms = data, column, one
-    elif row.recipe == _core.RECIPE_NVFP4:
-        forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
-    else:
-        forms = data, column, scales, column_scales
+    elif row.recipe != _core.RECIPE_NVFP4:
+        forms = forms[:4]
     return {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
 
 
 def cast_values(values: Tensor, fields: Fields, choices: Choices) -> None:
     """Cast a matrix [rows, columns] and sum its columns, as the fields of a call say."""
-    if _cast_elsewhere(values, fields, choices) is NotImplemented:
+    try:
+        _cast_elsewhere(values, fields, choices)
+    except NotTakenError:
         given = {name: fields.get(name) for name in _QUANTIZE if name != "input"}
         given = {name: value for name, value in given.items() if value is not None}
         _core.quantize(values, **given)
@@ -144,30 +149,24 @@ def settle(fields: Fields, place: Place, made: Any) -> None:
     _clear_padding(fields, place.shape)
 
 
-def _cast_elsewhere(values: Tensor, fields: Fields, choices: Choices) -> Any:
-    """`cast_values` by an implementation of somebody else; NotImplemented where there is none."""
-    with_sums, choice = choices.followed("bgrad_quantize", "quantize"), choices.get("quantize")
-    sums = fields.get("bias_grad")
-    if (fields["row"] is None and fields["column"] is None) or (
-        with_sums is None and choice is None
-    ):
-        return NotImplemented
+def _cast_elsewhere(values: Tensor, fields: Fields, choices: Choices) -> None:
+    """`cast_values` by an implementation of somebody else; NotTakenError where there is none."""
+    sums, noop, made = fields.get("bias_grad"), fields.get("noop"), NotImplemented
+    nothing = fields["row"] is None and fields["column"] is None
+    if nothing or OPERATORS.isdisjoint(choices):
+        raise NotTakenError
     place = place_of(fields, tuple(values.shape))
-    noop, made = fields.get("noop"), NotImplemented
-    if with_sums is not None and sums is not None and noop is None:
-        made = with_sums(values, place.quantizer)
+    if sums is not None and noop is None:
+        made = choices.followed("bgrad_quantize", "quantize")(values, place.quantizer)
         if made is not NotImplemented:
             total, made = made
             written("bgrad_quantize", "the gradient of the bias", sums, total)
             sums = None
-    if made is NotImplemented and choice is not None:
-        made = choice(values, place.quantizer, place.output, noop)
     if made is NotImplemented:
-        return NotImplemented
+        made = taken(choices["quantize"](values, place.quantizer, place.output, noop))
     settle(fields, place, made)
     if sums is not None:
         _core.quantize(values, bias_grad=sums, noop=noop)
-    return None
 
 
 def _copy_forms(made: Any, place: Place, noop: Tensor | None) -> None:
@@ -216,20 +215,16 @@ def _clear_padding(fields: Fields, shape: tuple) -> None:
             data.view(torch.uint8)[:, used:].zero_()
 
 
-def quantize(choices: Choices, fields: Fields) -> Any:
+def quantize(choices: Choices, fields: Fields) -> None:
     """A cast, and column sums."""
-    return _cast_elsewhere(fields["input"], fields, choices)
+    _cast_elsewhere(fields["input"], fields, choices)
 
 
-def dequantize(choices: Choices, fields: Fields) -> Any:
+def dequantize(choices: Choices, fields: Fields) -> None:
     """High precision of a quantized matrix."""
-    choice = choices["dequantize"]
     out = fields["output"]
-    found = choice(operand_of(fields, "", tuple(out.shape)), out.dtype)
-    if found is NotImplemented:
-        return NotImplemented
+    found = taken(choices["dequantize"](operand_of(fields, "", tuple(out.shape)), out.dtype))
     written("dequantize", "the result", out, found)
-    return None
 
 
 def operand_of(fields: Fields, prefix: str, shape: tuple[int, int] | None = None) -> Any:

@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,18 +25,29 @@ Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
 
 
-def _placed(name: str, asked: tuple) -> tuple[bool, ...] | None:
-    """Which of an operator's implementations take the places of results; None: it has none."""
-    return tuple(_takes_out(one.function) for one in asked) if name in PLACED else None
-
-
 def _takes_out(function: Callable) -> bool:
-    """Return whether it names `out` among its parameters; what passes on any keyword may not."""
+    """Return whether it takes places of results: what passes on any keyword may not name `out`."""
     try:
         parameter = inspect.signature(function).parameters.get("out")
     except (TypeError, ValueError):  # of what has none to show
         return False
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+
+
+class NotTakenError(Exception):
+    """Nobody takes a call: this library's own implementation runs it."""
+
+
+def taken(found: Any) -> Any:
+    """What a choice has answered; NotTakenError where that is that nobody takes the call."""
+    if found is NotImplemented:
+        raise NotTakenError
+    return found
+
+
+def _nobody(*args: Any, **kwargs: Any) -> Any:
+    """Answer as the choice of an operator that nobody else has."""
+    return NotImplemented
 
 
 class Choices(dict):
@@ -55,19 +66,23 @@ class Choices(dict):
         self._followed: dict[str, Any] = {}
         super().__init__((name, self._choice(name, name in closed)) for name in self._asked)
 
+    def __missing__(self, name: str) -> Callable:
+        return _nobody
+
     def _choice(self, name: str, raises: bool) -> Any:
         """Of an operator's implementations; whether it raises for a call that none takes."""
         asked = self._asked[name]
-        return _core.Choice(name, asked, self._refuse if raises else None, _placed(name, asked))
+        placed = tuple(_takes_out(one.function) for one in asked) if name in PLACED else None
+        return _core.Choice(name, asked, self._refuse if raises else None, placed)
 
     def followed(self, name: str, *others: str) -> Any:
-        """Return the caller of `name` where `others` are asked next; None: nobody has it.
+        """Return the choice of `name` where `others` are asked next.
 
         It does not raise for a call that it does not take, if somebody has one of these: where
         they are closed, the last one does.
         """
         if name not in self._closed or not any(other in self for other in others):
-            return self.get(name)
+            return self[name]
         if name not in self._followed:
             self._followed[name] = self._choice(name, False)
         return self._followed[name]
@@ -77,11 +92,11 @@ class Choices(dict):
         pairs = ((name, one.impl_id) for name in self for one in self._asked[name])
         return ", ".join(f"{impl_id} ({name})" for name, impl_id in pairs)
 
-    def unexpressed(self, name: str) -> Any:
-        """Answer of an adapter to a call that an operator's arguments can not express."""
+    def unexpressed(self, name: str) -> NoReturn:
+        """Have nobody take a call that an operator's arguments can not express."""
         if name in self._closed:
             self._refuse(name, self._asked[name], UNEXPRESSED)
-        return NotImplemented
+        raise NotTakenError
 
 
 def reads(*names: str) -> Callable[[Callable], Callable]:
@@ -110,6 +125,8 @@ def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     def slot(fields: Fields) -> Any:
         try:
             return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+        except NotTakenError:
+            return NotImplemented
         except (NotImplementedError, NobodyError):  # no one takes the call, or is there
             raise
         except Exception as error:

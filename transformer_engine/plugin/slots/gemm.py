@@ -7,7 +7,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.plugin.slots.casts import operand_of
-from transformer_engine.plugin.slots.fields import Choices, Fields, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, taken, written
 
 
 def _operand(fields: Fields, name: str) -> Any:
@@ -16,7 +16,7 @@ def _operand(fields: Fields, name: str) -> Any:
     return operand_of(fields, f"{name}_") if plain is None else plain
 
 
-def gemm(choices: Choices, fields: Fields) -> Any:
+def gemm(choices: Choices, fields: Fields) -> None:
     """A product: of column-major matrices, for `generic_gemm`, so operands change places."""
     out, aux, bias_grad = fields["d"], fields["aux"], fields["bias_grad"]
     is_coded, grad = out.element_size() == 1, bias_grad is not None
@@ -30,9 +30,7 @@ def gemm(choices: Choices, fields: Fields) -> Any:
         *(*result, bias, None, gelu, aux, grad, space, 0),
         *(bool(fields["accumulate"]), not fields["fast_accumulation"]),
     )
-    if found is NotImplemented:
-        return NotImplemented
-    made, sums, pre, *_ = found
+    made, sums, pre, *_ = taken(found)
     if is_coded:
         given = {"scale": fields["d_scale"], "amax": fields["d_amax"]}
         _core.quantize(made, mode=_core.SCALING_TENSOR, row=out, **given)
@@ -42,4 +40,3 @@ def gemm(choices: Choices, fields: Fields) -> Any:
         written("generic_gemm", "the gradient of the bias", bias_grad, sums)
     if aux is not None and pre is not None:  # None: it was written in place
         written("generic_gemm", "what gelu was applied to", aux, pre)
-    return None

@@ -2,60 +2,53 @@
 """Operators that keep state between calls, or measure: scales, caches, transposes."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, written
+from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, taken, written
 
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 
 
-def amax(choices: Choices, fields: Fields) -> Any:
+def amax(choices: Choices, fields: Fields) -> None:
     """The largest magnitude, as the first of partial ones; the others are 0."""
     if fields["hadamard"]:
-        return choices.unexpressed("compute_amax")
-    return measured(choices["compute_amax"], fields["input"], fields["partials"])
+        choices.unexpressed("compute_amax")
+    measured(choices, fields["input"], fields["partials"])
 
 
-def measured(choice: Any, values: Tensor, partials: Tensor) -> Any:
-    """Have an implementation of ``compute_amax`` measure; NotImplemented where none takes it."""
+def measured(choices: Choices, values: Tensor, partials: Tensor) -> None:
+    """Have an implementation of ``compute_amax`` measure; NotTakenError where none takes it."""
     found = torch.zeros(1, dtype=torch.float32, device=partials.device)
-    if choice(values, found) is NotImplemented:
-        return NotImplemented
+    taken(choices["compute_amax"](values, found))
     partials.zero_()
     partials[:1] = found
-    return None
 
 
-def transpose(choices: Choices, fields: Fields) -> Any:
+def transpose(choices: Choices, fields: Fields) -> None:
     """Bytes transposed, and zeros behind them."""
     data, into = fields["input"], fields["output"].view(torch.uint8)
     e5m2 = data.dtype == torch.float8_e5m2
     dtype = DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3
-    made = choices["fp8_transpose"](data.view(torch.uint8), dtype, out=None)
-    if made is NotImplemented:
-        return NotImplemented
+    made = taken(choices["fp8_transpose"](data.view(torch.uint8), dtype, out=None))
     rows = data.shape[0]
     written("fp8_transpose", "the result", into[:, :rows], made.view(torch.uint8))
     into[:, rows:].zero_()
-    return None
 
 
-def scaling_update(choices: Choices, fields: Fields) -> Any:
+def scaling_update(choices: Choices, fields: Fields) -> None:
     """The update of delayed scaling, of amaxes that are in the history already."""
     name = "fused_amax_and_scale_update_after_reduction"
     scale, history = fields["scale"], fields["history"]
     rule = _rule(fields["fp8_max"])
     if rule is None:
-        return choices.unexpressed(name)
+        choices.unexpressed(name)
     algorithm = "most_recent" if fields["algo"] == _core.AMAX_MOST_RECENT else "max"
     nothing_new = scale.new_empty(0)
-    found = choices[name](nothing_new, [history], [scale], algorithm, *rule)
-    return NotImplemented if found is NotImplemented else None
+    taken(choices[name](nothing_new, [history], [scale], algorithm, *rule))
 
 
 def _rule(largest: float) -> tuple[DType, float] | None:
@@ -70,7 +63,7 @@ def _rule(largest: float) -> tuple[DType, float] | None:
     return None
 
 
-def cache_append(choices: Choices, fields: Fields) -> Any:
+def cache_append(choices: Choices, fields: Fields) -> None:
     """New keys and values behind those that sequences have.
 
     Packed ones have no gaps between sequences: modules leave none.
@@ -87,5 +80,4 @@ def cache_append(choices: Choices, fields: Fields) -> Any:
     pages = 1 if table is None else table.shape[1]
     sums = sums_of(counts) if packed is None else packed, sums_of(starts + counts)
     sizes = batch, longest, pages * caches[0].shape[1], pages
-    found = choices["copy_to_kv_cache"](*new, *caches, table, *sums, form, *sizes, table is None)
-    return NotImplemented if found is NotImplemented else None
+    taken(choices["copy_to_kv_cache"](*new, *caches, table, *sums, form, *sizes, table is None))

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, masks, plan, plugin_backend, policies
+from transformer_engine.pytorch.attention import fp8, lowering, masks, plan, plugin_backend
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
     check_constructible,
+    get_qkv_quantization_capabilities,
+    limits_for,
 )
-from transformer_engine.pytorch.attention.cache_adapter import extend_cache
-from transformer_engine.pytorch.attention.choice import BackendChoice
 from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import KeptCalls
 from transformer_engine.pytorch.attention.problem import (
@@ -32,10 +32,10 @@ from transformer_engine.pytorch.attention.problem import (
     check_softcap,
     check_splits,
     check_tensors,
-    heads_of,
-    in_one_format,
+    given_heads,
+    refuse_export,
 )
-from transformer_engine.pytorch.attention.scores import score_mod_of
+from transformer_engine.pytorch.attention.scores import checked_score_mod
 from transformer_engine.pytorch.attention.torch_backends import attend_emulated
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
@@ -51,8 +51,6 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting
-from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["DotProductAttention"]
 
@@ -79,8 +77,15 @@ _OF_CALLS = (
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
 
+_READ_BY_PLANS = (
+    "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
+    "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
+    "return_max_logit", "num_attention_heads", "num_gqa_groups",
+    "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+)  # fmt: skip
 
-class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
+
+class DotProductAttention(ContextParallel, Fp8Module):
     """Attention of queries to keys and values.
 
     Parameters
@@ -193,7 +198,7 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type = masks.mask_type(attn_mask_type).name
-        masks.window_of(window_size, masks.mask_type(attn_mask_type))  # raises where it must
+        masks.effective_window(window_size, masks.mask_type(attn_mask_type))  # raises where it must
         self.window_size = None if window_size is None else tuple(window_size)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.softcap = check_softcap(softcap)
@@ -210,9 +215,12 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             self.softmax_offset = torch.nn.Parameter(offset) if learns else offset
             if learns and have_memory(self):
                 self.reset_parameters()
-        check_constructible(tuple(self._mildest_calls()))
+        check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
         self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
+
+    _READ_BY_PLANS = _READ_BY_PLANS
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on."""
@@ -276,6 +284,9 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             + (f", softcap={self.softcap}" if self.softcap else "")
             + ("" if self.softmax_type == "vanilla" else f", softmax_type={self.softmax_type}")
         )
+
+    limits_for = limits_for
+    get_qkv_quantization_capabilities = get_qkv_quantization_capabilities
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -446,20 +457,20 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
                 and given == _DEFAULTS
             ):
                 given = None
-            found_by = calls.key_of(self, tensors, given)
-            found = None if found_by is None else calls.known(found_by)
+            found_by, found = calls.look_up(self, tensors, given)
             if found is not None:
                 self.__dict__["_ran"] = found.choice
                 return found.run(tensors)
         if num_splits != 1:
             check_splits(num_splits)
-        more = _PLAIN
+        more, mod = _PLAIN, None
         mods = score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors
-        if bf16_backward or fp8_output or any(each is not None for each in mods):
-            modified = score_mod_of(*mods, core_attention_bias_type)
-            more = CoreOptions(bool(bf16_backward), bool(fp8_output), modified)
+        if not (mods[0] is mods[1] is mods[2] is mods[3] is None):
+            mod = checked_score_mod(*mods, core_attention_bias_type)
+        if bf16_backward or fp8_output or mod is not None:
+            more = CoreOptions(bool(bf16_backward), bool(fp8_output), mod)
         layers = (query_layer, key_layer, value_layer)
-        heads = heads_of(layers, qkv_layer, kv_layer, qkv_interleave_dim)
+        heads = given_heads(layers, qkv_layer, kv_layer, qkv_interleave_dim)
         options = AttentionOptions(
             attention_mask, None, attn_mask_type, window_size, bottom_right_diagonal, None,
             checkpoint_core_attention, inference_params, None, core_attention_bias_type,
@@ -479,22 +490,19 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
         found_by: tuple | None = None,
         more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in three; `found_by` is a key of `KeptCalls`.
-
-        Without one the call runs in no plan.
-        """
+        """`forward` with its other arguments in three; `found_by`: key of `KeptCalls`, or None."""
         if torch.compiler.is_compiling() and fp8.is_outside_graphs():
-            _refuse_export("FP8 under CustomRecipe in torch.export: leave it out there")
+            refuse_export("FP8 under CustomRecipe")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format, True)
         if options.thd_attention_policies is not None:
             return self._attend_by_policies(heads, options, qkv_format, more)
         if qkv_format in MIXED:
-            heads, options, qkv_format = in_one_format(heads, options, qkv_format)
+            heads, options, qkv_format = lowering.in_one_format(heads, options, qkv_format)
             found_by = None
         if options.inference_params is not None:
-            heads, options = extend_cache(self, heads, options, qkv_format)
+            heads, options = lowering.extend_cache(self, heads, options, qkv_format)
         query, key, value = heads.split()
         sizes = check_tensors(self, query, key, value, qkv_format, options)
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
@@ -508,17 +516,14 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
             if found is not None:
                 return found.run(heads.tensors)
         if choice.backend == "plugin" and torch.compiler.is_compiling():
-            _refuse_export("the class of a plug-in in torch.export: select another one there")
+            refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
-        run = self._run_of(choice.backend, more, options)
         dropout = self.attention_dropout if self.training else 0.0
+        how = choice.backend, options, more
         if self._get_tracker is not None or options.checkpoint_core_attention:
-            recompute = options.checkpoint_core_attention
-            out = self._attend_in_fork(run, heads, qkv_format, limits, dropout, recompute)
+            out = self._run_in_fork(how, heads, qkv_format, limits, dropout)
         else:
-            out = run(heads, qkv_format, limits, self.softmax_scale, dropout)
-        if is_quantized(out):
-            return out
+            out = self._run(how, heads, qkv_format, limits, dropout)
         if choice.backend == "native":
             return out
         out, *top = out if self.return_max_logit else (out,)
@@ -530,71 +535,46 @@ class DotProductAttention(BackendChoice, ContextParallel, Fp8Module):
     ) -> Any:
         """`attend` of packed sequences with policies of their own: once for each policy."""
         query, key, _ = heads.split()
-        calls = policies.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
+        calls = lowering.split_by_policy(options, qkv_format, (query.shape[0], key.shape[0]))
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
-        return policies.joined(results, self.return_max_logit)
+        return lowering.join_results(results, self.return_max_logit)
 
-    def _run_of(self, backend: str, more: CoreOptions, options: AttentionOptions) -> Callable:
-        """The function that runs a backend, in FP8 where that is in force: see `plan.attend`.
-
-        A function of its own and no `functools.partial`, which torch 2.11 can not make again
-        behind the end of a graph.
-        """
-        if backend == "plugin":
-
-            def of_class(heads: Heads, qkv_format: str, *_: Any) -> Any:
-                return plugin_backend.attend(self, heads, options, qkv_format)
-
-            return of_class
-        if backend == "native":
-
-            def run(*given: Any) -> Any:
-                return plan.attend(self, more, *given)
-
-            return run
-        if not fp8.in_force(self):
-            return BACKENDS[backend].run
-
-        def emulate(*given: Any) -> Any:
-            return attend_emulated(self, *given)
-
-        return emulate
-
-    def _attend_in_fork(
+    def _run(
         self,
-        run: Callable,
+        how: tuple[str, AttentionOptions, CoreOptions],
         heads: Heads,
         qkv_format: str,
         limits: Limits,
         dropout: float,
-        recompute: bool,
     ) -> Any:
-        """Run a backend inside a fork of the random state, or under a checkpoint."""
+        """Run a backend, in FP8 where that is in force: see `plan.attend`."""
+        backend, options, more = how
+        if backend == "plugin":
+            return plugin_backend.attend(self, heads, options, qkv_format)
+        given = heads, qkv_format, limits, self.softmax_scale, dropout
+        if backend == "native":
+            return plan.attend(self, more, *given)
+        if fp8.in_force(self):
+            return attend_emulated(self, *given)
+        return BACKENDS[backend].run(*given)
+
+    def _run_in_fork(
+        self, how: tuple, heads: Heads, qkv_format: str, limits: Limits, dropout: float
+    ) -> Any:
+        """`_run` inside a fork of the random state, or under a checkpoint."""
         tracker = self._get_tracker if dropout > 0.0 else None
 
-        def attend(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
+        def run(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                own = limits.but(bias=bias, sink=sink)
-                given = heads._replace(tensors=tensors)
-                return run(given, qkv_format, own, self.softmax_scale, dropout)
+                own = limits.replaced(bias=bias, sink=sink)
+                return self._run(how, heads._replace(tensors=tensors), qkv_format, own, dropout)
 
         tensors = limits.bias, limits.sink, *heads.tensors
-        if not recompute:
-            return attend(*tensors)
-        return checkpoint(attend, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
-
-    @constant_in_graphs
-    def _ensure_plans(self, key: tuple) -> None:
-        """Make plans while a graph is traced, outside of the graph."""
-        plan.ensure_plans(self, key)
-
-
-def _refuse_export(what: str) -> None:
-    """Raise while a program is exported, which has one graph alone."""
-    if exporting():
-        raise NotImplementedError(f"{_NAME}: {what}")
+        if not how[1].checkpoint_core_attention:
+            return run(*tensors)
+        return checkpoint(run, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 
 
 _attend_outside = Outside(DotProductAttention.attend)

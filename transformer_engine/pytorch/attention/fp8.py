@@ -37,7 +37,7 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.attention.masks import Limits, deterministic
-from transformer_engine.pytorch.attention.problem import CoreOptions
+from transformer_engine.pytorch.attention.problem import CoreOptions, refuse_export
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.recompute_frames import Frame, unread_history
@@ -48,39 +48,11 @@ from transformer_engine.pytorch.module.custom import ask, common_request, rememb
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
-    exporting,
     graph_task,
     in_transform,
     without_memory,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
-
-__all__ = [
-    "GRADIENT_RULE",
-    "Surroundings",
-    "ROLES",
-    "asks_for_it",
-    "begin",
-    "casts_of",
-    "end",
-    "facts_of",
-    "gradient_of",
-    "hands_over",
-    "hands_to",
-    "in_force",
-    "in_layer",
-    "is_asked_for",
-    "is_outside_graphs",
-    "leaves_graph",
-    "recipe_of",
-    "repeated",
-    "resolve",
-    "settings",
-    "state_of",
-    "unbuilt",
-    "unbuilt_name",
-    "why_in_high_precision",
-]
 
 # ---- recipes -------------------------------------------------------------------------------------
 
@@ -93,7 +65,7 @@ _OWN: dict[str, Recipe | None] = {}
 """Recipes of attention's own, by what they print: a graph can read one, but not make one."""
 
 
-def asks_for_it(recipe: Any) -> bool:
+def asks_for_attention(recipe: Any) -> bool:
     """Return whether a region of a recipe asks for attention in FP8."""
     return recipe is not None and bool(
         getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
@@ -109,12 +81,13 @@ def recipe_of(recipe: Any, module: Any) -> Any:
     ``TE_DPA_FP8_FORMAT`` under NVFP4). Delayed scaling then has the history of
     ``TE_DPA_FP8DS_AMAX_HISTLEN`` and its siblings.
     """
-    if not asks_for_it(recipe):
+    if not asks_for_attention(recipe):
         return None
-    format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
-    own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
-    if own:
-        return _OWN[own]
+    if _has_own():
+        format_name = "" if recipe.nvfp4() else recipe.fp8_format.name
+        own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
+        if own:
+            return _OWN[own]
     return _of_quantizers(recipe, module) if recipe.custom() else recipe
 
 
@@ -123,13 +96,13 @@ def _of_quantizers(recipe: Any, module: Any) -> Any:
     return remembered(module, recipe, lambda: resolve(recipe, kind, module.name))
 
 
-def unbuilt_name(recipe: Recipe | None) -> str:
+def unsupported_name(recipe: Recipe | None) -> str:
     """Name of a recipe of `recipe_of` that attention has no kernels for; else ""."""
     return "" if recipe is None or isinstance(recipe, BUILT) else type(recipe).__name__
 
 
 @constant_in_graphs
-def hands_over(mha: bool) -> bool:
+def _hands_over(mha: bool) -> bool:
     """Return whether layers hand tensors over in FP8 under a recipe with this ``fp8_mha``.
 
     A constant in graphs, as `recipe_of` is: ``TE_DPA_FP8_RECIPE_MHA`` says so for attention that
@@ -140,13 +113,19 @@ def hands_over(mha: bool) -> bool:
 
 
 @constant_in_graphs
+def _has_own() -> bool:
+    """Return whether the environment names a recipe for attention; in graphs, as when traced."""
+    return attention_recipe().name != ""
+
+
+@constant_in_graphs
 def _own(kind: str, format_name: str, dpa: bool, mha: bool) -> str:
     """Key of the recipe in `_OWN`; "": it is the region's, a `kind` with this format.
 
     A constant in graphs: what the environment said when they were traced.
     """
     environment = attention_recipe()
-    if environment.name in ("", kind):
+    if environment.name == kind:
         return ""
     if environment.name == "F16":
         _OWN["F16"] = None
@@ -260,10 +239,10 @@ OUTPUT_SLOT = 3
 def is_outside_graphs() -> bool:
     """Return whether no graph holds attention in this thread's region: quantizers are asked for."""
     state = current_state()
-    return state.enabled and asks_for_it(state.recipe) and state.recipe.custom()
+    return state.enabled and asks_for_attention(state.recipe) and state.recipe.custom()
 
 
-def is_asked_for(module: Any) -> bool:
+def region_in_fp8(module: Any) -> bool:
     """Return whether the region of this thread runs a `DotProductAttention` in FP8."""
     state = current_state()
     return state.enabled and recipe_of(state.recipe, module) is not None
@@ -275,7 +254,7 @@ def in_force(module: Any) -> bool:
     The region says so, or, in the recompute of a checkpoint, that the first forward did.
     """
     replay = repeated()
-    return is_asked_for(module) if replay is None else replay.knows(module)
+    return region_in_fp8(module) if replay is None else replay.knows(module)
 
 
 def repeated() -> Frame | None:
@@ -285,7 +264,7 @@ def repeated() -> Frame | None:
     return recompute.frames()[1]
 
 
-def hands_to(core: Any, projection: Any, replay: Frame | None) -> bool:
+def hands_fp8_to(core: Any, projection: Any, replay: Frame | None) -> bool:
     """Return whether a layer hands the output of its attention to the projection behind it in FP8.
 
     With ``fp8_mha``, where the projection multiplies inputs with one scale: its GEMM reads what
@@ -301,17 +280,17 @@ def hands_to(core: Any, projection: Any, replay: Frame | None) -> bool:
         return False
     columns = core.num_attention_heads * core.hidden_size_per_attention_head_v
     return (
-        hands_over(recipe.fp8_mha)
+        _hands_over(recipe.fp8_mha)
         and (recipe.delayed() or recipe.float8_current_scaling())
         and columns % ALIGNMENT == 0
-        and (is_asked_for(core) if replay is None else replay.knows(core))
+        and (region_in_fp8(core) if replay is None else replay.knows(core))
     )
 
 
-def unbuilt(module: Any) -> str:
+def unsupported_recipe(module: Any) -> str:
     """Name of the recipe that attention would run by in this region, and does not; else ""."""
     state = current_state()
-    return unbuilt_name(recipe_of(state.recipe, module)) if state.enabled else ""
+    return unsupported_name(recipe_of(state.recipe, module)) if state.enabled else ""
 
 
 # ---- the backward --------------------------------------------------------------------------------
@@ -354,8 +333,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
         lambda f: f.limited,
     ),
     Clause(
-        "heads that have not 128 channels: cuDNN has no kernel",
-        lambda f: f.channels != (128, 128),
+        "heads that have not 128 channels: cuDNN has no kernel", lambda f: f.channels != (128, 128)
     ),
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
     Clause(
@@ -380,16 +358,18 @@ def fills_blocks(queries: int) -> bool:
     return queries % BLOCK == 0
 
 
-def facts_of(recipe: Recipe, **problem: Any) -> Facts:
+def backward_facts(recipe: Recipe, **problem: Any) -> Facts:
     """Return the facts of a call's backward: recipe, environment, and the other `Facts` by name."""
     return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
 
 
-def gradient_of(recipe: Recipe, limits: Limits, **problem: Any) -> bool:
-    """Return whether a call's backward runs in FP8; `problem` as of `facts_of`, but for limits."""
+def backward_in_fp8(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
+    """Return whether a call's backward runs in FP8; `problem` are the other `Facts` by name."""
+    channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
-    return not why_in_high_precision(facts_of(recipe, limited=limited, packed=packed, **problem))
+    facts = backward_facts(recipe, channels=channels, limited=limited, packed=packed, **problem)
+    return not why_in_high_precision(facts)
 
 
 def _in_a_layer(module: Any, replay: Frame | None) -> tuple[Recipe, bool] | None:
@@ -402,7 +382,7 @@ def _in_a_layer(module: Any, replay: Frame | None) -> tuple[Recipe, bool] | None
     return None if recipe is None else (recipe, False)
 
 
-def settings(module: Any, queries: int, replay: Frame | None) -> tuple | None:
+def layer_key(module: Any, queries: int, replay: Frame | None) -> tuple | None:
     """Key of recipe, environment and size for an attention in a layer's plan.
 
     None: it is not in FP8. `replay` is as of `repeated`.
@@ -416,7 +396,7 @@ def settings(module: Any, queries: int, replay: Frame | None) -> tuple | None:
     return quantization, switched_on, fills_blocks(queries), repr(recipe), no_amax
 
 
-class InLayer(NamedTuple):
+class LayerCasts(NamedTuple):
     """An attention in FP8 in a layer's plan."""
 
     quantization: Quantization
@@ -431,23 +411,22 @@ class Surroundings(NamedTuple):
 
     device: str = "cpu"  # type of it
     queries: int = 0  # of each sequence
-    hands_over: bool = False  # as of `hands_to`
+    hands_over: bool = False  # as of `hands_fp8_to`
     replay: Frame | None = None  # as of `repeated`
 
 
-def in_layer(module: Any, around: Surroundings, limits: Limits, dropout: float) -> InLayer | None:
+def layer_casts(
+    module: Any, around: Surroundings, limits: Limits, dropout: float
+) -> LayerCasts | None:
     """How an attention runs in a layer's plan; None: in high precision."""
     found = _in_a_layer(module, around.replay)
     if found is None:
         return None
     recipe, no_amax = found
     device, queries, fp8_output, _ = around
-    channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
-    back = gradient_of(
-        recipe, limits, device=device, queries=queries, channels=channels, dropout=dropout
-    )
+    back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
     quantization = module._quantization_of(recipe, False)
-    return InLayer(quantization, back, fp8_output, no_amax, repr(recipe))
+    return LayerCasts(quantization, back, fp8_output, no_amax, repr(recipe))
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -458,7 +437,7 @@ class Casts(NamedTuple):
 
     region: Region  # with the recipe of attention
     slots: scaling.Slots | None
-    scales: Tensor | None  # as of `state_of`
+    scales: Tensor | None  # as of `scaling_state_of`
     history: Tensor | None
     key: tuple  # quantization as codes and epsilons; gradients in FP8, no amaxes, output in FP8
 
@@ -476,12 +455,18 @@ def leaves_graph(more: CoreOptions, dropout: float, traced: bool) -> bool:
         )
     if not traced or (dropout == 0.0 and not more.fp8_output):
         return False
-    if exporting():
-        what, remedy = "dropout of attention in FP8", "set attention_dropout=0"
-        if more.fp8_output:
-            what, remedy = "fp8_output=True (or fp8_mha)", "leave it out there"
-        raise NotImplementedError(f"DotProductAttention: {what} in torch.export: {remedy}")
+    if more.fp8_output:
+        refuse_export("fp8_output=True (or fp8_mha)")
+    refuse_export("dropout of attention in FP8", "set attention_dropout=0")
     return True
+
+
+def region_of(module: Any, traced: bool) -> Region:
+    """The region of a call that begins now, with the recipe of attention."""
+    region = module._region(traced)
+    if region.replay is not None:
+        return region
+    return region._replace(recipe=recipe_of(region.recipe, module))
 
 
 def casts_of(
@@ -494,26 +479,23 @@ def casts_of(
     gradient: bool,
     **problem: Any,
 ) -> Casts:
-    """How a call that begins now is cast; `gradient`: there is one, `problem` as of `facts_of`."""
-    region = module._region(traced)
-    if region.replay is None:
-        region = region._replace(recipe=recipe_of(region.recipe, module))
+    """How a call that begins now is cast; `gradient`: it has one, `problem`: other `Facts`."""
+    region = region_of(module, traced)
     if not traced and without_memory(like):
         region = region._replace(blank=True)
     codes, epsilons = module._quantization_of(region.recipe, traced).flat()
     if traced:
         epsilons = tuple([plan_ops.as_constant(epsilon) for epsilon in epsilons])
     # Without a gradient no graph depends on how many queries there are.
-    fp8_gradient = gradient and gradient_of(
-        region.recipe, limits, device=like.device.type, wide=more.wide_backward, **problem
-    )
-    slots, scales, history = state_of(module, region, like)
+    kind = {"device": like.device.type, "wide": more.wide_backward, **problem}
+    fp8_gradient = gradient and backward_in_fp8(module, region.recipe, limits, **kind)
+    slots, scales, history = scaling_state_of(module, region, like)
     no_amax = scales is not None and history is None
     key = codes, epsilons, fp8_gradient, no_amax, more.fp8_output
     return Casts(region, slots, scales, history, key)
 
 
-def begin(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
+def begin_call(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
     """Give a call its state; `records`: a backward follows."""
     region = casts.region
     call.scales, call.unread_history, call.recipe = casts.scales, casts.history, region.recipe
@@ -521,7 +503,7 @@ def begin(module: Any, call: ModuleCall, casts: Casts, records: bool) -> None:
     call.domain = (region.replay or region.state).domain
 
 
-def end(module: Any, call: ModuleCall, casts: Casts) -> None:
+def end_call(module: Any, call: ModuleCall, casts: Casts) -> None:
     """Note that a call has run."""
     region = casts.region
     if call.first and region.replay is None:
@@ -530,7 +512,7 @@ def end(module: Any, call: ModuleCall, casts: Casts) -> None:
         module._record(region, casts.slots if region.replay is None else None, call.first)
 
 
-def state_of(
+def scaling_state_of(
     module: Any, region: Region, like: Tensor
 ) -> tuple[scaling.Slots | None, Tensor | None, Tensor | None]:
     """(slots, scales to use in their place, where amaxes go then or None): of the state in force.

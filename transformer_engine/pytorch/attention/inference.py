@@ -16,8 +16,8 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.attention.kv_cache import (
     KVCacheManager,
     Lengths,
+    LibraryCacheManager,
     NonPagedKVCacheManager,
-    OwnManager,
     Page,
     PagedKVCacheManager,
     StepState,
@@ -243,7 +243,7 @@ class InferenceParams:
                 "sequences finish first, or make it with a larger max_batch_size"
             )
         manager = self.cache_manager  # a program may have taken a sequence out of ours
-        known = manager.sequences if isinstance(manager, OwnManager) else self.sequences
+        known = manager.sequences if isinstance(manager, LibraryCacheManager) else self.sequences
         before = [known.get(id_, 0) for id_ in step_dict]
         for (id_, count), start in zip(step_dict.items(), before, strict=True):
             if not isinstance(count, int) or count < 0:
@@ -260,7 +260,7 @@ class InferenceParams:
         self._some_are_full = self.max_sequence_length in before
         self._set_new(list(step_dict.values()))
         self._state.write(before, list(step_dict.values()))
-        if isinstance(self.cache_manager, OwnManager):
+        if isinstance(self.cache_manager, LibraryCacheManager):
             self.cache_manager.lengths = self._state.now
 
     def _advance(self, step_dict: OrderedDict) -> None:
@@ -282,8 +282,10 @@ class InferenceParams:
 
     def _set_new(self, counts: list[int]) -> None:
         """Take in how many tokens the sequences of a step get."""
-        self._longest_new = _bound([*counts, 0])
-        self._new = max([*counts, 0]), sum(counts)
+        longest = max([*counts, 0])
+        # 1 where that is enough, else a multiple of 64: few bounds come up, and each has a plan.
+        self._longest_new = 1 if longest <= 1 else -(-longest // 64) * 64
+        self._new = longest, sum(counts)
 
     def reserve(self, tokens: int | None = None) -> None:
         """Take the pages now that all sequences need for so many tokens in all.
@@ -315,10 +317,10 @@ class InferenceParams:
                 raise RuntimeError(
                     f"{told}, max_sequence_length={self.max_sequence_length}: their results are NaN"
                 )
-            if isinstance(manager, PagedKVCacheManager) and length > manager.room_of(id_):
+            if isinstance(manager, PagedKVCacheManager) and length > manager.capacity_of(id_):
                 raise RuntimeError(
-                    f"{told}, which has pages for {manager.room_of(id_)}: their results are wrong: "
-                    "call reserve() before replays, also after new sequences have begun"
+                    f"{told}, which has pages for {manager.capacity_of(id_)}: their results are "
+                    "wrong: call reserve() before replays, also after new sequences have begun"
                 )
         self.sequences = OrderedDict(zip(self.sequences, after, strict=True))
         self.cache_manager.sequences = OrderedDict(self.sequences)
@@ -370,7 +372,7 @@ class InferenceParams:
                 "tokens that pre_step() names"
             )
 
-    def positions_of(self, length: int) -> int:
+    def max_positions(self, length: int) -> int:
         """How many positions a batch of rows of so many tokens takes at most, with its padding."""
         return self.max_sequence_length + length - (0 if self._some_are_full else 1)
 
@@ -414,9 +416,3 @@ class InferenceParams:
             table = table[: totals.shape[0]]
         traced = plan_ops.behind_operators(key)
         return gather_tokens(traced, key, value, totals, table, tokens)
-
-
-def _bound(counts: list[int]) -> int:
-    """1 where that is enough, else a multiple of 64: few bounds come up, and each has a plan."""
-    longest = max(counts)
-    return 1 if longest <= 1 else -(-longest // 64) * 64

@@ -2,7 +2,8 @@
 """Where the keys and values of sequences lie while a model generates, and how long these are."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,18 +14,6 @@ from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.custom_ops import operator
 from transformer_engine.pytorch.torchside.device import canonicalize_device
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, real_tensors
-
-__all__ = [
-    "KVCacheManager",
-    "Lengths",
-    "NonPagedKVCacheManager",
-    "OwnManager",
-    "PagedKVCacheManager",
-    "StepState",
-    "append_tokens",
-    "gather_tokens",
-]
-
 
 # ---- operators -----------------------------------------------------------------------------------
 
@@ -39,10 +28,8 @@ def _append(
     cu_seqlens: Tensor | None,
     page_table: Tensor | None,
 ) -> None:
-    if key.stride(-1) != 1:
-        key = key.contiguous()
-    if value.stride(-1) != 1:
-        value = value.contiguous()
+    key = key if key.stride(-1) == 1 else key.contiguous()
+    value = value if value.stride(-1) == 1 else value.contiguous()
     _cache_append(
         key, value, key_cache, value_cache, starts,
         counts=counts, cu_seqlens=cu_seqlens, page_table=page_table,
@@ -95,14 +82,6 @@ class Lengths(NamedTuple):
 _ROWS = len(Lengths._fields)
 
 
-def _sums(values: Sequence[int]) -> list[int]:
-    """0 and the sums of the first values."""
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
-
-
 class StepState:
     """The lengths of a step, in one tensor that stays where it is."""
 
@@ -119,7 +98,7 @@ class StepState:
         totals = [start + count for start, count in zip(starts, counts, strict=True)]
         rows = (starts, counts, totals)
         padded = [[*row, *([0] * (width - batch))] for row in rows]
-        summed = [_sums(row[:-1]) for row in padded[1:]]
+        summed = [list(accumulate(row[:-1], initial=0)) for row in padded[1:]]
         self.memory.copy_(torch.tensor([*padded, *summed], dtype=torch.int32), non_blocking=True)
         self.now = Lengths(
             *(row[:batch] for row in self.whole[:3]), *(row[: batch + 1] for row in self.whole[3:])
@@ -188,7 +167,7 @@ class KVCacheManager:
         raise NotImplementedError
 
 
-class OwnManager(KVCacheManager):
+class LibraryCacheManager(KVCacheManager):
     """Base of both kinds of this library."""
 
     def __init__(
@@ -241,7 +220,7 @@ class OwnManager(KVCacheManager):
         return *caches, table
 
 
-class NonPagedKVCacheManager(OwnManager):
+class NonPagedKVCacheManager(LibraryCacheManager):
     """A row of a tensor [max_batch_size, max_seqlen, heads, channels] for each sequence.
 
     Sequences that stay while others go move up, so that they are the first rows.
@@ -305,7 +284,7 @@ class Page:
         self.allocated = False
 
 
-class PagedKVCacheManager(OwnManager):
+class PagedKVCacheManager(LibraryCacheManager):
     """Pages [total_num_pages, page_size, heads, channels], which sequences take as they grow.
 
     ``page_table`` [max_batch_size, pages of the longest sequence] int32 has the pages of each; -1:
@@ -365,7 +344,7 @@ class PagedKVCacheManager(OwnManager):
         """Give each sequence the pages of so many tokens in all (RuntimeError: there are none)."""
         self._hold(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
 
-    def room_of(self, id_: Any) -> int:
+    def capacity_of(self, id_: Any) -> int:
         """How many tokens a sequence has pages for."""
         return len(self._pages[id_]) * self.page_size
 

@@ -15,8 +15,8 @@ from transformer_engine.common.config import AttentionSwitches, attention_switch
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     Sequences,
-    check_tensor,
-    sequences_of,
+    check_cu_seqlens,
+    packed_sequences,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
@@ -73,7 +73,7 @@ def mask_type(name: str, label: str = "attn_mask_type") -> MaskType:
     return kind
 
 
-def padding_form(kind: MaskType, label: str) -> MaskType:
+def with_padding(kind: MaskType, label: str) -> MaskType:
     """The mask type of sequences with lengths of their own that attends what a type says.
 
     "no_mask" counts as "padding", "causal" as "padding_causal", "causal_bottom_right" as
@@ -89,14 +89,14 @@ def padding_form(kind: MaskType, label: str) -> MaskType:
     return MASK_TYPES["padding" if kind.name == "no_mask" else f"padding_{kind.name}"]
 
 
-def full_form(kind: MaskType) -> MaskType:
+def without_padding(kind: MaskType) -> MaskType:
     """The mask type without padding that attends what a type does in sequences of full length."""
     if not kind.padding:
         return kind
     return MASK_TYPES[kind.name.removeprefix("padding").removeprefix("_") or "no_mask"]
 
 
-def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
+def effective_window(window: Any, kind: MaskType, label: str = "window_size") -> tuple[int, int]:
     """The window (left, right) that applies to a mask type; right is 0 for a causal one.
 
     They are keys to the left and to the right of the diagonal; -1: no limit on that side.
@@ -123,7 +123,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     if (left, right) == CAUSAL_WINDOW:
         warnings.warn(
             f"{label}={window!r} with mask type {kind.name!r} counts as (-1, -1): no window",
-            stacklevel=7,
+            stacklevel=6,
         )
         return NO_WINDOW
     if (left, right) == NO_WINDOW or (left >= 0 and right >= 0):
@@ -133,7 +133,7 @@ def window_of(window: Any, kind: MaskType, label: str = "window_size") -> tuple[
     )
 
 
-def diagonal_of(bottom_right: bool | None, kind: MaskType) -> bool:
+def ends_bottom_right(bottom_right: bool | None, kind: MaskType) -> bool:
     """Return whether the diagonal ends in the bottom right corner: by the type, else the caller."""
     if kind.bottom_right is not None:
         return kind.bottom_right
@@ -175,7 +175,7 @@ def _check_bool(mask: Any, label: str) -> None:
         raise TypeError(f"{label}: {found}, expected a torch.bool tensor, True: masked out")
 
 
-def sequence_lengths(
+def padded_lengths(
     cumulative: tuple[Tensor | None, Tensor | None], batch: int, queries: int, keys: int
 ) -> tuple[Tensor, Tensor]:
     """Lengths of the sequences of queries and of keys, [batch] int32 each; one object for one.
@@ -186,9 +186,9 @@ def sequence_lengths(
     """
     of_queries, of_keys = cumulative
     if of_queries is None:
-        second = lengths_of(of_keys, batch, "cu_seqlens_kv")
+        second = sequence_lengths(of_keys, batch, "cu_seqlens_kv")
         return torch.full_like(second, queries), second
-    first = lengths_of(of_queries, batch, "cu_seqlens_q")
+    first = sequence_lengths(of_queries, batch, "cu_seqlens_q")
     if queries == keys and (of_keys is None or of_keys is of_queries):
         return first, first
     if of_keys is None:
@@ -196,21 +196,16 @@ def sequence_lengths(
             f"cu_seqlens_kv: None, with {queries} queries and {keys} keys: give the lengths of "
             "the keys"
         )
-    return first, lengths_of(of_keys, batch, "cu_seqlens_kv")
+    return first, sequence_lengths(of_keys, batch, "cu_seqlens_kv")
 
 
-def lengths_of(cumulative: Any, batch: int, label: str) -> Tensor:
+def sequence_lengths(cumulative: Any, batch: int, label: str) -> Tensor:
     """Lengths [batch] int32 of sums [batch + 1]; TypeError or ValueError for what are no such."""
-    check_tensor(cumulative, label)
-    if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (batch + 1,):
-        raise ValueError(
-            f"{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected torch.int32 "
-            f"[batch + 1] = [{batch + 1}]"
-        )
+    check_cu_seqlens(cumulative, batch, label)
     return cumulative[1:] - cumulative[:-1]
 
 
-def length_mask(lengths: Tensor, longest: int) -> Tensor:
+def padding_mask(lengths: Tensor, longest: int) -> Tensor:
     """The padding mask [batch, 1, 1, longest] of sequences of these lengths [batch]."""
     return torch.arange(longest, device=lengths.device) >= lengths[:, None, None, None]
 
@@ -258,7 +253,7 @@ def window_mask(
 # ---- ALiBi and other biases ----------------------------------------------------------------------
 
 
-def check_numbers(given: Any, label: str) -> None:
+def check_real(given: Any, label: str) -> None:
     """Raise a TypeError for what is added to scores, of that name, and is no tensor of numbers."""
     expect_tensor(label, given)
     if given.dtype.is_complex or given.dtype is torch.bool:
@@ -294,8 +289,8 @@ class CallKind(NamedTuple):
 
     mask_type: MaskType
     """As `mask_type` gives it, but with padding where lengths or a mask of it are there."""
-    window: tuple[int, int]  # as `window_of` gives it
-    bottom_right: bool  # as `diagonal_of` gives it
+    window: tuple[int, int]  # as `effective_window` gives it
+    bottom_right: bool  # as `ends_bottom_right` gives it
     square: bool  # there are as many queries as keys
     bias: str  # one of `backends.BIAS_TYPES`
     grouped: bool  # several heads share keys and values
@@ -312,9 +307,9 @@ class CallKind(NamedTuple):
     softmax: str = "vanilla"  # as `DotProductAttention` has it
     max_logit: bool = False  # the largest scores are returned too
     fp8: bool = False  # the recipe in force runs attention in FP8
-    by_mask: bool = False  # who is padding says a mask, not lengths
+    padding_by_mask: bool = False  # who is padding says a mask, not lengths
     one_query: bool = False
-    drops: bool = False  # in FP8, with dropout
+    fp8_dropout: bool = False  # in FP8, with dropout
     score_mod: bool = False  # a function of the program changes the scores
     fp8_unbuilt: str = ""  # recipe in force that attention does not run by
     plugin: str = ""  # class of a plug-in that is selected
@@ -337,13 +332,13 @@ class Limits(NamedTuple):
     """Queries and keys of packed sequences, which have their lengths there."""
     slopes: Tensor | None = None  # of ALiBi, [heads] or [batch, heads] fp32
     sink: Tensor | None = None  # [heads] fp32: scores without a key
-    wants_top: bool = False  # the largest score of each head is a second result
-    cast: Any = None  # rounds the weights of softmax, where FP8 is emulated
+    max_logit: bool = False  # the largest score of each head is a second result
+    round_weights: Any = None  # rounds the weights of softmax, where FP8 is emulated
     score_mod: Any = None  # changes the scaled scores before bias and mask (`scores.ScoreMod`)
     softcap: float = 0.0  # the scaled scores become softcap tanh(scores / softcap); 0: as they are
     bias_in_cap: bool = False  # the bias is a part of the scores that are capped
 
-    def but(self, **changed: Any) -> "Limits":
+    def replaced(self, **changed: Any) -> "Limits":
         """These with other values of some fields.
 
         Made by the class itself: what ``_replace`` makes torch 2.11 can not make again behind the
@@ -352,11 +347,11 @@ class Limits(NamedTuple):
         values = zip(self._fields, self, strict=True)
         return Limits(*[changed.get(name, value) for name, value in values])
 
-    def as_tensors(self, queries: int, keys: int) -> "Limits":
+    def as_mask_and_bias(self, queries: int, keys: int) -> "Limits":
         """The same as a mask and a bias, for a backend that reads no lengths and no slopes."""
         return self._without_slopes(queries, keys)._without_lengths(queries, keys)
 
-    def ends(self) -> tuple[Tensor, ...]:
+    def sequence_lengths(self) -> tuple[Tensor, ...]:
         """Lengths of the sequences' queries and keys; () where all of them are full.
 
         Of packed sequences where they do not follow from the offsets.
@@ -367,38 +362,32 @@ class Limits(NamedTuple):
         if queries.lengths is None and keys.lengths is None:
             return ()
         same = keys.lengths is queries.lengths
-        return (of_queries := queries.ends()), of_queries if same else keys.ends()
+        return (of_queries := queries.token_counts()), of_queries if same else keys.token_counts()
 
-    def lengths_fit(self, queries: int, keys: int) -> Tensor:
+    def valid_sequences(self, queries: int, keys: int) -> Tensor:
         """Return whether the lengths of each sequence are within these, [batch] bool."""
         of_queries, of_keys = self.query_lengths, self.key_lengths
         is_wrong = (of_queries < 0) | (of_queries > queries) | (of_keys < 0) | (of_keys > keys)
         return ~is_wrong
 
-    def _without_slopes(self, queries: int, keys: int) -> "Limits":
+    def _without_slopes(self, queries: int, keys: int, shift: Tensor | None = None) -> "Limits":
+        """With a bias in place of slopes; `shift` tells the diagonals of sequences apart."""
         if self.slopes is None:
             return self
-        shift = None
-        if self.query_lengths is not None:
+        if shift is None and self.query_lengths is not None:
             shift = _corner_shift(self.bottom_right, (self.query_lengths, self.key_lengths))
-        return self.but(bias=self._sloped(queries, keys, shift), slopes=None)
-
-    def _sloped(self, queries: int, keys: int, shift: Tensor | None) -> Tensor:
-        """The bias of the slopes; `shift` tells diagonals apart."""
-        diagonal: Any = keys - queries if self.bottom_right else 0
-        diagonal = diagonal if shift is None else shift
-        return alibi_bias(self.slopes, queries, keys, diagonal)
+        diagonal = keys - queries if self.bottom_right else 0
+        bias = alibi_bias(self.slopes, queries, keys, diagonal if shift is None else shift)
+        return self.replaced(bias=bias, slopes=None)
 
     def _without_lengths(self, queries: int, keys: int) -> "Limits":
         if self.query_lengths is None:
             return self
         lengths = self.query_lengths, self.key_lengths
-        of_queries = length_mask(self.query_lengths, queries)
-        if self.key_lengths is self.query_lengths:
-            both = of_queries, of_queries
-        else:
-            both = of_queries, length_mask(self.key_lengths, keys)
-        return self._masked(both, _corner_shift(self.bottom_right, lengths))
+        of_queries = of_keys = padding_mask(self.query_lengths, queries)
+        if self.key_lengths is not self.query_lengths:
+            of_keys = padding_mask(self.key_lengths, keys)
+        return self._masked((of_queries, of_keys), _corner_shift(self.bottom_right, lengths))
 
     def _masked(self, both: tuple[Tensor, Tensor], shift: Tensor | None) -> "Limits":
         """With padding masks, and with none but a mask where a `shift` tells diagonals apart."""
@@ -407,7 +396,7 @@ class Limits(NamedTuple):
         if shift is not None:
             outside = window_mask(window, shift, of_queries.shape[3], of_keys.shape[3])
             mask, window = mask if outside is None else mask | outside, NO_WINDOW
-        return self.but(mask=mask, window=window, query_lengths=None, key_lengths=None)
+        return self.replaced(mask=mask, window=window, query_lengths=None, key_lengths=None)
 
 
 def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Sequences]:
@@ -429,16 +418,20 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() or not attention_switches().nondeterministic
 
 
+def _plain_limits(call_kind: CallKind) -> Limits:
+    window, corner = call_kind.window, call_kind.bottom_right
+    return Limits(None, None, window, corner, max_logit=call_kind.max_logit)
+
+
 def constant_limits(call_kind: CallKind) -> Limits | None:
     """Limits that all calls of a kind have; None where they depend on tensors."""
     kind = call_kind.mask_type
     if kind.padding or kind.name == "arbitrary" or call_kind.bias != "no_bias":
         return None
-    window, corner = call_kind.window, call_kind.bottom_right
-    return Limits(None, None, window, corner, wants_top=call_kind.max_logit)
+    return _plain_limits(call_kind)
 
 
-def limits_of(
+def call_limits(
     call_kind: CallKind,
     options: AttentionOptions,
     sizes: tuple,
@@ -449,22 +442,22 @@ def limits_of(
     """Limits of one call, of `sizes` (batch, heads, queries, keys).
 
     `scale` is the factor of the scores. A bias is made on the device of `query`. `tokens` are the
-    queries and keys of all packed sequences. TypeError or
-    ValueError where a tensor of the options is missing, one too many, or none of the kind.
+    queries and keys of all packed sequences. TypeError or ValueError where a tensor of the options
+    is missing, one too many, or none of the kind.
     """
     batch, _, queries, keys = sizes
     kind, corner, shift = call_kind.mask_type, call_kind.bottom_right, None
-    limits = Limits(None, None, call_kind.window, corner, wants_top=call_kind.max_logit)
+    limits = _plain_limits(call_kind)
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if call_kind.packed:
-            limits = limits.but(packed=cached_sequences(options.inference_params, sizes))
+            limits = limits.replaced(packed=cached_sequences(options.inference_params, sizes))
         else:
-            limits = limits.but(query_lengths=now.counts, key_lengths=now.totals)
+            limits = limits.replaced(query_lengths=now.counts, key_lengths=now.totals)
     elif call_kind.packed:
-        limits = limits.but(packed=sequences_of(options, sizes, tokens))
+        limits = limits.replaced(packed=packed_sequences(options, sizes, tokens))
     elif kind.name == "arbitrary":
-        limits = limits.but(mask=arbitrary_mask(options.attention_mask, sizes))
+        limits = limits.replaced(mask=arbitrary_mask(options.attention_mask, sizes))
     elif kind.padding and options.attention_mask is not None:
         both = padding_masks(options.attention_mask, batch, queries, keys)
         if corner and both[0] is not both[1]:
@@ -472,22 +465,22 @@ def limits_of(
         limits = limits._masked(both, shift)
     elif kind.padding:
         cumulative = (options.cu_seqlens_q, options.cu_seqlens_kv)
-        lengths = sequence_lengths(cumulative, batch, queries, keys)
-        limits = limits.but(query_lengths=lengths[0], key_lengths=lengths[1])
+        lengths = padded_lengths(cumulative, batch, queries, keys)
+        limits = limits.replaced(query_lengths=lengths[0], key_lengths=lengths[1])
     bias = _bias(call_kind.bias, options, sizes)
     if call_kind.bias == "pre_scale_bias":
-        return limits.but(bias=bias.float() * scale)
+        return limits.replaced(bias=bias.float() * scale)
     if call_kind.bias != "alibi":
-        return limits.but(bias=bias)
+        return limits if bias is None else limits.replaced(bias=bias)
     slopes = _slopes(options.alibi_slopes, sizes, query)
-    return _with_slopes(limits.but(slopes=slopes), call_kind, sizes, shift)
+    return _with_slopes(limits.replaced(slopes=slopes), call_kind, sizes, shift)
 
 
 def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tensor | None) -> Limits:
     """With slopes of ALiBi as they are, or as a bias where the operator does not take them."""
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
-        return limits.but(bias=limits._sloped(queries, keys, shift), slopes=None)
+        return limits._without_slopes(queries, keys, shift)
     if call_kind.device == "cpu" or call_kind.packed:
         return limits
     # cuDNN's kernels count from the top left corner, with one slope of a head.
@@ -509,7 +502,7 @@ def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
             f"{_NAME}: core_attention_bias_type={kind!r} takes no alibi_slopes: 'alibi' does"
         )
     if takes:
-        check_numbers(bias, f"{_NAME}: core_attention_bias")
+        check_real(bias, f"{_NAME}: core_attention_bias")
     if takes and (
         bias.dim() != 4
         or any(n not in (1, size) for n, size in zip(bias.shape, sizes, strict=True))

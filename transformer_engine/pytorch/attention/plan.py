@@ -25,7 +25,7 @@ from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.masks import Limits, deterministic
-from transformer_engine.pytorch.attention.problem import CoreOptions, Heads, slices_of
+from transformer_engine.pytorch.attention.problem import CoreOptions, Heads
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import (
     apply_of,
@@ -43,24 +43,13 @@ from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
+    constant_in_graphs,
     dispatch_modes,
     exporting,
     forward_gradients,
     graph_task,
     in_transform,
 )
-
-__all__ = [
-    "KeptCall",
-    "KeptCalls",
-    "alike",
-    "angles_of",
-    "attend",
-    "attention_node",
-    "ensure_plans",
-    "is_constant",
-    "sink_of",
-]
 
 # ---- the node ------------------------------------------------------------------------------------
 
@@ -78,13 +67,9 @@ def _fields(
     """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
 
     `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
-    dtype of a bias is torch's: see `_spec`.
+    dtype of a bias is torch's: see `spec_of`.
     """
-    masks = [
-        None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
-        for tensor in (limits.mask, limits.bias)
-    ]
-    ends, offsets, bounds = limits.ends(), (), ()
+    ends, offsets, bounds = limits.sequence_lengths(), (), ()
     if limits.packed is not None:
         queries, keys = limits.packed
         offsets = queries.offsets, keys.offsets
@@ -93,23 +78,44 @@ def _fields(
         bounds = (queries.offsets.new_empty(longest, dtype=torch.int32),)
     bias, sink, slopes = limits.bias, limits.sink, limits.slopes
     records = torch.is_grad_enabled() and not exporting()
-    bias_grad, sink_grad = (
-        records and added is not None and added.requires_grad for added in (bias, sink)
-    )
     fields = (
         slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *turned,
-        *masks, len(ends), torch.float32 if bias is None else bias.dtype, bias_grad,
-        deterministic(), limits.packed is not None, sink is not None, sink_grad,
-        0 if slopes is None else slopes.dim(), limits.softcap, limits.wants_top,
+        _shared_dims(limits.mask), _shared_dims(bias), len(ends),
+        torch.float32 if bias is None else bias.dtype,
+        records and bias is not None and bias.requires_grad, deterministic(),
+        limits.packed is not None, sink is not None,
+        records and sink is not None and sink.requires_grad,
+        0 if slopes is None else slopes.dim(), limits.softcap, limits.max_logit,
     )  # fmt: skip
     tensors = (limits.mask, bias, *ends, *offsets, sink, slopes, *bounds)
     return fields, tuple([tensor for tensor in tensors if tensor is not None])
 
 
-def _spec(fields: tuple, **cast: Any) -> AttentionSpec:
+def _shared_dims(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """1 for each dim that is broadcast to the scores, 0 for others; None without a tensor."""
+    return None if tensor is None else tuple([1 if n == 1 else 0 for n in tensor.shape])
+
+
+def spec_of(fields: tuple, **cast: Any) -> AttentionSpec:
     """What `_fields` stands for, with fields of its quantization."""
     spec = AttentionSpec(*fields, **cast)
     return spec._replace(bias_dtype=_core.dtype_code(spec.bias_dtype))
+
+
+def _slices(heads: Heads) -> tuple:
+    """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
+    slices, at = [], 0
+    for i, tensor in enumerate(heads.split()):
+        count, channels = tensor.shape[-2:]
+        if heads.dim == 0 or i < len(heads.tensors) - 1:
+            slices.append((count, channels, 0, channels))
+            continue
+        if heads.dim == -3:
+            slices.append((count, channels, at * count * channels, channels))
+        else:
+            slices.append((count, channels, at * channels, heads.joined * channels))
+        at += 1
+    return tuple(slices)
 
 
 _NOTHING = ((), (), False, False)
@@ -131,10 +137,10 @@ def attention_node(
     come before them.
     """
     choice, limits = how
-    if choice.backend != "native" or limits.wants_top:
+    if choice.backend != "native" or limits.max_logit:
         return None
     dropout = core.attention_dropout if core.training else 0.0
-    in_fp8 = fp8.in_layer(core, around, limits, dropout)
+    in_fp8 = fp8.layer_casts(core, around, limits, dropout)
     return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
 
 
@@ -145,13 +151,14 @@ def _node(
     qkv_format: str,
     dropout: float,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    in_fp8: fp8.InLayer | None = None,
+    in_fp8: fp8.LayerCasts | None = None,
 ) -> Attending:
     """`attention_node` of what runs in a plan."""
     choice, limits = how
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
-    turned = tuple(of.shape[1] for of in angles), interleaved, norms_first
+    rotated = tuple([each.shape[1] for each in angles]) if angles else ()
+    turned = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
     fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
     sources = tuple([(each.dtype, each.requires_grad) for each in source])
@@ -160,15 +167,16 @@ def _node(
     def spec() -> AttentionSpec:
         cast = {} if in_fp8 is None else in_fp8._asdict()
         cast.pop("recipe", None)
-        return _spec(fields, **cast)
+        return spec_of(fields, **cast)
 
     owner = None if in_fp8 is None else core
-    constant = not (source or angles) and is_constant(core, limits)
+    anew = torch.compiler.is_compiling() or len(source) + len(angles) > 0
+    constant = not anew and is_constant(core, limits)
     tensors = (*source, *angles, *tensors)
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 
 
-def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
+def matches_input(keys: Any, inp: Tensor, batch: int | None) -> bool:
     """Return whether a source of keys goes with the input; `batch`: the dim of it, or None.
 
     Inside of `torch.autocast` projections take any dtype.
@@ -183,7 +191,7 @@ def alike(keys: Any, inp: Tensor, batch: int | None) -> bool:
     )
 
 
-def angles_of(
+def rotary_angles(
     given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
 ) -> tuple[Tensor, ...] | None:
     """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
@@ -212,7 +220,7 @@ def angles_of(
     return tuple(found[:1] if both[0] is both[1] else found)
 
 
-def sink_of(core: Any) -> tuple | None:
+def sink_key(core: Any) -> tuple | None:
     """Key of the parameter of `core`'s softmax; None without one."""
     sink = core.__dict__["_parameters"].get("softmax_offset")
     if sink is None:  # or a parametrization makes it
@@ -308,31 +316,31 @@ class KeptCalls:
         self._by_arguments: dict[tuple, KeptCall] = {}
         self._calls: dict[tuple, tuple[ModuleCall, Callable | None]] = {}
 
-    def key_of(self, core: Any, tensors: tuple, arguments: tuple | None) -> tuple | None:
-        """Key of a call; None for one that runs in no plan.
+    def look_up(
+        self, core: Any, tensors: tuple, arguments: tuple | None
+    ) -> tuple[tuple | None, KeptCall | None]:
+        """Key of a call, None for one that runs in no plan, and the call that is kept by it.
 
         `tensors` hold queries, keys and values, `arguments` are all others, None where these are
         the defaults. No graph is being traced.
         """
-        asked = fp8.is_asked_for if graph_task() == -1 else fp8.in_force
+        asked = fp8.region_in_fp8 if graph_task() == -1 else fp8.in_force
         if asked(core) or dispatch_modes() or in_transform() or forward_gradients():
-            return None  # runs another way
+            return None, None  # runs another way
         facts = _core.facts_of_heads(*tensors)
         if facts is None:
-            return None
+            return None, None
         own = core.__dict__
         dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
-        return (
-            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"], sink_of(core),
-            attention_switches(), _deterministic(), attention_class_name_now(), arguments,
+        key = (
+            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"],
+            sink_key(core), attention_switches(), _deterministic(), attention_class_name_now(),
+            arguments,
         )  # fmt: skip
-
-    def known(self, key: tuple) -> KeptCall | None:
-        """The call of a key that has been kept."""
         try:
-            return self._by_arguments.get(key)
+            return key, self._by_arguments.get(key)
         except TypeError:  # an argument is a list
-            return None
+            return key, None
 
     def find(
         self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple
@@ -341,7 +349,7 @@ class KeptCalls:
         if how[0].backend != "native":
             return None
         dropout = core.attention_dropout if core.training else 0.0
-        attends = _node(core, how, slices_of(heads), qkv_format, dropout)
+        attends = _node(core, how, _slices(heads), qkv_format, dropout)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
@@ -430,15 +438,12 @@ def attend(
     traced, in_fp8 = torch.compiler.is_compiling(), fp8.in_force(module)
     if in_fp8 and fp8.leaves_graph(more, dropout, traced):
         return _attend_outside(module, more, heads, qkv_format, limits, scale, dropout)
-    device = heads.tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        heads = heads._replace(tensors=tuple([tensor.to(dtype) for tensor in heads.tensors]))
-    like, slices = heads.tensors[0], slices_of(heads)
+    heads = heads.in_autocast()
+    like, slices = heads.tensors[0], _slices(heads)
     if traced:  # what differs from graph to graph becomes a symbol, of which no plan is made
         slices = tuple([tuple([operator.index(each) for each in slice_]) for slice_ in slices])
         scale, dropout = plan_ops.as_constant(float(scale)), plan_ops.as_constant(float(dropout))
-        limits = limits.but(softcap=plan_ops.as_constant(float(limits.softcap)))
+        limits = limits.replaced(softcap=plan_ops.as_constant(float(limits.softcap)))
     fields, given = _fields(limits, slices, qkv_format == "sbhd", (scale, dropout))
     trained = heads.tensors if in_fp8 else (*heads.tensors, *given)
     gradient = torch.is_grad_enabled() and not exporting()
@@ -446,29 +451,29 @@ def attend(
     casts = None
     if in_fp8:
         queries = like.shape[1 if qkv_format == "bshd" else 0]
-        channels = slices[0][1], slices[2][1]
         casts = fp8.casts_of(
-            module, more, like, limits, traced, gradient=gradient, queries=queries,
-            channels=channels, dropout=dropout,
-        )  # fmt: skip
+            module, more, like, limits, traced, gradient=gradient, queries=queries, dropout=dropout
+        )
     blank = casts is not None and casts.region.blank
     key = (
         torch.device("meta") if blank else like.device, like.dtype, gradient,
         heads.joined, fields, None if casts is None else casts.key,
     )  # fmt: skip
+    if traced:
+        _ensure_plans(module, key)
     call = _Call(
-        _plans_of(module, key, traced),
+        _plans_of(module, key),
         None if casts is None else casts.slots,
         _LABEL if casts is None else type(module).__name__,
     )
     call.traced = plan_ops.behind_operators(like)
     records = call.plans.backward is not None
     if casts is not None:
-        fp8.begin(module, call, casts, records)
+        fp8.begin_call(module, call, casts, records)
     run = run_call if records else run_without_backward
     out = run(call, *_rows_of(heads, in_fp8), *given)
     if casts is not None:
-        fp8.end(module, call, casts)
+        fp8.end_call(module, call, casts)
     return _without_gradient(out)
 
 
@@ -489,14 +494,11 @@ def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
     ]
 
 
-def _plans_of(module: Any, key: tuple, traced: bool) -> CallPlans:
-    if traced:
-        module._ensure_plans(key)
+def _plans_of(module: Any, key: tuple) -> CallPlans:
+    """The plans of a key, which are made where there are none."""
     known = module._plans.get(key)
-    return _make_plans(module, key) if known is None else known
-
-
-def _make_plans(module: Any, key: tuple) -> CallPlans:
+    if known is not None:
+        return known
     device, dtype, gradient, joined, fields, casts = key
     prepare_device(device)
     cast = {}
@@ -505,11 +507,11 @@ def _make_plans(module: Any, key: tuple) -> CallPlans:
         names = "fp8_gradient", "no_amax", "fp8_output"
         cast = dict(zip(names, bits, strict=True))
         cast["quantization"] = Quantization.of_flat(codes, epsilons)
-    graph = core_graph(_spec(fields, **cast), _core.dtype_code(dtype), gradient, joined)
+    graph = core_graph(spec_of(fields, **cast), _core.dtype_code(dtype), gradient, joined)
     return keep(module._plans, key, plans_of(graph))
 
 
-def ensure_plans(module: Any, key: tuple) -> None:
-    """Make plans of a module where there are none."""
-    if key not in module._plans:
-        _make_plans(module, key)
+@constant_in_graphs
+def _ensure_plans(module: Any, key: tuple) -> None:
+    """Make plans while a graph is traced, outside of the graph."""
+    _plans_of(module, key)

@@ -25,12 +25,10 @@ def _module_of(core: Any) -> torch.nn.Module:
     made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, masks.deterministic())
     if key not in made:
         made[key] = kind(
-            core.softmax_scale,
-            attention_dropout=core.attention_dropout,
-            attention_type=core.attention_type,
-            layer_number=core.layer_number,
+            core.softmax_scale, attention_dropout=core.attention_dropout,
+            attention_type=core.attention_type, layer_number=core.layer_number,
             deterministic=key[1],
-        )
+        )  # fmt: skip
     found = made[key]
     found.attention_dropout = core.attention_dropout
     return found.train(core.training)
@@ -45,9 +43,9 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     name, window = options.attn_mask_type, options.window_size
     kind = masks.mask_type(core.attn_mask_type if name is None else name)
     if qkv_format == "thd":
-        kind = masks.padding_form(kind, "qkv_format='thd'")
-    elif not options.tells_lengths():
-        kind = masks.full_form(kind)
+        kind = masks.with_padding(kind, "qkv_format='thd'")
+    elif not options.has_lengths():
+        kind = masks.without_padding(kind)
     biased = options.core_attention_bias_type == "alibi"
     slopes = options.alibi_slopes
     if biased and slopes is None:
@@ -55,17 +53,10 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) 
     run = _module_of(core)
     with overrides.natively():
         out = run(
-            query,
-            key,
-            value,
-            options.attention_mask,
-            qkv_layout="_".join([qkv_format] * 3),
-            cu_seqlens_q=options.cu_seqlens_q,
-            cu_seqlens_kv=options.cu_seqlens_kv,
-            max_seqlen_q=options.max_seqlen_q,
-            max_seqlen_kv=options.max_seqlen_kv,
-            attn_mask_type=kind.name,
-            window_size=core.window_size if window is None else window,
+            query, key, value, options.attention_mask, qkv_layout="_".join([qkv_format] * 3),
+            cu_seqlens_q=options.cu_seqlens_q, cu_seqlens_kv=options.cu_seqlens_kv,
+            max_seqlen_q=options.max_seqlen_q, max_seqlen_kv=options.max_seqlen_kv,
+            attn_mask_type=kind.name, window_size=core.window_size if window is None else window,
             alibi_slopes=slopes if biased else None,
-        )
+        )  # fmt: skip
     return with_aligned_gradient(out).reshape(*query.shape[:-1], value.shape[-1])

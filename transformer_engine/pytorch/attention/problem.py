@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of attention: tensors, their formats, options, packed sequences; checks.
-
-A mixed format, "thd_2bshd", names that of the queries and, behind "_2", that of keys and values. A
-call in one becomes a call in the format of the queries: keys and values are turned, or what pads
-their sequences is a gap between packed ones. `layout_parts` knows the names of layouts in memory.
-"""
+"""Arguments of attention: tensors, their formats, options, packed sequences; checks."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +9,9 @@ from torch import Tensor
 
 from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
+from transformer_engine.pytorch.torchside.modes import autocast_dtype, exporting
+
+_NAME = "DotProductAttention"
 
 # ---- arguments as one object ---------------------------------------------------------------------
 
@@ -55,27 +52,20 @@ class AttentionOptions(NamedTuple):
     def without_tensors(self) -> bool:
         """Return whether a call has nothing but its input, and settings that compare by value."""
         return (
-            self.attention_mask is None
-            and self.encoder_output is None
-            and self.rotary_pos_emb is None
-            and self.core_attention_bias is None
-            and self.alibi_slopes is None
-            and self.cu_seqlens_q is None
-            and self.cu_seqlens_kv is None
-            and self.inference_params is None
-            and self.thd_attention_policies is None
+            self.attention_mask is self.encoder_output is self.rotary_pos_emb is None
+            and self.core_attention_bias is self.alibi_slopes is self.cu_seqlens_q is None
+            and self.cu_seqlens_kv is self.inference_params is self.thd_attention_policies is None
             and type(self.window_size) is not list
         )
 
-    def tells_lengths(self) -> bool:
-        """Tell whether a call says where its sequences end; else all of them are of full length."""
-        told = self.attention_mask, self.cu_seqlens_q, self.cu_seqlens_kv
-        return any(each is not None for each in told)
+    def has_lengths(self) -> bool:
+        """Return whether a call says where its sequences end; else all are of full length."""
+        return not (self.attention_mask is self.cu_seqlens_q is self.cu_seqlens_kv is None)
 
     def has_gaps(self) -> bool:
         """Return whether packed sequences may have tokens of none between them."""
         padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
-        return any(each is not None for each in (*padded, self.inference_params))
+        return not (padded[0] is padded[1] is self.inference_params is None)
 
     def for_core(self) -> tuple:
         """Positional arguments of `DotProductAttention.forward` after query, key and value."""
@@ -109,9 +99,6 @@ class CoreOptions(NamedTuple):
 # ---- queries, keys and values: apart, or several in one tensor -----------------------------------
 
 
-_NAME = "DotProductAttention"
-
-
 class Heads(NamedTuple):
     """The tensors that a call is given, and gradients are wanted of.
 
@@ -133,8 +120,15 @@ class Heads(NamedTuple):
         *query, packed = self.tensors
         return (*query, *packed.unbind(self.dim))
 
+    def in_autocast(self) -> "Heads":
+        """The same in the dtype of `torch.autocast`, where that is on."""
+        dtype = autocast_dtype(self.tensors[0].device.type)
+        if dtype is None:
+            return self
+        return self._replace(tensors=tuple([tensor.to(dtype) for tensor in self.tensors]))
 
-def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
+
+def given_heads(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) -> Heads:
     """Return the tensors that were given: query, key and value (`separate`), or packed ones.
 
     Only the query goes beside `kv`, keys and values in one. `qkv` has all three; `dim`, -3 or -2,
@@ -163,27 +157,12 @@ def heads_of(separate: tuple, qkv: Any = None, kv: Any = None, dim: int = -3) ->
     return Heads((packed,) if count == 3 else (query, packed), dim)
 
 
-def slices_of(heads: Heads) -> tuple:
-    """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
-    slices, at = [], 0
-    for i, tensor in enumerate(heads.split()):
-        count, channels = tensor.shape[-2:]
-        if heads.dim == 0 or i < len(heads.tensors) - 1:
-            slices.append((count, channels, 0, channels))
-            continue
-        if heads.dim == -3:
-            slices.append((count, channels, at * count * channels, channels))
-        else:
-            slices.append((count, channels, at * channels, heads.joined * channels))
-        at += 1
-    return tuple(slices)
-
-
 # ---- formats -------------------------------------------------------------------------------------
 
 
 FORMATS = ("sbhd", "bshd", "thd")
 MIXED = ("sbhd_2bshd", "bshd_2sbhd", "thd_2bshd", "thd_2sbhd")
+"""The format of the queries and, behind "_2", that of keys and values."""
 
 
 def check_format(qkv_format: str, mixed: bool = False) -> None:
@@ -192,69 +171,6 @@ def check_format(qkv_format: str, mixed: bool = False) -> None:
         return
     expected = "'sbhd', 'bshd' or 'thd'" + (f", or one of {', '.join(MIXED)}" if mixed else "")
     raise ValueError(f"{_NAME}: qkv_format={qkv_format!r}, expected {expected}")
-
-
-def keys_as(of_queries: str, of_keys: str, tensor: Any) -> Any:
-    """Keys or values of a format, sbhd or bshd, in that of queries.
-
-    A view, but that what becomes packed and is not [b, s, ..] in memory is copied.
-    """
-    if of_queries == of_keys:
-        return tensor
-    turned = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
-    return turned.flatten(0, 1) if of_queries == "thd" else turned
-
-
-def in_one_format(
-    heads: Heads, options: AttentionOptions, qkv_format: str
-) -> tuple[Heads, AttentionOptions, str]:
-    """Heads, options and format of a call, with a mixed format as that of its queries.
-
-    ValueError for a mixed format beside what it does not go with.
-    """
-    if qkv_format not in MIXED:
-        return heads, options, qkv_format
-    of_queries, of_keys = qkv_format.split("_2")
-    if options.inference_params is not None:
-        raise ValueError(
-            f"{_NAME}: qkv_format={qkv_format!r} with inference_params: new keys have the format "
-            f"of the queries, {of_queries!r}"
-        )
-    if heads.joined == 3:
-        raise ValueError(
-            f"{_NAME}: qkv_format={qkv_format!r} with qkv_layer, which has one format: give "
-            "query_layer and kv_layer"
-        )
-    query, key, value = heads.split()
-    dims = [getattr(tensor, "shape", ()) for tensor in (query, key, value)]
-    if [len(shape) for shape in dims] != [3 if of_queries == "thd" else 4, 4, 4]:
-        raise ValueError(
-            f"{_NAME}: query {tuple(dims[0])}, key {tuple(dims[1])}, value {tuple(dims[2])}: "
-            f"expected {qkv_format}"
-        )
-    if of_queries == "thd":
-        batch, length = dims[1][:2] if of_keys == "bshd" else (dims[1][1], dims[1][0])
-        options = _with_gaps(options, key, batch, length)
-    made = (query, *(keys_as(of_queries, of_keys, tensor) for tensor in (key, value)))
-    return Heads(made), options, of_queries
-
-
-def _with_gaps(options: AttentionOptions, key: Any, batch: int, length: int) -> AttentionOptions:
-    """The options of packed queries, to sequences of keys that begin at multiples of a length."""
-    sums = options.cu_seqlens_q
-    if sums is not None and sums.shape[0] - 1 != batch:
-        raise ValueError(
-            f"{_NAME}: cu_seqlens_q of {sums.shape[0] - 1} sequences, and keys of {batch}: "
-            "expected the same number"
-        )
-    starts = None
-    if isinstance(key, Tensor):
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * length
-    ends = options.cu_seqlens_kv
-    if ends is None:
-        ends = sums if starts is None else starts  # all of them
-    longest = length if options.max_seqlen_kv is None else options.max_seqlen_kv
-    return options._replace(cu_seqlens_kv=ends, cu_seqlens_kv_padded=starts, max_seqlen_kv=longest)
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -293,15 +209,22 @@ def layout_parts(name: str) -> tuple[str, str]:
 # ---- packed sequences ----------------------------------------------------------------------------
 
 
-def check_tensor(cumulative: Any, label: str) -> None:
-    """Raise a TypeError for sums of lengths, of that name, that are no tensor.
+def check_cu_seqlens(cumulative: Any, batch: int | None, label: str, prefix: str = "") -> None:
+    """Raise for what are no sums of lengths [batch + 1] int32; `batch` is None for any number.
 
-    What is asked by shapes has descriptions of tensors (`arguments.Described`).
+    TypeError for no tensor, ValueError for another dtype or shape; messages have the label.
     """
-    if not hasattr(cumulative, "dim"):
+    if not isinstance(cumulative, Tensor):
         raise TypeError(
             f"{label}={cumulative!r}: {type(cumulative).__name__}, expected a torch.int32 tensor "
             "[batch + 1] on the device of the queries"
+        )
+    length = max(cumulative.numel(), 1) if batch is None else batch + 1
+    if cumulative.dtype is not torch.int32 or tuple(cumulative.shape) != (length,):
+        expected = "[batch + 1]" if batch is None else f"[batch + 1] = [{length}]"
+        raise ValueError(
+            f"{prefix}{label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
+            f"torch.int32 {expected}"
         )
 
 
@@ -312,24 +235,24 @@ class Sequences(NamedTuple):
     lengths: Tensor | None  # [batch] int32; None: each ends where the next one begins
     longest: int  # a bound of the lengths
 
-    def ends(self) -> Tensor:
+    def token_counts(self) -> Tensor:
         """Their lengths."""
         return self.offsets[1:] - self.offsets[:-1] if self.lengths is None else self.lengths
 
-    def rows(self, tokens: int) -> Tensor:
+    def token_rows(self, tokens: int) -> Tensor:
         """Which token each row of a padded batch is [batch, longest]; `tokens`: none."""
         row = torch.arange(self.longest, device=self.offsets.device)
-        is_token = row < self.ends()[:, None]
+        is_token = row < self.token_counts()[:, None]
         return torch.where(is_token, (self.offsets[:-1, None] + row).clamp(0, tokens), tokens)
 
-    def lengths_fit(self, tokens: int) -> Tensor:
+    def valid(self, tokens: int) -> Tensor:
         """Return which lie within their bounds and places among so many tokens, [batch] bool."""
-        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.ends()
+        first, after, lengths = self.offsets[:-1], self.offsets[1:], self.token_counts()
         is_long = (lengths < 0) | (lengths > self.longest)
         return ~(is_long | (first < 0) | (first + lengths > after) | (after > tokens))
 
 
-def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
+def packed_sizes(options: AttentionOptions, queries: int, keys: int) -> tuple[int, int, int]:
     """(sequences, bound of their queries, bound of their keys) of so many tokens of each.
 
     Bounds that are not given are read from the device, and rounded up to a multiple of 64.
@@ -346,7 +269,7 @@ def sizes_of(options: AttentionOptions, queries: int, keys: int) -> tuple[int, i
     return of_queries.shape[0] - 1, *most
 
 
-def starts_of(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+def sequence_starts(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     """The tokens with which the sequences of queries and of keys begin, as they are given."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
     padded = options.cu_seqlens_q_padded, options.cu_seqlens_kv_padded
@@ -354,7 +277,7 @@ def starts_of(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     return queries, queries if given[1] is None and padded[1] is None else keys
 
 
-def sequences_of(
+def packed_sequences(
     options: AttentionOptions, sizes: tuple[int, ...], tokens: tuple[int, int]
 ) -> tuple[Sequences, Sequences]:
     """Queries and keys of a call, of `sizes` (batch, heads, bound of queries, bound of keys)."""
@@ -384,25 +307,10 @@ def _cumulative(options: AttentionOptions, queries: int, keys: int) -> tuple[Ten
                 "lengths of the keys"
             )
         of_keys = of_queries
-    _check(of_queries, None, "cu_seqlens_q")
+    check_cu_seqlens(of_queries, None, "cu_seqlens_q", f"{_NAME}: ")
     if of_keys is not of_queries:
-        _check(of_keys, of_queries.shape[0], "cu_seqlens_kv")
+        check_cu_seqlens(of_keys, of_queries.shape[0] - 1, "cu_seqlens_kv", f"{_NAME}: ")
     return of_queries, of_keys
-
-
-def _check(cumulative: Any, length: int | None, label: str) -> None:
-    """Raise for what is no tensor (TypeError), or no int32 vector of a length (ValueError)."""
-    check_tensor(cumulative, label)
-    if (
-        cumulative.dtype is not torch.int32
-        or cumulative.dim() != 1
-        or cumulative.shape[0] != (length or max(cumulative.shape[0], 1))
-    ):
-        expected = "[batch + 1]" if length is None else f"[batch + 1] = [{length}]"
-        raise ValueError(
-            f"{_NAME}: {label}: {cumulative.dtype} of shape {tuple(cumulative.shape)}, expected "
-            f"torch.int32 {expected}"
-        )
 
 
 def _longest(cumulative: Tensor) -> int:
@@ -414,21 +322,19 @@ def _longest(cumulative: Tensor) -> int:
 def _sequences(cumulative: Tensor, padded: Tensor | None, longest: int, side: str) -> Sequences:
     if padded is None or padded is cumulative:
         return Sequences(cumulative, None, longest)
-    _check(padded, cumulative.shape[0], f"cu_seqlens_{side}_padded")
+    label = f"cu_seqlens_{side}_padded"
+    check_cu_seqlens(padded, cumulative.shape[0] - 1, label, f"{_NAME}: ")
     return Sequences(padded, cumulative[1:] - cumulative[:-1], longest)
 
 
-# ---- as a padded batch ---------------------------------------------------------------------------
-
-
 def to_padded(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[tokens, ...] as [batch, longest, ...], with 0 where there is no token; see `rows`."""
+    """[tokens, ...] as [batch, longest, ...], 0 in rows of no token; see `token_rows`."""
     return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[rows]
 
 
-def to_packed(tensor: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """The inverse, with 0 for tokens of no sequence."""
-    packed = tensor.new_zeros(tokens + 1, *tensor.shape[2:])
+def to_packed(tensor: Tensor, rows: Tensor, tokens: int, fill: float = 0.0) -> Tensor:
+    """[batch, longest, ...] as [tokens, ...], `fill` for tokens of no sequence."""
+    packed = tensor.new_full((tokens + 1, *tensor.shape[2:]), fill)
     return packed.index_copy(0, rows.flatten(), tensor.flatten(0, 1))[:tokens]
 
 
@@ -439,45 +345,10 @@ _SMALLEST_CAP = torch.finfo(torch.float32).tiny
 _LARGEST_CAP = torch.finfo(torch.float32).max
 
 
-class Described:
-    """Stands for a tensor of a call that is asked about and not run."""
-
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool = False
-    ) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
-        self.requires_grad = requires_grad
-
-    def dim(self) -> int:
-        """Count the dims."""
-        return len(self.shape)
-
-    def _reshaped(self, shape: Sequence[int]) -> "Described":
-        return Described(shape, self.dtype, self.device, self.requires_grad)
-
-    def transpose(self, one: int, other: int) -> "Described":
-        """As of a tensor."""
-        shape = list(self.shape)
-        shape[one], shape[other] = shape[other], shape[one]
-        return self._reshaped(shape)
-
-    def flatten(self, first: int, last: int) -> "Described":
-        """As of a tensor, of the dims from the first to the last."""
-        shape = self.shape
-        return self._reshaped((*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
-
-    def unbind(self, dim: int) -> tuple["Described", ...]:
-        """As of a tensor."""
-        shape = list(self.shape)
-        count = shape.pop(dim)
-        return (self._reshaped(shape),) * count
-
-    def stride(self, dim: int) -> int:
-        """As of a dense tensor."""
-        return self.shape[dim % self.dim() + 1 :].numel()
-
-
-_TENSORS = (Tensor, Described)
+def refuse_export(what: str, remedy: str = "leave it out there") -> None:
+    """Raise NotImplementedError while a program is exported, which has one graph alone."""
+    if exporting():
+        raise NotImplementedError(f"{_NAME}: {what} in torch.export: {remedy}")
 
 
 def check_splits(num_splits: Any) -> None:
@@ -516,13 +387,10 @@ def check_tensors(
 
     TypeError or ValueError for tensors that do not go together.
     """
-    if not (
-        isinstance(query, _TENSORS) and isinstance(key, _TENSORS) and isinstance(value, _TENSORS)
-    ):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         found = tuple(type(t).__name__ for t in (query, key, value))
         raise TypeError(f"{_NAME}: query, key, value are {found}, expected three tensors")
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    check_format(qkv_format)
     packed = qkv_format == "thd"
     s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
     heads, groups = core.num_attention_heads, core.num_gqa_groups
@@ -555,6 +423,6 @@ def check_tensors(
             "expected the CPU or one CUDA device"
         )
     if packed:
-        batch, queries, keys = sizes_of(options, of_query[0], of_key[0])
+        batch, queries, keys = packed_sizes(options, of_query[0], of_key[0])
         return batch, heads, queries, keys
     return of_query[b], heads, of_query[s], of_key[s]

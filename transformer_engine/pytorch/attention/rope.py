@@ -253,8 +253,14 @@ class _RopeOfParts(OperatorCall):
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) -> None:
-    """Raise for a tensor (TypeError, ValueError) that does not go together with its format."""
+def _check(
+    name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
+) -> None:
+    """Raise for a tensor that does not go together with its format, or with a rank's two chunks.
+
+    TypeError or ValueError; `name` begins with that of the function. ValueError for what is no rank
+    of context parallelism, too.
+    """
     expect_tensor(name, t)
     function = name.partition(":")[0]
     if tensor_format not in FORMATS:
@@ -265,10 +271,6 @@ def _check(name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None) 
         raise ValueError(f"{name}: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
     if tensor_format == "thd" and cu_seqlens is None:
         raise ValueError(f"{function}: tensor_format='thd' needs cu_seqlens")
-
-
-def _check_ranks(function: str, t: Tensor, tensor_format: str, cp_size: int, cp_rank: int) -> None:
-    """Raise ValueError for what is no rank of context parallelism, or no two chunks of one."""
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(
             f"{function}: cp_size={cp_size}, cp_rank={cp_rank}: expected a number of ranks, and "
@@ -286,7 +288,7 @@ def _length(t: Tensor, tensor_format: str) -> int:
     return t.shape[0 if tensor_format == "sbhd" else 1]
 
 
-class _Positions(NamedTuple):
+class Positions(NamedTuple):
     """How the tokens of a call find their angles."""
 
     tensor_format: str
@@ -357,8 +359,11 @@ class _Positions(NamedTuple):
         return at if inside is None else torch.where(inside, at, 0), inside
 
 
-def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved: bool) -> Tensor:
-    """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too."""
+def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: bool) -> Tensor:
+    """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too.
+
+    In fp32; of float64 in that.
+    """
     at, inside = positions.of_tokens(t)
     if freqs.shape[1] > 1:
         batch = torch.arange(freqs.shape[1], device=t.device)
@@ -366,9 +371,10 @@ def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved
         angles = freqs[at.to(freqs.device), batch.to(freqs.device)]
     else:
         angles = freqs[at.to(freqs.device), 0]
-    angles = angles.to(t.device, torch.float32)  # [.., 1, channels]
+    wide = torch.promote_types(t.dtype, torch.float32)
+    angles = angles.to(t.device, wide)  # [.., 1, channels]
     turned, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
-    values = turned.float()
+    values = turned.to(wide)
     if interleaved:
         pairs = values.unflatten(-1, (-1, 2))
         partners = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
@@ -384,16 +390,15 @@ def _differentiable(t: Tensor, freqs: Tensor, positions: _Positions, interleaved
 # ---- application ---------------------------------------------------------------------------------
 
 
-def rotate_back(
+def rotary_backward(
     grad: Tensor, freqs: Tensor, interleaved: bool, form: str, *positions: Any
 ) -> Tensor:
     """Gradient of `t` of `apply_rotary_pos_emb`, by that of its result; without autograd.
 
     `positions` are start_positions, cu_seqlens, cp_size and cp_rank.
     """
-    found = _Positions(form, *positions)
-    _check(f"{_NAME}: grad", grad, form, found.cu_seqlens)
-    _check_ranks(_NAME, grad, form, found.cp_size, found.cp_rank)
+    found = Positions(form, *positions)
+    _check(f"{_NAME}: grad", grad, form, *positions[1:])
     found.check(_NAME, "freqs", freqs, grad)
     angles, starts = found.angles(freqs, grad.device)
     sequence_first, *ranks = found.settings
@@ -401,7 +406,7 @@ def rotate_back(
     return _rotate(False, grad, angles, packed, starts, sequence_first, interleaved, *ranks, True)
 
 
-def join_back(
+def fused_qkv_rotary_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     freqs: tuple[Tensor, Tensor],
     sizes: list[int],
@@ -415,9 +420,8 @@ def join_back(
     Without autograd and start positions; `freqs` are those of queries and keys.
     """
     for name, grad in zip("qkv", grads, strict=True):
-        _check(f"{_FUSED}: {name}_grad", grad, form, None)
-    _check_ranks(_FUSED, grads[1], form, cp_size, cp_rank)
-    positions = _Positions(form, None, None, cp_size, cp_rank)
+        _check(f"{_FUSED}: {name}_grad", grad, form, None, cp_size, cp_rank)
+    positions = Positions(form, None, None, cp_size, cp_rank)
     for name, each in zip("qk", freqs, strict=True):
         positions.check(_FUSED, f"{name}_freqs", each, grads[1])
     angles = [positions.angles(each, grads[1].device)[0] for each in freqs]
@@ -475,13 +479,12 @@ def apply_rotary_pos_emb(
         Shapes or arguments that do not go together.
     """
     del fused
-    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens)
-    _check_ranks(_NAME, t, tensor_format, cp_size, cp_rank)
+    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens, cp_size, cp_rank)
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions.check(_NAME, "freqs", freqs, t)
     if freqs.requires_grad and torch.is_grad_enabled():
-        return _differentiable(t, freqs, positions, interleaved)
+        return turn_by_torch(t, freqs, positions, interleaved)
     angles, starts = positions.angles(freqs, t.device)
     sequence_first, *ranks = positions.settings
     return run_call(_Rope(t, sequence_first, interleaved, *ranks), t, angles, cu_seqlens, starts)
@@ -526,7 +529,7 @@ def apply_fused_qkv_rotary_pos_emb(
     TypeError, ValueError
         Shapes or arguments that do not go together; angles that require a gradient.
     """
-    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens)
+    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens, cp_size, cp_rank)
     sizes = [int(size) for size in qkv_split_arg_list]
     if len(sizes) != 3 or min(sizes) < 1 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] != 0:
         raise ValueError(
@@ -534,9 +537,8 @@ def apply_fused_qkv_rotary_pos_emb(
             "sizes, of queries (a multiple of the keys'), keys and values, that make up the last "
             "dim"
         )
-    _check_ranks(_FUSED, qkv, tensor_format, cp_size, cp_rank)
     cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = _Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     for name, freqs in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
         positions.check(_FUSED, name, freqs, qkv)
         if freqs.requires_grad and torch.is_grad_enabled():

@@ -204,55 +204,6 @@ class ScoreGraph:
     gives a tensor. NotImplementedError for a name that is not here.
     """
 
-    add = _operation(torch.add, "a", "b")
-    sub = _operation(torch.sub, "a", "b")
-    mul = _operation(torch.mul, "a", "b")
-    div = _operation(torch.div, "a", "b")
-    add_square = _operation(lambda a, b: a + b * b, "a", "b")
-    bias = _operation(torch.add, "input", "bias")
-    scale = _operation(torch.mul, "input", "scale")
-    max = _operation(lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a)), "input0", "input1")
-    min = _operation(lambda a, b: torch.minimum(a, torch.as_tensor(b).to(a)), "input0", "input1")
-    mod = _operation(torch.fmod, "input0", "input1")
-    pow = _operation(torch.pow, "input0", "input1")
-    cmp_eq = _operation(torch.eq, "input", "comparison")
-    cmp_neq = _operation(torch.ne, "input", "comparison")
-    cmp_gt = _operation(torch.gt, "input", "comparison")
-    cmp_ge = _operation(torch.ge, "input", "comparison")
-    cmp_lt = _operation(torch.lt, "input", "comparison")
-    cmp_le = _operation(torch.le, "input", "comparison")
-    logical_and = _operation(torch.logical_and, "a", "b")
-    logical_or = _operation(torch.logical_or, "a", "b")
-    logical_not = _operation(torch.logical_not, "input")
-    binary_select = _operation(
-        lambda a, b, m: torch.where(m.bool(), a, b), "input0", "input1", "mask"
-    )
-    gen_index = _operation(_index, "input", "axis")
-    abs = _operation(torch.abs, "input")
-    ceil = _operation(torch.ceil, "input")
-    floor = _operation(torch.floor, "input")
-    neg = _operation(torch.neg, "input")
-    exp = _operation(torch.exp, "input")
-    log = _operation(torch.log, "input")
-    sin = _operation(torch.sin, "input")
-    cos = _operation(torch.cos, "input")
-    tan = _operation(torch.tan, "input")
-    erf = _operation(torch.erf, "input")
-    sqrt = _operation(torch.sqrt, "input")
-    rsqrt = _operation(torch.rsqrt, "input")
-    reciprocal = _operation(torch.reciprocal, "input")
-    identity = _operation(lambda x: x, "input")
-    relu = _operation(torch.relu, "input")
-    tanh = _operation(torch.tanh, "input")
-    sigmoid = _operation(torch.sigmoid, "input")
-    softplus = _operation(functional.softplus, "input")
-    elu = _operation(functional.elu, "input")
-    gelu = _operation(functional.gelu, "input")
-    swish = _operation(functional.silu, "input")
-    relu_backward = _operation(_derivative(torch.relu), "loss", "input")
-    tanh_backward = _operation(_derivative(torch.tanh), "loss", "input")
-    sigmoid_backward = _operation(_derivative(torch.sigmoid), "loss", "input")
-
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -260,6 +211,45 @@ class ScoreGraph:
             f"score_mod: graph.{name}: not among the operations that are here; compute with torch "
             "itself, the scores are a tensor"
         )
+
+
+_ELEMENTWISE = (
+    "abs ceil floor neg exp log sin cos tan erf sqrt rsqrt reciprocal relu tanh sigmoid logical_not"
+).split()
+_OPERATIONS: dict[str, dict[str, Callable]] = {
+    "a b": {
+        "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+        "add_square": lambda a, b: a + b * b,
+        "logical_and": torch.logical_and, "logical_or": torch.logical_or,
+    },
+    "input0 input1": {
+        "max": lambda a, b: torch.maximum(a, torch.as_tensor(b).to(a)),
+        "min": lambda a, b: torch.minimum(a, torch.as_tensor(b).to(a)),
+        "mod": torch.fmod, "pow": torch.pow,
+    },
+    "input comparison": {
+        "cmp_eq": torch.eq, "cmp_neq": torch.ne, "cmp_gt": torch.gt,
+        "cmp_ge": torch.ge, "cmp_lt": torch.lt, "cmp_le": torch.le,
+    },
+    "input": {
+        **{name: getattr(torch, name) for name in _ELEMENTWISE},
+        "identity": lambda x: x, "softplus": functional.softplus, "elu": functional.elu,
+        "gelu": functional.gelu, "swish": functional.silu,
+    },
+    "loss input": {
+        f"{name}_backward": _derivative(getattr(torch, name))
+        for name in ("relu", "tanh", "sigmoid")
+    },
+    "input bias": {"bias": torch.add},
+    "input scale": {"scale": torch.mul},
+    "input axis": {"gen_index": _index},
+    "input0 input1 mask": {"binary_select": lambda a, b, m: torch.where(m.bool(), a, b)},
+}  # fmt: skip
+"""By the names of their arguments."""
+
+for _arguments, _functions in _OPERATIONS.items():
+    for _name, _function in _functions.items():
+        setattr(ScoreGraph, _name, _operation(_function, *_arguments.split()))
 
 
 _GRAPH = ScoreGraph()
@@ -307,7 +297,7 @@ class _Modified(torch.autograd.Function):
         return None, mod._checked(made, scores, "score_mod_bprop")
 
 
-def score_mod_of(
+def checked_score_mod(
     function: Any, backward: Any, tensors: Any, backward_tensors: Any, bias_type: str
 ) -> ScoreMod | None:
     """Check the argument of a call; None: there is none. TypeError or ValueError if wrong."""

@@ -14,11 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import fp8, masks
 from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, Limits
-from transformer_engine.pytorch.attention.problem import Heads, to_packed, to_padded
+from transformer_engine.pytorch.attention.problem import (
+    Heads,
+    refuse_export,
+    to_packed,
+    to_padded,
+)
 from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
-from transformer_engine.pytorch.torchside.modes import exporting, unseen, without_memory
+from transformer_engine.pytorch.torchside.modes import autocast_dtype, unseen, without_memory
 
 # ---- formats -------------------------------------------------------------------------------------
 
@@ -40,9 +45,9 @@ def with_heads_first(attend: Callable) -> Callable:
             return _run_padded(run, tensors, limits, *arguments)
         query, key, value = (tensor.permute(*_HEADS_FIRST[qkv_format]) for tensor in tensors)
         out = attend(query, key, value, limits, *arguments)
-        out, *top = out if limits.wants_top else (out,)
+        out, *top = out if limits.max_logit else (out,)
         if limits.query_lengths is not None:
-            out = _nan_unless(out, limits.lengths_fit(query.shape[2], key.shape[2]))
+            out = _nan_unless(out, limits.valid_sequences(query.shape[2], key.shape[2]))
         out = out.permute(*_HEADS_BACK[qkv_format])
         return (out, *top) if top else out
 
@@ -55,22 +60,22 @@ def _nan_unless(out: Tensor, fit: Tensor) -> Tensor:
 
 
 def _run_padded(
-    run: Callable,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    limits: Limits,
-    *arguments: float,
+    run: Callable, tensors: tuple[Tensor, Tensor, Tensor], limits: Limits, *arguments: float
 ) -> Any:
-    """Run a backend that takes no packed sequences."""
+    """Run a backend that takes no packed sequences over a padded batch; tokens of none get 0."""
     query, key, value = tensors
     (queries, keys), tokens = limits.packed, query.shape[0]
-    of_queries, of_keys = queries.rows(tokens), keys.rows(key.shape[0])
-    padded = to_padded(query, of_queries), to_padded(key, of_keys), to_padded(value, of_keys)
-    lengths = {"query_lengths": queries.ends(), "key_lengths": keys.ends()}
-    out = run(Heads(padded), "bshd", limits.but(packed=None, **lengths), *arguments)
-    out, *top = out if limits.wants_top else (out,)
-    fit = queries.lengths_fit(tokens) & keys.lengths_fit(key.shape[0])
-    out = to_packed(_nan_unless(out, fit), of_queries, tokens)
-    return (out, *top) if top else out
+    of_queries, of_keys = queries.token_rows(tokens), keys.token_rows(key.shape[0])
+    padded = [
+        to_padded(tensor, rows)
+        for tensor, rows in ((query, of_queries), (key, of_keys), (value, of_keys))
+    ]
+    lengths = {"query_lengths": queries.token_counts(), "key_lengths": keys.token_counts()}
+    out = run(Heads(tuple(padded)), "bshd", limits.replaced(packed=None, **lengths), *arguments)
+    out, *top = out if limits.max_logit else (out,)
+    out = _nan_unless(out, queries.valid(tokens) & keys.valid(key.shape[0]))
+    packed = to_packed(out, of_queries, tokens)
+    return (packed, *top) if top else packed
 
 
 # ---- torch's fused attention ---------------------------------------------------------------------
@@ -90,15 +95,9 @@ def attend_by_sdpa(
     # cuDNN refuses to drop everything, and makes nothing of a batch of none.
     plain = dropout == 1.0 or query.numel() == 0 or key.numel() == 0
     with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        tensors = aligned(query), aligned(key), aligned(value)
         out = torch.nn.functional.scaled_dot_product_attention(
-            aligned(query),
-            aligned(key),
-            aligned(value),
-            None,
-            dropout,
-            causal,
-            scale=scale,
-            enable_gqa=grouped,
+            *tensors, None, dropout, causal, scale=scale, enable_gqa=grouped
         )
     return with_aligned_gradient(out)
 
@@ -122,7 +121,7 @@ def attend_in_steps(
     """
     batch, heads, queries, channels = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    limits = limits.as_tensors(queries, keys)
+    limits = limits.as_mask_and_bias(queries, keys)
     diagonal = keys - queries if limits.bottom_right else 0
     folded = heads // groups * queries
     factors = (
@@ -132,25 +131,22 @@ def attend_in_steps(
     if limits.score_mod is None and limits.softcap == 0.0:
         scores = _product(*factors, scale).view(batch, heads, queries, keys)
     else:
-        with _in_own_dtypes(query.device):
+        device = query.device.type
+        rounds = autocast_dtype(device) is not None  # it would round what is multiplied
+        with torch.autocast(device, enabled=False) if rounds else contextlib.nullcontext():
             scores = _product(*(factor.float() for factor in factors), scale)
-        scores, limits = _changed(scores.view(batch, heads, queries, keys), limits)
+        scores, limits = _modified(scores.view(batch, heads, queries, keys), limits)
     probabilities = scaled_softmax(
-        scores,
-        limits.mask,
-        limits.bias,
-        sink=limits.sink,
-        dropout=dropout,
-        window=limits.window,
+        scores, limits.mask, limits.bias, sink=limits.sink, dropout=dropout, window=limits.window,
         diagonal=diagonal,
-    )
-    if limits.cast is not None:
-        probabilities = limits.cast(probabilities)
+    )  # fmt: skip
+    if limits.round_weights is not None:
+        probabilities = limits.round_weights(probabilities)
     values = value.reshape(batch * groups, keys, value.shape[3])
     weights = probabilities.to(value.dtype).view(batch * groups, folded, keys)
     out = torch.bmm(weights, values)
     out = out.view(batch, heads, queries, value.shape[3])
-    return (out, _largest(scores.detach(), limits, diagonal)) if limits.wants_top else out
+    return (out, _largest(scores.detach(), limits, diagonal)) if limits.max_logit else out
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -158,25 +154,18 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(nothing, a, b, beta=0, alpha=scale)
 
 
-def _changed(scores: Tensor, limits: Limits) -> tuple[Tensor, Limits]:
+def _modified(scores: Tensor, limits: Limits) -> tuple[Tensor, Limits]:
     """Scores [batch, heads, queries, keys] fp32 as the limits change them, and what these still do.
 
     A bias that is added before the scale is a part of what is capped.
     """
     if limits.softcap > 0.0:
         if limits.bias_in_cap:
-            scores, limits = scores + limits.bias, limits.but(bias=None)
+            scores, limits = scores + limits.bias, limits.replaced(bias=None)
         scores = softcap(scores, limits.softcap)
     if limits.score_mod is not None:
         scores = limits.score_mod(scores)
     return scores, limits
-
-
-def _in_own_dtypes(device: torch.device) -> Any:
-    """Without `torch.autocast`, which would round what is multiplied."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _largest(scores: Tensor, limits: Limits, diagonal: int) -> Tensor:
@@ -208,7 +197,7 @@ _E4M3 = torch.float8_e4m3fn
 _MAX = 448.0  # of it
 
 
-class _Through(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     """A cast and its reading, with the gradient passed through."""
 
     @staticmethod
@@ -266,7 +255,7 @@ class _Casts:
                 _E4M3, columnwise=False, force_pow_2_scales=how.power_2_scale,
                 amax_epsilon=how.amax_epsilon,
             )  # fmt: skip
-        return _Through.apply(tensor, quantizer, self._note)
+        return _StraightThrough.apply(tensor, quantizer, self._note)
 
     def _note(self, scale_inv: Tensor) -> None:
         self._of_values = scale_inv
@@ -275,15 +264,17 @@ class _Casts:
         """Weights of softmax with their dropout, which are at most 1 / (1 - p)."""
         if self._room == 0.0:  # all are dropped
             return tensor
-        return _Through.apply(tensor, self._scale(_MAX * self._room, _WEIGHTS), None)
+        return _StraightThrough.apply(tensor, self._scale(_MAX * self._room, _WEIGHTS), None)
 
     def output(self, tensor: Tensor) -> Tensor:
         """The output; no mean of values exceeds them, but by dropout."""
         if self._recipe.delayed():
-            return _Through.apply(tensor, self._delayed(_OUTPUT), None)
+            return _StraightThrough.apply(tensor, self._delayed(_OUTPUT), None)
         if self._room == 0.0:
             return tensor
-        return _Through.apply(tensor, self._scale(self._room / self._of_values, _OUTPUT), None)
+        return _StraightThrough.apply(
+            tensor, self._scale(self._room / self._of_values, _OUTPUT), None
+        )
 
 
 def attend_emulated(
@@ -295,27 +286,20 @@ def attend_emulated(
     `torch.export`.
     """
     if torch.compiler.is_compiling():
-        if exporting():
-            raise NotImplementedError(
-                "DotProductAttention: FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8) "
-                "in torch.export: leave it out there"
-            )
+        refuse_export("FP8 attention that is emulated (TE_UNFUSED_DPA_EMULATE_FP8)")
         return _attend_outside(module, heads, qkv_format, limits, scale, dropout)
-    region = module._region(False)
-    if region.replay is None:
-        region = region._replace(recipe=fp8.recipe_of(region.recipe, module))
-    tensors, like = heads.tensors, heads.tensors[0]
-    if like.device.type != "meta" and torch.is_autocast_enabled(like.device.type):
-        dtype = torch.get_autocast_dtype(like.device.type)
-        tensors = tuple(tensor.to(dtype) for tensor in tensors)
+    region, heads = fp8.region_of(module, False), heads.in_autocast()
+    like = heads.tensors[0]
     if without_memory(like):
-        return attend_in_steps(heads._replace(tensors=tensors), qkv_format, limits, scale, dropout)
+        return attend_in_steps(heads, qkv_format, limits, scale, dropout)
     module._quantization_of(region.recipe, False)  # what programs read of it
-    state = fp8.state_of(module, region, like)
+    state = fp8.scaling_state_of(module, region, like)
     casts = _Casts(region.recipe, state, like.device, dropout)
-    given = heads._replace(tensors=tuple(map(casts.heads, tensors)))
-    out = attend_in_steps(given, qkv_format, limits.but(cast=casts.weights), scale, dropout)
-    out, *top = out if limits.wants_top else (out,)
+    given = heads._replace(tensors=tuple(map(casts.heads, heads.tensors)))
+    out = attend_in_steps(
+        given, qkv_format, limits.replaced(round_weights=casts.weights), scale, dropout
+    )
+    out, *top = out if limits.max_logit else (out,)
     out = casts.output(out)
     if region.record:
         module._record(region, state[0] if region.replay is None else None, False)

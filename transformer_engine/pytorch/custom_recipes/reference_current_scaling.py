@@ -9,8 +9,6 @@ from torch import Tensor
 from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
-    GEMMType,
-    MMParams,
     ReferenceQuantizer,
     ReferenceTensor,
 )
@@ -107,25 +105,9 @@ class CurrentScalingQuantizerRef(ReferenceQuantizer):
         """Codes times a scale, in fp32 where `dtype` is None."""
         return (tensor.float() * scale).to(dtype or torch.float32)
 
-    def qgemm(
-        self,
-        qx: Tensor,
-        qw: Tensor,
-        m_params: MMParams,
-        out_dtype: torch.dtype,
-        sx: Tensor,
-        sw: Tensor,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-        gemm_type: GEMMType = GEMMType.FPROP,
-        qresult_x: Any = None,
-        qresult_w: Any = None,
-    ) -> Tensor:
-        """Multiply codes [rows, k] and [columns, k] and their scales: fp32 sums in `out_dtype`."""
-        del m_params, gemm_type, qresult_x, qresult_w
-        values = self.dequantize(qx, sx), self.dequantize(qw, sw)
-        return self._multiply(values, out_dtype, bias, out, accumulate)
+    def _operand(self, codes: Tensor, scale: Tensor, qresult: Any, column: bool) -> Tensor:
+        del qresult, column
+        return self.dequantize(codes, scale)
 
 
 def current_scaling_ref_factory(role: QuantizerRole | None) -> CurrentScalingQuantizerRef:

@@ -14,10 +14,9 @@ from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
     Fp4Formats,
-    GEMMType,
-    MMParams,
     ReferenceQuantizer,
     ReferenceTensor,
+    high_precision_gemm_ref,
     roundup_div,
 )
 from transformer_engine.pytorch.tensor import NVFP4Quantizer
@@ -73,29 +72,6 @@ def cast_to_e4m3(decode_scale: Tensor, global_amax: Tensor) -> Tensor:
 def get_wgrad_sign_vector() -> Tensor:
     """The signs of the random Hadamard transform: fp32 [16]."""
     return torch.tensor(_SIGNS, dtype=torch.float32)
-
-
-def high_precision_gemm_ref(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    accumulate: bool = False,
-    is_a_transposed: bool = False,
-    is_b_transposed: bool = False,
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale_alpha: float = 1.0,
-) -> Tensor:
-    """Compute alpha a b (+ bias) (+ out) in fp32; matrices may be given as their transposes."""
-    left, right = (m.t() if t else m for m, t in ((a, is_a_transposed), (b, is_b_transposed)))
-    made = scale_alpha * (left.float() @ right.float())
-    if bias is not None and bias.numel() > 0:
-        made = made + bias.float()
-    if accumulate:
-        if out is None:
-            raise ValueError("high_precision_gemm_ref: accumulate=True needs out")
-        made = made + out.float()
-    return made.to(out_dtype) if out is None else out.copy_(made)
 
 
 class NVFP4TensorRef(ReferenceTensor):
@@ -238,37 +214,13 @@ with_random_sign_mask
             fields[f"global_amax_{place}"] = getattr(made, f"_amax_{form}").to(matrix.device)
         return fields
 
-    def qgemm(
-        self,
-        qx: Tensor,
-        qw: Tensor,
-        m_params: MMParams,
-        out_dtype: torch.dtype,
-        sx: Tensor,
-        sw: Tensor,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-        gemm_type: GEMMType = GEMMType.FPROP,
-        qresult_x: Any = None,
-        qresult_w: Any = None,
-    ) -> Tensor:
-        """Multiply codes [rows, k / 2] and [columns, k / 2]: fp32 sums in `out_dtype`.
-
-        The amaxes are those of `qresult_x` and `qresult_w`, the forms that `gemm_type` reads:
-        column-wise ones of both for WGRAD, of w for DGRAD.
-        """
-        del m_params
-        amaxes = []
-        for qresult, column in (
-            (qresult_x, gemm_type is GEMMType.WGRAD),
-            (qresult_w, gemm_type is not GEMMType.FPROP),
-        ):
-            if qresult is None:
-                raise ValueError("NVFP4QuantizerRef.qgemm: qresult_x and qresult_w are needed")
-            amaxes.append(qresult.global_amax_col if column else qresult.global_amax_row)
-        values = _decoded(qx, sx, amaxes[0]), _decoded(qw, sw, amaxes[1])
-        return self._multiply(values, out_dtype, bias, out, accumulate)
+    def _operand(self, codes: Tensor, scale: Tensor, qresult: Any, column: bool) -> Tensor:
+        """Values of codes [rows, k / 2]; the amax is that of a form of `qresult`."""
+        if qresult is None:
+            raise ValueError("NVFP4QuantizerRef.qgemm: qresult_x and qresult_w are needed")
+        return _decoded(
+            codes, scale, qresult.global_amax_col if column else qresult.global_amax_row
+        )
 
 
 def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:

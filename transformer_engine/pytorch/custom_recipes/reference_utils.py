@@ -21,6 +21,7 @@ __all__ = [
     "HIGH_PRECISION_FLOAT_DTYPES",
     "ReferenceQuantizer",
     "ReferenceTensor",
+    "high_precision_gemm_ref",
     "roundup_div",
 ]
 
@@ -70,7 +71,7 @@ class ReferenceTensor(QuantizedTensorStorage):
     def _decoded(self, dtype: torch.dtype, shape: tuple) -> Tensor:
         transposed = self.data is None
         if transposed and self.data_t is None:
-            raise RuntimeError(f"{type(self).__name__}: both forms were dropped")
+            raise RuntimeError(f"{type(self).__name__}: both forms were dropped: keep one")
         values = self._values(transposed)
         return (values.t() if transposed else values).reshape(shape).to(dtype)
 
@@ -88,14 +89,14 @@ class ReferenceTensor(QuantizedTensorStorage):
         """Drop a form (False); one that is there stays (True). RuntimeError for one to be made."""
         for name, wanted in (("", rowwise_usage), ("_t", columnwise_usage)):
             if wanted and getattr(self, f"data{name}") is None:
-                raise RuntimeError(f"{type(self).__name__}: a form is cast from the values alone")
+                raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
             if wanted is False:
                 for field in self._TENSORS:
                     if field.endswith("_t") == bool(name) and not field.startswith("global"):
                         setattr(self, field, None)
 
     def _default_quantizer(self) -> Quantizer:
-        raise RuntimeError(f"{type(self).__name__}: it has no quantizer")
+        raise RuntimeError(f"{type(self).__name__}: it has no quantizer: give one")
 
 
 class ReferenceQuantizer(Quantizer):
@@ -144,23 +145,58 @@ class ReferenceQuantizer(Quantizer):
         fields = {**qresult._fields(), **swapped, "original_shape": size}
         return self.STORAGE._made(fields, qresult.dtype)
 
-    def _multiply(
+    def qgemm(
         self,
-        values: tuple[Tensor, Tensor],
+        qx: Tensor,
+        qw: Tensor,
+        m_params: MMParams,
         out_dtype: torch.dtype,
-        bias: Tensor | None,
-        out: Tensor | None,
-        accumulate: bool,
+        sx: Tensor,
+        sw: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        gemm_type: GEMMType = GEMMType.FPROP,
+        qresult_x: Any = None,
+        qresult_w: Any = None,
     ) -> Tensor:
-        """Compute x w^T (+ bias) in fp32, added to or written to `out`, in a dtype."""
-        made = values[0].float() @ values[1].float().t()
-        if bias is not None and bias.numel() > 0:
-            made = made + bias.float()
-        if accumulate:
-            if out is None:
-                raise ValueError(f"{type(self).__name__}.qgemm: accumulate=True needs out")
-            made = made + out.float()
-        return made.to(out_dtype) if out is None else out.copy_(made)
+        """Multiply codes of x [rows, k] and w [columns, k], with their scales: x w^T (+ bias).
+
+        fp32 sums in `out_dtype`, added to `out` with `accumulate`. `qresult_x` and `qresult_w` are
+        the tensors whose codes these are, of the forms that `gemm_type` reads: column-wise ones of
+        both for WGRAD, of w for DGRAD. A format reads of them what scales do not have.
+        """
+        del m_params
+        x = self._operand(qx, sx, qresult_x, gemm_type is GEMMType.WGRAD)
+        w = self._operand(qw, sw, qresult_w, gemm_type is not GEMMType.FPROP)
+        return high_precision_gemm_ref(x, w, out_dtype, accumulate, False, True, out, bias)
+
+    def _operand(self, codes: Tensor, scale: Tensor, qresult: Any, column: bool) -> Tensor:
+        """Values of codes in fp32, of a form of `qresult`."""
+        raise NotImplementedError
+
+
+def high_precision_gemm_ref(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    accumulate: bool = False,
+    is_a_transposed: bool = False,
+    is_b_transposed: bool = False,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_alpha: float = 1.0,
+) -> Tensor:
+    """Compute alpha a b (+ bias) (+ out) in fp32; matrices may be given as their transposes."""
+    left, right = (m.t() if t else m for m, t in ((a, is_a_transposed), (b, is_b_transposed)))
+    made = scale_alpha * (left.float() @ right.float())
+    if bias is not None and bias.numel() > 0:
+        made = made + bias.float()
+    if accumulate:
+        if out is None:
+            raise ValueError("high_precision_gemm_ref: accumulate=True needs out")
+        made = made + out.float()
+    return made.to(out_dtype) if out is None else out.copy_(made)
 
 
 def _other(name: str) -> str:

@@ -118,7 +118,7 @@ class _SeveralFunction(_EagerFunction):
 
 
 _ASKED_FOR = ("forward", "setup_context", "boxed_grads_call", "clear_saved_tensors_on_access")
-"""What torch looks up at each call, by a new string and so through all bases: each class has them
+"""Attributes that torch looks up at each call, through all bases: each class has them
 itself. Flags that this torch does not know are None."""
 
 

@@ -21,20 +21,6 @@ from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
-__all__ = [
-    "IN_FORCE",
-    "attention_class",
-    "attention_class_name",
-    "attention_class_name_now",
-    "find",
-    "native",
-    "natively",
-    "number_of_graph",
-    "of_forward",
-    "of_graph",
-    "replace_operators",
-]
-
 _POLICY = (
     config.TE_FL_PREFER,
     config.TE_FL_PREFER_VENDOR,

@@ -250,13 +250,16 @@ def _run(
     staged: int,
     selection: int,
     state: Sequence[Tensor] = (),
+    places: Sequence[int] = (),
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
     is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
+    scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
+    at = plan.given - len(places) if places else len(given) - scaled
     if is_forward:
-        scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
-        at = len(given) - scaled
         given[at:] = recompute.of_first((tuple(slots), plan.casts), given[at:], plan.measures)
+    if places:
+        given[at:] = [given[at + place] for place in places]
     with overrides.of_graph(selection, is_forward) or contextlib.nullcontext():
         *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
@@ -271,8 +274,9 @@ def _run_fake(
     staged: int,
     selection: int,
     state: Sequence[Tensor] = (),
+    places: Sequence[int] = (),
 ) -> list[Tensor]:
-    del slots, state, saved, staged, selection
+    del slots, state, saved, staged, selection, places
     made, packed = shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
     made.append((torch.uint8, [packed]))
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
@@ -315,7 +319,9 @@ def _define_with_state(count: int) -> str:
     """Define ``run_with_state_<count>``; return its name."""
     name = f"run_with_state_{count}"
     FORMULAS[name] = FORMULAS["run"]
-    schema = f"{name}({_RUN}, Tensor(a!)[] state) -> ({', '.join(['Tensor'] * count)})"
+    schema = (
+        f"{name}({_RUN}, Tensor(a!)[] state, int[] places) -> ({', '.join(['Tensor'] * count)})"
+    )
 
     def returned(function: Callable) -> Callable:
         return lambda *arguments: made[0] if len(made := function(*arguments)) == 1 else tuple(made)
@@ -345,24 +351,27 @@ def run_traced(
     saved: Tensor | None,
     rows: Any = -1,
     staged: Staged | None = None,
+    places: Sequence[int] = (),
 ) -> tuple:
     """Run a plan, given by its text (see `plan_text`), behind a torch operator.
 
     `slots` are the first ones of each module in the chunks of the plan's direction. `inputs` is
     what the plan reads: inputs, parameters and scales; `state` what it writes besides outputs: amax
     history, main gradient; both in plan order. `saved` is the packed tensor of the forward, for a
-    plan that reads it, `rows` the product of the leading dims; -1 where an input has them. Dispatch
-    modes see what functions of `staged` run as if there were no operator around it. Returns the
-    outputs in plan order, then the packed saved tensor, empty where there is none.
+    plan that reads it, `rows` the product of the leading dims; -1 where an input has them. `places`
+    is for a plan that is given a tensor several times, which `inputs` and `state` have once: which
+    of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
+    see what functions of `staged` run as if there were no operator around it. Returns the outputs
+    in plan order, then the packed saved tensor, empty where there is none.
     """
     if staged is not None:
         number = next(_numbers)
         _STAGED[number] = staged.wrapped(seen_here())
         try:
-            return _run_operator(plan, slots, inputs, state, saved, rows, number)
+            return _run_operator(plan, slots, inputs, state, saved, rows, number, places)
         finally:
             del _STAGED[number]
-    return _run_operator(plan, slots, inputs, state, saved, rows, 0)
+    return _run_operator(plan, slots, inputs, state, saved, rows, 0, places)
 
 
 def _run_operator(
@@ -373,13 +382,17 @@ def _run_operator(
     saved: Tensor | None,
     rows: Any,
     staged: int,
+    places: Sequence[int],
 ) -> tuple:
     of_graph = torch.compiler.is_compiling() and not exporting()
     selection = overrides.number_of_graph() if of_graph else overrides.IN_FORCE
     given: tuple = (plan, slots, inputs, saved, rows, staged, selection)
     operator = torch.ops.transformer_engine.run
     if state:
-        operator, given = getattr(torch.ops.transformer_engine, _with_state(plan)), (*given, state)
+        operator, given = (
+            getattr(torch.ops.transformer_engine, _with_state(plan)),
+            (*given, state, places),
+        )
     if torch.compiler.is_compiling():
         made = operator(*given)
     else:

@@ -14,8 +14,6 @@ import torch
 from transformer_engine import _core
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, graph_task, unseen
 
-__all__ = ["Entry", "Frame", "Queue", "Run", "unread_history"]
-
 
 class Entry(NamedTuple):
     """One module call inside a checkpointed forward."""

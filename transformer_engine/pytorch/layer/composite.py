@@ -6,11 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine.common.plan_text import Plan
+from transformer_engine.pytorch.attention.problem import AttentionOptions
+from transformer_engine.pytorch.layer.traced_layer import call_in_graph, places_in_graph
 from transformer_engine.pytorch.module.base import Fp8Module, NativeModule
 from transformer_engine.pytorch.module.layer_call import LayerCalls, given_to
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 """Norms of a layer by the names that its ``normalization`` takes."""
@@ -74,6 +77,22 @@ class CompositeLayer(NativeModule):
         """The calls that are kept of it, for what it is given."""
         del options
         return LayerCalls.of(self)
+
+    # ---- in a graph (see `traced_layer`) ---------------------------------------------------------
+
+    @constant_in_graphs
+    def _places_in_graph(self, given: tuple) -> str:
+        return places_in_graph(self, given)
+
+    @constant_in_graphs
+    def _call_in_graph(self, *arguments: Any) -> str:
+        return call_in_graph(self, *arguments)
+
+    def _options_in_graph(self, given: tuple) -> Any:
+        """Options of a call, of which a graph has made constants; None: no plan holds them."""
+        return tuple(AttentionOptions(*each) for each in given)
+
+    # ---- what its calls depend on ----------------------------------------------------------------
 
     def _first_microbatch(self, options: tuple) -> bool | None:
         """``is_first_microbatch`` of a call."""

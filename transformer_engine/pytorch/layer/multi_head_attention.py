@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.config import attention_switches
-from transformer_engine.pytorch.attention import fp8
-from transformer_engine.pytorch.attention.cache_adapter import angles_for_cache
+from transformer_engine.pytorch.attention import fp8, plan
 from transformer_engine.pytorch.attention.core import DotProductAttention
-from transformer_engine.pytorch.attention.plan import alike, angles_of, attention_node, sink_of
+from transformer_engine.pytorch.attention.lowering import angles_for_cache
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
     CoreOptions,
     Heads,
     check_dispatch,
-    sizes_of,
-    starts_of,
+    packed_sizes,
+    sequence_starts,
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.execution.overrides import attention_class_name_now
+from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
@@ -335,6 +335,13 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return self.attend(hidden_states, options)
 
     _FORWARD = forward
+    _READ_BY_PLANS = (
+        "attention_type", "input_layernorm", "num_attention_heads", "num_gqa_groups",
+        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+        "qkv_weight_interleaved", "qk_norm_before_rope", "rotary_pos_interleaved", "qkv_format",
+        "return_bias", "return_layernorm_output", "name",
+    )  # fmt: skip
+    """Settings that its plans depend on (see `traced_layer`)."""
     _MAY_HAVE = ("q_norm", "k_norm")  # submodules that a program may set at any time
 
     def emit(self, nodes: Any, x: Value, name: str = "", **call: Any) -> Value:
@@ -396,14 +403,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         None where it has to call its modules. `replay` is as of `fp8.repeated`.
         """
         core, key = self._modules["core_attention"], None
-        in_fp8 = fp8.settings(core, inp.shape[self.qkv_format == "bshd"], replay)
+        in_fp8 = fp8.layer_key(core, inp.shape[self.qkv_format == "bshd"], replay)
         if options.without_tensors() and type(core.window_size) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
                 options[2:10], options.softcap, self.qk_norm_before_rope,
                 self.qkv_weight_interleaved, core.training, core.attention_dropout,
                 core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
                 core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
-                core.return_max_logit, dtype, inp.device, sink_of(core),
+                core.return_max_logit, dtype, inp.device, plan.sink_key(core),
                 attention_switches(), torch.are_deterministic_algorithms_enabled(),
                 in_fp8, in_fp8 is not None and self._hands_over(core, replay),
                 inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
@@ -436,15 +443,15 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or options.thd_attention_policies is not None
             or core.qkv_format != self.qkv_format
             or (source is None) != (self.attention_type == "self")
-            or not alike(keys, inp, None if packed else b)
+            or not plan.matches_input(keys, inp, None if packed else b)
         ):
             return None
         tokens = (inp.shape[0], keys.shape[0]) if packed else None
         if packed:
-            batch, *lengths = sizes_of(options, *tokens)
+            batch, *lengths = packed_sizes(options, *tokens)
         else:
             batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
-        angles = angles_of(options.rotary_pos_emb, lengths, slices, inp)
+        angles = plan.rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
         if angles is None:
             return None
         how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
@@ -452,7 +459,28 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         given = (() if source is None else (source,), angles, *pairs)
         over = self._hands_over(core, replay)
         around = fp8.Surroundings(inp.device.type, inp.shape[s], over, replay)
-        return attention_node(core, how, slices, given, around)
+        return plan.attention_node(core, how, slices, given, around)
+
+    def way_in_graph(self, inp: Tensor, options: AttentionOptions) -> Any:
+        """How a call attends, in the graph that is traced; `NotImplemented`: by modules.
+
+        None where `_attending` finds the same outside of the graph: the call has no tensors.
+        """
+        core = self._modules["core_attention"]
+        if not isinstance(core, DotProductAttention):
+            return NotImplemented
+        made = core.softmax_type != "vanilla" or options.core_attention_bias_type == "alibi"
+        if options.without_tensors() and not made and type(core.window_size) is not list:
+            return None
+        dtype = self._heads_dtype(inp)
+        like = inp if inp.dtype is dtype else inp.new_empty(1, dtype=dtype).expand(inp.shape)
+        found = self._find_way(core, like, options, None)
+        return NotImplemented if found is None else found
+
+    def _heads_dtype(self, inp: Tensor) -> torch.dtype:
+        """Dtype of its projections."""
+        first = self._modules[self._first()]
+        return getattr(first, first.weight_names[0]).dtype
 
     def _hands_over(self, core: DotProductAttention, replay: Any) -> bool:
         """Return whether the projection is handed the output of attention in FP8.
@@ -461,7 +489,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         """
         proj = self._modules["proj"]  # it, or the core, may be another package's
         ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
-        return ours and fp8.hands_to(core, proj, replay)
+        return ours and fp8.hands_fp8_to(core, proj, replay)
 
     def _slices(self) -> tuple:
         """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
@@ -482,6 +510,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        if torch.compiler.is_compiling() and traced_layer.may_hold(hidden_states):
+            way = self.way_in_graph(hidden_states, options)
+            if way is not NotImplemented:
+                given = traced_layer.constants((options,))
+                out = traced_layer.run(self, hidden_states, given, (way,))
+                if out is not None:
+                    results = out if isinstance(out, tuple) else (out,)
+                    return self._results(hidden_states, *results)
         asked(self, hidden_states, (options,))
         calls = LayerCalls.of(self)
         if calls is not None:
@@ -580,7 +616,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             query, key = self._normed(query, key)
         if angles is not None:
             packed, start_positions = self.qkv_format == "thd", None
-            starts = starts_of(call) if packed and params is None else (None, None)
+            starts = sequence_starts(call) if packed and params is None else (None, None)
             if params is not None:  # positions go on where the sequences have ended
                 now, length = params.lengths, query.shape[0 if self.qkv_format == "sbhd" else 1]
                 start_positions, starts = now.starts, (now.cu_seqlens_q, now.cu_seqlens_q)

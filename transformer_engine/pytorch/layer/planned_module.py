@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.execution.stages import HalvedFunction
+from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
@@ -71,8 +72,8 @@ class PlannedModule(CompositeLayer):
     A subclass defines ``emit(self, nodes, x, ...)``: how its modules follow each other, written
     once. Called as a module, ``module(x, ...)``, it runs as one plan per direction, as
     `TransformerLayer` does: all its norms, linear layers, attentions and additions are one call
-    into C. Where a plan can not hold a call (hooks, modules of other packages, `torch.compile`,
-    caches of keys and values), ``emit`` calls its modules instead, with the same bits.
+    into C. Where a plan can not hold a call (hooks, modules of other packages, caches of keys and
+    values), ``emit`` calls its modules instead, with the same bits.
 
     ``nodes`` has three methods:
 
@@ -109,6 +110,7 @@ class PlannedModule(CompositeLayer):
     """
 
     IS_PLANNED = True
+    _READ_BY_PLANS = ("_settings", "training", "name")
     _settings = 0
     _attending: Any = None
 
@@ -126,6 +128,10 @@ class PlannedModule(CompositeLayer):
         self, x: Tensor, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any
     ) -> Tensor:
         """Run ``emit``; arguments as the class says."""
+        if torch.compiler.is_compiling() and traced_layer.may_hold(x):
+            out = self._run_in_graph(x, args, kwargs, is_first_microbatch)
+            if out is not None:
+                return out
         given = self._given(args, kwargs, is_first_microbatch)
         asked(self, x, given)
         if given is not None:
@@ -155,6 +161,17 @@ class PlannedModule(CompositeLayer):
         made.args, made.kwargs, made.first = args, kwargs, first
         made.key, made.drops_paths = tuple(plain), outline.drops_paths
         return made
+
+    def _run_in_graph(self, x: Tensor, args: tuple, kwargs: dict, first: bool | None) -> Any:
+        """Run it as one call in the graph that is traced; None where it has to call its modules."""
+        if not all([isinstance(value, _PLAIN) for value in (*args, *kwargs.values())]):
+            return None
+        named = tuple([(name, traced_layer.constants(value)) for name, value in kwargs.items()])
+        return traced_layer.run(self, x, (traced_layer.constants(args), named, first))
+
+    def _options_in_graph(self, given: tuple) -> Any:
+        args, named, first = given
+        return self._given(args, dict(named), first)
 
     def _calls_of(self, options: Any) -> LayerCalls | None:
         if options is None:

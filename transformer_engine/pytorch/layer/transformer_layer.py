@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_engine.pytorch.attention import masks
 from transformer_engine.pytorch.attention.problem import FORMATS, AttentionOptions, check_dispatch
+from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.layer.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
@@ -99,6 +100,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     NotImplementedError
         An option that is not there yet.
     """
+
+    _READ_BY_PLANS = (
+        "training", "hidden_dropout", "drop_path_rate", "parallel_attention_mlp", "name",
+        "apply_residual_connection_post_layernorm", "attn_input_format",
+    )  # fmt: skip
+    """Settings that its plans depend on (see `traced_layer`)."""
 
     def __init__(
         self,
@@ -334,6 +341,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
 
     def _forward(self, hidden_states: Tensor, options: tuple) -> Tensor:
         """The layer but for the norm of its output; `options` are those of each branch."""
+        if torch.compiler.is_compiling() and traced_layer.may_hold(hidden_states):
+            out = self._run_in_graph(hidden_states, options)
+            if out is not None:
+                return out
         asked(self, hidden_states, options)
         calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
         parts: Sequence[Any] = (None,) * len(options)
@@ -357,6 +368,18 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
                 out = self._run_branch(i, hidden_states, options)
             hidden_states = out
         return hidden_states
+
+    def _run_in_graph(self, hidden_states: Tensor, options: tuple) -> Any:
+        """Run it as one call in the graph that is traced; None where it has to call its modules."""
+        ways = []
+        for name, own in zip(("self_attention", "inter_attention"), options[:-1], strict=False):
+            attention = self._modules[name]
+            if not isinstance(attention, MultiheadAttention):
+                return None
+            ways.append(attention.way_in_graph(hidden_states, own))
+        if any([way is NotImplemented for way in ways]):
+            return None
+        return traced_layer.run(self, hidden_states, traced_layer.constants(options), ways)
 
     def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Return whether there may be plans: they drop paths by the first of two leading dims."""

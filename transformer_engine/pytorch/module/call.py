@@ -65,8 +65,8 @@ class ModuleCall:
     splits: tuple[SplitTensors, ...] = ()
     """Weights and biases that come as several tensors, and so do their gradients; by place."""
     dtypes: tuple[torch.dtype | None, ...] = ()
-    """What each tensor is converted to before a run, None for one that is read as it is; () where
-    all are."""
+    """The dtype that each tensor is converted to before a run, None for one that is read as it is;
+    () where all are."""
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
     fills: tuple = ()  # what draws each of its random pairs, as of `draw_pairs`

@@ -407,7 +407,7 @@ class Emission:
         return plans_of(self.graph.ordered(tensors))
 
     def staged(self, plans: CallPlans) -> Staged | None:
-        """What runs functions of the program at stages of `plans`; None without any."""
+        """Runner of functions of the program at stages of `plans`; None without any."""
         found: dict[str, Callable] = {}
         for way in ("forward", "backward"):
             plan = getattr(plans, way)

@@ -375,7 +375,7 @@ def given_to(layer: Any, args: tuple, kwargs: dict) -> tuple:
         return found.args
     finally:
         _ASKING.layer = outer
-    raise AssertionError(f"{type(layer).__name__}.forward: not its own")
+    raise AssertionError(f"{type(layer).__name__}.forward was replaced by another function")
 
 
 def asked(layer: Any, *given: Any) -> None:

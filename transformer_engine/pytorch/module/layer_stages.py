@@ -52,7 +52,7 @@ def _finish(function: Callable, lend: _Lend, started: tuple) -> None:
 
 
 def lending(plan: Plan, lend: _Lend, *sizes: int) -> _Lend:
-    """What functions of a layer's stages get: the function that lends a buffer by its number."""
+    """Argument of functions of a layer's stages: the function that lends a buffer by its number."""
     del plan, sizes
     return lend
 

@@ -96,7 +96,7 @@ class LinearCalls(Fp8Module):
     save_original_input = False
     eps = 0.0
     _input_name = "inp"
-    """What a program calls the input: an argument of the layer that this is part of, maybe."""
+    """Name of the input in messages; in a layer maybe that of the layer's argument."""
     _observer: Observer | None = None
 
     # ---- what a subclass says ------------------------------------------------------------------

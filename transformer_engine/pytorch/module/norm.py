@@ -67,6 +67,8 @@ _SETTINGS = ("eps", "follows_input", "normalized_shape", "zero_centered_gamma")
 class NormModule(NativeModule):
     """Base of the norms over the last dims of a tensor."""
 
+    _READ_BY_PLANS = _SETTINGS
+    """Settings that plans of a layer depend on (see `traced_layer`)."""
     KIND: int
     HAS_WEIGHT = HAS_BIAS = False
     eps: float | None
@@ -311,7 +313,7 @@ class AffineNorm(NormModule):
             raise ValueError(f"{kind}: normalized_shape={shape!r}: expected positive sizes")
         margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
         if any(margins):
-            raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}")
+            raise NotImplementedError(f"{kind}: sm_margin={sm_margin!r}: leave it out")
         self.eps = None if eps is None and self.EPS_IS_OPTIONAL else checked_eps(kind, eps)
         self.elementwise_affine = bool(elementwise_affine)
         self.follows_input = False  # te.convert: the output has the dtype of the input

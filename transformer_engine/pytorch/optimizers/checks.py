@@ -11,18 +11,6 @@ from torch.optim.optimizer import required
 from transformer_engine.pytorch.optimizers.updates import check_apart, local_part
 from transformer_engine.pytorch.torchside.device import is_capturing
 
-__all__ = [
-    "DIRECT",
-    "DTYPES",
-    "check_adam",
-    "check_beginning",
-    "check_decoupled",
-    "check_dense",
-    "check_numbers",
-    "check_parameter",
-    "check_states",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIRECT = (torch.float32, torch.bfloat16)
 """dtypes of state that an update reads and writes as it is."""

@@ -57,7 +57,9 @@ class MultiTensorApply:
             refuse_others("multi_tensor_applier", tensor_lists)
             raise
         if len(set(lengths)) > 1:
-            raise RuntimeError(f"multi_tensor_applier: lists of {lengths} tensors")
+            raise RuntimeError(
+                f"multi_tensor_applier: lists of {lengths} tensors, not of one length"
+            )
         if not kept:
             return None
         return op(self.chunk_size, noop_flag_buffer, [[e[i] for i in kept] for e in local], *args)

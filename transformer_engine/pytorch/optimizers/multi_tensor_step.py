@@ -36,37 +36,40 @@ def _write(skip: Tensor, pairs: Any) -> None:
         old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
-class _Adam:
-    """One step's numbers."""
+def _adam(
+    flag: Tensor,
+    lists: list,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Any,
+    mode: int,
+    bias_correction: int,
+    decay: float,
+    inv_scale: Tensor | None = None,
+    **other: Any,
+) -> None:
+    """Update gradients, values, means, means of squares and, where they are there, two more lists.
 
-    def __init__(
-        self, noop_flag: Tensor, lr: Any, betas: tuple, eps: float, step: Any, rest: tuple
-    ) -> None:
-        mode, bias_correction, decay = rest
-        if mode not in (0, 1):
-            raise ValueError(f"multi_tensor_adam: mode={mode!r}, expected 0 (L2) or 1 (AdamW)")
-        self.flag, self.step = noop_flag, step
-        self.flags = _core.UPDATE_DECOUPLED if mode else 0
-        self.flags |= _core.UPDATE_CORRECTED if bias_correction else 0
-        self.numbers = {"lr": lr, "betas": betas, "eps": eps, "decay": decay}
+    Those are values that the new ones are rounded into, and remainders. `inv_scale`: gradients are
+    left times this. `other`: ``casts`` of `run_update`.
+    """
+    if mode not in (0, 1):
+        raise ValueError(f"multi_tensor_adam: mode={mode!r}, expected 0 (L2) or 1 (AdamW)")
+    flags = _core.UPDATE_DECOUPLED if mode else 0
+    flags |= _core.UPDATE_CORRECTED if bias_correction else 0
+    numbers = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "decay": decay}
+    if inv_scale is not None:
+        flags |= _core.UPDATE_WRITE_GRAD
+        numbers["grad_scale"] = inv_scale
+    lists = [*lists, None, None][:6]
+    run_update(_core.UPDATE_ADAM, flags, lists, flag, numbers, step, **other)
 
-    def run(
-        self,
-        lists: list,
-        rounded: list | None = None,
-        remainders: list | None = None,
-        casts: list | None = None,
-    ) -> None:
-        """Update values and means of `lists`: gradients, values, means, means of squares."""
-        given = [*lists, rounded, remainders]
-        run_update(_core.UPDATE_ADAM, self.flags, given, self.flag, self.numbers, self.step, casts)
 
-    def with_masters(self, lists: list) -> None:
-        """Update the fifth of the lists, where there is one, and round it into the second."""
-        if len(lists) == 4:
-            self.run(lists)
-        else:
-            self.run([lists[0], lists[4], lists[2], lists[3]], lists[1])
+def _masters_first(lists: list) -> list:
+    """Lists whose fifth, where there is one, is updated and rounded into the second."""
+    return lists if len(lists) == 4 else [lists[0], lists[4], *lists[2:4], lists[1]]
 
 
 def multi_tensor_adam(
@@ -107,10 +110,9 @@ def multi_tensor_adam(
     """
     if noop_flag is None:
         return multi_tensor_adam
-    lists = checked_lists("multi_tensor_adam", tensor_lists, 4, 5)
+    lists = _masters_first(checked_lists("multi_tensor_adam", tensor_lists, 4, 5))
     rest = mode, bias_correction, weight_decay
-    _Adam(noop_flag, lr, (beta1, beta2), eps, step, rest).with_masters(lists)
-    return None
+    return _adam(noop_flag, lists, lr, beta1, beta2, eps, step, *rest)
 
 
 def multi_tensor_adam_cast(
@@ -132,18 +134,9 @@ def multi_tensor_adam_cast(
 
     `casts` are fields of `_core.quantize` for each of the values, or None.
     """
-    rest = mode, bias_correction, weight_decay
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), eps, step, rest)
-    if inv_scale is not None:
-        numbers.flags |= _core.UPDATE_WRITE_GRAD
-        numbers.numbers["grad_scale"] = inv_scale
-    numbers.run(checked_lists("multi_tensor_adam_cast", tensor_lists, 4), casts=casts)
-
-
-def _capturable(op: str, count: int, lists: Lists, numbers: _Adam, inv_scale: Tensor) -> None:
-    numbers.flags |= _core.UPDATE_WRITE_GRAD
-    numbers.numbers["grad_scale"] = inv_scale
-    numbers.with_masters(checked_lists(op, lists, count))
+    lists = checked_lists("multi_tensor_adam_cast", tensor_lists, 4)
+    rest = mode, bias_correction, weight_decay, inv_scale
+    _adam(noop_flag, lists, lr, beta1, beta2, eps, step, *rest, casts=casts)
 
 
 def multi_tensor_adam_capturable(
@@ -165,9 +158,9 @@ def multi_tensor_adam_capturable(
     `lr` and `inv_scale` are fp32, `step` int32, tensors of one element. Gradients are left times
     `inv_scale`.
     """
-    rest = mode, bias_correction, weight_decay
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
-    _capturable("multi_tensor_adam_capturable", 4, tensor_lists, numbers, inv_scale)
+    lists = checked_lists("multi_tensor_adam_capturable", tensor_lists, 4)
+    rest = mode, bias_correction, weight_decay, inv_scale
+    _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
 
 
 def multi_tensor_adam_capturable_master(
@@ -185,9 +178,9 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor,
 ) -> None:
     """`multi_tensor_adam_capturable` with fp32 parameters as a fifth list."""
-    rest = mode, bias_correction, weight_decay
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
-    _capturable("multi_tensor_adam_capturable_master", 5, tensor_lists, numbers, inv_scale)
+    lists = checked_lists("multi_tensor_adam_capturable_master", tensor_lists, 5)
+    rest = mode, bias_correction, weight_decay, inv_scale
+    _adam(noop_flag, _masters_first(lists), lr, beta1, beta2, epsilon, step, *rest)
 
 
 def multi_tensor_adam_fp8(
@@ -215,8 +208,7 @@ def multi_tensor_adam_fp8(
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
     rest = mode, bias_correction, weight_decay
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
-    numbers.run([grads, masters, means, squares])
+    _adam(noop_flag, [grads, masters, means, squares], lr, beta1, beta2, epsilon, step, *rest)
     skip, largest = noop_flag.detach().reshape(()) != 0, torch.finfo(dtype).max
     for master, code, scale, amax, inverse in zip(
         masters, codes, scales, amaxes, inverses, strict=True
@@ -254,10 +246,10 @@ def multi_tensor_adam_param_remainder(
                 f"{op}: a parameter of {param.dtype}, low bits of {low.dtype}: expected "
                 "torch.bfloat16 and torch.int16"
             )
-    rest = mode, bias_correction, weight_decay
-    numbers = _Adam(noop_flag, lr, (beta1, beta2), epsilon, step, rest)
     bits = [low.view(torch.bfloat16) for low in rests]  # whatever they mean
-    numbers.run([grads, params, means, squares], None, bits)
+    lists = [grads, params, means, squares, None, bits]
+    rest = mode, bias_correction, weight_decay
+    _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
 
 
 def multi_tensor_sgd(

@@ -11,17 +11,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = [
-    "Lists",
-    "Updates",
-    "check_apart",
-    "checked_lists",
-    "local_part",
-    "refuse_others",
-    "run_update",
-    "wide_copy",
-]
-
 Lists = Sequence[Sequence[Tensor]]
 
 _GRAD = 0

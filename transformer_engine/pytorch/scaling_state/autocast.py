@@ -16,8 +16,6 @@ from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting, graph_task
 
-__all__ = ["autocast", "fp8_autocast", "get_default_recipe"]
-
 
 def get_default_recipe() -> Recipe:
     """Recipe of an `autocast` that names none: a new `DelayedScaling()`."""
@@ -98,8 +96,8 @@ def _refuse_generators(function: Any) -> None:
 
 
 _FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth", "region")
-"""What a region sets of its thread's state. The last one is the region itself: one that is left
-before a region inside of it lets that one restore what it would have restored."""
+"""Fields of its thread's state that a region sets. The last one is the region itself: one that is
+left before a region inside of it lets that one restore what it would have restored."""
 
 
 class autocast:  # noqa: N801 - the name that users know

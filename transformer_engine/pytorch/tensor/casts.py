@@ -22,19 +22,6 @@ from transformer_engine.pytorch.torchside.device import is_capturing
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
-__all__ = [
-    "Computed",
-    "cast",
-    "code_of",
-    "dequantize",
-    "empty_columns",
-    "empty_rows",
-    "measure",
-    "no_partials",
-    "partials_of",
-    "transpose",
-]
-
 _HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -217,7 +204,10 @@ def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> 
     """
     if isinstance(source, Computed):
         if fields.pop("noop", None) is not None:
-            raise TypeError("noop: expected None for values that an operator computes")
+            raise TypeError(
+                "noop: it skips casts of tensors alone: give None where an operator (a norm, say) "
+                "computes the values"
+            )
         source.cast(**_native_fields(scaling, dtype, fields))
         return
     traced = plan_ops.behind_operators(source) or (dispatch_modes() and plan_ops.watched())

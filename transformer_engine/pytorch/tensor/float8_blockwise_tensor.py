@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with a scale for each tile: of 1 x 128 elements along a row, or of 128 x 128."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.two_forms import (
+    FORMS,
     Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
-    checked_quantizer,
     scale_shape,
 )
 
@@ -65,37 +64,17 @@ class Float8BlockwiseQTensor(TwoFormTensor, Float8BlockwiseQTensorStorage):
 
     _STORAGE = Float8BlockwiseQTensorStorage
 
+    _PICKLED = ("shape", *FORMS, "fp8_dtype", "dtype", "quantizer", "is_2D_scaled", "data_format")
+
     @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        shape: Sequence[int],
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        fp8_dtype: Any,
-        dtype: torch.dtype,
-        quantizer: Any,
-        is_2D_scaled: bool,
-        data_format: None = None,
-    ) -> "Float8BlockwiseQTensor":
-        """A tensor of what older files hold."""
+    def _of_pickle(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        data_format = arguments.pop("data_format", None)
         if data_format is not None and int(data_format) != 0:
             raise NotImplementedError(
                 f"a pickled Float8BlockwiseQTensor: data_format={data_format!r}: its scales do not "
                 "lie as those of GEMMs: quantize the values again"
             )
-        return cls(
-            shape,
-            dtype,
-            rowwise_data=rowwise_data,
-            rowwise_scale_inv=rowwise_scale_inv,
-            columnwise_data=columnwise_data,
-            columnwise_scale_inv=columnwise_scale_inv,
-            fp8_dtype=fp8_dtype,
-            quantizer=checked_quantizer(cls, quantizer),
-            is_2D_scaled=is_2D_scaled,
-        )
+        return arguments
 
 
 class Float8BlockQuantizer(TwoFormQuantizer):
@@ -116,6 +95,7 @@ class Float8BlockQuantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+    _ARGUMENTS = (*TwoFormQuantizer._ARGUMENTS, "block_scaling_dim")
 
     def __init__(
         self,
@@ -146,6 +126,3 @@ class Float8BlockQuantizer(TwoFormQuantizer):
 
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {**super()._format_settings(shape), "_is_2D_scaled": self.block_scaling_dim == 2}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {**super()._own_settings(), "block_scaling_dim": self.block_scaling_dim}

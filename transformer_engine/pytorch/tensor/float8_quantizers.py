@@ -16,20 +16,13 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, ReducesAmax, plain
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     as_bytes,
     checked_dtype,
     checked_tensor,
     fp8_type,
 )
-
-__all__ = [
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "PerTensorQuantizer",
-    "scales_of",
-]
 
 
 def scales_of(scale_inv: Tensor) -> Tensor:
@@ -54,10 +47,7 @@ class PerTensorQuantizer(Quantizer):
         return casts.measure(source) if self._known is None else self._known[0]
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(
-                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
-            )
+        self._check_usages()
         row = column = None
         if self.rowwise_usage:
             row = casts.empty_rows(shape, device, pin_memory)
@@ -69,6 +59,9 @@ class PerTensorQuantizer(Quantizer):
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         del shape
         return {"_fp8_dtype": self.dtype}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.name, **super()._settings()}
 
     def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the column-wise data of a tensor."""
@@ -194,15 +187,12 @@ class Float8Quantizer(PerTensorQuantizer):
         scale = torch.where(self.scale == 0, 1.0, self.scale)
         return self._of_data(data, scale.reciprocal(), fake_dtype, requires_grad, internal)
 
-    def _settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, **super()._settings()}
-
     def _own_settings(self) -> dict[str, Any]:
         scaling = {"scale": self.scale.detach().clone(), "amax": self.amax.detach().clone()}
         return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
 
 
-class Float8CurrentScalingQuantizer(PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
     """Casts with the scale that fits the tensor: measured in a pass of its own.
 
     Parameters
@@ -226,6 +216,7 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer):
     """
 
     _REPEATS = True
+    _ARGUMENTS = ("fp8_dtype", "force_pow_2_scales", "amax_epsilon")
 
     def __init__(
         self,
@@ -258,10 +249,8 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer):
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         partials = self._partials(source)
-        if self.with_amax_reduction and self._known is None:
-            torch.distributed.all_reduce(
-                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
+        if self._known is None:
+            partials = self._reduced(partials)
         settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})
 
@@ -275,19 +264,3 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer):
         """Take bytes for data of scale 1: set the ``_scale_inv`` of what is returned."""
         one = torch.ones(1, dtype=torch.float32, device=getattr(data, "device", None))
         return self._of_data(data, one, fake_dtype, requires_grad, internal)
-
-    def copy(self) -> "Float8CurrentScalingQuantizer":
-        """Copy the settings but for the reduction, which belongs to one call."""
-        made = super().copy()
-        made.with_amax_reduction, made.amax_reduction_group = False, None
-        return made
-
-    def _settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, **super()._settings()}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "force_pow_2_scales": bool(self.force_pow_2_scales),
-            "amax_epsilon": float(self.amax_epsilon),
-        }

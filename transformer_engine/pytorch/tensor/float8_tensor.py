@@ -18,18 +18,12 @@ from transformer_engine.pytorch.tensor.float8_quantizers import (
     PerTensorQuantizer,
     scales_of,
 )
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-)
-from transformer_engine.pytorch.tensor.quantizer import check_caster
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
+from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor, Quantizer
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     as_bytes,
-    checked_dtype,
     fitted,
     fp8_type,
-    positional,
 )
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 
@@ -41,7 +35,7 @@ __all__ = [
 ]
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
+class Float8TensorStorage(FormatStorage):
     """FP8 bytes of a matrix, its transpose where that was made, and one scale.
 
     Parameters
@@ -77,20 +71,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _transpose_version: "_Version | None"
     """The data that the transpose was made of, as they were then."""
 
-    def __init__(
-        self,
-        *,
-        data: Tensor | None = None,
-        fp8_scale_inv: Tensor,
-        fp8_dtype: Any,
-        data_transpose: Tensor | None = None,
-        quantizer: Quantizer | None = None,
-        fake_dtype: torch.dtype = torch.float32,
-        transpose_invalid: bool | None = None,
-    ) -> None:
-        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer)
-        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
-        self._take(_checked_fields(type(self).__name__, *given), fake_dtype)
+    def __init__(self, *, transpose_invalid: bool | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
         if transpose_invalid:
             self._transpose_invalid = True
 
@@ -117,6 +99,29 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if value and self._data is not None:
             self._transpose = None
         self._transpose_version = None if self._data is None else _version_of(self._data)
+
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        given = cls._given(arguments, "data", "fp8_scale_inv", "fp8_dtype", "data_transpose")
+        label, data, transpose = cls.__name__, given["data"], given["data_transpose"]
+        if given["fp8_scale_inv"] is None:
+            raise TypeError(f"{label}: fp8_scale_inv: None, expected a tensor of fp32 [1]")
+        if data is None and transpose is None:
+            raise ValueError(f"{label}: data and data_transpose are None: give one")
+        for name in ("data", "data_transpose"):
+            if given[name] is not None:
+                given[name] = as_bytes(f"{label}: {name}", given[name])
+        if shape is None:
+            shape = _turned_back(transpose.shape) if data is None else tuple(data.shape)
+        fields = {"_quantizer": given["quantizer"], "_scales": scales_of(given["fp8_scale_inv"])}
+        fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", given["fp8_dtype"])
+        expected = {"data": shape, "data_transpose": (*shape[-1:], *shape[:-1])}
+        for name, field in (("data", "_data"), ("data_transpose", "_transpose")):
+            if given[name] is not None:
+                fields[field] = casts.given(fitted(f"{label}: {name}", given[name], expected[name]))
+        if None not in (data, transpose):
+            fields["_transpose_version"] = _version_of(fields["_data"])
+        return fields
 
     @classmethod
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
@@ -246,7 +251,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if not self._transpose_invalid:
             return
         if self._data is None:
-            raise RuntimeError(f"{type(self).__name__}: there are no data to transpose")
+            raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
         self._transpose = _transposed(self)
         self._transpose_invalid = False
 
@@ -284,40 +289,7 @@ def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[1:], *shape[:1])
 
 
-def _checked_fields(
-    label: str,
-    data: Tensor | None,
-    scale_inv: Tensor,
-    fp8_dtype: Any,
-    transpose: Tensor | None,
-    quantizer: Quantizer | None,
-    shape: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    if data is None and transpose is None:
-        raise ValueError(f"{label}: data and data_transpose are None: give one")
-    for name, bytes_ in (("data", data), ("data_transpose", transpose)):
-        if bytes_ is not None:
-            as_bytes(f"{label}: {name}", bytes_)
-    check_caster(label, quantizer)
-    if shape is None:
-        shape = _turned_back(transpose.shape) if data is None else data.shape
-    shape = tuple(shape)
-    fields: dict[str, Any] = {"_quantizer": quantizer, "_scales": scales_of(scale_inv)}
-    fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", fp8_dtype)
-    for name, field, bytes_, expected in (
-        ("data", "_data", data, shape),
-        ("data_transpose", "_transpose", transpose, (*shape[-1:], *shape[:-1])),
-    ):
-        if bytes_ is not None:
-            at = f"{label}: {name}"
-            bytes_ = casts.given(fitted(at, as_bytes(at, bytes_), expected))
-        fields[field] = bytes_
-    data = fields["_data"]
-    fields["_transpose_version"] = None if None in (data, transpose) else _version_of(data)
-    return fields
-
-
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+class Float8Tensor(FormatTensor, Float8TensorStorage):
     """A tensor in FP8 with one scale.
 
     Parameters
@@ -333,25 +305,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
     _STORAGE = Float8TensorStorage
-
-    def __new__(  # noqa: D102 - the class's
-        cls,
-        *args: Any,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        data: Tensor | None = None,
-        fp8_scale_inv: Tensor | None = None,
-        fp8_dtype: Any = DType.kFloat8E4M3,
-        requires_grad: bool = False,
-        data_transpose: Tensor | None = None,
-        quantizer: Quantizer | None = None,
-    ) -> "Float8Tensor":
-        shape, dtype = positional("Float8Tensor", args, shape, dtype)
-        if fp8_scale_inv is None:
-            raise TypeError("Float8Tensor: fp8_scale_inv: None, expected a tensor of fp32 [1]")
-        given = (data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer, shape)
-        fields = _checked_fields("Float8Tensor", *given)
-        return cls._made(fields, dtype, shape, requires_grad)
+    _DEFAULTS: ClassVar[dict[str, Any]] = {"fp8_dtype": DType.kFloat8E4M3}
+    _PICKLED = ("data", "fp8_dtype", "fp8_scale_inv", "dtype", "shape", "data_transpose")
 
     @classmethod
     def make_like(
@@ -379,20 +334,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         options["data"] = data
         dtype = tensor.dtype if dtype is None else dtype
         return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        data: Tensor,
-        fp8_dtype: Any,
-        fp8_scale_inv: Tensor,
-        dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
-        data_transpose: Tensor | None = None,
-    ) -> "Float8Tensor":
-        """A tensor of what older files hold."""
-        options = {"fp8_scale_inv": fp8_scale_inv, "fp8_dtype": fp8_dtype, "dtype": dtype}
-        return cls(shape=shape, data=data, data_transpose=data_transpose, **options)
 
 
 PerTensorQuantizer.TENSOR, PerTensorQuantizer.STORAGE = Float8Tensor, Float8TensorStorage

@@ -17,27 +17,27 @@ from transformer_engine.pytorch.tensor.pickling import (
     rebuild_quantizer,
     rebuild_storage,
 )
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import (
+    FormatTensor,
     InnerTensor,
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
 )
-from transformer_engine.pytorch.tensor.quantizer import check_caster
-from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, positional
-from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
 _SOURCES = ("original", "rowwise_dequantized")
 _ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+_PARTS = ("rowwise_storage", "columnwise_storage")
 _OF_COLUMNS = ("_with_rht", "_with_random_sign_mask")
 """Settings of storages that say something of the column-wise form alone."""
 _OF_ONE = {*_OF_COLUMNS, "_row_scaled_nvfp4", "_transpose_version"}
 """Those that say something of one form."""
 
 
-class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+class HybridQuantizedTensorStorage(FormatStorage):
     """Two storages: one is read row-wise, the other column-wise.
 
     Parameters
@@ -51,23 +51,27 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """
 
     _CAST_APART = True
-    _SETTINGS = ("_rowwise_storage", "_columnwise_storage")
+    _SETTINGS = tuple(f"_{name}" for name in _PARTS)
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
 
-    def __init__(
-        self,
-        *,
-        rowwise_storage: QuantizedTensorStorage | None = None,
-        columnwise_storage: QuantizedTensorStorage | None = None,
-        quantizer: Quantizer | None = None,
-        fake_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        label = type(self).__name__
-        checked_dtype(f"{label}: fake_dtype", fake_dtype)
-        fields = _checked_fields(label, (rowwise_storage, columnwise_storage), quantizer)
-        self._take(fields, fake_dtype)
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        given, label = cls._given(arguments, *_PARTS), cls.__name__
+        for name in _PARTS:
+            part = given[name]
+            if part is None:
+                continue
+            if not isinstance(part, QuantizedTensorStorage):
+                kind = type(part).__name__
+                raise TypeError(f"{label}: {name}: {kind}, expected a QuantizedTensorStorage")
+            shape = tuple(part.shape) if shape is None else shape
+            if tuple(part.shape) != shape:
+                raise ValueError(f"{label}: {name}: shape {tuple(part.shape)}, expected {shape}")
+        if all(given[name] is None for name in _PARTS):
+            raise ValueError(f"{label}: {' and '.join(_PARTS)} are None: give one")
+        return {f"_{name}": value for name, value in given.items()}
 
     @property
     def _storages(self) -> tuple[QuantizedTensorStorage, ...]:
@@ -186,7 +190,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
         if _present(src) != _present(self):
-            raise ValueError(f"{type(self).__name__}: src lacks a form that this tensor has")
+            raise ValueError(
+                f"{type(self).__name__}: src lacks a form that this tensor has: give one with the "
+                "same forms"
+            )
         for mine, other in zip(self._storages, src._storages, strict=True):
             # Not as the formats have it, which would make one form of the other.
             QuantizedTensorStorage.copy_from_storage(mine, other)
@@ -248,26 +255,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tensors
 
 
-def _checked_fields(
-    label: str, parts: tuple, quantizer: Quantizer | None, shape: tuple | None = None
-) -> dict[str, Any]:
-    check_caster(label, quantizer)
-    fields = dict(zip(HybridQuantizedTensorStorage._SETTINGS, parts, strict=True))
-    for name, part in fields.items():
-        if part is None:
-            continue
-        if not isinstance(part, QuantizedTensorStorage):
-            kind = type(part).__name__
-            raise TypeError(f"{label}: {name[1:]}: {kind}, expected a QuantizedTensorStorage")
-        shape = tuple(part.shape) if shape is None else shape
-        if tuple(part.shape) != shape:
-            raise ValueError(f"{label}: {name[1:]}: shape {tuple(part.shape)}, expected {shape}")
-    if parts == (None, None):
-        raise ValueError(f"{label}: rowwise_storage and columnwise_storage are None: give one")
-    return {**fields, "_quantizer": quantizer}
-
-
-class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
     """A tensor that has another format for each form.
 
     Parameters
@@ -283,40 +271,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     """
 
     _STORAGE = HybridQuantizedTensorStorage
-
-    def __new__(  # noqa: D102 - the class's
-        cls,
-        *args: Any,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        rowwise_storage: QuantizedTensorStorage | None = None,
-        columnwise_storage: QuantizedTensorStorage | None = None,
-        quantizer: Quantizer | None = None,
-        requires_grad: bool = False,
-    ) -> "HybridQuantizedTensor":
-        label = "HybridQuantizedTensor"
-        shape, dtype = positional(label, args, shape, dtype)
-        parts = rowwise_storage, columnwise_storage
-        fields = _checked_fields(label, parts, quantizer, shape)
-        return cls._made(fields, dtype, shape, requires_grad)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        rowwise_storage: QuantizedTensorStorage | None,
-        columnwise_storage: QuantizedTensorStorage | None,
-        quantizer: Quantizer | None,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-    ) -> "HybridQuantizedTensor":
-        """A tensor of what older files hold; ValueError where its parts are no such storages."""
-        checked_quantizer(cls, quantizer)
-        parts, shape = (rowwise_storage, columnwise_storage), tuple(shape)
-        try:
-            fields = _checked_fields(f"a pickled {cls.__name__}", parts, quantizer, shape)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return cls._made(fields, dtype, shape)
+    _PICKLED = (*_PARTS, "quantizer", "dtype", "shape")
 
     @classmethod
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:
@@ -335,7 +290,10 @@ def _restored_part(kind: type, part: Any) -> Any:
     if part is None or isinstance(part, QuantizedTensor):
         return part
     if not isinstance(part, tuple):
-        raise ValueError(f"a pickled {kind.__name__}: a part is a {type(part).__name__}")
+        raise ValueError(
+            f"a pickled {kind.__name__}: a part is a {type(part).__name__}, expected a quantized "
+            "tensor: the pickle is damaged"
+        )
     return rebuild_storage(*part)
 
 
@@ -468,12 +426,11 @@ class HybridQuantizer(Quantizer):
         return of_rows and self.columnwise_quantizer.is_requantization_safe()
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        self._check_usages()
         fields: dict[str, Any] = {}
         for name, wanted in self.get_usages().items():
             if wanted:
                 fields[f"_{name}_storage"] = self._part(name, shape, device, pin_memory)
-        if not fields:
-            raise ValueError("HybridQuantizer: neither usage is set: set_usage(rowwise=True)")
         return fields
 
     def _part(self, form: str, shape: tuple, device: torch.device, pin_memory: bool = False) -> Any:

@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import (
+    FormatTensor,
     QuantizedTensor,
-    QuantizedTensorStorage,
     Quantizer,
 )
-from transformer_engine.pytorch.tensor.quantizer import check_caster
-from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, fitted, positional
-from transformer_engine.pytorch.tensor.two_forms import checked_quantizer
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, fitted
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
-class IdentityTensorStorage(QuantizedTensorStorage):
+class IdentityTensorStorage(FormatStorage):
     """Values in high precision.
 
     Parameters
@@ -38,16 +37,16 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     _hp_data: Tensor
 
-    def __init__(
-        self,
-        *,
-        hp_data: Tensor,
-        quantizer: Quantizer | None = None,
-        fake_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        label = type(self).__name__
-        checked_dtype(f"{label}: fake_dtype", fake_dtype)
-        self._take(_checked_fields(label, hp_data, quantizer), fake_dtype)
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        given = cls._given(arguments, "hp_data")
+        label, values = f"{cls.__name__}: hp_data", given["hp_data"]
+        if not isinstance(values, Tensor) or is_quantized(values):
+            raise TypeError(f"{label}: {type(values).__name__}, expected a plain tensor")
+        checked_dtype(label, values.dtype)
+        if shape is not None:
+            values = fitted(label, values, shape)
+        return {"_hp_data": values, "_quantizer": given["quantizer"]}
 
     def _extent(self) -> tuple[int, ...]:
         return tuple(self._hp_data.shape)
@@ -74,15 +73,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return {"rowwise": True, "columnwise": True}
 
 
-def _checked_fields(label: str, values: Tensor, quantizer: Quantizer | None) -> dict[str, Any]:
-    if not isinstance(values, Tensor) or is_quantized(values):
-        raise TypeError(f"{label}: hp_data: {type(values).__name__}, expected a plain tensor")
-    checked_dtype(f"{label}: hp_data", values.dtype)
-    check_caster(label, quantizer)
-    return {"_hp_data": values, "_quantizer": quantizer}
-
-
-class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+class IdentityTensor(FormatTensor, IdentityTensorStorage):
     """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
 
     So is a *window*, a view of a format that has none of its data: what it keeps are values of the
@@ -101,25 +92,10 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     """
 
     _STORAGE = IdentityTensorStorage
+    _PICKLED = ("hp_data", "quantizer", "dtype", "shape")
     _seen: tuple | Tensor | None = None
     """Of a window: the versions of the whole that its values are of; None: unknown. Of a view of
     high precision: the values of that."""
-
-    def __new__(  # noqa: D102 - the class's
-        cls,
-        *args: Any,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        hp_data: Tensor,
-        quantizer: Quantizer | None = None,
-        requires_grad: bool = False,
-    ) -> "IdentityTensor":
-        label = "IdentityTensor"
-        shape, dtype = positional(label, args, shape, dtype)
-        fields = _checked_fields(label, hp_data, quantizer)
-        if shape is not None:
-            fields["_hp_data"] = fitted(f"{label}: hp_data", hp_data, shape)
-        return cls._made(fields, dtype, shape, requires_grad)
 
     @classmethod
     def _made(
@@ -135,18 +111,6 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
         if stride is None and (shape is None or tuple(shape) == tuple(values.shape)):
             stride = values.stride()
         return super()._made(fields, dtype, shape, requires_grad, stride)
-
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        data: Tensor,
-        quantizer: Quantizer | None,
-        dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
-    ) -> "IdentityTensor":
-        """A tensor of what older files hold."""
-        fields = {"_hp_data": data, "_quantizer": checked_quantizer(cls, quantizer)}
-        return cls._made(fields, dtype, data.shape if shape is None else data.view(shape).shape)
 
     @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
@@ -234,6 +198,7 @@ class IdentityQuantizer(Quantizer):
     """
 
     TENSOR, STORAGE = IdentityTensor, IdentityTensorStorage
+    _ARGUMENTS = ("dtype",)
     _REPEATS = True
 
     def __init__(
@@ -272,6 +237,3 @@ class IdentityQuantizer(Quantizer):
     def get_columnwise_shape(self, shape: Any) -> tuple[int, ...]:
         """That of the tensor."""
         return tuple(shape)
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype}

@@ -12,11 +12,11 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.quantizer_arguments import as_bytes
 from transformer_engine.pytorch.tensor.two_forms import (
+    FORMS,
     Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
-    checked_quantizer,
     rows_of_scales,
 )
 
@@ -83,31 +83,7 @@ class MXFP8Tensor(TwoFormTensor, MXFP8TensorStorage):
 
     _STORAGE = MXFP8TensorStorage
 
-    @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        fp8_dtype: Any,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False,
-    ) -> "MXFP8Tensor":
-        """A tensor of what older files hold."""
-        return cls(
-            shape,
-            dtype,
-            rowwise_data=rowwise_data,
-            rowwise_scale_inv=rowwise_scale_inv,
-            columnwise_data=columnwise_data,
-            columnwise_scale_inv=columnwise_scale_inv,
-            fp8_dtype=fp8_dtype,
-            quantizer=checked_quantizer(cls, quantizer),
-            with_gemm_swizzled_scales=with_gemm_swizzled_scales,
-        )
+    _PICKLED = (*FORMS, "fp8_dtype", "dtype", "shape", "quantizer", "with_gemm_swizzled_scales")
 
 
 class MXFP8Quantizer(TwoFormQuantizer):
@@ -126,6 +102,7 @@ class MXFP8Quantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = MXFP8Tensor, MXFP8TensorStorage
+    _ARGUMENTS = ("fp8_dtype", "with_2d_quantization", "margin")
     _SCALES = torch.uint8
     _empty_columns = staticmethod(casts.empty_rows)
 
@@ -184,10 +161,3 @@ class MXFP8Quantizer(TwoFormQuantizer):
     def _how(self, source: Tensor, into: Any, amax: Tensor | None) -> dict[str, Any]:
         del source, amax
         return {"square": into._is_2D_scaled, "margin": self.margin}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "with_2d_quantization": self.with_2d_quantization,
-            "margin": self.margin,
-        }

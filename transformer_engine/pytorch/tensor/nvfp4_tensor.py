@@ -13,12 +13,13 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.quantizer import ReducesAmax
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
 from transformer_engine.pytorch.tensor.two_forms import (
+    FORMS,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
-    checked_quantizer,
     rows_of_scales,
 )
 
@@ -177,6 +178,10 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
     """A tensor in NVFP4; see `NVFP4TensorStorage`."""
 
     _STORAGE = NVFP4TensorStorage
+    _PICKLED = (
+        "shape", *FORMS, "amax_rowwise", "amax_columnwise", "fp4_dtype", "dtype", "quantizer",
+        "with_gemm_swizzled_scales", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
+    )  # fmt: skip
 
     @classmethod
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
@@ -187,46 +192,18 @@ class NVFP4Tensor(TwoFormTensor, NVFP4TensorStorage):
         return {**super()._with_data(fields, data), "_logical_shape": shape}
 
     @classmethod
-    def _make_in_reduce_ex(
-        cls,
-        shape: Sequence[int],
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        amax_rowwise: Tensor | None,
-        amax_columnwise: Tensor | None,
-        fp4_dtype: Any,
-        dtype: torch.dtype,
-        quantizer: Any,
-        with_gemm_swizzled_scales: bool = False,
-        row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448,
-    ) -> "NVFP4Tensor":
-        """A tensor of what older files hold."""
-        del nvfp4_use_4over6  # how groups were cast, not how they are read
-        return cls(
-            shape,
-            dtype,
-            rowwise_data=rowwise_data,
-            rowwise_scale_inv=rowwise_scale_inv,
-            columnwise_data=columnwise_data,
-            columnwise_scale_inv=columnwise_scale_inv,
-            amax_rowwise=amax_rowwise,
-            amax_columnwise=amax_columnwise,
-            fp4_dtype=fp4_dtype,
-            quantizer=checked_quantizer(cls, quantizer),
-            is_2D_scaled=getattr(quantizer, "with_2d_quantization", False),
-            with_rht=getattr(quantizer, "with_rht", False),
-            with_gemm_swizzled_scales=with_gemm_swizzled_scales,
-            row_scaled_nvfp4=row_scaled_nvfp4,
-            nvfp4_e4m3_max=nvfp4_e4m3_max,
-            with_random_sign_mask=getattr(quantizer, "with_random_sign_mask", True),
-        )
+    def _of_pickle(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments.pop("nvfp4_use_4over6", None)  # how groups were cast, not how they are read
+        quantizer = arguments.get("quantizer")
+        return {
+            **arguments,
+            "is_2D_scaled": getattr(quantizer, "with_2d_quantization", False),
+            "with_rht": getattr(quantizer, "with_rht", False),
+            "with_random_sign_mask": getattr(quantizer, "with_random_sign_mask", True),
+        }
 
 
-class NVFP4Quantizer(TwoFormQuantizer):
+class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     """Casts to NVFP4.
 
     Parameters
@@ -266,6 +243,11 @@ class NVFP4Quantizer(TwoFormQuantizer):
     """
 
     TENSOR, STORAGE = NVFP4Tensor, NVFP4TensorStorage
+    _ARGUMENTS = (
+        "fp4_dtype", "with_rht", "with_post_rht_amax", "with_2d_quantization",
+        "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode", "with_random_sign_mask",
+    )  # fmt: skip
     _SCALES = torch.uint8
     _KINDS = NVFP4TensorStorage._KINDS
     _empty_rows = staticmethod(_packed)
@@ -314,12 +296,6 @@ class NVFP4Quantizer(TwoFormQuantizer):
 
     def _mode(self) -> int:
         return _core.SCALING_NVFP4
-
-    def copy(self) -> "NVFP4Quantizer":
-        """Copy the settings but for the reduction, which belongs to one call."""
-        made = super().copy()
-        made.with_amax_reduction, made.amax_reduction_group = False, None
-        return made
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         self._check_shape(shape)
@@ -386,23 +362,4 @@ class NVFP4Quantizer(TwoFormQuantizer):
         return how
 
     def _measured(self, source: Tensor, hadamard: int) -> Tensor:
-        partials = casts.measure(source, hadamard)
-        if self.with_amax_reduction:
-            torch.distributed.all_reduce(
-                partials, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
-        return partials
-
-    def _own_settings(self) -> dict[str, Any]:
-        names = (
-            "with_rht",
-            "with_post_rht_amax",
-            "with_2d_quantization",
-            "stochastic_rounding",
-            "row_scaled_nvfp4",
-            "nvfp4_use_4over6",
-            "nvfp4_e4m3_max",
-            "nvfp4_4over6_err_mode",
-            "with_random_sign_mask",
-        )
-        return {"fp4_dtype": int(self.dtype), **{name: getattr(self, name) for name in names}}
+        return self._reduced(casts.measure(source, hadamard))

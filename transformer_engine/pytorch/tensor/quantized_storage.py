@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensor.quantizer import Quantizer, check_caster, plain
+from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked, without_memory
-
-__all__ = ["Dequantize", "NOT_FIELDS", "QuantizedTensorStorage"]
 
 NOT_FIELDS = frozenset(
     "_quantizer _dtype _own_fields _viewed _writes _is_param _high_precision_init_val "
@@ -457,3 +456,28 @@ class QuantizedTensorStorage:
         shown.update(more)
         shown["dtype"] = self.dtype
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+
+
+class FormatStorage(QuantizedTensorStorage):
+    """A storage of a format of this library, which its constructor makes of named arguments."""
+
+    _DEFAULTS: ClassVar[dict[str, Any]] = {}
+    """Of arguments; that of the others is None."""
+
+    def __init__(self, *, fake_dtype: torch.dtype = torch.float32, **arguments: Any) -> None:
+        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
+        self._take(self._checked(arguments), fake_dtype)
+
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        """Fields of arguments, of a tensor of a shape where that is known."""
+        raise NotImplementedError
+
+    @classmethod
+    def _given(cls, arguments: dict[str, Any], *names: str) -> dict[str, Any]:
+        """The arguments of these names and the quantizer, all of them; TypeError for any other."""
+        unknown = [name for name in arguments if name not in (*names, "quantizer")]
+        if unknown:
+            raise TypeError(f"{cls.__name__}: unexpected arguments {unknown}")
+        check_caster(cls.__name__, arguments.get("quantizer"))
+        return {**dict.fromkeys((*names, "quantizer")), **cls._DEFAULTS, **arguments}

@@ -9,7 +9,7 @@ a nominal dtype. What torch does with such tensors is in `dispatch.py`, for all 
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,6 +89,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     __torch_function__ = no_torch_function
     _TE_QUANTIZED = True
+    _PICKLED: ClassVar[tuple[str, ...]] = ()
+    """Arguments, in the order in which files of the incumbent give them."""
     _viewed: tuple | None = None
     """(tensor that this is a view of, function that makes the view): writing goes there."""
     _writes: list | None = None
@@ -354,6 +356,21 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         one, other = known["_quantizer"], now["_quantizer"]
         return type(one) is type(other) and all(known[n] == now[n] for n in ("_dtype", "_kind"))
 
+    @classmethod
+    def _make_in_reduce_ex(cls, *given: Any) -> Any:
+        """A tensor of what a file of the incumbent holds; ValueError for another quantizer."""
+        arguments = dict(zip(cls._PICKLED[: len(given)], given, strict=True))
+        quantizer = arguments.get("quantizer")
+        if quantizer is not None and not isinstance(quantizer, Quantizer):
+            kind = type(quantizer).__name__
+            raise ValueError(f"a pickled {cls.__name__}: quantizer: {kind}, expected a Quantizer")
+        return cls(**cls._of_pickle(arguments))
+
+    @classmethod
+    def _of_pickle(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the constructor for those of such a file."""
+        return arguments
+
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle: a function, and plain tensors, numbers and names for it."""
         del protocol
@@ -407,3 +424,30 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """Settings and values."""
         del tensor_contents
         return self._text({"requires_grad": True} if self.requires_grad else {})
+
+
+class FormatTensor(QuantizedTensor):
+    """A tensor of a format of this library: its class is made of this one and of the storage's.
+
+    Parameters
+    ----------
+    shape : sequence of int, optional
+        Of the values; that of the data where None.
+    dtype : torch.dtype, default torch.float32
+        Nominal one.
+    requires_grad : bool, default False
+        Whether autograd records it.
+    arguments :
+        As of the storage.
+    """
+
+    def __new__(  # noqa: D102 - the class's
+        cls,
+        *args: Any,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        shape, dtype = positional(cls.__name__, args, shape, dtype)
+        return cls._made(cls._checked(arguments, shape), dtype, shape, requires_grad)

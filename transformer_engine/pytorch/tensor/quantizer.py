@@ -27,8 +27,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
 from transformer_engine.pytorch.tensor.quantizer_parts import QuantizerParts
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
-__all__ = ["Quantizer", "check_caster", "plain"]
-
 
 def plain(tensor: Any) -> Tensor:
     """The values of a tensor in high precision; a plain tensor itself."""
@@ -64,6 +62,9 @@ class Quantizer(QuantizerParts, abc.ABC):
     STORAGE: ClassVar[type]
     _CASTS_COMPUTED: ClassVar[bool] = False
     """True where `_cast` takes a `casts.Computed`, and casts it once."""
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the constructor, besides the usages, that are attributes by the same names; an
+    element type is ``dtype``."""
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -276,6 +277,12 @@ class Quantizer(QuantizerParts, abc.ABC):
         if columnwise is not None:
             self.columnwise_usage = bool(columnwise)
 
+    def _check_usages(self) -> None:
+        """Raise a ValueError where it makes no form."""
+        if not (self.rowwise_usage or self.columnwise_usage):
+            label = type(self).__name__
+            raise ValueError(f"{label}: neither usage is set: set_usage(rowwise=True)")
+
     def get_usages(self) -> dict[str, bool]:
         """Which forms it makes."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
@@ -310,7 +317,8 @@ class Quantizer(QuantizerParts, abc.ABC):
 
     def _own_settings(self) -> dict[str, Any]:
         """Further arguments, as of `_as_plain`."""
-        return {}
+        types = ("fp8_dtype", "fp4_dtype")
+        return {n: int(self.dtype) if n in types else getattr(self, n) for n in self._ARGUMENTS}
 
     @classmethod
     def _of_plain(cls, arguments: dict[str, Any]) -> "Quantizer":
@@ -329,6 +337,26 @@ class Quantizer(QuantizerParts, abc.ABC):
         """Class and settings."""
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         return f"{type(self).__name__}({settings})"
+
+
+class ReducesAmax:
+    """The part of quantizers that can take the largest amax of the ranks of a group."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+
+    def copy(self) -> Any:
+        """Copy the settings but for the reduction, which belongs to one call."""
+        made = super().copy()
+        made.with_amax_reduction, made.amax_reduction_group = False, None
+        return made
+
+    def _reduced(self, partials: Tensor) -> Tensor:
+        """Partial maxima: those of all ranks, where that is asked for."""
+        if self.with_amax_reduction:
+            most, group = torch.distributed.ReduceOp.MAX, self.amax_reduction_group
+            torch.distributed.all_reduce(partials, most, group=group)
+        return partials
 
 
 def check_caster(label: str, given: Any) -> None:

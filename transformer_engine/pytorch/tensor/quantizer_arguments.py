@@ -14,18 +14,6 @@ from torch import Tensor
 from transformer_engine.pytorch.constants import DType, TE_DType
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
-__all__ = [
-    "FP8",
-    "as_bytes",
-    "check_flag",
-    "checked_dtype",
-    "checked_shape",
-    "checked_tensor",
-    "fitted",
-    "fp8_type",
-    "positional",
-]
-
 FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape, checked_tensor
 
-__all__ = ["InnerTensor", "QuantizerParts"]
-
 
 class InnerTensor(NamedTuple):
     """One of the tensors that a quantized tensor consists of.

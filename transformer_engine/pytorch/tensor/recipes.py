@@ -63,13 +63,14 @@ class Format(NamedTuple):
     recipe: int  # ``_core.RECIPE_*`` of the cast
     quantizer: type[Quantizer]
     make: Callable[[OperandCast, torch.device, bool], Quantizer]
-    """What casts so; given whether delayed scaling measures where it knows no scale."""
+    """Maker of a quantizer that casts so; given whether delayed scaling measures where it knows no
+    scale."""
     tensor: type  # what the quantizer makes
     reads: Callable[[Any, Quantization, str], bool]
     """True where GEMMs of a linear layer read such a tensor in a role."""
     forms: Callable[[Any, str, bool], tuple[tuple, int]]
-    """What a call reads of a tensor, and flags of its part: given the tensor, its role, and whether
-    a backward may follow that reads it column-wise."""
+    """Forms of a tensor that a call reads, and flags of its part: given the tensor, its role, and
+    whether a backward may follow that reads it column-wise."""
     fields: Callable[[Any, tuple, tuple], dict[str, Any]]
     """Fields of a tensor, besides its quantizer, of what a call makes: given the quantizer, the
     forms (None for those that are not there) and the shape of the values."""

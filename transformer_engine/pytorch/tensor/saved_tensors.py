@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
-
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
     """Return arguments of ``save_for_backward`` for tensors and storages, and what else to keep.

@@ -3,8 +3,6 @@
 
 from torch import Tensor
 
-__all__ = ["swizzle_scales", "unswizzle_scales"]
-
 _ROWS, _COLUMNS = 128, 4
 
 

@@ -16,29 +16,19 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-)
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, check_caster
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
+from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     FP8,
     as_bytes,
-    checked_dtype,
     checked_shape,
     fitted,
     fp8_type,
-    positional,
 )
 
-__all__ = [
-    "Joint",
-    "TwoFormQuantizer",
-    "TwoFormStorage",
-    "TwoFormTensor",
-    "checked_quantizer",
-    "rows_of_scales",
-]
+FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+"""Arguments that are the tensors of every such format."""
 
 
 class Joint(NamedTuple):
@@ -63,7 +53,7 @@ rows_of_scales = property(lambda storage: False, _refuse_swizzled)
 """``_with_gemm_swizzled_scales`` of a format: False, and scales that lie otherwise are refused."""
 
 
-class TwoFormStorage(QuantizedTensorStorage):
+class TwoFormStorage(FormatStorage):
     """Data and scales row-wise and column-wise; None for a form that is not there.
 
     Parameters
@@ -81,7 +71,7 @@ class TwoFormStorage(QuantizedTensorStorage):
     """
 
     _CAST_APART = True
-    _TENSORS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    _TENSORS = tuple(f"_{name}" for name in FORMS)
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
@@ -96,9 +86,21 @@ class TwoFormStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Tensor | None
     _fp8_dtype: DType
 
-    def __init__(self, *, fake_dtype: torch.dtype = torch.float32, **fields: Any) -> None:
-        checked_dtype(f"{type(self).__name__}: fake_dtype", fake_dtype)
-        self._take(_fields_named(type(self), fields), fake_dtype)
+    @classmethod
+    def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
+        arguments = {cls._OTHER_NAMES.get(name, name): value for name, value in arguments.items()}
+        given = cls._given(arguments, *(name[1:] for name in (*cls._TENSORS, *cls._SETTINGS)))
+        fields = {f"_{name}": value for name, value in given.items()}
+        if fields["_rowwise_data"] is None and fields["_columnwise_data"] is None:
+            raise ValueError(f"{cls.__name__}: rowwise_data and columnwise_data are None: give one")
+        label = f"{cls.__name__}: fp8_dtype"
+        fields["_fp8_dtype"] = kind_of = fp8_type(label, fields["_fp8_dtype"], cls._KINDS)
+        fields = cls._of_shape(fields, shape)
+        _fit(cls, fields, shape)
+        for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
+            if fields[name] is not None:
+                fields[name] = casts.given(fields[name])
+        return fields
 
     # ---- what a format says ----------------------------------------------------------------------
 
@@ -284,32 +286,6 @@ def joined_fields(parts: Sequence[Any]) -> dict[str, Any]:
     return fields
 
 
-def _fields_named(
-    kind: type, given: dict[str, Any], shape: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """Fields of arguments, which have their names without the underscore.
-
-    TypeError for unknown ones, ValueError where shapes are not those of a tensor of `shape`.
-    """
-    given = {kind._OTHER_NAMES.get(name, name): value for name, value in given.items()}
-    names = (*kind._TENSORS, *kind._SETTINGS, "_quantizer")
-    unknown = [name for name in given if f"_{name}" not in names]
-    if unknown:
-        raise TypeError(f"{kind.__name__}: unexpected arguments {unknown}")
-    check_caster(kind.__name__, given.get("quantizer"))
-    fields = {f"_{name}": value for name, value in given.items()}
-    if fields.get("_rowwise_data") is None and fields.get("_columnwise_data") is None:
-        raise ValueError(f"{kind.__name__}: rowwise_data and columnwise_data are None: give one")
-    label = f"{kind.__name__}: fp8_dtype"
-    fields["_fp8_dtype"] = kind_of = fp8_type(label, fields.get("_fp8_dtype"), kind._KINDS)
-    fields = kind._of_shape(fields, shape)
-    _fit(kind, fields, shape)
-    for name in ("_rowwise_data", "_columnwise_data") if kind_of in FP8 else ():
-        if fields.get(name) is not None:
-            fields[name] = casts.given(fields[name])
-    return fields
-
-
 def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> None:
     """Make the tensors of fields those of a tensor of a shape: uint8 data, of its dims."""
     for name in ("_rowwise_data", "_columnwise_data"):
@@ -324,38 +300,8 @@ def _fit(kind: type, fields: dict[str, Any], shape: Sequence[int] | None) -> Non
             fields[name] = fitted(f"{kind.__name__}: {name[1:]}", fields.get(name), expected)
 
 
-def checked_quantizer(kind: type, given: Any) -> Quantizer | None:
-    """The quantizer of a pickle; ValueError for another thing in its place."""
-    if given is not None and not isinstance(given, Quantizer):
-        raise ValueError(f"a pickled {kind.__name__}: quantizer: {type(given).__name__}")
-    return given
-
-
-class TwoFormTensor(QuantizedTensor):
-    """A tensor over such a storage; its class is made of this one and of the storage's.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the values.
-    dtype : torch.dtype
-        Nominal one.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    fields :
-        As of the storage.
-    """
-
-    def __new__(  # noqa: D102 - the class's
-        cls,
-        *args: Any,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        requires_grad: bool = False,
-        **fields: Any,
-    ) -> Any:
-        shape, dtype = positional(cls.__name__, args, shape, dtype)
-        return cls._made(_fields_named(cls, fields, shape), dtype, shape, requires_grad)
+class TwoFormTensor(FormatTensor):
+    """A tensor over such a storage."""
 
     @staticmethod
     def _joined_fields(parts: Any) -> dict[str, Any] | None:
@@ -378,6 +324,7 @@ class TwoFormQuantizer(Quantizer):
     """
 
     _CASTS_COMPUTED = True
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = ("fp8_dtype", "amax_epsilon", "force_pow_2_scales")
 
     def __init__(
         self,
@@ -434,10 +381,7 @@ class TwoFormQuantizer(Quantizer):
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         self._check_shape(shape)
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(
-                f"{type(self).__name__}: neither usage is set: set_usage(rowwise=True)"
-            )
+        self._check_usages()
         fields = self._format_settings(shape)
         options = {"dtype": self._SCALES, "device": device, "pin_memory": pin_memory}
         if self.rowwise_usage:
@@ -475,13 +419,6 @@ class TwoFormQuantizer(Quantizer):
 
     def _settings(self) -> dict[str, Any]:
         return {"dtype": self.dtype.name, **super()._settings()}
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "fp8_dtype": int(self.dtype),
-            "amax_epsilon": self.amax_epsilon,
-            "force_pow_2_scales": self.force_pow_2_scales,
-        }
 
 
 def scale_shape(mode: int, lines: int, length: int) -> tuple[int, ...]:

@@ -199,7 +199,10 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     expect_tensor("replace_raw_data: new_raw_data", new_raw_data)
     old = getattr(storage, name)
     if old is None:
-        raise ValueError(f"replace_raw_data: a {type(tensor).__name__} without row-wise data")
+        raise ValueError(
+            f"replace_raw_data: a {type(tensor).__name__} without row-wise data, which are what it "
+            "replaces"
+        )
     if old.dtype != new_raw_data.dtype or old.shape != new_raw_data.shape:
         raise ValueError(
             f"replace_raw_data: new_raw_data is {new_raw_data.dtype} {tuple(new_raw_data.shape)}, "

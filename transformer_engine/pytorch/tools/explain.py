@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import extent_value
-from transformer_engine.pytorch.attention.problem import AttentionOptions, sizes_of
+from transformer_engine.pytorch.attention.problem import AttentionOptions, packed_sizes
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.module.linear_base import LinearBase
@@ -50,7 +50,7 @@ def _packed_sizes(given: dict, inp: Tensor) -> tuple[int, ...]:
     source = given.get("encoder_output")
     keys = inp if source is None else source
     options = AttentionOptions(**{name: given.get(name) for name in names})
-    return sizes_of(options, inp.shape[0], keys.shape[0])
+    return packed_sizes(options, inp.shape[0], keys.shape[0])
 
 
 def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:

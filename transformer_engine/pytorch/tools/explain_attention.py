@@ -12,15 +12,15 @@ from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
+    kind_of_call,
     refusals,
 )
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
     AttentionOptions,
-    Described,
     check_splits,
-    heads_of,
+    given_heads,
 )
 from transformer_engine.pytorch.execution.thread_state import current_state
 
@@ -31,9 +31,9 @@ class AttentionExplanation(NamedTuple):
     """The answer; ``print`` shows it as a short table."""
 
     backend: str | None
-    """What runs the call: "plugin" (the class of a plug-in), "native" (the library's own operator;
-    cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax); None:
-    nothing does."""
+    """The backend that runs a call: "plugin" (the class of a plug-in), "native" (the library's own
+    operator; cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax);
+    None: nothing does."""
     refused: dict[str, Refusal]
     """For each backend that does not run it the one ``feature`` that is in its way, and ``why``."""
     others: tuple[str, ...]  # would run it too, and come after the chosen one
@@ -94,22 +94,20 @@ def explain_attention(
     check_splits(arguments.get("num_splits"))
     layers: Any = (query_layer, key_layer, value_layer)
     packed: Any = [arguments.get(name) for name in ("qkv_layer", "kv_layer")]
-    kind = _kind_of((*layers, *packed), dtype, device)
-    layers, packed = ([_described(each, kind) for each in some] for some in (layers, packed))
-    if any(each is not None for each in packed):
-        dim = arguments.get("qkv_interleave_dim", -3)
-        tensors: Any = heads_of(tuple(layers), *packed, dim).split()
-    elif layers[1] is layers[2] is None and layers[0] is not None:
-        tensors = [_described(each, kind) for each in _self_attention(core, layers[0])]
-    else:
-        tensors = layers
+    if query_layer is not None and all(each is None for each in (*layers[1:], *packed)):
+        layers = _self_attention(core, query_layer)
+    dtype, device = _kind_of((*layers, *packed), dtype, device)
+    if any(isinstance(each, tuple) for each in (*layers, *packed)):
+        layers, packed = ([_on_meta(each, dtype) for each in some] for some in (layers, packed))
+    heads = given_heads(tuple(layers), *packed, arguments.get("qkv_interleave_dim", -3))
     given = {name: value for name, value in arguments.items() if name in AttentionOptions._fields}
-    for names, of in ((_SHAPES, kind), (_SUMS, (torch.int32, kind[1]))):
-        given |= {name: _described(given[name], of) for name in names if name in given}
+    for names, of in ((_SHAPES, dtype), (_SUMS, torch.int32)):
+        given |= {n: _on_meta(given[n], of) for n in names if isinstance(given.get(n), tuple)}
+    tensors = heads.split()
     _bound(given, arguments.get("qkv_format") or core.qkv_format, tensors)
     options = AttentionOptions(**given)
     modified = arguments.get("score_mod") is not None
-    call_kind = core.call_kind_of(*tensors, options, arguments.get("qkv_format"), modified)
+    call_kind = kind_of_call(core, heads, options, arguments.get("qkv_format"), modified, device)
     found = refusals(call_kind)
     runs = [name for name, refusal in found.items() if refusal is None]
     refused = {name: refusal for name, refusal in found.items() if refusal is not None}
@@ -125,7 +123,7 @@ def _about_fp8(
 ) -> str:
     """Text about FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
     state = current_state()
-    if not state.enabled or not fp8.asks_for_it(state.recipe):
+    if not state.enabled or not fp8.asks_for_attention(state.recipe):
         return ""
     recipe, named = fp8.recipe_of(state.recipe, core), TE_DPA_FP8_RECIPE.get()
     asked = state.recipe.custom() and not named  # the quantizers say by which one
@@ -137,7 +135,7 @@ def _about_fp8(
         return f"{found}, emulated ({TE_UNFUSED_DPA_EMULATE_FP8.name}); backward in high precision"
     limited = call_kind.mask_type.padding or max(call_kind.window) >= 0
     dropout = core.attention_dropout if core.training else 0.0
-    facts = fp8.facts_of(
+    facts = fp8.backward_facts(
         recipe, device=call_kind.device, channels=call_kind.channels, limited=limited,
         packed=call_kind.packed, dropout=dropout, **about,
     )  # fmt: skip
@@ -157,7 +155,7 @@ def _bound(given: dict[str, Any], qkv_format: str, tensors: Any) -> None:
     sides = ("q", "kv") if qkv_format == "thd" else ("q",)  # padded keys have the bound of a dim
     for side, tensor in zip(sides, tensors, strict=False):
         sums = given.get(f"cu_seqlens_{side}", given.get("cu_seqlens_q"))
-        if isinstance(sums, Described) and given.get(f"max_seqlen_{side}") is None:
+        if isinstance(sums, Tensor) and sums.is_meta and given.get(f"max_seqlen_{side}") is None:
             given[f"max_seqlen_{side}"] = tensor.shape[0]
 
 
@@ -194,18 +192,20 @@ def _self_attention(core: DotProductAttention, query: Any) -> tuple:
     return query, (*lead, core.num_gqa_groups, k), (*lead, core.num_gqa_groups, v)
 
 
-def _kind_of(layers: tuple, dtype: Any, device: Any) -> tuple[torch.dtype, Any]:
-    """Dtype and device of the tensors that are shapes: those of the first one that is none."""
+def _kind_of(layers: tuple, dtype: Any, device: Any) -> tuple[torch.dtype, torch.device]:
+    """Dtype and device of a call: those of its first tensor, where not all of them are shapes."""
     for layer in layers:
         if isinstance(layer, Tensor):
             return layer.dtype, layer.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.bfloat16 if dtype is None else dtype, device
+    return torch.bfloat16 if dtype is None else dtype, torch.device(device)
 
 
-def _described(value: Any, kind: tuple[torch.dtype, Any]) -> Any:
-    """Return a stand-in for a shape; anything else as it is."""
+def _on_meta(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor without memory for a shape, or for a tensor; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
     if isinstance(value, tuple) and all(isinstance(n, int) for n in value):
-        return Described(value, *kind)
+        return torch.empty(value, dtype=dtype, device="meta")
     return value

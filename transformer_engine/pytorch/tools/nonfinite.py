@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     module: str  # its path; empty for the model itself
     kind: str  # its class
     tensor: str
-    """What of the module it is: "input x", "output", "parameter weight", "buffer table", "gradient
+    """The tensor of the module: "input x", "output", "parameter weight", "buffer table", "gradient
     of input x", "gradient of output", "gradient of parameter weight"."""
     nan: int  # how many of its values are NaN
     inf: int  # how many are infinite

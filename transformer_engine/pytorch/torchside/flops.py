@@ -34,10 +34,11 @@ def _flops_of_run(
     staged: int,
     selection: int,
     state: Sequence[Tensor] = (),
+    places: Sequence[int] = (),
     **results: Any,
 ) -> int:
     """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
-    del slots, saved, staged, selection, state, results
+    del slots, saved, staged, selection, state, places, results
     graph, made = read_text(plan), plan_of(plan)
     sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
     return sum(_flops_of_stage(graph, stage, sizes) for stage in made.stages if not stage.external)

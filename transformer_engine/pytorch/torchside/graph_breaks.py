@@ -8,8 +8,6 @@ import torch
 
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
-__all__ = ["Outside"]
-
 
 class Outside:
     """A function that runs outside of the graph that is being traced, which ends before it.

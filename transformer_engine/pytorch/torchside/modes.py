@@ -47,7 +47,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of `torch.autocast` on a type of device; None: it is off there."""
-    if not any_autocast() or not torch.is_autocast_enabled(device):
+    if not any_autocast() or device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
@@ -180,6 +180,22 @@ class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
             # A call in a call of C: nothing comes between the two.
             (level,) = starmap(_transform.pop_dynamic_layer_stack, ((),))
             levels.append(level)
+
+
+class as_eager(_TorchContext):  # noqa: N801 - reads as what it does
+    """A block, outside of the graph that is traced, of code that decides as in eager mode.
+
+    Torch says there that a graph is traced, from version 2.13 on.
+    """
+
+    def __init__(self, gradients: bool = False) -> None:
+        self._gradients = gradients
+
+    def _enter(self) -> None:
+        compiler = torch.compiler
+        self._undo_by(setattr, compiler, "_is_compiling_flag", compiler._is_compiling_flag)
+        compiler._is_compiling_flag = False
+        self._set_grad(self._gradients)
 
 
 def _leave_guard(made: list) -> None:

@@ -1,53 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a matrix of scores, and its gradients by autograd; see `builtin.attention`.
+"""Attention with a matrix of scores, and rotary positions; see `builtin.attention`.
 
-There is no dropout: its random bits are an implementation's own.
+Gradients are autograd's. There is no dropout: its random bits are an implementation's own.
 """
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from transformer_engine.plugin.attention_kinds import in_format
+from transformer_engine.plugin.builtin import ROPE
 from transformer_engine.plugin.builtin import attention as native
-from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.plugin.core.ops import qkv_format_name
+from transformer_engine.pytorch.attention.masks import alibi_bias, padding_mask, window_mask
+from transformer_engine.pytorch.attention.problem import Sequences, to_packed, to_padded
+from transformer_engine.pytorch.attention.rope import Positions, turn_by_torch
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
 
-class _Tokens(NamedTuple):
-    """Where the tokens of sequences lie among the rows of [batch, length, heads, channels]."""
+def _padded(fields: dict[str, Any], of: str, *tensors: Tensor) -> tuple:
+    """Lengths of sequences, rows of packed ones (else None), and tensors [sequences, longest, ..].
 
-    at: Tensor  # [sequences, the longest]
-    inside: Tensor  # which of these there are
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """[sequences, heads, the longest, channels], 0 behind the end of a sequence."""
-        rows = functional.pad(tensor.flatten(0, 1), (0, 0, 0, 0, 0, 1))
-        return rows[torch.where(self.inside, self.at, len(rows) - 1)].transpose(1, 2)
-
-    def written(self, values: Tensor, like: Tensor, fill: float) -> Tensor:
-        """Undo `read`, to the leading dims of a tensor; `fill` where no sequence has a token."""
-        values = values.transpose(1, 2)
-        made = values.new_full((like.shape[:2].numel(), *values.shape[2:]), fill)
-        made = made.index_put((self.at[self.inside],), values[self.inside])
-        return made.view(*like.shape[:2], *made.shape[1:])
-
-
-def _tokens(fields: dict[str, Any], of: str, tensor: Tensor) -> _Tokens:
-    """Those of the sequences of queries, or of keys, by the fields of `_core.attention`."""
-    starts, lengths = fields.get(f"{of}_offsets"), fields.get(f"{of}_lengths")
-    batch, longest = tensor.shape[:2]
-    if starts is None:
-        starts = torch.arange(batch + 1, device=tensor.device) * longest
-    lengths = starts.diff() if lengths is None else lengths
-    if f"{of}_offsets" in fields:
-        longest = int(lengths.max()) if len(lengths) else 0
-    place = torch.arange(longest, device=tensor.device)
-    return _Tokens(starts[:-1, None].long() + place, place < lengths[:, None])
+    `of` "query" or "key", by the fields of `_core.attention`.
+    """
+    offsets, lengths = fields.get(f"{of}_offsets"), fields.get(f"{of}_lengths")
+    batch, longest = tensors[0].shape[:2]
+    if offsets is None:
+        full = torch.full((batch,), longest, device=tensors[0].device)
+        return full if lengths is None else lengths, None, tensors
+    bound = fields["max_queries" if of == "query" else "max_keys"]
+    sequences = Sequences(offsets, lengths, bound)
+    rows = sequences.token_rows(longest)
+    return sequences.token_counts(), rows, [to_padded(t[0], rows) for t in tensors]
 
 
 def attend(
@@ -59,44 +48,36 @@ def attend(
     output is; the sums are [batch, heads, length], or packed [1, tokens, heads], -Inf where no key
     is attended.
     """
-    queries, keys = _tokens(fields, "query", query), _tokens(fields, "key", key)
+    of_queries, rows, (q,) = _padded(fields, "query", query)
+    of_keys, _, both = _padded(fields, "key", key, value)
     groups = query.shape[2] // key.shape[2]
-    q = queries.read(query)
-    k, v = (keys.read(t).repeat_interleave(groups, 1) for t in (key, value))
-    shift: Any = 0
-    if fields["bottom_right"]:
-        shift = (keys.inside.sum(1) - queries.inside.sum(1)).view(-1, 1, 1, 1)
-    at = torch.arange(q.shape[2], device=q.device)[:, None] + shift
-    apart = torch.arange(k.shape[2], device=q.device) - at
-    allowed = queries.inside[:, None, :, None] & keys.inside[:, None, None]
-    if fields["window_left"] >= 0:
-        allowed = allowed & (apart >= -fields["window_left"])
-    if fields["window_right"] >= 0:
-        allowed = allowed & (apart <= fields["window_right"])
+    q, (k, v) = q.transpose(1, 2), (t.transpose(1, 2).repeat_interleave(groups, 1) for t in both)
+    queries, keys = q.shape[2], k.shape[2]
+    shift = (of_keys - of_queries).view(-1, 1, 1, 1) * fields["bottom_right"]
+    outside = padding_mask(of_queries, queries).transpose(2, 3)
+    masked = outside | padding_mask(of_keys, keys)
+    window = window_mask((fields["window_left"], fields["window_right"]), shift, queries, keys)
+    masked = masked if window is None else masked | window
     scores = fields["scale"] * (q @ k.transpose(2, 3))
     if "bias" in fields:
-        scores = scores + fields["bias"][..., : q.shape[2], : k.shape[2]].to(q.dtype)
+        scores = scores + fields["bias"][..., :queries, :keys].to(q.dtype)
     if "slopes" in fields:
-        scores = scores - fields["slopes"].to(q.dtype)[:, None, None] * apart.abs()
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    top = (
-        scores.detach().amax((0, 2, 3)) if scores.numel() else q.new_full(q.shape[1:2], -torch.inf)
-    )
-    joined = scores
+        scores = scores + alibi_bias(fields["slopes"], queries, keys, shift)
+    scores = joined = scores.masked_fill(masked, -torch.inf)
+    top = q.new_full(q.shape[1:2], -torch.inf)
+    top = scores.detach().amax((0, 2, 3)) if scores.numel() else top
     if "sink" in fields:
         sink = fields["sink"].to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         joined = torch.cat((scores, sink), -1)
     sums = joined.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
-    weights = torch.where(allowed, weights, 0.0)
-    out = queries.written(weights @ v, query, 0.0)
-    sums = queries.written(sums[..., None], query, -torch.inf)[..., 0]
-    return out, sums if "query_offsets" in fields else sums.transpose(1, 2), top
-
-
-def _attended(problem: native.Problem, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` to queries, keys and values in their formats."""
-    return attend(problem.fields, *problem.seen(*tensors))
+    out = (torch.where(masked, 0.0, weights) @ v).transpose(1, 2)
+    sums = sums.masked_fill(outside[..., 0], -torch.inf)
+    if rows is None:
+        return out, sums, top
+    out = to_packed(out, rows, query.shape[1])[None]
+    sums = to_packed(sums.transpose(1, 2), rows, query.shape[1], -torch.inf)[None]
+    return out, sums, top
 
 
 @in_own_dtypes
@@ -107,7 +88,8 @@ def fused_attn_fwd(call: Any) -> list:
     refuse(op, page_table_k=call.page_table_k, page_table_v=call.page_table_v)
     refuse(op, s_quantizer=call.s_quantizer, p_dropout=call.is_training and call.p_dropout > 0.0)
     problem = native.problem_of(op, call, (call.Bias, call.SoftmaxOffset))
-    out, sums, top = _attended(problem, [exact(op, "", t) for t in (call.Q, call.K, call.V)])
+    heads = problem.seen(*(exact(op, "", t) for t in (call.Q, call.K, call.V)))
+    out, sums, top = attend(problem.fields, *heads)
     results = [quantized(op, in_format(out, problem.forms[0]).to(call.Q.dtype), call.o_quantizer)]
     results += [top] * call.return_max_logit
     if call.is_training:
@@ -131,7 +113,7 @@ def fused_attn_bwd(call: Any) -> list:
             problem.fields["bias"] = wide[3]
         if offset is not None:
             problem.fields["sink"] = wide[4].reshape(-1)
-        out, *_ = _attended(problem, wide[:3])
+        out, *_ = attend(problem.fields, *problem.seen(*wide[:3]))
         leaves = [t for t in wide if t is not None]
         found = torch.autograd.grad(
             in_format(out, problem.forms[0]), leaves, exact(op, "dO", call.dO)
@@ -156,3 +138,52 @@ def copy_to_kv_cache(call: Any) -> None:
             for token, at in zip(tokens, range(totals[i] - count, totals[i]), strict=False):
                 page, place = divmod(at, cache.shape[1])
                 cache[i if call.is_non_paged else int(call.page_table[i, page]), place] = token
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
+
+
+def _transposed(function: Callable[[Tensor], Any], like: Tensor, grads: Any) -> Tensor:
+    """The transposed map of a linear one."""
+    source = torch.zeros_like(like, requires_grad=True)
+    with torch.enable_grad():
+        made = function(source)
+    return torch.autograd.grad(made, source, grads)[0]
+
+
+def _rope(op: str, call: Any) -> Tensor:
+    """Compute t cos + rot(t) sin over the first channels, or the transposed map of gradients."""
+    form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
+    positions = Positions(form, starts, call.cu_seqlens, call.cp_size, call.cp_rank)
+
+    def turn(t: Tensor) -> Tensor:
+        return turn_by_torch(t, call.freqs, positions, call.interleaved)
+
+    if op == "fused_rope_forward":
+        return turn(call.input.detach())
+    return _transposed(turn, call.output_grads, call.output_grads)
+
+
+def _rope_of_parts(op: str, call: Any) -> Any:
+    """Queries and keys of a projection, rotated, and values; or the transposed map of gradients."""
+    form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
+    positions = Positions(form, starts, None, call.cp_size, call.cp_rank)
+    sizes = [int(n) for n in call.qkv_split_arg_list]
+
+    def turn(qkv: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = qkv.split(sizes, -1)
+        query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
+        pairs = (query, call.q_freqs), (key, call.k_freqs)
+        turned = (turn_by_torch(t, freqs, positions, call.interleaved) for t, freqs in pairs)
+        return *turned, value.contiguous()
+
+    if op == "fused_qkv_rope_forward":
+        return turn(call.qkv_input.detach())
+    key = call.k_grad_out
+    like = key.new_empty(*key.shape[:-1], sum(sizes))
+    return _transposed(turn, like, (call.q_grad_out, key, call.v_grad_out))
+
+
+for _op in ROPE.split():
+    _run = functools.partial(_rope_of_parts if "qkv" in _op else _rope, _op)
+    define(globals(), _op, _run, getattr(native, _op).__doc__)

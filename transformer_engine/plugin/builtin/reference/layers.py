@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, norms, softmax, dropout and products; see `builtin.layers`.
+
+Gradients of activations are autograd's. The mask of dropout is bool, of the shape of the input:
+True is kept.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from transformer_engine.plugin.builtin import layers as native
+from transformer_engine.plugin.builtin.signatures import define, operator
+from transformer_engine.pytorch.cpp_extensions.values import (
+    checked,
+    exact,
+    quantized,
+    refuse,
+    torch_dtype,
+    written,
+)
+from transformer_engine.pytorch.torchside.modes import in_own_dtypes
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "silu": functional.silu,
+}
+"""Activations of one argument, by name."""
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "glu": torch.sigmoid,
+    "geglu": FORMULAS["gelu"],
+    "qgeglu": FORMULAS["qgelu"],
+    "reglu": FORMULAS["relu"],
+    "sreglu": FORMULAS["srelu"],
+    "swiglu": FORMULAS["silu"],
+}
+"""Functions of the first half of the columns, of gated activations."""
+
+
+def activate(kind: str, call: Any, x: Tensor) -> Tensor:
+    """The activation of a call, in the dtype of `x`."""
+    if kind in FORMULAS:
+        return FORMULAS[kind](x)
+    first, second = x.chunk(2, -1)
+    if kind in GATED:
+        return GATED[kind](first) * second
+    first, second = first.clamp(max=call.limit), second.clamp(-call.limit, call.limit)
+    return first * torch.sigmoid(call.alpha * first) * (second + 1)
+
+
+def _activated(op: str, kind: str, call: Any) -> Any:
+    made = activate(kind, call, exact(op, "input", call.input))
+    return quantized(op, made.to(call.input.dtype), call.quantizer)
+
+
+def _activation_gradient(op: str, kind: str, call: Any) -> Any:
+    x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        out = activate(kind, call, x)
+    (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
+    cast = quantized(op, made.to(call.fwd_input.dtype), call.quantizer)
+    if not op.startswith("dbias_"):
+        return cast
+    return made.reshape(-1, made.shape[-1]).sum(0).to(call.grad.dtype), cast
+
+
+native.define_activations(globals(), _activated, _activation_gradient)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _normed(op: str, call: Any) -> tuple[Any, Tensor | None, Tensor]:
+    """(y, mu or None, rsigma) of rows, less their means in a layernorm."""
+    centred, mu = exact(op, "input", call.input), None
+    if op == "layernorm_fwd":
+        mu = centred.mean(-1, keepdim=True)
+        centred = centred - mu
+    rsigma = (centred.square().mean(-1, keepdim=True) + call.eps).rsqrt()
+    y = centred * rsigma * (exact(op, "weight", call.weight) + call.zero_centered_gamma)
+    bias = getattr(call, "bias", None)
+    y = y if bias is None else y + exact(op, "bias", bias)
+    y = quantized(op, y.to(torch_dtype(op, "otype", call.otype)), call.quantizer, call.ln_out)
+    return y, None if mu is None else mu.flatten(), rsigma.flatten()
+
+
+def _norm_gradient(op: str, call: Any) -> tuple[Tensor, ...]:
+    """(dx with what is added to it, gradients of gamma, of beta in a layernorm)."""
+    rows, layernorm = (*call.x.shape[:-1], 1), op == "layernorm_bwd"
+    grad = exact(op, "dy", call.dz if op == "rmsnorm_bwd_add" else call.dy)
+    centred, rsigma = exact(op, "x", call.x), exact(op, "rsigma", call.rsigma).view(rows)
+    if layernorm:
+        centred = centred - exact(op, "mu", call.mu).view(rows)
+    normed = centred * rsigma
+    through = grad * (exact(op, "gamma", call.gamma) + call.zero_centered_gamma)
+    dx = through - normed * (through * normed).mean(-1, keepdim=True)
+    dx = rsigma * (dx - through.mean(-1, keepdim=True) if layernorm else dx)
+    dx = dx + exact(op, "add", call.add) if op == "rmsnorm_bwd_add" else dx
+    of_factors = grad * normed, *((grad,) if layernorm else ())
+    sums = [each.reshape(-1, call.x.shape[-1]).sum(0).to(call.gamma.dtype) for each in of_factors]
+    return dx.to(call.x.dtype), *sums
+
+
+for _op in ("layernorm_fwd", "rmsnorm_fwd", "layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"):
+    _run = functools.partial(_normed if _op.endswith("_fwd") else _norm_gradient, _op)
+    define(globals(), _op, _run, getattr(native, _op).__doc__)
+
+
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+def _softmax(op: str, call: Any) -> Tensor:
+    """Softmax of scale * input where nothing is masked; 0 in a row where everything is."""
+    queries, keys = call.input.shape[-2:]
+    masked = torch.zeros(queries, keys, dtype=torch.bool, device=call.input.device)
+    if hasattr(call, "mask"):
+        masked = call.mask != 0
+    elif op != "scaled_softmax_forward":  # keys behind the query: the last of both go together
+        masked = (~masked).triu(keys - queries + 1)
+    scores = (exact(op, "input", call.input) * call.scale).masked_fill(masked, -torch.inf)
+    nothing = masked.expand_as(scores).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0).to(call.input.dtype)
+
+
+def _softmax_gradient(op: str, call: Any) -> Tensor:
+    """Compute scale * p * (dp - sum of dp * p over the last dim), whatever was masked."""
+    p, grad = exact(op, "softmax_output", call.softmax_output), exact(op, "", call.output_grad)
+    made = call.scale * p * (grad - (grad * p).sum(-1, keepdim=True))
+    return made.to(call.softmax_output.dtype)
+
+
+native.define_softmax(globals(), _softmax, _softmax_gradient)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@operator
+def dropout_fwd(call: Any) -> tuple[Tensor, Tensor]:
+    """(result, mask)."""
+    op, inp = "dropout_fwd", checked("dropout_fwd", "input", call.input)
+    p = native.probability(op, call.dropout_probability)
+    mask = torch.rand(inp.shape, dtype=torch.float32, device=inp.device) >= p
+    return written(op, "out", _masked(inp, mask, p), call.out), mask
+
+
+@operator
+def dropout_bwd(call: Any) -> Tensor:
+    """Gradient of the input of `dropout_fwd`; ValueError for a mask of another implementation."""
+    op, mask = "dropout_bwd", call.mask
+    grad = checked(op, "grad_output", call.grad_output)
+    if mask.dtype != torch.bool or mask.shape != grad.shape:
+        raise ValueError(
+            f"{op}: mask: {mask.dtype} {tuple(mask.shape)}, expected the bool "
+            f"{tuple(grad.shape)} of dropout_fwd of the same implementation"
+        )
+    p = native.probability(op, call.dropout_probability)
+    return written(op, "grad_input", _masked(grad, mask, p), call.grad_input)
+
+
+def _masked(values: Tensor, mask: Tensor, p: float) -> Tensor:
+    factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    return (exact("dropout", "", values) * mask * factor).to(values.dtype)
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@in_own_dtypes
+@operator
+def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices."""
+    op, bias, gelu_in = "generic_gemm", call.bias, call.gelu_in
+    refuse(op, **{name: getattr(call, name) for name in native.WAITING})
+    left, right = exact(op, "B", call.B), exact(op, "A", call.A).flatten(0, -2)
+    right = right.t() if call.transA else right
+    left = left.flatten(0, -2).t() if call.transB else left
+    total = call.alpha * (left @ right)
+    if call.accumulate:
+        total = total + (1.0 if call.beta is None else call.beta) * exact(op, "D", call.D)
+    wanted = bias is not None and bias.numel() > 0
+    if wanted and not call.grad:
+        total = total + exact(op, "bias", bias)
+    dtype = call.A.dtype if call.D is None else call.D.dtype
+    if call.output_dtype is not None:
+        dtype = torch_dtype(op, "output_dtype", call.output_dtype)
+    before = sums = None
+    if call.gelu and call.grad:
+        before = gelu_in
+        x = exact(op, "gelu_in", gelu_in).view(total.shape).requires_grad_()
+        with torch.enable_grad():
+            through = FORMULAS["gelu"](x)
+        (total,) = torch.autograd.grad(through, x, total)
+        sums = total.flatten(0, -2).sum(0) if wanted else None
+    elif call.gelu:
+        before = total.to(dtype)
+        if gelu_in is not None:
+            gelu_in.detach().copy_(before.view(gelu_in.shape))
+            before = gelu_in
+        total = FORMULAS["gelu"](total)
+    elif call.grad and wanted:
+        sums = left.flatten(0, -2).sum(1)
+    sums = None if sums is None else sums.to(bias.dtype)
+    return quantized(op, total.to(dtype), call.quantizer, call.D), sums, before, None

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in a graph of `torch.compile`: one operator per direction, as in eager mode.
+
+While a graph is traced, `run` does what `LayerCalls.run` does in eager mode. The call is made
+outside of the graph, by functions whose results are constants in it: which modules there are
+(`places_in_graph`), and their plans (`call_in_graph`). A graph does not depend on what these read,
+so `run` reads it as well: settings, parameters and slots of each module, the recipe, how attentions
+attend. A call of another kind goes by modules, and so does each of `torch.export`.
+"""
+
+import copy
+import itertools
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine import _core
+from transformer_engine.common.plans import CallPlans
+from transformer_engine.common.recipe_base import Recipe
+from transformer_engine.pytorch.attention.fp8 import asks_for_attention
+from transformer_engine.pytorch.attention.plan import spec_of
+from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
+from transformer_engine.pytorch.execution.thread_state import (
+    RegionState,
+    current_state,
+    in_region,
+)
+from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
+from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
+from transformer_engine.pytorch.module.layer_region import LayerRegion
+from transformer_engine.pytorch.torchside.modes import (
+    as_eager,
+    constant_in_graphs,
+    exporting,
+    in_transform,
+    real_tensors,
+)
+
+__all__ = ["call_in_graph", "constants", "may_hold", "places_in_graph", "run"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Found(NamedTuple):
+    """A call of a layer: what is the same for layers of one kind."""
+
+    plans: CallPlans
+    label: str
+    splits: tuple[SplitTensors, ...]
+
+
+class _Kinds:
+    """`_Found` by their names, as attributes: a trace reads a dict once, and no later entries."""
+
+
+_FOUND = _Kinds()
+"""What a graph reads becomes a condition of it: here one for all layers of a kind."""
+_NAMES: dict[tuple, str] = {}
+_COUNT = itertools.count(1)
+_MOST = 256
+
+
+# ---- what is traced ------------------------------------------------------------------------------
+
+
+def constants(value: Any) -> Any:
+    """Return a setting or an argument as functions outside of graphs take it.
+
+    What is no plain value is told from None alone.
+    """
+    if value is None or isinstance(value, bool | str | torch.dtype):
+        return value
+    if isinstance(value, float):
+        return plan_ops.as_constant(value)
+    if isinstance(value, int):
+        return operator.index(value)  # what differs from graph to graph becomes a symbol
+    if isinstance(value, tuple | list):
+        return tuple([constants(each) for each in value])
+    return _OBJECT
+
+
+_OBJECT = "an object"
+
+
+def may_hold(inp: Tensor) -> bool:
+    """Return whether the graph that is traced may have a layer as one call, by what is in force."""
+    state = current_state()
+    recipe = state.recipe if state.enabled else None
+    return not (
+        exporting()
+        or in_transform()
+        or type(inp) not in (Tensor, torch.nn.Parameter)
+        or state.calibrating
+        or torch.is_autocast_enabled(inp.device.type)
+        or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
+    )
+
+
+def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] = ()) -> Any:
+    """Run a layer as one call in the graph that is traced, which `may_hold` it; its results.
+
+    `given` are the arguments of the call as `constants`, of which ``_options_in_graph`` makes those
+    of `LayerCalls.run`. `ways` are of each attention how it attends, None where `given` say it.
+    None where the layer has to call its modules.
+    """
+    state = current_state()
+    recipe = state.recipe if state.enabled else None
+    places = layer._places_in_graph(given)
+    facts, owners, parameters = _read(layer, places)
+    if facts is None:
+        return None
+    identity, slots = "", []
+    if recipe is not None:
+        identity = repr(recipe)
+        recipe.keep_for_graphs()
+        if recipe.delayed():
+            slots = [one._slots_for(recipe, state.group, inp.device, True) for one in owners]
+    measures = tuple([own.measures for own in slots])
+    lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
+    like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
+    region = identity, state.measures, torch.is_grad_enabled()
+    name = layer._call_in_graph(
+        like, region, given, tuple([_key_of(way) for way in ways]), (facts, measures)
+    )
+    if not name:
+        return None
+    found = getattr(_FOUND, name)
+    attended = [tensor for way in ways if way is not None for tensor in way.tensors]
+    call = _GraphCall(found, len(owners), slots)
+    records = found.plans.backward is not None
+    call.first = found.plans.quantized and records and state.first
+    call.domain = state.domain
+    out = (run_call if records else run_without_backward)(call, inp, *attended, *parameters)
+    if call.first:
+        state.first = False
+    return out
+
+
+def _key_of(way: Attending | None) -> tuple | None:
+    """What plans depend on of how an attention attends."""
+    if way is None:
+        return None
+    tensors = [(each.dtype, each.requires_grad) for each in way.tensors]
+    return constants(way.key[0]), way.draw is not None, tuple(tensors)
+
+
+def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
+    """Read what a call depends on: settings, modules that have slots, and parameters.
+
+    `places` are those of `places_in_graph`. None for the settings where a module has to be called.
+    """
+    if not places:
+        return None, [], []
+    facts: list = []
+    modules: list = []
+    of_parameters, count, *lines = places.split("\n")
+    for line in lines:
+        path, names, absent, planned = line.split("|")
+        module = layer
+        for name in path.split(".") if path else ():
+            module = module._modules[name]
+        if planned:
+            _note_identity(module)
+        own = module.__dict__
+        hooked = "forward" in own or any([len(getattr(module, hooks)) > 0 for hooks in _HOOKS])
+        if hooked and module is not layer:
+            return None, [], []
+        facts += [constants(own.get(name)) for name in names.split(",")]
+        facts += [module._modules.get(name) is None for name in absent.split(",") if name]
+        modules.append(module)
+    parameters: list = []
+    for place in of_parameters.split(","):
+        number, name = place.split(".")
+        parameters.append(modules[int(number)]._parameters[name] if number else None)
+    return tuple(facts), modules[1 : 1 + int(count)], parameters
+
+
+@constant_in_graphs
+def _note_identity(module: Any) -> None:
+    """Make a module a condition of the graph: it is an argument."""
+
+
+class _GraphCall(LayerCall):
+    """A call of a layer in a graph: chunks of the scaling state are given once."""
+
+    traced = True
+
+    def __init__(self, found: _Found, owners: int, slots: list) -> None:
+        ModuleCall.__init__(self, found.plans, None, found.label)
+        self.splits = found.splits
+        plans, zeros = found.plans, (0,) * owners
+        self._of_forward = _Chunks("forward", plans.forward_state, slots, zeros)
+        self._of_backward = _Chunks("backward", plans.backward_state, slots, zeros)
+
+    def _run_forward(self, given: tuple, own: ModuleCall | CallRun) -> tuple:
+        return self._of_forward.run(self.plans.forward, given)
+
+    def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
+        return self._of_backward.run(plans.backward, given, packed[0] if packed else None)
+
+
+class _Chunks:
+    """The chunks that a plan of a direction is given, and which of them an argument is."""
+
+    def __init__(self, way: str, links: tuple, slots: list, zeros: tuple[int, ...]) -> None:
+        self.numbers = tuple([getattr(own, f"{way}_slot") for own in slots]) or zeros
+        self.scales: list[Tensor] = []
+        self.histories: list[Tensor] = []
+        places = []
+        for what, of in links:
+            known = self.scales if what == "scale" else self.histories
+            tensor = getattr(slots[of], f"{way}_{what}")
+            at = [i for i, other in enumerate(known) if other is tensor]
+            if not at:
+                at = [len(known)]
+                known.append(tensor)
+            places.append((what, at[0]))
+        behind = len(self.scales)
+        self.places = tuple([at if what == "scale" else behind + at for what, at in places])
+
+    def run(self, plan: Any, given: tuple, packed: Tensor | None = None) -> tuple:
+        """Run a plan; arguments and result as of `plan_ops.run_traced`."""
+        inputs = [*given, *self.scales]
+        return plan_ops.run_traced(
+            plan.text, self.numbers, inputs, self.histories, packed, places=self.places
+        )
+
+
+# ---- what is done outside of the graph -----------------------------------------------------------
+
+
+def places_in_graph(layer: Any, given: tuple) -> str:
+    """Return where the modules of a layer stand, in lines; "" where it has to call them.
+
+    In the first one are the parameters of a call, each the number of its module and its name; then
+    how many modules have slots, which follow the layer; then of each module its path, its
+    settings, modules that it could have, and whether it is a program's, whose settings are counted.
+    """
+    with real_tensors(), as_eager():
+        options = layer._options_in_graph(given)
+        calls = None if options is None else LayerCalls.of(layer, options, {})
+    if calls is None or calls._held:
+        return ""
+    paths = {id(module): path for path, module in reversed([*layer.named_modules()])}
+    modules = [layer, *calls.modules]
+    modules += [each for each in calls._all if all(each is not other for other in modules)]
+    numbers = {id(module._parameters): i for i, module in enumerate(modules)}
+    parameters = [
+        "." if place is None else f"{numbers[id(place[0])]}.{place[1]}" for place in calls._places
+    ]
+    lines = []
+    for module in modules:
+        absent = [n for n in getattr(module, "_MAY_HAVE", ()) if module._modules.get(n) is None]
+        names = ",".join(module._READ_BY_PLANS)
+        planned = "planned" if getattr(module, "IS_PLANNED", False) else ""
+        lines.append(f"{paths[id(module)]}|{names}|{','.join(absent)}|{planned}")
+    return "\n".join([",".join(parameters), str(len(calls.modules)), *lines])
+
+
+def call_in_graph(
+    layer: Any, like: tuple, region: tuple, given: tuple, ways: tuple, facts: tuple
+) -> str:
+    """Make the call of a layer; return its name, "" where the layer has to call its modules.
+
+    Arguments are as `run` makes them; `facts` are read here from where they stand.
+    """
+    del facts
+    dtype, device, wanted, lead, features = like
+    identity, measures, gradients = region
+    state = copy.copy(current_state())
+    state.enabled, state.calibrating = bool(identity), False
+    state.recipe, state.measures = Recipe.kept_for_graphs(identity), measures
+    with real_tensors(), as_eager(gradients), in_region(state):
+        inp = torch.zeros(*lead, features, dtype=dtype, device=device).requires_grad_(wanted)
+        options = layer._options_in_graph(given)
+        try:
+            return _make(layer, inp, (options, ways), state)
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+            return ""  # the module that refuses it says so
+
+
+def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
+    options, ways = given
+    calls = LayerCalls.of(layer, options, {})
+    first = layer._first_microbatch(options)
+    if calls is None or not layer._is_planned(inp, options):
+        return ""
+    if _core.tensors_of_call(inp, calls._places)[0] is None:  # some are of other classes
+        return ""
+    if first is not None and state.enabled:  # caches of weights are in no graph
+        return ""
+    attending = []
+    for i, (module, (parameters, name)) in enumerate(calls._sites):
+        way = ways[i] if i < len(ways) else None
+        if way is None:
+            attends = layer if module is None else module
+            how = attends._attending(inp, options[i], parameters[name].dtype, None)
+            if how is None or how.tensors or how.draw is not None:
+                return ""
+        else:
+            fields, draws, tensors = way
+            if draws:
+                return ""
+            like = [
+                torch.zeros(2, inp.shape[-1], dtype=dtype, device=inp.device).requires_grad_(grad)
+                for dtype, grad in tensors
+            ]
+            how = Attending(fields, partial(spec_of, fields), tuple(like), None, None)
+        attending.append(how)
+    region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
+    bound = calls._bind(layer, inp, (options, attending, None), region)
+    if bound is None:
+        return ""
+    call, plans = bound.call, bound.call.plans
+    if call.staged is not None or call.dtypes or call.unread:
+        return ""
+    if plans.main_grads or plans.defer or plans.writes_caches:
+        return ""
+    for attributes, values in bound.remembered:
+        ran = values["_ran"]
+        reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
+        attributes.update({**values, "_ran": Ran(ran.plans, reason)})
+    return _name_of(plans, call)
+
+
+def _name_of(plans: CallPlans, call: LayerCall) -> str:
+    rows = [
+        (one.weight.rows, None if one.bias is None else one.bias.rows, one.begin, one.part)
+        for one in call.splits
+    ]
+    key = plans, call.label, tuple(rows)
+    name = _NAMES.get(key)
+    if name is None:
+        if len(_NAMES) >= _MOST:
+            _FOUND.__dict__.clear()
+            _NAMES.clear()
+        name = _NAMES[key] = f"kind_{next(_COUNT)}"
+        splits = tuple(
+            SplitTensors(JoinedRows(weight), None if bias is None else JoinedRows(bias), *at)
+            for weight, bias, *at in rows
+        )
+        setattr(_FOUND, name, _Found(plans, call.label, splits))
+    return name
