@@ -22,7 +22,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
-from tols import BF16
+from tols import BF16, F32
 from torch._dynamo.backends.common import aot_autograd
 
 import transformer_engine.pytorch as te
@@ -469,12 +469,47 @@ def test_layers_of_one_kind_share_a_graph():
     assert_same_bits(run(model[2], x), expected)
 
 
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_autocast_of_torch(where, recipe):
+    """Parameters are converted in the graph; what changes between two calls counts."""
+    graphs, model = Graphs(), model_of(1, dtype=F32, **FUSED)
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+
+    def amp(on=True):
+        return torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+    results = []
+    for compile in (lambda f: f, graphs.compile):
+        own = copy.deepcopy(model)[0]
+        te.reset()
+
+        def inside(x, own=own):
+            with amp():
+                return own(x, rotary_pos_emb=angles)
+
+        run = compile(
+            inside if where == "inside" else lambda x, own=own: own(x, rotary_pos_emb=angles)
+        )
+        found = []
+        for on in (True, False, True, True):
+            own.zero_grad()
+            given = x.clone().requires_grad_()
+            with region(RECIPES[recipe]()), amp(on):
+                out = run(given)
+            out.square().sum().backward()
+            found += [out.detach(), given.grad, *(p.grad for p in own.parameters())]
+        results.append([found, states_of(own)])
+    assert_same_bits(*results)
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
+
+
 def test_calls_by_modules():
     """What no operator holds; the bits are the same."""
     layer = make_layer("cpu", BF16, **FUSED)
     x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
     for name, around in {
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
         "attention in FP8": lambda: te.autocast(recipe=DelayedScaling(fp8_dpa=True)),
     }.items():
         graphs = Graphs()

@@ -31,11 +31,13 @@ from transformer_engine.pytorch.execution.thread_state import (
     in_region,
 )
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.call_key import converted
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
 from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
+    autocast_dtype,
     constant_in_graphs,
     exporting,
     in_transform,
@@ -53,6 +55,7 @@ class _Found(NamedTuple):
     plans: CallPlans
     label: str
     splits: tuple[SplitTensors, ...]
+    dtypes: tuple[torch.dtype | None, ...]  # as of `ModuleCall`
 
 
 class _Kinds:
@@ -97,7 +100,6 @@ def may_hold(inp: Tensor) -> bool:
         or in_transform()
         or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
-        or torch.is_autocast_enabled(inp.device.type)
         or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
     )
 
@@ -136,7 +138,10 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     records = found.plans.backward is not None
     call.first = found.plans.quantized and records and state.first
     call.domain = state.domain
-    out = (run_call if records else run_without_backward)(call, inp, *attended, *parameters)
+    tensors = (inp, *attended, *parameters)
+    if found.dtypes:
+        tensors = converted(tensors, found.dtypes)
+    out = (run_call if records else run_without_backward)(call, *tensors)
     if call.first:
         state.first = False
     return out
@@ -300,7 +305,8 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         way = ways[i] if i < len(ways) else None
         if way is None:
             attends = layer if module is None else module
-            how = attends._attending(inp, options[i], parameters[name].dtype, None)
+            heads = autocast_dtype(inp.device.type) or parameters[name].dtype
+            how = attends._attending(inp, options[i], heads, None)
             if how is None or how.tensors or how.draw is not None:
                 return ""
         else:
@@ -318,7 +324,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
-    if call.staged is not None or call.dtypes or call.unread:
+    if call.staged is not None or call.unread:
         return ""
     if plans.main_grads or plans.defer or plans.writes_caches:
         return ""
@@ -334,7 +340,7 @@ def _name_of(plans: CallPlans, call: LayerCall) -> str:
         (one.weight.rows, None if one.bias is None else one.bias.rows, one.begin, one.part)
         for one in call.splits
     ]
-    key = plans, call.label, tuple(rows)
+    key = plans, call.label, tuple(rows), call.dtypes
     name = _NAMES.get(key)
     if name is None:
         if len(_NAMES) >= _MOST:
@@ -345,5 +351,5 @@ def _name_of(plans: CallPlans, call: LayerCall) -> str:
             SplitTensors(JoinedRows(weight), None if bias is None else JoinedRows(bias), *at)
             for weight, bias, *at in rows
         )
-        setattr(_FOUND, name, _Found(plans, call.label, splits))
+        setattr(_FOUND, name, _Found(plans, call.label, splits, call.dtypes))
     return name
