@@ -469,6 +469,61 @@ def test_layers_of_one_kind_share_a_graph():
     assert_same_bits(run(model[2], x), expected)
 
 
+OTHERS = [
+    {"normalization": "RMSNorm", "qk_norm_type": "RMSNorm"},
+    {"qk_norm_type": "LayerNorm"},
+    {"bias": False},
+    {"activation": "relu", "layernorm_epsilon": 0.25},
+    {"num_gqa_groups": 2},
+    {"zero_centered_gamma": True},
+    {"softmax_type": "off-by-one"},
+    {"apply_residual_connection_post_layernorm": True},
+]
+"""Options of layers whose parameters may look alike."""
+
+
+def test_layers_of_other_kinds_do_not():
+    """In one function, whichever comes first."""
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
+    layers = [make_layer("cpu", BF16, **FUSED, **options) for options in [{}, *OTHERS]]
+    run = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for ordered in (layers, layers[::-1]):
+            for layer in ordered:
+                assert_same_bits(run(layer, x), layer(x))
+    assert unique_graphs() == len(layers)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for layer in layers[::-1]:
+            assert_same_bits(run(layer, x), layer(x))
+
+
+NO_MATTER = {
+    *("tp_group", "parallel_mode", "ub_name", "cp_group", "cp_stream", "cp_global_ranks"),
+    *("cp_comm_type", "layer_number", "sequence_parallel"),
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads"),  # of a layer: its modules have them
+    *("layer_type", "output_layernorm"),  # the forward reads them
+    *(
+        "self_attn_mask_type",
+        "enc_dec_attn_mask_type",
+        "attn_mask_type",
+        "window_size",
+    ),  # the core's
+    *("attention_type", "normalization", "activation", "elementwise_affine"),  # others say the same
+    *("training", "name"),  # of what drops nothing, and has no label
+}
+
+
+def test_every_setting_is_one_of_the_graph():
+    """Of each module of a layer: it is read by `_READ_BY_PLANS`, or plans do not depend on it."""
+    options = {"qk_norm_type": "RMSNorm", "layer_type": "decoder", "name": "block"}
+    for module in make_layer("cpu", BF16, **options).modules():
+        plain = bool, int, float, str, tuple, type(None)
+        own = {name for name, value in module.__dict__.items() if isinstance(value, plain)}
+        public = {name for name in own if not name.startswith("_")}
+        assert public <= {*module._READ_BY_PLANS} | NO_MATTER, type(module)
+
+
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_autocast_of_torch(where, recipe):

@@ -166,7 +166,7 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
     modules: list = []
     of_parameters, count, *lines = places.split("\n")
     for line in lines:
-        path, names, absent, planned = line.split("|")
+        path, names, absent, without, planned = line.split("|")
         module = layer
         for name in path.split(".") if path else ():
             module = module._modules[name]
@@ -178,6 +178,7 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
             return None, [], []
         facts += [constants(own.get(name)) for name in names.split(",")]
         facts += [module._modules.get(name) is None for name in absent.split(",") if name]
+        facts += [module._parameters.get(name) is None for name in without.split(",") if name]
         modules.append(module)
     parameters: list = []
     for place in of_parameters.split(","):
@@ -244,8 +245,8 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     """Return where the modules of a layer stand, in lines; "" where it has to call them.
 
     In the first one are the parameters of a call, each the number of its module and its name; then
-    how many modules have slots, which follow the layer; then of each module its path, its
-    settings, modules that it could have, and whether it is a program's, whose settings are counted.
+    how many modules have slots, which follow the layer; then of each module its path, its settings,
+    modules and parameters that it could have, and whether it is a program's: its settings count.
     """
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
@@ -262,9 +263,11 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     lines = []
     for module in modules:
         absent = [n for n in getattr(module, "_MAY_HAVE", ()) if module._modules.get(n) is None]
+        without = [name for name, value in module._parameters.items() if value is None]
         names = ",".join(module._READ_BY_PLANS)
         planned = "planned" if getattr(module, "IS_PLANNED", False) else ""
-        lines.append(f"{paths[id(module)]}|{names}|{','.join(absent)}|{planned}")
+        fields = paths[id(module)], names, ",".join(absent), ",".join(without), planned
+        lines.append("|".join(fields))
     return "\n".join([",".join(parameters), str(len(calls.modules)), *lines])
 
 
