@@ -65,20 +65,20 @@ def get_fused_attn_backend(*given: Any, **named: Any) -> Any:
     message, which is "" where there is one, else why there is none. Of the arguments of the
     operator of that name, which plug-ins implement, its answer alone.
     """
-    from transformer_engine.plugin.builtin import fused_attention_params
+    from transformer_engine.plugin.builtin import queries
 
     ask = get_default_manager().operator("get_fused_attn_backend")
     asked = (*given, *named.values())
     if len(asked) != 1 or not set(named) <= {"fused_attn_params"}:
         return ask(*given, **named)
     (params,) = asked
-    if not isinstance(params, fused_attention_params.FusedAttentionParams):
+    if not isinstance(params, queries.FusedAttentionParams):
         raise TypeError(
             f"get_fused_attn_backend: {type(params).__name__}, expected a FusedAttentionParams"
         )
     kind = ask(**params.scalars())
     none = kind == ops.NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return kind, fused_attention_params.why_none(params) if none else ""
+    return kind, queries.why_none(params) if none else ""
 
 
 if config.TE_PLUGIN.get():  # it may put another module in place of this one

@@ -212,12 +212,6 @@ static PyObject *operator_vectorcall(PyObject *object, PyObject *const *args, si
 TEPY_HOLDER(operator, operator_object, HELD)
 #undef HELD
 
-static int operator_clear(PyObject *object)
-{
-    (void)object; /* the dispatcher breaks the circle: a call must find one */
-    return 0;
-}
-
 static PyObject *operator_repr(PyObject *object)
 {
     return PyUnicode_FromFormat("<operator %U>", ((operator_object *)object)->name);
@@ -266,11 +260,12 @@ static PyGetSetDef operator_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* It is not cleared: the dispatcher breaks circles, and a call must find one. */
 TEPY_TYPE(static PyObject *make_operator, operator, operator_object, "Operator",
           Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_call, PyVectorcall_Call}, {Py_tp_repr, operator_repr},
-          {Py_tp_clear, operator_clear}, {Py_tp_methods, operator_methods},
-          {Py_tp_members, operator_members}, {Py_tp_getset, operator_getset})
+          {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
+          {Py_tp_getset, operator_getset})
 
 /* ---- choices ------------------------------------------------------------------------------ */
 

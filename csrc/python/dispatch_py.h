@@ -6,6 +6,8 @@
 #ifndef TE_PYTHON_DISPATCH_PY_H
 #define TE_PYTHON_DISPATCH_PY_H
 
+#include "transformer_engine_plugin.h"
+
 #include "python/state.h"
 #include "python/vectorcall.h"
 
@@ -86,6 +88,7 @@ PyObject *tepy_leaving_make_type(PyObject *module);
 PyObject *tepy_entering_make_type(PyObject *module);
 PyObject *tepy_scope_make_type(PyObject *module);
 PyObject *tepy_selection_make_type(PyObject *module);
+PyObject *tepy_native_slot_make_type(PyObject *module);
 
 /* ---- predicate_py.c ---- */
 
@@ -110,6 +113,11 @@ int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_si
 int tepy_check_table(const tepy_dispatcher *dispatcher, PyObject *table, tepy_site site);
 /* New reference: a Scope of a table; NULL: of the one in force for this thread. */
 PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given);
+
+/* ---- plugin_py.c ---- */
+
+/* The slot of a NativeSlot of this module, which keeps it; NULL for other objects. */
+const te_plugin_slot *tepy_native_slot(const tepy_state *state, PyObject *object);
 
 /* ---- selection_py.c ---- */
 

@@ -54,8 +54,9 @@ static inline int64_t tepy_dl_stride(const tepy_dl_tensor *dl, int32_t dim)
 static inline int tepy_dl_is_dense(const tepy_dl_tensor *dl)
 {
     int64_t dense = 1;
+    if (dl->strides == NULL) return 1;
     for (int32_t i = dl->ndim - 1; i >= 0; i--) {
-        if (dl->shape[i] > 1 && tepy_dl_stride(dl, i) != dense) return 0;
+        if (dl->shape[i] > 1 && dl->strides[i] != dense) return 0;
         dense *= dl->shape[i];
     }
     return 1;

@@ -6,7 +6,7 @@
  * version, and a module object that can be made twice and collected. m_free runs m_clear, so exec
  * just fails.
  */
-#include "python/plugin_py.h"
+#include "python/dispatch_py.h"
 #include "python/state.h"
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

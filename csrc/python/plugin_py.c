@@ -6,8 +6,6 @@
  * as long as itself. The module keeps the slots of each plug-in that it has loaded, and gives the
  * same ones whenever that is loaded again.
  */
-#include "python/plugin_py.h"
-
 #include "python/args.h"
 #include "python/dispatch_py.h"
 #include "python/vectorcall.h"

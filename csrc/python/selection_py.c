@@ -11,7 +11,6 @@
 
 #include "python/dispatch_py.h"
 #include "python/function_slot.h"
-#include "python/plugin_py.h"
 
 typedef struct selection {
     PyObject_HEAD te_selection native;

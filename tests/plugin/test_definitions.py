@@ -13,11 +13,11 @@ from comparators import assert_bits, assert_nmse
 from tols import F32, tol
 from torch.nn import functional
 
-from transformer_engine.plugin.conformance.attention import settings
-from transformer_engine.plugin.conformance.attention_settings import (
+from transformer_engine.plugin.conformance.attention import (
     Problem,
     backward_arguments,
     forward_arguments,
+    settings,
 )
 from transformer_engine.plugin.conformance.cases import Draw
 from transformer_engine.plugin.conformance.definition import definition, widened

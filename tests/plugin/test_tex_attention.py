@@ -16,7 +16,7 @@ from tols import BF16, F32, tol
 
 import transformer_engine_torch as plain_tex
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin.conformance.attention_settings import (
+from transformer_engine.plugin.conformance.attention import (
     Problem,
     Setting,
     backward_arguments,

@@ -17,7 +17,7 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
         "pytorch.attention.scores": "THREADS_PER_BLOCK THREADS_PER_WARP"
     },
     "pytorch.attention.dot_product_attention.utils": {
-        "plugin.builtin.fused_attention_params": "FusedAttentionParams",
+        "plugin.builtin.queries": "FusedAttentionParams",
         "pytorch.cpp_extensions.attention_utils": "*",
     },
     "pytorch.attention.multi_head_attention": {"pytorch.layer.multi_head_attention": "*"},

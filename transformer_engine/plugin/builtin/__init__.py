@@ -27,26 +27,22 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     for gradient in ("clamped_dswiglu" if kind == "clamped_swiglu" else f"d{kind}",)
 }
 """By activation its gradient, and that with column sums, which gated ones do not have."""
-_SOFTMAX = " ".join(
+SOFTMAX = " ".join(
     f"scaled_{kind}softmax_{way}"
     for kind in ("", "masked_", "upper_triang_masked_", "aligned_causal_masked_")
     for way in ("forward", "backward")
 )
-_NORMALIZATION = "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add"
-_ROPE = "fused_rope_forward fused_rope_backward fused_qkv_rope_forward fused_qkv_rope_backward"
-_DROPOUT = "dropout_fwd dropout_bwd"
+ROPE = "fused_rope_forward fused_rope_backward fused_qkv_rope_forward fused_qkv_rope_backward"
+_ATTENTION = f"fused_attn_fwd fused_attn_bwd copy_to_kv_cache {ROPE}"
 
 NATIVE: dict[str, str] = {
     "quantization": "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize "
     "fp8_transpose compute_amax fused_amax_and_scale_update_after_reduction",
-    "gemm": "generic_gemm",
-    "activation": " ".join((*ACTIVATIONS, *itertools.chain(*ACTIVATIONS.values()))),
-    "normalization": _NORMALIZATION,
-    "softmax": _SOFTMAX,
-    "attention": "get_fused_attn_backend fused_attn_fwd fused_attn_bwd copy_to_kv_cache",
+    "layers": "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add dropout_fwd "
+    f"dropout_bwd generic_gemm {SOFTMAX} "
+    + " ".join((*ACTIVATIONS, *itertools.chain(*ACTIVATIONS.values()))),
+    "attention": f"get_fused_attn_backend {_ATTENTION}",
     "flash_attention": "get_flash_attention_class",
-    "rope": _ROPE,
-    "dropout": _DROPOUT,
     "queries": "get_cublasLt_version get_cudnn_version get_num_cublas_streams "
     "create_fp8_tensor_meta",
 }
@@ -54,10 +50,10 @@ NATIVE: dict[str, str] = {
 
 SHARED: dict[str, str] = {
     "layouts": "swap_first_dims fa_prepare_fwd fa_prepare_bwd convert_thd_to_bshd "
-    "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding",
+    "convert_bshd_to_thd fused_multi_row_padding fused_multi_row_unpadding "
+    "thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor "
+    "thd_read_second_half_lse thd_second_half_lse_correction",
     "quantization": "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast",
-    "context_parallel": "thd_get_partitioned_indices thd_grad_correction thd_out_correction "
-    "thd_read_half_tensor thd_read_second_half_lse thd_second_half_lse_correction",
     "optimizers": "multi_tensor_adam multi_tensor_adam_capturable "
     "multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder "
     "multi_tensor_compute_scale_and_scale_inv multi_tensor_compute_scale_inv_e8m0 "
@@ -69,10 +65,8 @@ SHARED: dict[str, str] = {
 REFERENCE: dict[str, str] = {
     "reference.quantization": "fp8_transpose compute_amax "
     "fused_amax_and_scale_update_after_reduction",
-    "reference.attention": f"fused_attn_fwd fused_attn_bwd copy_to_kv_cache {NATIVE['rope']}",
-    "reference.layers": " ".join(
-        NATIVE[module] for module in ("gemm", "activation", "normalization", "softmax", "dropout")
-    ),
+    "reference.attention": _ATTENTION,
+    "reference.layers": NATIVE["layers"],
 }
 """Operators that have a ``reference.torch`` of their own."""
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention and caches of keys and values, by ``_core.attention`` and its neighbours.
+"""Fused attention, caches of keys and values, and rotary positions.
+
+They are ``_core.attention`` and its neighbours, and functions of `attention.rope`.
 
 Queries, keys and values come as three tensors, views of one where the layout says so:
 [s, b, heads, d] (SBHD), [b, s, heads, d] (BSHD), [tokens, heads, d] (THD), in fp16 or bf16 (fp32 on
 the CPU). ``cu_seqlens_*`` [b + 1] int32 count the tokens of sequences, ``cu_seqlens_*_padded`` say
-where packed ones begin, if that is elsewhere.
+where packed ones begin, if that is elsewhere. Angles are [positions, 1, 1, rotated channels].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,11 @@ from transformer_engine import _core
 from transformer_engine.plugin.attention_kinds import enumerated, formats, in_batches, limits
 from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.plugin.core import ops
+from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.attention.masks import default_alibi_slopes
 from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
+from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.device import (
     get_device_compute_capability,
     prepare_device,
@@ -161,10 +165,8 @@ def no_backend_because(call: Any) -> str:
     """
     op = "get_fused_attn_backend"
     _check_sizes(op, call)
-    heads, channels = (
-        (call.num_attn_heads, call.num_gqa_groups),
-        (call.head_dim_qk, call.head_dim_v),
-    )
+    heads = call.num_attn_heads, call.num_gqa_groups
+    channels = call.head_dim_qk, call.head_dim_v
     found = [torch_dtype(op, name, getattr(call, name)) for name in ("q_dtype", "kv_dtype")]
     bias = enumerated(op, ops.NVTE_Bias_Type, "bias_type", call.bias_type)
     try:
@@ -341,3 +343,54 @@ def copy_to_kv_cache(call: Any) -> None:
         cu_seqlens=call.cu_new_lens.to(torch.int32) if form == "thd" else None,
         page_table=None if call.is_non_paged else table,
     )
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
+
+
+def _natively(function: Callable) -> Callable:
+    """Make a function an operator that asks nobody and records no gradients (decorator)."""
+    return native(torch.no_grad()(operator(function)))
+
+
+@_natively
+def fused_rope_forward(call: Any) -> Tensor:
+    """Rotate the first channels; see `apply_rotary_pos_emb`, whose arguments these are.
+
+    `qkv_format` is an `NVTE_QKV_Format`, or its name. TypeError or ValueError for shapes or
+    arguments that do not go together.
+    """
+    form = ops.qkv_format_name("fused_rope_forward", call.qkv_format)
+    given = call.input, call.freqs, form, call.start_positions, call.interleaved
+    ranks = {"cp_size": call.cp_size, "cp_rank": call.cp_rank}
+    return rope.apply_rotary_pos_emb(*given, cu_seqlens=call.cu_seqlens, **ranks)
+
+
+@_natively
+def fused_rope_backward(call: Any) -> Tensor:
+    """Gradient of the input of `fused_rope_forward` without start positions."""
+    form = ops.qkv_format_name("fused_rope_backward", call.qkv_format)
+    given = call.output_grads, call.freqs, call.interleaved, form, None, call.cu_seqlens
+    return rope.rotary_backward(*given, call.cp_size, call.cp_rank)
+
+
+@_natively
+def fused_qkv_rope_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values apart and rotate the first two.
+
+    See `apply_fused_qkv_rotary_pos_emb`; the formats are SBHD and BSHD.
+    """
+    form = ops.qkv_format_name("fused_qkv_rope_forward", call.qkv_format)
+    given = call.qkv_input, call.q_freqs, call.k_freqs, call.qkv_split_arg_list, form
+    more = call.start_positions, call.interleaved, None, call.cp_size, call.cp_rank
+    return rope.apply_fused_qkv_rotary_pos_emb(*given, *more)
+
+
+@_natively
+def fused_qkv_rope_backward(call: Any) -> Tensor:
+    """Gradient of the input of `fused_qkv_rope_forward` without start positions."""
+    form = ops.qkv_format_name("fused_qkv_rope_backward", call.qkv_format)
+    grads = call.q_grad_out, call.k_grad_out, call.v_grad_out
+    sizes = [int(size) for size in call.qkv_split_arg_list]
+    given = grads, (call.q_freqs, call.k_freqs), sizes, call.interleaved, form
+    return rope.fused_qkv_rotary_backward(*given, call.cp_size, call.cp_rank)

@@ -16,13 +16,12 @@ from transformer_engine.plugin.builtin import ABSENT, OPERATORS
 from transformer_engine.plugin.conformance.cases import CASES, Case, Draw, Kept, errors_of, snapshot
 from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
-from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
 __all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
 
 _GROUPS = (
-    *("layers", "gemm", "casts", "scaling", "rope", "lists", "optimizers", "attention"),
+    *("layers", "casts", "scaling", "lists", "optimizers", "attention"),
     *("flash_attention", "layouts", "context_parallel"),
 )
 WITHOUT_CASES = {
@@ -144,24 +143,23 @@ def check(
         raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
     if name in WITHOUT_CASES:
         raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
-    made = _cases()[name]
+    cases = _cases()[name]
     if forward is None and name in _FORWARD_OF:
         found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
         forward = None if found is None else found.fn
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
-    takes = predicate_of(impl)
-    rows = [_run(name, impl.fn, takes, case) for case in made(draw) if match in case.name]
+    rows = [_run(name, impl, case) for case in cases(draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
 
 
-def _run(op: str, fn: Callable[..., Any], takes: Callable[..., Any] | None, case: Case) -> Row:
+def _run(op: str, impl: OpImpl, case: Case) -> Row:
     before, exact = snapshot(case), defined(op, case)
     try:
-        answer = True if takes is None else takes(*case.args, **case.kwargs)
+        answer = impl.takes is None or impl.takes(*case.args, **case.kwargs)
         if isinstance(answer, str) or not answer:
             return _refused(case, before, answer or "supports")
         with torch.no_grad():
-            found = fn(*case.args, **case.kwargs)
+            found = impl.fn(*case.args, **case.kwargs)
     except NotImplementedError as error:
         return _refused(case, before, str(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, the case failed

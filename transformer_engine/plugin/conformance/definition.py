@@ -78,9 +78,13 @@ def compared(case: Case, found: Any, exact: Exact) -> Iterator[Wanted]:
     if callable(case.wanted):
         yield from case.wanted(found)
     else:
-        several = isinstance(exact.results, tuple | list)
-        values = counted(found, len(exact.results)) if several else (found,)
-        results = exact.results if several else (exact.results,)
+        values, results = (found,), (exact.results,)
+        if isinstance(exact.results, tuple | list):
+            values, results = found, exact.results
+            if not isinstance(found, list | tuple):
+                raise ValueError(f"{type(found).__name__}, expected {len(results)} results")
+            if len(found) != len(results):
+                raise ValueError(f"{len(found)} results, expected {len(results)}")
         for result, one, other in zip(case.wanted, values, results, strict=True):
             if result is None or (one is None and result.may_lack):
                 continue
@@ -95,12 +99,3 @@ def compared(case: Case, found: Any, exact: Exact) -> Iterator[Wanted]:
             stays = then.to(before.device) == before.to(then.dtype)
             kept = Result(f"what stays of {result.name}", depth=0)
             yield from kept.beside(now[stays], before[stays])
-
-
-def counted(found: Any, count: int) -> Sequence[Any]:
-    """Results of which there are as many; ValueError for anything else."""
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"{type(found).__name__}, expected {count} results")
-    if len(found) != count:
-        raise ValueError(f"{len(found)} results, expected {count}")
-    return found

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from transformer_engine.plugin.conformance.attention import exact_forward, gradients_of, output_of
-from transformer_engine.plugin.conformance.attention_settings import (
+from transformer_engine.plugin.conformance.attention import (
     Problem,
     Setting,
     backward_arguments,
+    exact_forward,
+    gradients_of,
+    output_of,
 )
 from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, Wanted, name_of
 from transformer_engine.plugin.conformance.definition import compared, definition, widened

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of norms, activations, softmax and dropout, and of their gradients."""
+"""Cases of norms, activations, softmax, dropout, products, rotary positions and of gradients."""
 
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from itertools import combinations, permutations, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_engine.plugin.builtin import ACTIVATIONS
 from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, Wanted, name_of
-from transformer_engine.plugin.conformance.casts import quantizers_of_values
+from transformer_engine.plugin.conformance.casts import quantizers, quantizers_of_values
 from transformer_engine.plugin.conformance.definition import definition
 
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-_SHAPES_of_norms = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16), (16,), (2, 0, 16))
+_NORM_SHAPES = ((5, 40), (1, 16), (3, 7, 40), (33, 129), (64, 1024), (0, 16), (16,), (2, 0, 16))
 
 
 def _settings(draw: Draw) -> Iterator[tuple[str, tuple, torch.dtype, bool, float]]:
     for dtype in draw.dtypes:
-        for shape in _SHAPES_of_norms:
+        for shape in _NORM_SHAPES:
             zero_centered = sum(shape) % 2 == 0
             name = f"{name_of(dtype)} {list(shape)}{' zero-centered' * zero_centered}"
             yield name, shape, dtype, zero_centered, 1e-5
@@ -121,13 +122,13 @@ def _backward_of_norms(op: str, draw: Draw) -> Iterator[Case]:
 # ---- activations ---------------------------------------------------------------------------------
 
 
-_SHAPES_of_activations = ((5, 48), (1, 16), (3, 7, 32), (33, 130), (0, 16), (16,), (2, 0, 16))
+_ACTIVATION_SHAPES = ((5, 48), (1, 16), (3, 7, 32), (33, 130), (0, 16), (16,), (2, 0, 16))
 
 
 def _inputs(draw: Draw) -> Iterator[tuple[str, Tensor]]:
     for dtype in draw.dtypes:
         what = name_of(dtype)
-        for shape in _SHAPES_of_activations:
+        for shape in _ACTIVATION_SHAPES:
             yield f"{what} {list(shape)}", draw.normal(shape, dtype)
         x = draw.normal((4, 32), dtype, 4.0)
         yield f"{what} large", x
@@ -304,3 +305,229 @@ def _backward_of_dropout(op: str, draw: Draw) -> Iterator[Case]:
                 name = f"{name_of(dtype)} {list(shape)} p={p}"
                 wanted = (Result("the gradient", dtype),)
                 yield Case(name, (grad, mask, p, into), wanted, left=left, exact=values)
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+_PRODUCTS = (
+    *((16, 32, 48), (1, 16, 64), (33, 65, 17), (128, 96, 256)),
+    *((0, 4, 16), (4, 0, 16), (4, 6, 0)),
+)
+
+
+class _Options(NamedTuple):
+    """Options of a product; see `generic_gemm`."""
+
+    bias: Tensor | None = None
+    gelu: bool = False
+    grad: bool = False
+    gelu_in: Tensor | None = None
+    out: Tensor | None = None
+    accumulate: bool = False
+    factors: tuple[float, float | None] = (1.0, None)
+    quantizer: Any = None
+
+
+def _case(name: str, operands: tuple, dtype: torch.dtype, **options: Any) -> Case:
+    """D = op(B) op(A) of ``operands`` (A, transA, B, transB), and what goes with it."""
+    bias, gelu, grad, gelu_in, out, accumulate, factors, quantizer = _Options(**options)
+    A, transA, *_ = operands
+    depth = A.shape[-1] if transA else A.shape[:-1].numel()
+    space = torch.empty(1 << 16, dtype=torch.uint8, device=A.device)
+    args = (
+        *(*operands, out, quantizer, dtype, bias, None, gelu, gelu_in, grad),
+        *(space, space.numel(), accumulate, True, None, None, None, False, *factors),
+    )
+    made = Result("the result", None if quantizer else dtype, depth, quantizer=quantizer)
+    sums = before = None
+    left = [] if out is None else [(out, Result("D", dtype, depth))]
+    if grad and bias is not None:
+        sums = Result("the gradient of the bias", bias.dtype, depth)
+    if gelu and not grad:
+        lacks = gelu_in is not None
+        before = Result("the value before gelu", dtype, depth, may_lack=lacks)
+        left += [(gelu_in, Result("gelu_in", dtype, depth))] * lacks
+    return Case(name, args, (made, sums, before, None), written=(space,), left=tuple(left))
+
+
+@Case.of("generic_gemm")
+def _gemm(draw: Draw) -> Iterator[Case]:
+    for dtype in draw.dtypes:
+        what = name_of(dtype)
+        for m, n, k in _PRODUCTS:
+            for transA, transB in product((True, False), repeat=2):
+                A = draw.normal((n, k) if transA else (k, n), dtype)
+                B = draw.normal((k, m) if transB else (m, k), dtype)
+                layout = f"{'NT'[transA]}{'NT'[transB]}"
+                yield _case(f"{what} {m}x{n}x{k} {layout}", (A, transA, B, transB), dtype)
+        for name, options in _product_options(draw, dtype, 24, 40):
+            A, B = draw.normal((40, 32), dtype), draw.normal((24, 32), dtype)
+            yield _case(f"{what} {name}", (A, True, B, False), **{"dtype": dtype, **options})
+        for kind, quantizer in quantizers_of_values(draw.device).items():
+            A, B = draw.normal((32, 48), dtype), draw.normal((64, 48), dtype)
+            operands = A, True, B, False
+            yield _case(f"{what} cast, {kind}", operands, dtype, quantizer=quantizer)
+        # Operands of more dims: of a forward, and of the gradient of an input and of a weight.
+        x, weight = draw.normal((2, 3, 16), dtype), draw.normal((5, 6, 16), dtype)
+        yield _case(f"{what} forward of [2, 3, 16]", (weight, True, x, False), dtype)
+        dy, bias = draw.normal((2, 3, 8), dtype), draw.normal((8,), dtype)
+        yield _case(
+            f"{what} gradients of [2, 3, 16]", (x, False, dy, True), dtype, bias=bias, grad=True
+        )
+        weight, before = draw.normal((8, 16), dtype), draw.normal((2, 3, 16), dtype)
+        through: dict[str, Any] = {"gelu": True, "grad": True, "gelu_in": before}
+        name, operands = f"{what} through gelu to [2, 3, 16]", (weight, False, dy, False)
+        yield _case(name, operands, dtype, bias=before[0, 0], **through)
+        # A weight gradient: dy^T x, whose bias gradient are the sums of dy.
+        x, dy = draw.normal((32, 40), dtype), draw.normal((32, 24), dtype)
+        bias = draw.normal((24,), dtype)
+        yield _case(f"{what} gradient of a bias", (x, False, dy, True), dtype, bias=bias, grad=True)
+    yield from _mixed_products(draw)
+    yield from _quantized_products(draw)
+
+
+def _product_options(
+    draw: Draw, dtype: torch.dtype, m: int, n: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the options of a product [m, n]."""
+    f32, bias, before = torch.float32, draw.normal((n,), dtype), draw.normal((m, n), dtype)
+    through = {"gelu": True, "grad": True, "gelu_in": draw.normal((m, n), dtype)}
+    yield "bias", {"bias": bias}
+    yield "into D", {"out": draw.place((m, n), dtype)}
+    yield "to float32", {"dtype": f32}
+    yield "into D of float32", {"out": draw.place((m, n), f32), "dtype": f32}
+    yield "a factor", {"factors": (3.0, None)}
+    yield "bias and gelu", {"bias": bias, "gelu": True}
+    place = draw.place((m, n), dtype)
+    yield "bias and gelu, whose argument is kept", {"bias": bias, "gelu": True, "gelu_in": place}
+    yield "gradient through gelu", through
+    yield "gradient through gelu and bias", {**through, "bias": bias}
+
+    def added_to(kind: torch.dtype) -> dict[str, Any]:
+        return {"out": draw.among_others(before.to(kind)), "accumulate": True, "dtype": kind}
+
+    for kind in (f32, torch.float16, torch.bfloat16):
+        yield f"accumulated in {name_of(kind)}", added_to(kind)
+    yield "factors", {**added_to(dtype), "factors": (0.5, 2.0)}
+    yield "factors and bias", {**added_to(dtype), "factors": (-0.5, 0.25), "bias": bias}
+
+
+def _quantized_products(draw: Draw) -> Iterator[Case]:
+    device, bf16 = draw.device, torch.bfloat16
+    kinds = "current", "tiles", "square tiles", "mxfp8", "nvfp4"
+
+    def operands(one: str, other: str, sign: bool = False) -> tuple:
+        made = [draw.normal((rows, 64), bf16) for rows in (48, 32)]
+        pairs = zip((one, other), made, strict=True)
+        A, B = (quantizers(device)[kind](t.sign() if sign else t) for kind, t in pairs)
+        return A, True, B, False
+
+    for kind in kinds:
+        name, bias = f"quantized, {kind}", draw.normal((48,), bf16)
+        yield _case(name, operands(kind, kind), bf16)
+        yield _case(f"{name}, bias and gelu", operands(kind, kind), bf16, bias=bias, gelu=True)
+        # Sums of 1 and -1 are exact however they are added, so the bias shows how it was rounded.
+        bias, signs = draw.normal((48,), torch.float32, 8.0), operands(kind, kind, True)
+        yield _case(f"{name}, bias in float32", signs, torch.float32, bias=bias)
+    for one, other in combinations(kinds, 2):
+        for gelu in (False, True):
+            name = f"{one} times {other}{', gelu' * gelu}"
+            yield _case(name, operands(one, other), bf16, gelu=gelu)
+
+
+def _mixed_products(draw: Draw) -> Iterator[Case]:
+    """Operands of two dtypes."""
+    for one, other in permutations(draw.dtypes, 2):
+        A, B = draw.normal((24, 32), one), draw.normal((17, 32), other)
+        for gelu in (False, True):
+            name = f"{name_of(one)} and {name_of(other)}{', gelu' * gelu}"
+            yield _case(name, (A, True, B, False), torch.float32, gelu=gelu)
+
+
+# ---- rotary positions ----------------------------------------------------------------------------
+
+
+_TOKENS, _BATCH, _HEADS, _DIM = 8, 2, 3, 16
+
+
+def _angles(draw: Draw, count: int, interleaved: bool) -> Tensor:
+    """fp32 [positions, 1, 1, count]: each frequency turns two channels."""
+    rates = 10000.0 ** -(torch.arange(0, count, 2, dtype=torch.float64) / count)
+    each = torch.arange(4 * _TOKENS, dtype=torch.float64)[:, None] * rates
+    both = each.repeat_interleave(2, -1) if interleaved else torch.cat((each, each), -1)
+    return both.float()[:, None, None].to(draw.device)
+
+
+def _format(form: str) -> tuple[tuple[int, ...], int]:
+    """Leading dims of tensors of a format, and its `NVTE_QKV_Format`."""
+    from transformer_engine.plugin.core.ops import NVTE_QKV_Format
+
+    leading = {"sbhd": (_TOKENS, _BATCH), "bshd": (_BATCH, _TOKENS), "thd": (12,)}[form]
+    return leading, NVTE_QKV_Format[f"NVTE_{form.upper()}"]
+
+
+def _starts(draw: Draw) -> Tensor:
+    return torch.tensor([3, 11], dtype=torch.int32, device=draw.device)
+
+
+@Case.of("fused_rope_forward", "fused_rope_backward")
+def _rope(op: str, draw: Draw) -> Iterator[Case]:
+    backward = op == "fused_rope_backward"
+    ranks = (_DIM, (1, 0)), (12, (1, 0)), (12, (2, 1))
+    options = product(draw.dtypes, ("sbhd", "bshd", "thd"), (False, True), ranks)
+    for dtype, form, interleaved, (count, (size, rank)) in options:
+        (leading, kind), cu = _format(form), None
+        if form == "thd":
+            cu = torch.tensor([0, 4, 4, 12], dtype=torch.int32, device=draw.device) * size
+        x = draw.normal((*leading, _HEADS, _DIM), dtype)
+        starts = () if backward else (None,)
+        angles = _angles(draw, count, interleaved)
+        how = f"{' interleaved' * interleaved} rank {rank} of {size}"
+        name = f"{name_of(dtype)} {form} {count} of {_DIM}{how}"
+        args = (x, angles, *starts, kind, interleaved, cu, size, rank)
+        yield Case(name, args, (Result("the result", dtype),))
+    # Sequences that begin at positions of their own (a gradient takes none), or have such angles.
+    for dtype, form in product(draw.dtypes, ("sbhd", "bshd")):
+        leading, kind = _format(form)
+        own = draw.normal((_TOKENS, _BATCH, 1, 12), torch.float32)
+        own[..., 6:] = own[..., :6]
+        given = {"angles": (own, *(() if backward else (None,)))}
+        if not backward:
+            given["positions"] = _angles(draw, 12, False), _starts(draw)
+        for what, angles_and_starts in given.items():
+            x = draw.normal((*leading, _HEADS, _DIM), dtype)
+            args = (x, *angles_and_starts, kind, False, None, 1, 0)
+            name = f"{name_of(dtype)} {form} {what} of each sequence"
+            yield Case(name, args, (Result("the result", dtype),))
+
+
+_SIZES = ((32, 16, 24), (16, 16, 16), (48, 8, 8))
+"""Channels of a group of queries, of its key and of its value, in a projection."""
+
+
+@Case.of("fused_qkv_rope_forward", "fused_qkv_rope_backward")
+def _projection(op: str, draw: Draw) -> Iterator[Case]:
+    """Queries, keys and values of a projection, and its gradient."""
+    backward = op == "fused_qkv_rope_backward"
+    options = product(draw.dtypes, ("sbhd", "bshd"), (False, True), _SIZES, ((1, 0), (2, 1)))
+    for dtype, form, interleaved, sizes, (size, rank) in options:
+        leading, kind = _format(form)
+        angles = [_angles(draw, n, interleaved) for n in (sizes[1], sizes[1] // 2)]
+        rest = (list(sizes), kind, interleaved, size, rank)
+        name = f"{name_of(dtype)} {form} {list(sizes)}{' interleaved' * interleaved}"
+        ending = f" rank {rank} of {size}"
+        if backward:
+            heads = _HEADS * sizes[0] // sizes[1], _HEADS, _HEADS
+            widths = sizes[1], sizes[1], sizes[2]
+            pairs = zip(heads, widths, strict=True)
+            grads = [draw.normal((*leading, *pair), dtype) for pair in pairs]
+            wanted = (Result("the gradient", dtype),)
+            yield Case(f"{name}{ending}", (*grads, *angles, *rest), wanted)
+            continue
+        x = draw.normal((*leading, _HEADS, sum(sizes)), dtype)
+        wanted = tuple(Result(what, dtype) for what in ("queries", "keys", "values"))
+        yield Case(f"{name}{ending}", (x, *angles, None, *rest), wanted)
+        if size == 1:
+            args = (x, *angles, _starts(draw), *rest)
+            yield Case(f"{name} from positions{ending}", args, wanted)

@@ -15,7 +15,6 @@ from transformer_engine.plugin.core.discovery import discover_others, warn_of_un
 from transformer_engine.plugin.core.failures import NobodyError, nearest
 from transformer_engine.plugin.core.locks import ForkSafeLock
 from transformer_engine.plugin.core.policy import PolicyManager, SelectionPolicy, when_used
-from transformer_engine.plugin.core.predicates import predicate_of
 from transformer_engine.plugin.core.registry import OpRegistry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, match_token
 
@@ -90,7 +89,7 @@ class Explanation(NamedTuple):
         for impl, refused, calls, said in self.candidates:
             number += not refused
             place = "-" if refused else str(number)
-            takes = "" if predicate_of(impl) is None else ", of calls that it takes"
+            takes = "" if impl.takes is None else ", of calls that it takes"
             takes += said and f" (not the last other one: {said})"
             why = refused or f"priority {impl.priority}{takes}, called {calls} times"
             lines.append(f"    {place:>2}  {impl.impl_id:24} {why}")
@@ -380,7 +379,7 @@ class OpManager:
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)
         if found is None:
-            found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, predicate_of(impl))
+            found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, impl.takes)
             found = self._implementations.setdefault(impl, found)
             if isinstance(impl.fn, _core.NativeSlot):
                 self._earlier.setdefault(impl, impl.fn.calls)

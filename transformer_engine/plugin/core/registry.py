@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformer_engine.common.contexts import Context
 from transformer_engine.plugin.core.locks import ForkSafeLock
@@ -15,14 +15,11 @@ from transformer_engine.plugin.core.types import OpImpl
 __all__ = ["OpRegistry", "OpRegistrySnapshot"]
 
 
-class OpRegistrySnapshot:
+class OpRegistrySnapshot(NamedTuple):
     """All implementations at one time; nothing changes it."""
 
-    __slots__ = ("impls_by_op", "version")
-
-    def __init__(self, impls: Mapping[str, tuple[OpImpl, ...]], version: int) -> None:
-        self.impls_by_op = MappingProxyType(dict(impls))
-        self.version = version  # how often the registry had changed
+    impls_by_op: Mapping[str, tuple[OpImpl, ...]] = MappingProxyType({})
+    version: int = 0  # how often the registry had changed
 
 
 class OpRegistry:
@@ -34,7 +31,7 @@ class OpRegistry:
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
-        self._snapshot = OpRegistrySnapshot({}, 0)
+        self._snapshot = OpRegistrySnapshot()
         # By thread those of the blocks that it is in: (implementation, whether it came).
         self._recorders: dict[int, tuple[list[tuple[OpImpl, bool]], ...]] = {}
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,8 +88,8 @@ class OpRegistry:
     def clear(self) -> None:
         """Take all out."""
         with self._lock:
-            all_of_them = itertools.chain(*self._snapshot.impls_by_op.values())
-            listeners = self._changed({}, tuple(all_of_them), False)
+            gone = tuple(itertools.chain(*self._snapshot.impls_by_op.values()))
+            listeners = self._changed({}, gone, False)
         _tell(listeners)
 
     def snapshot(self) -> OpRegistrySnapshot:
@@ -135,11 +132,11 @@ class OpRegistry:
         with self._lock:
             self._listeners.add(listener)
 
-    def _changed(self, impls: Mapping[str, tuple[OpImpl, ...]], who: tuple, came: bool) -> tuple:
+    def _changed(self, impls: dict[str, tuple[OpImpl, ...]], who: tuple, came: bool) -> tuple:
         """Put the snapshot in place, at once; who is to be told, once the lock is free."""
         for recorder in self._recorders.get(threading.get_ident(), ()):
             recorder += [(impl, came) for impl in who]
-        self._snapshot = OpRegistrySnapshot(impls, self._snapshot.version + 1)
+        self._snapshot = OpRegistrySnapshot(MappingProxyType(impls), self.version + 1)
         return tuple(self._listeners)
 
 

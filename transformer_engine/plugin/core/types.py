@@ -3,10 +3,13 @@
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
+
+from transformer_engine import _core
 
 
 class BackendImplKind(StrEnum):
@@ -123,6 +126,21 @@ class OpImpl(Plain):
     def __hash__(self) -> int:
         return hash((self.op_name, self.impl_id))  # functions need not have one
 
+    @functools.cached_property
+    def takes(self) -> Callable[..., Any] | None:
+        """Return whether it takes a call, from the arguments of that; None: it takes every call."""
+        if self.supported_dtypes is None and self.min_arch is None:
+            return self.supports
+        least = None if self.min_arch is None else architecture(self.min_arch)
+        named = self.supported_dtypes
+        dtypes = None if named is None else frozenset(map(_plain, named))
+
+        @functools.cache
+        def fits(dtype: Any, device: Any) -> bool | None:
+            return _fits(dtype, device, dtypes, least)
+
+        return _core.Predicate(fits, self.supports, by_device=least is not None)
+
     def is_available(self) -> bool:
         """Return whether it can run in this process."""
         return not self.unavailable_because()
@@ -142,6 +160,27 @@ class OpImpl(Plain):
             return "" if available else "it says that it is not available"
         except Exception as error:  # noqa: BLE001 - an answer like any other: it is not available
             return f"asked whether it is available it raised {type(error).__name__}: {error}"
+
+
+def _plain(dtype: Any) -> str:
+    """Name of a dtype without its framework."""
+    return str(dtype).rpartition(".")[2].lower()
+
+
+_INDICES = ("int32", "int64", "bool")
+"""Dtypes of places, lengths and flags, which calls may have before the tensors that matter."""
+
+
+def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
+    """Return whether a tensor is one that is taken; None: the next one says so."""
+    if least is not None:
+        if getattr(device, "type", "") != "cuda":
+            return False
+        if sys.modules["torch"].cuda.get_device_capability(device) < least:
+            return False
+    if dtypes is None or _plain(dtype) in dtypes:
+        return True
+    return None if _plain(dtype) in _INDICES else False
 
 
 def names_of(given: Iterable[Any], what: str, kind: type = str) -> frozenset:

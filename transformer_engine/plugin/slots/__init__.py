@@ -38,7 +38,7 @@ class Mapped(NamedTuple):
 
 _CASTS = ("quantize", "bgrad_quantize")
 _OF_VALUES = (*_CASTS, "compute_amax")  # what becomes of values that another operator computes
-_SOFTMAX = builtin.NATIVE["softmax"].split()  # each forward, and its backward
+_SOFTMAX = builtin.SOFTMAX.split()  # each forward, and its backward
 _UPDATE = "fused_amax_and_scale_update_after_reduction"
 
 MAPPED: tuple[Mapped, ...] = (
@@ -56,11 +56,11 @@ MAPPED: tuple[Mapped, ...] = (
         "values:activation_backward",
     ),
     Mapped("softcap", _OF_VALUES, "values:softcap"),
-    Mapped("attention", ("fused_attn_fwd",), "attention:forward"),
-    Mapped("attention_backward", ("fused_attn_bwd",), "attention:backward"),
-    Mapped("softmax", tuple(_SOFTMAX[::2]), "softmax:forward"),
-    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "softmax:backward"),
-    Mapped("rope", tuple(builtin.NATIVE["rope"].split()), "rope:rope"),
+    Mapped("attention", ("fused_attn_fwd",), "attention:attention"),
+    Mapped("attention_backward", ("fused_attn_bwd",), "attention:attention_backward"),
+    Mapped("softmax", tuple(_SOFTMAX[::2]), "attention:softmax"),
+    Mapped("softmax_backward", tuple(_SOFTMAX[1::2]), "attention:softmax_backward"),
+    Mapped("rope", tuple(builtin.ROPE.split()), "attention:rope"),
     Mapped("cache_append", ("copy_to_kv_cache",), "state:cache_append"),
     Mapped("transpose", ("fp8_transpose",), "state:transpose"),
     Mapped("amax", ("compute_amax",), "state:amax"),

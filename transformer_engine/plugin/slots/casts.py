@@ -42,7 +42,7 @@ _MEANING = frozenset(
     + ("_nvfp4_e4m3_max", "_with_random_sign_mask")
 )
 """Of what a quantized tensor says: what its codes and scales mean."""
-_FORMS = ("row", "row_scales", "column", "column_scales", "row_amax", "column_amax")
+_FORMS = ("row", "column", "row_scales", "column_scales", "row_amax", "column_amax")
 _SETTINGS = (
     *("power_2_scale", "square", "hadamard", "rng", "four_over_six", "scales_to_256"),
     *("row_scaled", "amax_epsilon", "margin"),
@@ -78,19 +78,15 @@ def _made_of(
     fields: Fields, quantizer: Any, row: recipes.Format, shape: tuple[int, int]
 ) -> dict[str, Any]:
     """Fields of a quantized tensor over the forms of a call."""
-    data, column = fields["row"], fields["column"]
-    scales, column_scales = fields["row_scales"], fields["column_scales"]
-    forms: tuple
+    forms = data, column, scales, column_scales, *_ = tuple(fields[name] for name in _FORMS)
     if row.recipe in (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT):
         one = scales if scales is not None else column_scales
         if one is None:  # nobody reads it
             device = (column if data is None else data).device
             one = torch.ones(_SCALES, dtype=torch.float32, device=device)
         forms = data, column, one
-    elif row.recipe == _core.RECIPE_NVFP4:
-        forms = data, column, scales, column_scales, fields["row_amax"], fields["column_amax"]
-    else:
-        forms = data, column, scales, column_scales
+    elif row.recipe != _core.RECIPE_NVFP4:
+        forms = forms[:4]
     return {**row.fields(quantizer, forms, shape), "_quantizer": quantizer}
 
 

@@ -25,13 +25,8 @@ Fields = Mapping[str, Any]
 """Fields of a call by name: tensors over the memory of the call, None where absent, numbers."""
 
 
-def _placed(name: str, asked: tuple) -> tuple[bool, ...] | None:
-    """Which of an operator's implementations take the places of results; None: it has none."""
-    return tuple(_takes_out(one.function) for one in asked) if name in PLACED else None
-
-
 def _takes_out(function: Callable) -> bool:
-    """Return whether it names `out` among its parameters; what passes on any keyword may not."""
+    """Return whether it takes places of results: what passes on any keyword may not name `out`."""
     try:
         parameter = inspect.signature(function).parameters.get("out")
     except (TypeError, ValueError):  # of what has none to show
@@ -77,7 +72,8 @@ class Choices(dict):
     def _choice(self, name: str, raises: bool) -> Any:
         """Of an operator's implementations; whether it raises for a call that none takes."""
         asked = self._asked[name]
-        return _core.Choice(name, asked, self._refuse if raises else None, _placed(name, asked))
+        placed = tuple(_takes_out(one.function) for one in asked) if name in PLACED else None
+        return _core.Choice(name, asked, self._refuse if raises else None, placed)
 
     def followed(self, name: str, *others: str) -> Any:
         """Return the choice of `name` where `others` are asked next.

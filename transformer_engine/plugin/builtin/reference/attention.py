@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a matrix of scores, and rotary positions; see `builtin.attention` and `.rope`.
+"""Attention with a matrix of scores, and rotary positions; see `builtin.attention`.
 
 Gradients are autograd's. There is no dropout: its random bits are an implementation's own.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.attention_kinds import in_format
+from transformer_engine.plugin.builtin import ROPE
 from transformer_engine.plugin.builtin import attention as native
-from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.attention.masks import alibi_bias, padding_mask, window_mask
 from transformer_engine.pytorch.attention.problem import Sequences, to_packed, to_padded
@@ -78,11 +80,6 @@ def attend(
     return out, sums, top
 
 
-def _attended(problem: native.Problem, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` to queries, keys and values in their formats."""
-    return attend(problem.fields, *problem.seen(*tensors))
-
-
 @in_own_dtypes
 @operator
 def fused_attn_fwd(call: Any) -> list:
@@ -91,7 +88,8 @@ def fused_attn_fwd(call: Any) -> list:
     refuse(op, page_table_k=call.page_table_k, page_table_v=call.page_table_v)
     refuse(op, s_quantizer=call.s_quantizer, p_dropout=call.is_training and call.p_dropout > 0.0)
     problem = native.problem_of(op, call, (call.Bias, call.SoftmaxOffset))
-    out, sums, top = _attended(problem, [exact(op, "", t) for t in (call.Q, call.K, call.V)])
+    heads = problem.seen(*(exact(op, "", t) for t in (call.Q, call.K, call.V)))
+    out, sums, top = attend(problem.fields, *heads)
     results = [quantized(op, in_format(out, problem.forms[0]).to(call.Q.dtype), call.o_quantizer)]
     results += [top] * call.return_max_logit
     if call.is_training:
@@ -115,7 +113,7 @@ def fused_attn_bwd(call: Any) -> list:
             problem.fields["bias"] = wide[3]
         if offset is not None:
             problem.fields["sink"] = wide[4].reshape(-1)
-        out, *_ = _attended(problem, wide[:3])
+        out, *_ = attend(problem.fields, *problem.seen(*wide[:3]))
         leaves = [t for t in wide if t is not None]
         found = torch.autograd.grad(
             in_format(out, problem.forms[0]), leaves, exact(op, "dO", call.dO)
@@ -153,47 +151,39 @@ def _transposed(function: Callable[[Tensor], Any], like: Tensor, grads: Any) -> 
     return torch.autograd.grad(made, source, grads)[0]
 
 
-def _turned(op: str, call: Any, t: Tensor, starts: Tensor | None) -> Tensor:
-    """Compute t cos + rot(t) sin over the first channels."""
-    form = qkv_format_name(op, call.qkv_format)
+def _rope(op: str, call: Any) -> Tensor:
+    """Compute t cos + rot(t) sin over the first channels, or the transposed map of gradients."""
+    form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
     positions = Positions(form, starts, call.cu_seqlens, call.cp_size, call.cp_rank)
-    return turn_by_torch(t, call.freqs, positions, call.interleaved)
+
+    def turn(t: Tensor) -> Tensor:
+        return turn_by_torch(t, call.freqs, positions, call.interleaved)
+
+    if op == "fused_rope_forward":
+        return turn(call.input.detach())
+    return _transposed(turn, call.output_grads, call.output_grads)
 
 
-@operator
-def fused_rope_forward(call: Any) -> Tensor:
-    """Compute t cos + rot(t) sin over the first channels."""
-    return _turned("fused_rope_forward", call, call.input.detach(), call.start_positions)
-
-
-@operator
-def fused_rope_backward(call: Any) -> Tensor:
-    """Gradient of the input of `fused_rope_forward` without start positions."""
-    grads, op = call.output_grads, "fused_rope_backward"
-    return _transposed(lambda t: _turned(op, call, t, None), grads, grads)
-
-
-def _parts(op: str, call: Any, qkv: Tensor, starts: Tensor | None) -> tuple[Tensor, ...]:
-    """Queries and keys of a projection, rotated, and values."""
-    form, sizes = qkv_format_name(op, call.qkv_format), [int(n) for n in call.qkv_split_arg_list]
+def _rope_of_parts(op: str, call: Any) -> Any:
+    """Queries and keys of a projection, rotated, and values; or the transposed map of gradients."""
+    form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
     positions = Positions(form, starts, None, call.cp_size, call.cp_rank)
-    query, key, value = qkv.split(sizes, -1)
-    query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
-    pairs = (query, call.q_freqs), (key, call.k_freqs)
-    turned = (turn_by_torch(t, freqs, positions, call.interleaved) for t, freqs in pairs)
-    return *turned, value.contiguous()
+    sizes = [int(n) for n in call.qkv_split_arg_list]
+
+    def turn(qkv: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = qkv.split(sizes, -1)
+        query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
+        pairs = (query, call.q_freqs), (key, call.k_freqs)
+        turned = (turn_by_torch(t, freqs, positions, call.interleaved) for t, freqs in pairs)
+        return *turned, value.contiguous()
+
+    if op == "fused_qkv_rope_forward":
+        return turn(call.qkv_input.detach())
+    key = call.k_grad_out
+    like = key.new_empty(*key.shape[:-1], sum(sizes))
+    return _transposed(turn, like, (call.q_grad_out, key, call.v_grad_out))
 
 
-@operator
-def fused_qkv_rope_forward(call: Any) -> tuple[Tensor, ...]:
-    """Queries and keys, rotated, and values."""
-    return _parts("fused_qkv_rope_forward", call, call.qkv_input.detach(), call.start_positions)
-
-
-@operator
-def fused_qkv_rope_backward(call: Any) -> Tensor:
-    """Gradient of the input of `fused_qkv_rope_forward` without start positions."""
-    op, key = "fused_qkv_rope_backward", call.k_grad_out
-    like = key.new_empty(*key.shape[:-1], sum(call.qkv_split_arg_list))
-    grads = call.q_grad_out, key, call.v_grad_out
-    return _transposed(lambda qkv: _parts(op, call, qkv, None), like, grads)
+for _op in ROPE.split():
+    _run = functools.partial(_rope_of_parts if "qkv" in _op else _rope, _op)
+    define(globals(), _op, _run, getattr(native, _op).__doc__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, norms, softmax, dropout and products; see the modules of `builtin`.
+"""Activations, norms, softmax, dropout and products; see `builtin.layers`.
 
 Gradients of activations are autograd's. The mask of dropout is bool, of the shape of the input:
 True is kept.
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from transformer_engine.plugin.builtin import activation, dropout, softmax
-from transformer_engine.plugin.builtin.gemm import WAITING
-from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.builtin import layers as native
+from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.pytorch.cpp_extensions.values import (
     checked,
     exact,
@@ -45,30 +44,19 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of the first half of the columns, of gated activations."""
 
 
-def activate(name: str, x: Tensor) -> Tensor:
-    """The activation `name`, in the dtype of `x`."""
-    if name in FORMULAS:
-        return FORMULAS[name](x)
+def activate(kind: str, call: Any, x: Tensor) -> Tensor:
+    """The activation of a call, in the dtype of `x`."""
+    if kind in FORMULAS:
+        return FORMULAS[kind](x)
     first, second = x.chunk(2, -1)
-    return GATED[name](first) * second
-
-
-def activate_clamped(x: Tensor, limit: float, alpha: float) -> Tensor:
-    """`clamped_swiglu`, in the dtype of `x`."""
-    first, second = x.chunk(2, -1)
-    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-    return first * torch.sigmoid(alpha * first) * (second + 1)
-
-
-def _function(kind: str, call: Any) -> Callable[[Tensor], Tensor]:
-    """The activation of a call."""
-    if kind == "clamped_swiglu":
-        return functools.partial(activate_clamped, **activation.numbers_of(call))
-    return functools.partial(activate, kind)
+    if kind in GATED:
+        return GATED[kind](first) * second
+    first, second = first.clamp(max=call.limit), second.clamp(-call.limit, call.limit)
+    return first * torch.sigmoid(call.alpha * first) * (second + 1)
 
 
 def _activated(op: str, kind: str, call: Any) -> Any:
-    made = _function(kind, call)(exact(op, "input", call.input))
+    made = activate(kind, call, exact(op, "input", call.input))
     return quantized(op, made.to(call.input.dtype), call.quantizer)
 
 
@@ -76,7 +64,7 @@ def _activation_gradient(op: str, kind: str, call: Any) -> Any:
     x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        out = _function(kind, call)(x)
+        out = activate(kind, call, x)
     (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
     cast = quantized(op, made.to(call.fwd_input.dtype), call.quantizer)
     if not op.startswith("dbias_"):
@@ -84,73 +72,46 @@ def _activation_gradient(op: str, kind: str, call: Any) -> Any:
     return made.reshape(-1, made.shape[-1]).sum(0).to(call.grad.dtype), cast
 
 
-activation.define_all(globals(), _activated, _activation_gradient)
+native.define_activations(globals(), _activated, _activation_gradient)
 
 
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _normed(op: str, call: Any, bias: Tensor | None, mu: Any) -> tuple[Any, Tensor]:
-    """(y, rsigma) of rows less their means `mu`."""
-    centred = exact(op, "input", call.input) - mu
+def _normed(op: str, call: Any) -> tuple[Any, Tensor | None, Tensor]:
+    """(y, mu or None, rsigma) of rows, less their means in a layernorm."""
+    centred, mu = exact(op, "input", call.input), None
+    if op == "layernorm_fwd":
+        mu = centred.mean(-1, keepdim=True)
+        centred = centred - mu
     rsigma = (centred.square().mean(-1, keepdim=True) + call.eps).rsqrt()
     y = centred * rsigma * (exact(op, "weight", call.weight) + call.zero_centered_gamma)
+    bias = getattr(call, "bias", None)
     y = y if bias is None else y + exact(op, "bias", bias)
     y = quantized(op, y.to(torch_dtype(op, "otype", call.otype)), call.quantizer, call.ln_out)
-    return y, rsigma.flatten()
+    return y, None if mu is None else mu.flatten(), rsigma.flatten()
 
 
-@operator
-def layernorm_fwd(call: Any) -> tuple[Any, Tensor, Tensor]:
-    """(y, mu, rsigma): y = (x - mu) rsigma weight + bias, rsigma = 1 / sqrt(var + eps)."""
-    op = "layernorm_fwd"
-    mu = exact(op, "input", call.input).mean(-1, keepdim=True)
-    y, rsigma = _normed(op, call, call.bias, mu)
-    return y, mu.flatten(), rsigma
-
-
-@operator
-def rmsnorm_fwd(call: Any) -> tuple[Any, None, Tensor]:
-    """(y, None, rsigma): y = x rsigma weight, rsigma = 1 / sqrt(mean(x²) + eps)."""
-    y, rsigma = _normed("rmsnorm_fwd", call, None, 0.0)
-    return y, None, rsigma
-
-
-def _norm_gradient(
-    op: str, call: Any, dy: Tensor, mu: Tensor | None = None, add: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """(dx with what is added to it, gradients of gamma, of beta)."""
-    rows = (*call.x.shape[:-1], 1)
-    grad, centred = exact(op, "dy", dy), exact(op, "x", call.x)
-    rsigma = exact(op, "rsigma", call.rsigma).view(rows)
-    if mu is not None:
-        centred = centred - exact(op, "mu", mu).view(rows)
+def _norm_gradient(op: str, call: Any) -> tuple[Tensor, ...]:
+    """(dx with what is added to it, gradients of gamma, of beta in a layernorm)."""
+    rows, layernorm = (*call.x.shape[:-1], 1), op == "layernorm_bwd"
+    grad = exact(op, "dy", call.dz if op == "rmsnorm_bwd_add" else call.dy)
+    centred, rsigma = exact(op, "x", call.x), exact(op, "rsigma", call.rsigma).view(rows)
+    if layernorm:
+        centred = centred - exact(op, "mu", call.mu).view(rows)
     normed = centred * rsigma
     through = grad * (exact(op, "gamma", call.gamma) + call.zero_centered_gamma)
     dx = through - normed * (through * normed).mean(-1, keepdim=True)
-    if mu is not None:
-        dx = dx - through.mean(-1, keepdim=True)
-    dx = dx * rsigma if add is None else dx * rsigma + exact(op, "add", add)
-    sums = [each.reshape(-1, call.x.shape[-1]).sum(0) for each in (grad * normed, grad)]
-    return dx.to(call.x.dtype), *(each.to(call.gamma.dtype) for each in sums)
+    dx = rsigma * (dx - through.mean(-1, keepdim=True) if layernorm else dx)
+    dx = dx + exact(op, "add", call.add) if op == "rmsnorm_bwd_add" else dx
+    of_factors = grad * normed, *((grad,) if layernorm else ())
+    sums = [each.reshape(-1, call.x.shape[-1]).sum(0).to(call.gamma.dtype) for each in of_factors]
+    return dx.to(call.x.dtype), *sums
 
 
-@operator
-def layernorm_bwd(call: Any) -> tuple[Tensor, ...]:
-    """(dx, dgamma, dbeta) of `layernorm_fwd`."""
-    return _norm_gradient("layernorm_bwd", call, call.dy, call.mu)
-
-
-@operator
-def rmsnorm_bwd(call: Any) -> tuple[Tensor, ...]:
-    """(dx, dgamma) of `rmsnorm_fwd`."""
-    return _norm_gradient("rmsnorm_bwd", call, call.dy)[:2]
-
-
-@operator
-def rmsnorm_bwd_add(call: Any) -> tuple[Tensor, ...]:
-    """`rmsnorm_bwd` with `add` added to dx as it is rounded."""
-    return _norm_gradient("rmsnorm_bwd_add", call, call.dz, add=call.add)[:2]
+for _op in ("layernorm_fwd", "rmsnorm_fwd", "layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"):
+    _run = functools.partial(_normed if _op.endswith("_fwd") else _norm_gradient, _op)
+    define(globals(), _op, _run, getattr(native, _op).__doc__)
 
 
 # ---- softmax -------------------------------------------------------------------------------------
@@ -176,7 +137,7 @@ def _softmax_gradient(op: str, call: Any) -> Tensor:
     return made.to(call.softmax_output.dtype)
 
 
-softmax.define_all(globals(), _softmax, _softmax_gradient)
+native.define_softmax(globals(), _softmax, _softmax_gradient)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -186,7 +147,7 @@ softmax.define_all(globals(), _softmax, _softmax_gradient)
 def dropout_fwd(call: Any) -> tuple[Tensor, Tensor]:
     """(result, mask)."""
     op, inp = "dropout_fwd", checked("dropout_fwd", "input", call.input)
-    p = dropout.probability(op, call.dropout_probability)
+    p = native.probability(op, call.dropout_probability)
     mask = torch.rand(inp.shape, dtype=torch.float32, device=inp.device) >= p
     return written(op, "out", _masked(inp, mask, p), call.out), mask
 
@@ -201,7 +162,7 @@ def dropout_bwd(call: Any) -> Tensor:
             f"{op}: mask: {mask.dtype} {tuple(mask.shape)}, expected the bool "
             f"{tuple(grad.shape)} of dropout_fwd of the same implementation"
         )
-    p = dropout.probability(op, call.dropout_probability)
+    p = native.probability(op, call.dropout_probability)
     return written(op, "grad_input", _masked(grad, mask, p), call.grad_input)
 
 
@@ -218,7 +179,7 @@ def _masked(values: Tensor, mask: Tensor, p: float) -> Tensor:
 def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """D = epilogue(alpha op(B) op(A) + beta D + bias), as row-major matrices."""
     op, bias, gelu_in = "generic_gemm", call.bias, call.gelu_in
-    refuse(op, **{name: getattr(call, name) for name in WAITING})
+    refuse(op, **{name: getattr(call, name) for name in native.WAITING})
     left, right = exact(op, "B", call.B), exact(op, "A", call.A).flatten(0, -2)
     right = right.t() if call.transA else right
     left = left.flatten(0, -2).t() if call.transB else left
