@@ -22,7 +22,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
-from tols import BF16
+from tols import BF16, F32
 from torch._dynamo.backends.common import aot_autograd
 
 import transformer_engine.pytorch as te
@@ -469,12 +469,102 @@ def test_layers_of_one_kind_share_a_graph():
     assert_same_bits(run(model[2], x), expected)
 
 
+OTHERS = [
+    {"normalization": "RMSNorm", "qk_norm_type": "RMSNorm"},
+    {"qk_norm_type": "LayerNorm"},
+    {"bias": False},
+    {"activation": "relu", "layernorm_epsilon": 0.25},
+    {"num_gqa_groups": 2},
+    {"zero_centered_gamma": True},
+    {"softmax_type": "off-by-one"},
+    {"apply_residual_connection_post_layernorm": True},
+]
+"""Options of layers whose parameters may look alike."""
+
+
+def test_layers_of_other_kinds_do_not():
+    """In one function, whichever comes first."""
+    x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
+    layers = [make_layer("cpu", BF16, **FUSED, **options) for options in [{}, *OTHERS]]
+    run = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for ordered in (layers, layers[::-1]):
+            for layer in ordered:
+                assert_same_bits(run(layer, x), layer(x))
+    assert unique_graphs() == len(layers)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for layer in layers[::-1]:
+            assert_same_bits(run(layer, x), layer(x))
+
+
+NO_MATTER = {
+    *("tp_group", "parallel_mode", "ub_name", "cp_group", "cp_stream", "cp_global_ranks"),
+    *("cp_comm_type", "layer_number", "sequence_parallel"),
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads"),  # of a layer: its modules have them
+    *("layer_type", "output_layernorm"),  # the forward reads them
+    *(
+        "self_attn_mask_type",
+        "enc_dec_attn_mask_type",
+        "attn_mask_type",
+        "window_size",
+    ),  # the core's
+    *("attention_type", "normalization", "activation", "elementwise_affine"),  # others say the same
+    *("training", "name"),  # of what drops nothing, and has no label
+}
+
+
+def test_every_setting_is_one_of_the_graph():
+    """Of each module of a layer: it is read by `_READ_BY_PLANS`, or plans do not depend on it."""
+    options = {"qk_norm_type": "RMSNorm", "layer_type": "decoder", "name": "block"}
+    for module in make_layer("cpu", BF16, **options).modules():
+        plain = bool, int, float, str, tuple, type(None)
+        own = {name for name, value in module.__dict__.items() if isinstance(value, plain)}
+        public = {name for name in own if not name.startswith("_")}
+        assert public <= {*module._READ_BY_PLANS} | NO_MATTER, type(module)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_autocast_of_torch(where, recipe):
+    """Parameters are converted in the graph; what changes between two calls counts."""
+    graphs, model = Graphs(), model_of(1, dtype=F32, **FUSED)
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+
+    def amp(on=True):
+        return torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+    results = []
+    for compile in (lambda f: f, graphs.compile):
+        own = copy.deepcopy(model)[0]
+        te.reset()
+
+        def inside(x, own=own):
+            with amp():
+                return own(x, rotary_pos_emb=angles)
+
+        run = compile(
+            inside if where == "inside" else lambda x, own=own: own(x, rotary_pos_emb=angles)
+        )
+        found = []
+        for on in (True, False, True, True):
+            own.zero_grad()
+            given = x.clone().requires_grad_()
+            with region(RECIPES[recipe]()), amp(on):
+                out = run(given)
+            out.square().sum().backward()
+            found += [out.detach(), given.grad, *(p.grad for p in own.parameters())]
+        results.append([found, states_of(own)])
+    assert_same_bits(*results)
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
+
+
 def test_calls_by_modules():
     """What no operator holds; the bits are the same."""
     layer = make_layer("cpu", BF16, **FUSED)
     x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
     for name, around in {
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
         "attention in FP8": lambda: te.autocast(recipe=DelayedScaling(fp8_dpa=True)),
     }.items():
         graphs = Graphs()

@@ -37,7 +37,7 @@ from transformer_engine.pytorch.module.parameters import (
     one_of,
     positive_sizes,
 )
-from transformer_engine.pytorch.torchside.modes import only_forwards
+from transformer_engine.pytorch.torchside.modes import autocast_dtype, only_forwards
 
 __all__ = ["MultiheadAttention"]
 
@@ -472,12 +472,12 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         made = core.softmax_type != "vanilla" or options.core_attention_bias_type == "alibi"
         if options.without_tensors() and not made and type(core.window_size) is not list:
             return None
-        dtype = self._heads_dtype(inp)
+        dtype = autocast_dtype(inp.device.type) or self._heads_dtype()
         like = inp if inp.dtype is dtype else inp.new_empty(1, dtype=dtype).expand(inp.shape)
         found = self._find_way(core, like, options, None)
         return NotImplemented if found is None else found
 
-    def _heads_dtype(self, inp: Tensor) -> torch.dtype:
+    def _heads_dtype(self) -> torch.dtype:
         """Dtype of its projections."""
         first = self._modules[self._first()]
         return getattr(first, first.weight_names[0]).dtype

@@ -31,11 +31,13 @@ from transformer_engine.pytorch.execution.thread_state import (
     in_region,
 )
 from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.call_key import converted
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
 from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
+    autocast_dtype,
     constant_in_graphs,
     exporting,
     in_transform,
@@ -53,6 +55,7 @@ class _Found(NamedTuple):
     plans: CallPlans
     label: str
     splits: tuple[SplitTensors, ...]
+    dtypes: tuple[torch.dtype | None, ...]  # as of `ModuleCall`
 
 
 class _Kinds:
@@ -97,7 +100,6 @@ def may_hold(inp: Tensor) -> bool:
         or in_transform()
         or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
-        or torch.is_autocast_enabled(inp.device.type)
         or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
     )
 
@@ -136,7 +138,10 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     records = found.plans.backward is not None
     call.first = found.plans.quantized and records and state.first
     call.domain = state.domain
-    out = (run_call if records else run_without_backward)(call, inp, *attended, *parameters)
+    tensors = (inp, *attended, *parameters)
+    if found.dtypes:
+        tensors = converted(tensors, found.dtypes)
+    out = (run_call if records else run_without_backward)(call, *tensors)
     if call.first:
         state.first = False
     return out
@@ -161,7 +166,7 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
     modules: list = []
     of_parameters, count, *lines = places.split("\n")
     for line in lines:
-        path, names, absent, planned = line.split("|")
+        path, names, absent, without, planned = line.split("|")
         module = layer
         for name in path.split(".") if path else ():
             module = module._modules[name]
@@ -173,6 +178,7 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
             return None, [], []
         facts += [constants(own.get(name)) for name in names.split(",")]
         facts += [module._modules.get(name) is None for name in absent.split(",") if name]
+        facts += [module._parameters.get(name) is None for name in without.split(",") if name]
         modules.append(module)
     parameters: list = []
     for place in of_parameters.split(","):
@@ -239,8 +245,8 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     """Return where the modules of a layer stand, in lines; "" where it has to call them.
 
     In the first one are the parameters of a call, each the number of its module and its name; then
-    how many modules have slots, which follow the layer; then of each module its path, its
-    settings, modules that it could have, and whether it is a program's, whose settings are counted.
+    how many modules have slots, which follow the layer; then of each module its path, its settings,
+    modules and parameters that it could have, and whether it is a program's: its settings count.
     """
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
@@ -257,9 +263,11 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     lines = []
     for module in modules:
         absent = [n for n in getattr(module, "_MAY_HAVE", ()) if module._modules.get(n) is None]
+        without = [name for name, value in module._parameters.items() if value is None]
         names = ",".join(module._READ_BY_PLANS)
         planned = "planned" if getattr(module, "IS_PLANNED", False) else ""
-        lines.append(f"{paths[id(module)]}|{names}|{','.join(absent)}|{planned}")
+        fields = paths[id(module)], names, ",".join(absent), ",".join(without), planned
+        lines.append("|".join(fields))
     return "\n".join([",".join(parameters), str(len(calls.modules)), *lines])
 
 
@@ -300,7 +308,8 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         way = ways[i] if i < len(ways) else None
         if way is None:
             attends = layer if module is None else module
-            how = attends._attending(inp, options[i], parameters[name].dtype, None)
+            heads = autocast_dtype(inp.device.type) or parameters[name].dtype
+            how = attends._attending(inp, options[i], heads, None)
             if how is None or how.tensors or how.draw is not None:
                 return ""
         else:
@@ -318,7 +327,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
-    if call.staged is not None or call.dtypes or call.unread:
+    if call.staged is not None or call.unread:
         return ""
     if plans.main_grads or plans.defer or plans.writes_caches:
         return ""
@@ -334,7 +343,7 @@ def _name_of(plans: CallPlans, call: LayerCall) -> str:
         (one.weight.rows, None if one.bias is None else one.bias.rows, one.begin, one.part)
         for one in call.splits
     ]
-    key = plans, call.label, tuple(rows)
+    key = plans, call.label, tuple(rows), call.dtypes
     name = _NAMES.get(key)
     if name is None:
         if len(_NAMES) >= _MOST:
@@ -345,5 +354,5 @@ def _name_of(plans: CallPlans, call: LayerCall) -> str:
             SplitTensors(JoinedRows(weight), None if bias is None else JoinedRows(bias), *at)
             for weight, bias, *at in rows
         )
-        setattr(_FOUND, name, _Found(plans, call.label, splits))
+        setattr(_FOUND, name, _Found(plans, call.label, splits, call.dtypes))
     return name

@@ -71,7 +71,7 @@ class LinearBase(LinearCalls):
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
-    _READ_BY_PLANS = (*_SETTINGS, "use_bias", "_stages")
+    _READ_BY_PLANS = (*_SETTINGS, "NORM", "use_bias", "_stages")
     """Settings that plans of a layer depend on (see `traced_layer`)."""
 
     def _begin(
