@@ -110,7 +110,7 @@ def leaves(manager: Any) -> int:
 
 def conditions(call: Call, model: Stack) -> tuple[int, float]:
     """Conditions of the graph of a model, and the seconds that it takes to look at them."""
-    (entry,) = _debug_get_cache_entry_list(Stack.forward.__code__)
+    entry, *_ = _debug_get_cache_entry_list(Stack.forward.__code__)
     manager, given = entry.guard_manager, {"self": model, "x": call.x}
     with modes.region(call.recipe):
         checks = [call.machine.host_time(lambda: manager.check(given))[0] for _ in range(50)]
@@ -121,6 +121,7 @@ def rows(machine: Machine, name: str, count: int, sizes: tuple[int, int]) -> lis
     """Measure both ways under a recipe, in turns."""
     recipe, counter = modes.recipes()[name], Counter()
     torch._dynamo.reset()
+    te.reset()  # a graph has the updates of all scales that there are
     model = Stack(count, machine.device)
     compiled = torch.compile(model, fullgraph=True, backend=counter.backend)
     calls = {
