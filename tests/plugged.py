@@ -12,8 +12,8 @@ from tols import E4M3, F32, PASSED_ON, tol
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin import slots
 
 TOKENS, HIDDEN, FFN = 32, 64, 128
 RECIPES = {
@@ -57,7 +57,7 @@ def register(op, fn, **options):
 
 def native(op):
     """Implementation of this library."""
-    return plugin.get_registry().get_implementation(op, slots.NATIVE).fn
+    return plugin.get_registry().get_implementation(op, adapters.NATIVE).fn
 
 
 def made(name, device, dtype=F32, **options):
@@ -95,7 +95,7 @@ def ran(before):
     return {
         key: now[key] - before.get(key, 0)
         for key in now
-        if now[key] > before.get(key, 0) and not key.endswith(slots.NATIVE)
+        if now[key] > before.get(key, 0) and not key.endswith(adapters.NATIVE)
     }
 
 

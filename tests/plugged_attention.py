@@ -11,8 +11,8 @@ from tols import tol
 
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
+from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin import slots
 
 LENGTH, BATCH, HEADS, GROUPS, DIM = 12, 2, 4, 2, 16
 HIDDEN = HEADS * DIM
@@ -43,7 +43,7 @@ def reference():
 
 def ran():
     """Operators of which others than this library's implementations ran."""
-    return {key.partition("/")[0] for key in plugins.counts() if not key.endswith(slots.NATIVE)}
+    return {key.partition("/")[0] for key in plugins.counts() if not key.endswith(adapters.NATIVE)}
 
 
 def sums(device, *values):

@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin import slots
 
 pytestmark = pytest.mark.usefixtures("manager")
 
@@ -95,7 +95,7 @@ def test_by_the_reference(device, name, recipe):
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "gated", "LayerNormMLP"])
 def test_delegating_changes_no_bit(device, name, recipe):
     """Implementations that call this library's own: arguments and results come through exactly."""
-    for op in slots.OPERATORS - {"bgrad_quantize"}:
+    for op in adapters.OPERATORS - {"bgrad_quantize"}:
         fn = native(op)
         register(op, lambda *args, fn=fn, **kwargs: fn(*args, **kwargs))
     module, x = made(name, device), data(device)

@@ -12,8 +12,8 @@ from tols import BF16, F32, tol
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine import _core
+from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin import slots
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 pytestmark = pytest.mark.usefixtures("manager")
@@ -139,7 +139,7 @@ def test_activations_have_places(device, kind):
     x = data(device)
     wanted = step(copy.deepcopy(module), x)
     back = "clamped_dswiglu" if kind == "clamped_swiglu" else f"d{kind}"
-    ops = [op for op in (kind, back, f"dbias_{back}") if op in slots.PLACED]
+    ops = [op for op in (kind, back, f"dbias_{back}") if op in adapters.PLACED]
     calls = {op: recording(op, native(op)) for op in ops}
     same(step(module, x, policy=plugin.with_preference("vendor")), wanted)
     (_, (place,)) = calls[kind][0]

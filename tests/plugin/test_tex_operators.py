@@ -13,7 +13,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine import _core, plugin
-from transformer_engine.plugin import builtin, core, slots
+from transformer_engine.plugin import adapters, builtin, core
 from transformer_engine.plugin.core import (
     BackendImplKind,
     OpImpl,
@@ -128,7 +128,7 @@ def test_signatures(name):
     assert impls
     expected = parameters_of(function_of(name, SIGNATURES[name]))
     for impl in impls:
-        more = [OUT] if name in slots.PLACED and impl.impl_id == slots.NATIVE else []
+        more = [OUT] if name in adapters.PLACED and impl.impl_id == adapters.NATIVE else []
         assert parameters_of(impl.fn) == expected + more, impl
         function = inspect.unwrap(impl.fn.func)
         assert inspect.getdoc(function) and function.__name__ == name, impl

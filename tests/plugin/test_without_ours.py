@@ -8,8 +8,8 @@ from plugged import FFN, HIDDEN, MODULES, RECIPES, data, made, native, ran, regi
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin import slots
 
 pytestmark = pytest.mark.usefixtures("manager")
 
@@ -147,4 +147,4 @@ def test_dropout_asks_nobody_who_is_not_strict(device):
     with plugin.with_preference("vendor"):
         layer(device)(data(device))
         assert _core.selection_number() == 0
-    assert "dropout_fwd" not in slots.OPERATORS
+    assert "dropout_fwd" not in adapters.OPERATORS

@@ -95,7 +95,7 @@ def weights_of(module):
 
 def last_weight(module):
     """Name of the last layer's weight."""
-    return f"{module.PARTS[-1]}weight"
+    return f"{module.LINEARS[-1]}weight"
 
 
 def whole(module, name, value=lambda parameter: parameter, pieces=PIECES):
@@ -161,7 +161,7 @@ def expected_gemms(module, needs):
     """GEMMs of a forward and of the backward for gradients of `needs`: names, "x" the input."""
     before = bool({"x", "layer_norm_weight", "layer_norm_bias"} & needs)
     count = 0
-    for prefix in module.PARTS:
+    for prefix in module.LINEARS:
         weights = {name for name in weights_of(module) if name.startswith(prefix)}
         count += 1 + before + bool(weights & needs)
         if module.checkpoint and prefix == "fc2_":

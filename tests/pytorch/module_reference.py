@@ -47,7 +47,7 @@ def norm64(module, x, values):
 
 def linear64(module, prefix, x, values):
     bias = values.get(f"{prefix}bias")
-    if prefix == module.PARTS[-1] and not module.apply_bias:
+    if prefix == module.LINEARS[-1] and not module.apply_bias:
         bias = None
     return torch.nn.functional.linear(x, values[f"{prefix}weight"], bias)
 
@@ -55,7 +55,7 @@ def linear64(module, prefix, x, values):
 def definition(module, x, values):
     """(output, norm output), each [rows, features], in float64."""
     normed = y = norm64(module, x.flatten(0, -2), values)
-    for prefix in module.PARTS:
+    for prefix in module.LINEARS:
         y = linear64(module, prefix, y, values)
         if prefix == "fc1_":
             y = layer_reference.activation(module.activation, y)
@@ -206,7 +206,7 @@ class Step:
         exact = norm64(module, x, values)
         terms = layer_reference.norm_terms(kind, x, gamma, beta, module.eps)
         half = torch.float16 if self.out.dtype is torch.float16 else torch.bfloat16
-        for prefix in module.PARTS:
+        for prefix in module.LINEARS:
             columns = exact.shape[1]
             if terms is not None:
                 self.check_operand(f"{prefix}input", exact, terms, columns)
@@ -238,7 +238,7 @@ class Step:
         module = self.module
         exact = wide(self.grad).flatten(0, -2)
         error = 0.0
-        for prefix in reversed(module.PARTS):
+        for prefix in reversed(module.LINEARS):
             self.check_gradient_cast(prefix, exact, error)
             operand = self.operand(f"{prefix}grad_output")
             passed = error + tol("sum", F32, self.rows) + tol("round", self.out.dtype)
@@ -291,7 +291,7 @@ class Step:
     def check_scaling(self):
         """Which slot scaled what, and which amax it recorded; slots of no tensor are untouched."""
         used = {"forward": [], "backward": []}
-        for i, prefix in enumerate(self.module.PARTS):
+        for i, prefix in enumerate(self.module.LINEARS):
             slots = {"input": 3 * i, "weight": 3 * i + 1, "grad_output": 2 * i}
             for tensor, slot in slots.items():
                 direction = "backward" if tensor == "grad_output" else "forward"
@@ -310,7 +310,7 @@ class Step:
         used = self.buffers[f"{name}_scales"].cpu()[1]
         dtype = self.formats[direction == "backward"]
         exact = {"weight": self.module.get_parameter, "grad_output": lambda _: self.grad}
-        known = name.endswith("weight") or name == f"{self.module.PARTS[-1]}grad_output"
+        known = name.endswith("weight") or name == f"{self.module.LINEARS[-1]}grad_output"
         given = exact[name.removeprefix("fc1_").removeprefix("fc2_")](name) if known else None
         codes = self.codes(name) if given is None or direction == "backward" else None
         if codes is None:

@@ -176,9 +176,9 @@ def test_explanation_is_what_then_runs(device, options, monkeypatch):
         kind = {"dtype": BF16, "device": device}
         assert explained == explain(module, tuple(query.shape), **kind, **shapes)
         module(query, key, key, **options)
-        assert explained.backend == module._ran.backend
-        assert {name: str(explained.refused[name]) for name in module._ran.reasons} == (
-            module._ran.reasons
+        assert explained.backend == module._last_call.backend
+        assert {name: str(explained.refused[name]) for name in module._last_call.reasons} == (
+            module._last_call.reasons
         )
         assert set(explained.refused) | {explained.backend, *explained.others} == set(BACKENDS)
 
@@ -382,7 +382,7 @@ def attend(asked):
             checkpoint_core_attention=asked["checkpoint_core_attention"],
             fp8_output=asked["fp8_output"], **mods, **{name: asked[name] for name in copied},
         )  # fmt: skip
-    return module._ran.backend
+    return module._last_call.backend
 
 
 @pytest.mark.parametrize("seed", range(20))

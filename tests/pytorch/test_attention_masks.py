@@ -307,7 +307,7 @@ def test_lengths_of_the_keys_alone(device, backend, mask):
     qkv = qkv_of(device, QUERIES, KEYS, dtype_of(device, backend))
     of_keys = cumulative((KEYS, 0, 1), device)
     out = module(*qkv, cu_seqlens_kv=of_keys)
-    assert module._ran.backend == backend
+    assert module._last_call.backend == backend
     full = cumulative((QUERIES,) * BATCH, device)
     expected = module(*qkv, cu_seqlens_q=full, cu_seqlens_kv=of_keys)
     assert_same_bits(out, expected)
@@ -351,9 +351,9 @@ def test_padding_without_lengths(device, backend, form, mask, keys, beside):
 
     for _ in range(3):  # the later ones are kept
         ours = step(attn_mask_type=mask)
-        ran = module._ran
+        ran = module._last_call
         expected = step(attn_mask_type=FULL[mask])
-        assert ran == module._ran
+        assert ran == module._last_call
         if backend != "sdpa" or beside == "nothing":
             assert_same_bits(ours[0], expected[0])
     for mine, theirs in zip(ours, expected, strict=True):

@@ -87,7 +87,7 @@ def test_values_and_gradients(device, name, dtype, gaps, rng):
             module, tensors, queries, keys, exact, **given, thd_attention_policy_dispatch=dispatch
         )
         plain = device == "cuda" and dtype == F32
-        assert module._ran.backend == ("unfused" if plain else "native")
+        assert module._last_call.backend == ("unfused" if plain else "native")
 
 
 @pytest.mark.parametrize("corner", [False, True])

@@ -160,7 +160,7 @@ def test_against_float64(device, case, dtype):
     options, given, may = CASES[case](device)
     module = make(**options).to(device)
     check(module, CAP, model.make_qkv("sbhd", SIZES, dtype, device), may, given)
-    assert module._ran.backend == who_runs(device, dtype, case)
+    assert module._last_call.backend == who_runs(device, dtype, case)
 
 
 @pytest.mark.parametrize("cap", [0.05, 3.0, 50.0])
@@ -194,7 +194,7 @@ def test_extreme_caps(device, cap):
     out, *grads = step(module, qkv)
     # cuDNN refuses a cap whose quotients it would flush to 0.
     beyond = device == "cuda" and cap > 2.0**100
-    assert module._ran.backend == ("unfused" if beyond else "native")
+    assert module._last_call.backend == ("unfused" if beyond else "native")
     q, k, v = parts(*(t.detach().cpu().double() for t in qkv))
     p = reference.softmax(cap * torch.tanh(SCALE * (q @ k.mT) / cap), model.may_attend(SCORES))
     bound = tol("attention", BF16, KEYS * QUERIES)
@@ -217,12 +217,12 @@ def test_0_is_none(device):
     """Of the module and of a call: what runs then, and its bits."""
     qkv, plain = model.make_qkv("sbhd", SIZES, F32, device), make(softcap=0.0)
     expected = step(plain, qkv)
-    ran = plain._ran.backend
+    ran = plain._last_call.backend
     assert ran == ("native" if device == "cpu" else "unfused")
     for module, given in ((make(softcap=0), {}), (make(), {"softcap": 0.0})):
         for _ in range(3):
             assert_same_bits(step(module, qkv, **given), expected)
-        assert module._ran.backend == ran
+        assert module._last_call.backend == ran
 
 
 def test_calls_in_turn(device):
@@ -472,7 +472,7 @@ def test_layers(device, kind, dtype):
         return [out.detach(), *grads]
 
     expected, without = outcome(capped), outcome(plain)
-    assert all(core._ran.backend == who_runs(device, dtype) for core in cores)
+    assert all(core._last_call.backend == who_runs(device, dtype) for core in cores)
     assert not torch.equal(expected[0], without[0])
     for _ in range(3):
         assert_same_bits(outcome(plain), without)

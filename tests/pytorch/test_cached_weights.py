@@ -34,7 +34,7 @@ def casts_of(call):
 def test_training_casts_weights_once_a_change(device, kind, recipe):
     module, plain = twins(kind, device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain)]
-    parts = len(module.PARTS)
+    parts = len(module.LINEARS)
     for i in range(5):
         x = batch(device)
         found, casts = casts_of(lambda: step(module, x, recipe))  # noqa: B023
@@ -213,7 +213,7 @@ def test_later_microbatches_of_delayed_scaling_cast_no_weight(device, kind, own)
         counts.setdefault(first, set()).add(casts)
         assert_same_bits(found, step(plain, x, "delayed", **call))
     assert all(len(found) == 1 for found in counts.values())
-    assert counts[True].pop() - counts[False].pop() == len(module.PARTS)
+    assert counts[True].pop() - counts[False].pop() == len(module.LINEARS)
 
 
 def test_layers_cache_too(device):

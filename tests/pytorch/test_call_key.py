@@ -389,14 +389,14 @@ def test_the_last_call_is_the_one_that_is_told_of(device, kind):
     module, x = MODULES[kind](device=device), torch.randn(16, 16, device=device, requires_grad=True)
     for recipe in (DELAYED, None, CURRENT) * 3:
         step(module, x, recipe)
-        assert module._ran.plans.quantized == (recipe is not None)
-        assert (module._ran.reason is None) == (recipe is not None)
+        assert module._last_call.plans.quantized == (recipe is not None)
+        assert (module._last_call.reason is None) == (recipe is not None)
         if recipe is not None:
             assert module.fp8_meta["recipe"] is recipe or repr(module.fp8_meta["recipe"]) == repr(
                 recipe
             )
     module(x)
-    assert module._ran.reason == "no autocast was in force"
+    assert module._last_call.reason == "no autocast was in force"
 
 
 def test_a_fake_call_between_takes_nothing(device, start):

@@ -431,7 +431,7 @@ def test_modules_run_masks_over_one_query(mask_type):
     masked[1] = True
     none = torch.zeros(2, 1, 1, 1, dtype=torch.bool, device="cuda")
     out = module(*tensors, attention_mask=masked if mask_type == "arbitrary" else (none, masked))
-    assert module._ran.backend == "native"
+    assert module._last_call.backend == "native"
     grad = torch.randn_like(out)
     found = [out.view_as(tensors[0]), *torch.autograd.grad(out, tensors, grad)]
     may = ~masked.expand(2, HEADS, 1, 64).cpu()
@@ -449,7 +449,7 @@ def test_masks_over_one_key_run_elsewhere():
         attended((*tensors, None), tensors[0], scale=1.0, mask=mask.to(torch.uint8))
     module = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", attn_mask_type="arbitrary")
     out = module(*tensors, attention_mask=mask)
-    assert module._ran.backend == "unfused"
+    assert module._last_call.backend == "unfused"
     assert_same_bits(out == 0, mask[0].expand(2, 64, HEADS * CHANNELS))
 
 

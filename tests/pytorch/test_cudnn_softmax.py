@@ -353,7 +353,7 @@ def test_modules_agree(mask, kind, monkeypatch):
         out = module(*tensors, **given)
         wanted = [*tensors, *module.parameters()]
         results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), wanted)])
-        assert module._ran.backend == ("native" if fused == "1" else "unfused")
+        assert module._last_call.backend == ("native" if fused == "1" else "unfused")
     for i, (native, unfused) in enumerate(zip(*results, strict=True)):  # twice the error
         assert_nmse(native, unfused.double(), 4 * tol("attention", BF16, 64), f"result {i}")
 

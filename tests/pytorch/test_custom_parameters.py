@@ -104,7 +104,7 @@ def test_the_bits_are_those_of_a_weight_cast_at_each_call(device, kind, name):
     recipe = recipe_of(quantizer)
     module, plain = twins(lambda: make(kind, device, sizes=(144, 272)), recipe, None)
     weights = weights_of(module)
-    assert len(weights) == len(module.PARTS) and module.primary_weights_in_fp8
+    assert len(weights) == len(module.LINEARS) and module.primary_weights_in_fp8
     for weight in weights.values():
         assert type(weight) is cls and isinstance(weight, torch.nn.Parameter)
         assert type(weight._quantizer) is type(quantizer())

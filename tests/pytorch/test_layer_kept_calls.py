@@ -272,4 +272,4 @@ def test_report_says_which_attention_ran_last(device, monkeypatch):
     for fused in ("1", "0", "1"):
         monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
         layer(states(layer))
-        assert layer.core_attention._ran.backend == ("native" if fused == "1" else "sdpa")
+        assert layer.core_attention._last_call.backend == ("native" if fused == "1" else "sdpa")

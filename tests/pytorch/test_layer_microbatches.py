@@ -62,7 +62,7 @@ def test_steps_of_microbatches(device, kind, recipe):
     del given["hidden_states"].grad
     found = assert_microbatches_agree(layer, lambda own: run_steps(own, recipe, given))
     casts, gemms, other = zip(*(step["counts"].tolist() for step in found), strict=True)
-    weights = sum(len(module.PARTS) for module in linears_of(layer))
+    weights = sum(len(module.LINEARS) for module in linears_of(layer))
     assert set(gemms if recipe else other) == {3 * weights}
     assert set(other if recipe else gemms) == {0}
     assert casts[1:3] == casts[4:] == (casts[0] - (weights if recipe else 0),) * 2

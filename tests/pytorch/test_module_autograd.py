@@ -72,7 +72,7 @@ def test_second_backward_needs_retain_graph(device, kind, recipe):
     first = [p.grad.clone() for p in module.parameters()]
     with counted() as gemms:
         out.sum().backward()
-    assert count_of(gemms, recipe) == gemms_of(module) - len(module.PARTS)
+    assert count_of(gemms, recipe) == gemms_of(module) - len(module.LINEARS)
     if recipe != "delayed":  # its second backward has another scale
         assert_same_bits([p.grad for p in module.parameters()], [g + g for g in first])
     with pytest.raises(RuntimeError, match="second time"):
@@ -193,7 +193,7 @@ def test_without_gradients(device, kind, recipe, mode):
     for _ in range(2):
         with mode(), counted() as gemms, region(recipe):
             out = module(x.clone().requires_grad_(mode is torch.no_grad))
-        assert count_of(gemms, recipe) == len(module.PARTS)
+        assert count_of(gemms, recipe) == len(module.LINEARS)
         assert not out.requires_grad
         assert_same_bits(out.clone(), expected[0])
     te.reset()
@@ -227,7 +227,7 @@ def test_nested_regions(device, kind):
         with te.autocast(enabled=False):
             assert_same_bits(module(x), plain)
         again = module(x)  # the update is that of the outermost exit
-    per_call = len(module.PARTS)
+    per_call = len(module.LINEARS)
     assert (gemms.fp8, gemms.other) == (3 * per_call, per_call)
     assert_same_bits(first, again)
 
@@ -255,7 +255,7 @@ def test_calibration(device, kind):
     with te.autocast(recipe=RECIPES["delayed"]()):
         fp8(x.clone().requires_grad_())
     scale, history = state_of(fp8)["forward"]
-    slots = range(3 * len(module.PARTS))
+    slots = range(3 * len(module.LINEARS))
     used = [slot for slot in slots if slot % 3 != 2]
     assert (history[-1, used] > 0).all()
     for slot in slots:

@@ -129,10 +129,10 @@ def subsets_of(module):
     """Sets of parameters that are trained: one, all but one, the norm, a bias."""
     names = set(dict(module.named_parameters()))
     weights = list(weights_of(module))
-    first = module.PARTS[0]
+    first = module.LINEARS[0]
     yield from ({name} for name in weights)
     yield {f"{first}weight", f"{first}bias"}
-    yield {f"{module.PARTS[-1]}bias"}
+    yield {f"{module.LINEARS[-1]}bias"}
     yield from (names - {name} for name in weights)
     if "layer_norm_weight" in names:
         yield {"layer_norm_weight"}

@@ -132,7 +132,7 @@ def test_meta_device(device, module, bias, how):
     if how == "to_empty":
         made.to_empty(device=device)
     made.reset_parameters()
-    (weight, *_), biases = weights_of(made).values(), [f"{prefix}bias" for prefix in made.PARTS]
+    (weight, *_), biases = weights_of(made).values(), [f"{prefix}bias" for prefix in made.LINEARS]
     assert (weight == 1).all() and len(list(made.parameters())) == count
     if how == "reset":
         assert all(p.mark == "kept" for p in made.parameters())

@@ -30,7 +30,7 @@ from transformer_engine.pytorch.scaling_state.arenas import Chunk
 
 def slots_of(module):
     """Slots of the forward and of the backward."""
-    parts = len(module.PARTS)
+    parts = len(module.LINEARS)
     return 3 * parts, 2 * parts
 
 
@@ -84,7 +84,7 @@ def test_state_is_no_parameter_and_no_buffer(device, kind):
 def test_state_of_another_module_is_refused(device, kind):
     """The number of slots tells; weights stay what they were."""
     module = make(kind, device)
-    wrong = trained("gelu" if len(module.PARTS) == 1 else "linear", device)
+    wrong = trained("gelu" if len(module.LINEARS) == 1 else "linear", device)
     given = module.state_dict() | {"_extra_state": wrong.get_extra_state()}
     kept = {n: p.detach().clone() for n, p in module.named_parameters()}
     with pytest.raises(ValueError, match=f"expected {slots_of(module)[0]} slots"):
@@ -191,7 +191,7 @@ def test_changing_the_dtype(device, kind, change):
     dtype = next(module.parameters()).dtype
     with torch.no_grad(), counted() as gemms, region("delayed"):
         module(torch.zeros(ROWS, IN, device=device, dtype=dtype))
-    assert count_of(gemms, "delayed") == len(module.PARTS)
+    assert count_of(gemms, "delayed") == len(module.LINEARS)
     after = state_of(module)
     assert_same_bits(after["forward"][0], before["forward"][0])
     assert {t.dtype for values in after.values() for t in values} == {torch.float32}
@@ -210,7 +210,7 @@ def test_changing_the_device(kind):
         module.to(device)
         with torch.no_grad(), counted() as gemms, region("delayed"):
             module(torch.zeros(ROWS, IN, device=device))
-        assert count_of(gemms, "delayed") == len(module.PARTS)
+        assert count_of(gemms, "delayed") == len(module.LINEARS)
         after = state_of(module)
         assert after["forward"][0].device.type == device
         assert_same_bits(after["backward"], before["backward"])

@@ -61,7 +61,7 @@ def grads_of(module):
 
 def biases_of(module):
     """Names of the biases of the linear layers."""
-    return [f"{prefix}bias" for prefix in module.PARTS]
+    return [f"{prefix}bias" for prefix in module.LINEARS]
 
 
 def made(kind, device, normed=False, **options):

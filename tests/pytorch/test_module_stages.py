@@ -152,7 +152,7 @@ def test_external_quantizers_see_what_is_cast(device, kind, recipe, dtype):
     x = torch.randn(ROWS, IN, device=device, dtype=dtype)
     expected = steps(module, x, recipe)
     seen, stages = {}, {}
-    for number, prefix in enumerate(module.PARTS):
+    for number, prefix in enumerate(module.LINEARS):
 
         def quantize_input(buffers, prefix=prefix, slot=3 * number):
             made = buffers["norm_output" if prefix != "fc2_" else "fc2_input"]
@@ -169,7 +169,7 @@ def test_external_quantizers_see_what_is_cast(device, kind, recipe, dtype):
     with counted() as gemms:
         found = steps(module, x, recipe)
     assert (gemms.fp8, gemms.other) == (2 * GEMMS[kind], 0)
-    normed, _ = seen[module.PARTS[0]]
+    normed, _ = seen[module.LINEARS[0]]
     assert normed.dtype == dtype
     assert_nmse(normed, norm64(module, wide(x), values_of(module)), tol("chain", dtype, IN))
     if kind == "swiglu":
@@ -189,7 +189,7 @@ def test_external_quantizer_of_the_activation_gradient(device, kind, recipe):
     module = module_of(kind, device)
     x = torch.randn(ROWS, IN, device=device)
     expected = steps(module, x, recipe)
-    prefix = module.PARTS[0]
+    prefix = module.LINEARS[0]
 
     def quantize_grad(buffers):
         grad = buffers["grad_output" if kind == "norm-linear" else "grad_fc1_output"]
@@ -228,7 +228,7 @@ def test_gemms_overridden_by_python(device, kind, recipe, which):
     """A GEMM in float64 takes the place of the library's, in either layer."""
     dtype = torch.bfloat16 if recipe is None else torch.float32
     module = module_of(kind, device, dtype=dtype)
-    prefix = module.PARTS[min(which, len(module.PARTS) - 1)]
+    prefix = module.LINEARS[min(which, len(module.LINEARS) - 1)]
     x = torch.randn(ROWS, IN, device=device, dtype=dtype)
     calls = []
 
@@ -269,7 +269,7 @@ def test_external_reduction_of_the_amax(device, kind):
     """Between measuring and casting: doubling the maxima halves the scales."""
     module = module_of(kind, device)
     x = torch.randn(ROWS, IN, device=device)
-    prefix = module.PARTS[-1]
+    prefix = module.LINEARS[-1]
     scales = []
 
     def reduce(buffers):

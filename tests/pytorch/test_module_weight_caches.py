@@ -32,7 +32,7 @@ def test_the_casts_are_saved_and_the_bits_stay(device, kind, recipe):
     """False leaves the casts of all weights out, forward and backward."""
     pair = Pair(kind, device)
     data = pair.batch()
-    parts = len(pair.module.PARTS)
+    parts = len(pair.module.LINEARS)
     casts = {}
     for first in (None, True, False, False, None, False):
         te.reset()
@@ -134,7 +134,7 @@ def assert_current(module, call):
     for first in (False, None):
         with counted() as gemms, region("current"):
             outputs.append(call(first))
-        assert count_of(gemms, "current") == len(module.PARTS)
+        assert count_of(gemms, "current") == len(module.LINEARS)
     assert_same_bits(*outputs)
 
 
@@ -194,7 +194,7 @@ def test_cached_weight_feeds_no_amax(device, kind):
             out = module(batch(device).requires_grad_(), is_first_microbatch=first)
         out.sum().backward()
         histories.append(state_of(module)["forward"][1])
-    for part in range(len(module.PARTS)):
+    for part in range(len(module.LINEARS)):
         weights = [history[:, 3 * part + 1] for history in histories]
         assert (weights[0] != 0).sum() == 1
         assert_same_bits(weights[1], weights[0])
@@ -229,7 +229,7 @@ def test_cache_without_gradients(device, kind):
         for first in (True, False, None):
             with mode(), region("current"), counted() as gemms:
                 outputs.append(module(x, is_first_microbatch=first).clone())
-            assert count_of(gemms, "current") == len(module.PARTS)
+            assert count_of(gemms, "current") == len(module.LINEARS)
         assert_same_bits(outputs[1:], outputs[:1] * 2)
 
 

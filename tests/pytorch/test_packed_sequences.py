@@ -106,10 +106,10 @@ def test_types_without_padding_are_those_with_it(device, backend, mask, gaps, rn
     exact = definition(queries, keys, **MASKS[padded])
     module = DotProductAttention(HEADS, (K, V), GROUPS, qkv_format="thd", attn_mask_type=mask)
     check(module, tensors, queries, keys, exact)
-    ran = module._ran.backend
+    ran = module._last_call.backend
     other = DotProductAttention(HEADS, (K, V), GROUPS, attn_mask_type="arbitrary")
     check(other, tensors, queries, keys, exact, qkv_format="thd", attn_mask_type=mask)
-    assert ran == other._ran.backend == backend
+    assert ran == other._last_call.backend == backend
 
 
 @GAPS
@@ -122,7 +122,7 @@ def test_values_and_gradients(device, backend, mask, dtype, gaps, rng):
     tensors = tensors_of(queries, keys, dtype, device)
     check(module, tensors, queries, keys, definition(queries, keys, **MASKS[mask]))
     plain = backend == "unfused" or (device == "cuda" and dtype == F32)
-    assert module._ran.backend == ("unfused" if plain else "native")
+    assert module._last_call.backend == ("unfused" if plain else "native")
 
 
 @GAPS
@@ -179,7 +179,7 @@ def test_biases(device, rng):
     ):
         check(module, tensors, queries, keys, by_sequences(queries, keys, attend), **given)
         native = device == "cpu" and "alibi_slopes" in given
-        assert module._ran.backend == ("native" if native else "unfused")
+        assert module._last_call.backend == ("native" if native else "unfused")
 
 
 # ---- a padded batch ------------------------------------------------------------------------------
@@ -412,6 +412,6 @@ def test_a_switch_of_the_environment_leaves_the_padded_way(device, rng, monkeypa
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     _core.reset_counters()
     module(*tensors, **where(queries, keys, device))
-    assert module._ran.backend == "unfused"
-    assert "packed sequences" in module._ran.reasons["sdpa"]
+    assert module._last_call.backend == "unfused"
+    assert "packed sequences" in module._last_call.reasons["sdpa"]
     assert not any("attention" in name for name in _core.counters())

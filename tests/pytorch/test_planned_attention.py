@@ -279,15 +279,15 @@ def test_switches_count_at_each_call(device, monkeypatch):
     core = make()
     tensors = leaves_of(core, device)
     core(*tensors)
-    assert core._ran.backend == "native"
+    assert core._last_call.backend == "native"
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     for _ in range(2):
         core(*tensors)
-        assert core._ran.backend == "unfused"
+        assert core._last_call.backend == "unfused"
     monkeypatch.delenv("NVTE_FUSED_ATTN")
     core(*tensors)
-    assert core._ran.backend == "native"
+    assert core._last_call.backend == "native"
 
 
 def test_a_sink_that_changes(device):

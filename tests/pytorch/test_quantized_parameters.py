@@ -42,7 +42,7 @@ from transformer_engine import _core
 def test_the_bits_are_those_of_a_weight_cast_at_each_call(device, kind, recipe, dtype):
     """And no forward or backward casts a weight: it is transposed where a backward reads it."""
     module, plain = pair(kind, device, recipe, dtype=dtype)
-    assert len(fp8_weights(module)) == len(module.PARTS) and module.primary_weights_in_fp8
+    assert len(fp8_weights(module)) == len(module.LINEARS) and module.primary_weights_in_fp8
     x = batch(device, dtype)
     with counted() as gemms:
         expected = step(plain, x, recipe)
@@ -53,9 +53,9 @@ def test_the_bits_are_those_of_a_weight_cast_at_each_call(device, kind, recipe, 
     assert all(grad.dtype == dtype and type(grad) is torch.Tensor for grad in found[2].values())
     assert count_of(gemms, recipe) == gemms_of(module)
     again = 2 if module.checkpoint else 1  # fc1's weight is read by two GEMMs of the backward
-    assert casts - quantized() in (2 * len(module.PARTS), len(module.PARTS) + again)
+    assert casts - quantized() in (2 * len(module.LINEARS), len(module.LINEARS) + again)
     name = torch.device(device).type
-    assert _core.counters()[f"op.{name}.transpose"] == len(module.PARTS)
+    assert _core.counters()[f"op.{name}.transpose"] == len(module.LINEARS)
     assert all(weight._transpose is None for weight in fp8_weights(module))
 
 

@@ -177,7 +177,7 @@ def test_microbatches_share_the_cast_weight(device, kind, name):
         _core.reset_counters()
         assert_same_bits(step(module, x, SCALED[name](), grad, is_first_microbatch=first), expected)
         casts = sum(v for n, v in _core.counters().items() if n.endswith(".quantize"))
-        parts = len(module.PARTS)
+        parts = len(module.LINEARS)
         assert casts <= (2 * parts + 1 if first else parts + 1), (first, casts)
 
 

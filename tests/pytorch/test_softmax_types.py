@@ -102,7 +102,7 @@ def test_a_sink_without_tokens_has_a_gradient_of_0(device, backend, sizes):
     dtype = F32 if device == "cpu" else BF16
     qkv = model.make_qkv("sbhd", (*sizes, HEADS, HEADS, CHANNELS, CHANNELS), dtype, device)
     out = module(*qkv)
-    assert module._ran.backend == backend and not out.any()
+    assert module._last_call.backend == backend and not out.any()
     grads = torch.autograd.grad(out, [*qkv, sink], torch.ones_like(out))
     for grad, tensor in zip(grads, [*qkv, sink], strict=True):
         assert grad.shape == tensor.shape and not grad.any()
@@ -356,6 +356,6 @@ def test_slopes_keep_their_gradient(device):
     slopes.requires_grad_()
     out = module(*qkv, core_attention_bias_type="alibi", alibi_slopes=slopes)
     assert_nmse(out, plain.detach().double(), 4 * tol("attention", F32, KEYS))
-    assert module._ran.backend == "unfused"
+    assert module._last_call.backend == "unfused"
     (grads,) = torch.autograd.grad(out.square().sum(), slopes)
     assert (grads != 0).all()

@@ -365,16 +365,16 @@ class OpManager:
         self, entries: Mapping[_Row, tuple], policy: SelectionPolicy
     ) -> "_core.Selection | None":
         """Table that runs of plans ask before this library's own operators; None: there is none."""
-        from transformer_engine.plugin import slots
+        from transformer_engine.plugin import adapters
 
-        found = slots.overriding({row.op: entry for row, entry in entries.items()})
-        closed = slots.closed(found, policy)
+        found = adapters.overriding({row.op: entry for row, entry in entries.items()})
+        closed = adapters.closed(found, policy)
         key = closed, tuple(found.items())
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
         if len(self._selections) >= _KEPT_TABLES:
             self._selections.clear()
-        return self._selections.setdefault(key, slots.selection(found, closed, self._refuse))
+        return self._selections.setdefault(key, adapters.selection(found, closed, self._refuse))
 
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)

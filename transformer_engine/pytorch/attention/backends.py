@@ -524,7 +524,7 @@ def _decision_for(
         decision = _Decision(call_kind, choose_backend(call_kind), constant_limits(call_kind))
     if not traced:
         core._decisions[facts] = decision
-        core.__dict__["_ran"] = decision.choice
+        core.__dict__["_last_call"] = decision.choice
     return decision
 
 

@@ -217,7 +217,9 @@ class DotProductAttention(ContextParallel, Fp8Module):
                 self.reset_parameters()
         check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
-        self._ran: Choice | None = None  # of the last call that was not compiled, for `report`
+        self._last_call: Choice | None = (
+            None  # of the last call that was not compiled, for `report`
+        )
 
     _READ_BY_PLANS = _READ_BY_PLANS
     """Settings that plans of a layer depend on (see `traced_layer`)."""
@@ -459,7 +461,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
                 given = None
             found_by, found = calls.look_up(self, tensors, given)
             if found is not None:
-                self.__dict__["_ran"] = found.choice
+                self.__dict__["_last_call"] = found.choice
                 return found.run(tensors)
         if num_splits != 1:
             check_splits(num_splits)

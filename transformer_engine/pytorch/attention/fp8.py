@@ -44,7 +44,7 @@ from transformer_engine.pytorch.execution.recompute_frames import Frame, unread_
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
-from transformer_engine.pytorch.module.custom import ask, common_request, remembered
+from transformer_engine.pytorch.module.custom_quantizers import ask, common_request, remembered
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
@@ -159,7 +159,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
     """The recipe that an attention runs by; None: in high precision.
 
     NotImplementedError where its quantizers are none of a recipe of attention; else as
-    `module.custom.resolve`.
+    `module.custom_quantizers.resolve`.
     """
     given = {role: ask(recipe, QuantizerRole("dpa", role, name or ""), kind) for role in ROLES}
     options = {"fp8_dpa": recipe.fp8_dpa, "fp8_mha": recipe.fp8_mha}

@@ -91,7 +91,7 @@ class _EagerFunction(_PlanFunction):
         ctx.scope = scope = _core.selected()
         if scope is None or graph_task() == -1:
             return _PlanFunction.forward(ctx, call, *tensors)
-        ctx.scope = scope = recompute.scope_of_first(scope)
+        ctx.scope = scope = recompute.scope_of_forward(scope)
         with scope:
             return _PlanFunction.forward(ctx, call, *tensors)
 

@@ -328,7 +328,7 @@ def same_pairs(pairs: list[torch.Tensor]) -> list[torch.Tensor]:
     return pairs
 
 
-def scope_of_first(scope: Any) -> Any:
+def scope_of_forward(scope: Any) -> Any:
     """In which scope of plug-ins a forward inside a backward runs: in that of the one it repeats.
 
     `scope` is that of the thread, for one that repeats nothing known.

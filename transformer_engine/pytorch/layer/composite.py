@@ -98,7 +98,7 @@ class CompositeLayer(NativeModule):
         """``is_first_microbatch`` of a call."""
         return options[0].is_first_microbatch
 
-    def _count_of_parts(self) -> int:
+    def _count_of_branches(self) -> int:
         """How many parts of it may run as calls of their own (see `layer_call`)."""
         return 1
 

@@ -419,7 +419,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:
-                core.__dict__["_ran"] = known.choice
+                core.__dict__["_last_call"] = known.choice
                 return known
         like = inp  # of which shape, dtype and device are read
         if inp.dtype is not dtype:

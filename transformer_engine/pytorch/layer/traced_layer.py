@@ -30,7 +30,7 @@ from transformer_engine.pytorch.execution.thread_state import (
     current_state,
     in_region,
 )
-from transformer_engine.pytorch.module.call import CallRun, LayerCall, ModuleCall, Ran
+from transformer_engine.pytorch.module.call import CallRun, LastCall, LayerCall, ModuleCall
 from transformer_engine.pytorch.module.call_key import converted
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
@@ -332,9 +332,9 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if plans.main_grads or plans.defer or plans.writes_caches:
         return ""
     for attributes, values in bound.remembered:
-        ran = values["_ran"]
+        ran = values["_last_call"]
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
-        attributes.update({**values, "_ran": Ran(ran.plans, reason)})
+        attributes.update({**values, "_last_call": LastCall(ran.plans, reason)})
     return _name_of(plans, call)
 
 

@@ -409,7 +409,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             made = _attend(modules[name], hidden_states, options[branch])
         return self._add(made, hidden_states, branch > 0 or not self.output_layernorm)
 
-    def _count_of_parts(self) -> int:
+    def _count_of_branches(self) -> int:
         return 1 if self.parallel_attention_mlp else 3 if "inter_attention" in self._modules else 2
 
     def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:

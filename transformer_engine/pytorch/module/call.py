@@ -24,10 +24,10 @@ from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.scaling_state import scaling
-from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_graph
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "Ran", "main_grad_of"]
+__all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "LastCall", "main_grad_of"]
 
 
 class Deferred(NamedTuple):
@@ -52,7 +52,7 @@ class Deferred(NamedTuple):
         return plan_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
 
 
-class Ran(NamedTuple):
+class LastCall(NamedTuple):
     """Record of a module's last call, for `report`."""
 
     plans: CallPlans  # what ran; of a compiled call, what was traced last
@@ -131,7 +131,7 @@ class ModuleCall:
         That is of a plan with scratch, which has a use for the memory. A captured backward can be
         replayed where its forward is not, whatever autograd says now.
         """
-        if packed[0] is None or keeps_graph():
+        if packed[0] is None or keeps_autograd_graph():
             return False
         return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
 

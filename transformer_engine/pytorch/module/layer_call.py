@@ -20,7 +20,7 @@ from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.autograd import apply_of, run_forward_alone
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import quantized
-from transformer_engine.pytorch.module.call import CallRun, LayerCall, Ran
+from transformer_engine.pytorch.module.call import CallRun, LastCall, LayerCall
 from transformer_engine.pytorch.module.call_key import (
     Recurrence,
     converted,
@@ -138,7 +138,7 @@ class LayerCalls:
             made._find_parents(layer)
             if made._hold():
                 found = made
-                count = layer._count_of_parts()
+                count = layer._count_of_branches()
                 found.parts = tuple(cls(layer, (), i) for i in range(count)) if count > 1 else ()
         except ByModules:
             pass
@@ -194,7 +194,7 @@ class LayerCalls:
         if first and not repeated:
             state.first = False
         if call.plans.writes_caches and not repeated:
-            parts = [module._part_tensors() for module in self.modules]
+            parts = [module._linear_tensors() for module in self.modules]
             keep_caches(self.modules, own[0], parts, region.recipe)
         if region.record:
             region.leave(id(layer), bound.owners, call, own[0], first)
@@ -347,7 +347,7 @@ class LayerCalls:
         reason = None if plans.quantized else region.state.why()
         remembered = []
         for module, of in zip(self.modules, nodes.calls, strict=True):
-            values: dict[str, Any] = {"_ran": Ran(of.plans, reason)}
+            values: dict[str, Any] = {"_last_call": LastCall(of.plans, reason)}
             if plans.quantized:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))

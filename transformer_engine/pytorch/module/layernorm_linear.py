@@ -9,7 +9,7 @@ import torch
 from transformer_engine.common import absent
 from transformer_engine.pytorch.module.normed import NormedModule
 from transformer_engine.pytorch.module.parameters import checked_dtype, device_of
-from transformer_engine.pytorch.module.weights import WeightModule
+from transformer_engine.pytorch.module.weight_module import WeightModule
 
 __getattr__, __dir__ = absent.attach(
     globals(), lazy={"general_gemm": "transformer_engine.pytorch.cpp_extensions.gemm"}

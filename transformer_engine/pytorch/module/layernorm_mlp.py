@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.graphs import Activation
 from transformer_engine.pytorch.module.normed import NormedModule
-from transformer_engine.pytorch.module.operands import CallTensors, PartTensors
+from transformer_engine.pytorch.module.operands import CallTensors, LinearTensors
 from transformer_engine.pytorch.module.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.module.parameters import (
     bias_to_return,
@@ -92,7 +92,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     """
 
     SLOTS = (6, 4)
-    PARTS = ("fc1_", "fc2_")
+    LINEARS = ("fc1_", "fc2_")
 
     def __init__(
         self,
@@ -152,12 +152,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._rng = (get_rng_state_tracker, None)
         device, dtype = device_of(device), checked_dtype("LayerNormMLP", params_dtype)
         self._make_norm(hidden_size, device, dtype)
-        for prefix, sizes in zip(self.PARTS, self._sizes(), strict=True):
+        for prefix, sizes in zip(self.LINEARS, self._sizes(), strict=True):
             make_weight(self, prefix, sizes, device, dtype)
             make_bias(self, prefix, sizes[1], device, dtype)
         if have_memory(self):
             self.reset_parameters()
-        for prefix, mode in zip(self.PARTS, ("column", "row"), strict=True):
+        for prefix, mode in zip(self.LINEARS, ("column", "row"), strict=True):
             biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []
             mark_linear([getattr(self, f"{prefix}weight")], biases, mode)
 
@@ -176,10 +176,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         rows = 2 * ffn if _is_gated(self.activation) else ffn
         return ((self.hidden_size, rows), (ffn, self.hidden_size))
 
-    def _part_tensors(self) -> tuple[PartTensors, ...]:
+    def _linear_tensors(self) -> tuple[LinearTensors, ...]:
         first = (self.fc1_bias,) if self.use_bias else ()
         second = (self.fc2_bias,) if self.apply_bias else ()
-        return PartTensors((self.fc1_weight,), first), PartTensors((self.fc2_weight,), second)
+        return LinearTensors((self.fc1_weight,), first), LinearTensors((self.fc2_weight,), second)
 
     def _parameter_names(self) -> tuple[str | None, ...]:
         biases = "fc1_bias" if self.use_bias else None, "fc2_bias" if self.apply_bias else None
@@ -189,7 +189,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         return bias_to_return(self.fc2_bias, dtype)
 
     def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
-        return zip(self.PARTS, self._init_methods, strict=True)
+        return zip(self.LINEARS, self._init_methods, strict=True)
 
     def _calibration_inputs(self, tensors: CallTensors) -> list[Tensor]:
         (normed,) = super()._calibration_inputs(tensors)

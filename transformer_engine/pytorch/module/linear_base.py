@@ -20,9 +20,9 @@ from transformer_engine.pytorch.execution.stages import (
     named,
 )
 from transformer_engine.pytorch.execution.thread_state import current_state
-from transformer_engine.pytorch.module import custom, quantized
+from transformer_engine.pytorch.module import custom_quantizers, quantized
 from transformer_engine.pytorch.module.base import Region
-from transformer_engine.pytorch.module.call import Deferred, Ran, main_grad_of
+from transformer_engine.pytorch.module.call import Deferred, LastCall, main_grad_of
 from transformer_engine.pytorch.module.call_key import KeptCall
 from transformer_engine.pytorch.module.linear_calls import LinearCalls
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
@@ -90,14 +90,14 @@ class LinearBase(LinearCalls):
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
         self._wgrads: deque = deque()
         self._plans: dict[tuple, CallPlans] = {}
-        self._weight_caches: tuple = (None,) * len(self.PARTS)
+        self._weight_caches: tuple = (None,) * len(self.LINEARS)
         self._stages: dict[str, Callable] | None = None
-        self._external = self._halves = (frozenset[int](),) * len(self.PARTS)
+        self._external = self._halves = (frozenset[int](),) * len(self.LINEARS)
         self._bound: dict[tuple, KeptCall] = {}  # kept calls by their keys
         # Where the parameters of a call stand; None: not known, or it has others too.
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._held: tuple[quantized.Held, ...] = ()  # those that are quantized tensors
-        self._ran: Ran | None = None  # the last call
+        self._last_call: LastCall | None = None  # the last call
 
     # ---- what a subclass says ------------------------------------------------------------------
 
@@ -160,14 +160,14 @@ class LinearBase(LinearCalls):
 
     def _forget_casts_of(self, name: str) -> None:
         """Drop the cached cast of the weight that a parameter belongs to."""
-        kept = zip(self.PARTS, self._weight_caches, strict=True)
+        kept = zip(self.LINEARS, self._weight_caches, strict=True)
         self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
         if self._held or is_quantized(self._parameters[name]):
             self._present, self._held = None, ()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":
         """Convert or move the parameters; what was kept of the old ones goes."""
-        self._weight_caches = (None,) * len(self.PARTS)
+        self._weight_caches = (None,) * len(self.LINEARS)
         self._forget_calls()
         return super()._apply(quantized.converted(fn), recurse)
 
@@ -176,15 +176,15 @@ class LinearBase(LinearCalls):
 
         `torch.utils.swap_tensors`, by which torch may load, refuses what is referred to weakly.
         """
-        self._weight_caches = (None,) * len(self.PARTS)
+        self._weight_caches = (None,) * len(self.LINEARS)
         super()._load_from_state_dict(*given)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state.update(_plans={}, _bound={}, _ran=None, _present=None, _held=(), _custom=None)
+        state.update(_plans={}, _bound={}, _last_call=None, _present=None, _held=(), _custom=None)
         state.pop("_observer", None)
-        state["_weight_caches"] = (None,) * len(self.PARTS)
+        state["_weight_caches"] = (None,) * len(self.LINEARS)
         state["_wgrads"] = deque()
         return state
 
@@ -218,9 +218,9 @@ class LinearBase(LinearCalls):
         ``grad_input_quantizer_role``, others None. ValueError for another number.
         """
         roles: list = []
-        for prefix in self.PARTS:
+        for prefix in self.LINEARS:
             kinds = ("input", "weight") if fwd else ("grad_output",)
-            roles += [*(custom.role_of(self.name, prefix, kind) for kind in kinds), None]
+            roles += [*(custom_quantizers.role_of(self.name, prefix, kind) for kind in kinds), None]
         if num_quantizers != len(roles):
             raise ValueError(
                 f"{type(self).__name__}.get_quantizer_roles: num_quantizers={num_quantizers}, "
@@ -266,7 +266,7 @@ class LinearBase(LinearCalls):
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         """Add to the ``grad`` of a part's weight."""
-        add_grad(getattr(self, f"{self.PARTS[part]}weight"), grad)
+        add_grad(getattr(self, f"{self.LINEARS[part]}weight"), grad)
 
     # ---- tools and frameworks ------------------------------------------------------------------
 
@@ -306,12 +306,12 @@ class LinearBase(LinearCalls):
         them. ValueError for a name that is no stage.
         """
         halves = {name: f for name, f in stages.items() if isinstance(f, Halves)}
-        self._external = external_steps(stages, self.PARTS)
-        self._halves = external_steps(halves, self.PARTS)
+        self._external = external_steps(stages, self.LINEARS)
+        self._halves = external_steps(halves, self.LINEARS)
         self._stages = named(stages) or None
         self._plans = {}
         self._forget_calls()
-        self._weight_caches = (None,) * len(self.PARTS)  # other stages have made them
+        self._weight_caches = (None,) * len(self.LINEARS)  # other stages have made them
 
     def _flags_text(self) -> list[str]:
         """Settings that differ from their defaults, for ``repr``."""

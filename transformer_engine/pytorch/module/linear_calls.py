@@ -29,10 +29,10 @@ from transformer_engine.pytorch.execution.recompute import may_concern
 from transformer_engine.pytorch.execution.recompute_frames import unread_history
 from transformer_engine.pytorch.execution.stages import Observer, Staged
 from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
-from transformer_engine.pytorch.module import custom, quantized, weight_cache
+from transformer_engine.pytorch.module import custom_quantizers, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import CallRun, ModuleCall, Ran, main_grad_of
+from transformer_engine.pytorch.module.call import CallRun, LastCall, ModuleCall, main_grad_of
 from transformer_engine.pytorch.module.call_key import (
     KeptCall,
     call_key,
@@ -43,7 +43,7 @@ from transformer_engine.pytorch.module.call_key import (
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
-    PartTensors,
+    LinearTensors,
     check_dtypes,
     conversions,
     promoted,
@@ -83,7 +83,7 @@ class _BoundState(NamedTuple):
 class LinearCalls(Fp8Module):
     """The way of a call of `linear_base.LinearBase`, which has the parameters."""
 
-    PARTS: tuple[str, ...] = ("",)
+    LINEARS: tuple[str, ...] = ("",)
     """Prefix of the attribute names of each linear layer's weight and bias."""
     NORM: int | None = None
     """``_core.NORM_*`` of the norm before the first layer."""
@@ -106,7 +106,7 @@ class LinearCalls(Fp8Module):
         """(in_features, out_features) of each part."""
 
     @abstractmethod
-    def _part_tensors(self) -> tuple[PartTensors, ...]:
+    def _linear_tensors(self) -> tuple[LinearTensors, ...]:
         """Weight and bias of each part, as a call reads them."""
 
     def _norm_tensors(self) -> tuple[Tensor, Tensor | None] | None:
@@ -158,7 +158,7 @@ class LinearCalls(Fp8Module):
             return self._decide(inp, is_first_microbatch, False, returns, region, found)
         if recipe is None and state.calibrating:
             record_amaxes(self, state, self._promote(inp, None)[0])
-        own["_ran"] = bound.ran
+        own["_last_call"] = bound.ran
         if bound.quantized:
             own["_quantization"] = bound.quantization
         if bound.dtypes:
@@ -193,7 +193,7 @@ class LinearCalls(Fp8Module):
         state: RegionState,
         region: Region | None,
         caches: Sequence,
-        parts: tuple[PartTensors, ...] | None = None,
+        parts: tuple[LinearTensors, ...] | None = None,
     ) -> None:
         """Take over what a run has made, and leave to checkpoints what its repetition needs.
 
@@ -205,7 +205,7 @@ class LinearCalls(Fp8Module):
             state.first = False
         if kept and not repeats:
             recipe = state.recipe if region is None else region.recipe
-            of = self._part_tensors() if parts is None else parts
+            of = self._linear_tensors() if parts is None else parts
             weight_cache.keep_caches((self,), caches, (of,), recipe)
         if region is not None and region.record:
             cache = caches if kept or call.plans.reads_caches else None
@@ -252,7 +252,7 @@ class LinearCalls(Fp8Module):
     ) -> tuple[tuple | None, tuple, tuple]:
         """Key of a call, its tensors, and what a run has of its own: caches and weights."""
         own, shared, forms = self.__dict__, ((), ()), ()
-        if region is not None and custom.calls_back(recipe):
+        if region is not None and custom_quantizers.calls_back(recipe):
             return None, (), shared
         if type(inp) is Tensor or self.NORM is not None:
             if recipe is None:
@@ -274,7 +274,7 @@ class LinearCalls(Fp8Module):
                 (self,), is_first_microbatch, state, key, tensors if held else (), region
             )
         if forms:
-            shared = [*(shared[0] or (None,) * len(self.PARTS)), forms], shared[1]
+            shared = [*(shared[0] or (None,) * len(self.LINEARS)), forms], shared[1]
         return key, tensors, shared
 
     def _find_present(self, flat: tuple[Tensor | None, ...]) -> None:
@@ -311,16 +311,20 @@ class LinearCalls(Fp8Module):
         run = run_without_backward if call.plans.backward is None else run_call
         ran = None
         if not call.traced:
-            ran = Ran(call.plans, region.state.why() if region.recipe is None else None)
+            ran = LastCall(call.plans, region.state.why() if region.recipe is None else None)
             self._keep(found, call, ran, tensors)
         out = run(call, *tensors.flat())
         self._finish(call, call.first, region.state, region, call.caches, tensors.parts)
         if ran is not None:
-            self.__dict__["_ran"] = ran
+            self.__dict__["_last_call"] = ran
         return out
 
     def _keep(
-        self, found: tuple[tuple | None, Sequence], call: ModuleCall, ran: Ran, tensors: CallTensors
+        self,
+        found: tuple[tuple | None, Sequence],
+        call: ModuleCall,
+        ran: LastCall,
+        tensors: CallTensors,
     ) -> None:
         """Keep a call by its key, before it runs: a checkpoint may end a repetition in the middle.
 
@@ -347,7 +351,7 @@ class LinearCalls(Fp8Module):
         if missing:
             what = f"{type(self).__name__}: {', '.join(missing)} was set to None"
             raise TypeError(f"{what}: assign a parameter; bias=False makes one without biases")
-        parts = self._part_tensors()
+        parts = self._linear_tensors()
         kind, norm = type(self).__name__, self._norm_tensors()
         quantization = () if recipe is None else self._quantizations(recipe, traced)
         usable = quantized.usable_parts(kind, parts, recipe, quantization)
@@ -365,8 +369,8 @@ class LinearCalls(Fp8Module):
         if recipe is None or not recipe.custom():
             return recipe
         kind = type(self).__name__
-        return custom.remembered(
-            self, recipe, lambda: custom.resolve(recipe, kind, self.name, self.PARTS)
+        return custom_quantizers.remembered(
+            self, recipe, lambda: custom_quantizers.resolve(recipe, kind, self.name, self.LINEARS)
         )
 
     def _prepare(
@@ -403,7 +407,7 @@ class LinearCalls(Fp8Module):
             dtypes.append(biases[0].dtype if biases else dtype)
             dtypes.append(owner.main_grad.dtype if into_main else dtype)
         # Of a CustomRecipe the casts: another function may have the address of one that is gone.
-        identity = None if recipe is None else custom.identity_of(recipe)
+        identity = None if recipe is None else custom_quantizers.identity_of(recipe)
         recompute = self.checkpoint and records
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
         key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
@@ -414,7 +418,10 @@ class LinearCalls(Fp8Module):
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
-        functions = {**custom.functions_of(recipe, owners, parts), **(self._stages or {})}
+        functions = {
+            **custom_quantizers.functions_of(recipe, owners, parts),
+            **(self._stages or {}),
+        }
         if functions or observer is not None:
             call.staged = Staged(functions, observer)
         split = self._split_tensors()
@@ -434,7 +441,7 @@ class LinearCalls(Fp8Module):
     def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
         """How each part casts under a recipe that this module follows."""
         found = self._quantization_of(recipe, traced)
-        return custom.of_parts(recipe, found, len(self.PARTS))
+        return custom_quantizers.of_parts(recipe, found, len(self.LINEARS))
 
     def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
@@ -481,7 +488,7 @@ class LinearCalls(Fp8Module):
         self, tensors: CallTensors, region: Region, is_first_microbatch: bool | None
     ) -> _BoundState:
         """State that an FP8 call quantizes with: that in force, or that of the call it repeats."""
-        count = len(self.PARTS)
+        count = len(self.LINEARS)
         quantization = self._quantizations(region.recipe, region.traced)
         common = graphs.SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
@@ -542,15 +549,15 @@ class LinearCalls(Fp8Module):
         plans = self._plans.get(key)
         if plans is None:
             found = Quantization.of_flat(*quantization)
-            plans = self._make_plans(key, (found,) * len(self.PARTS))
+            plans = self._make_plans(key, (found,) * len(self.LINEARS))
         if key[1] is not None:
             self._keep_recipe(key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
-        self.__dict__["_ran"] = Ran(plans, reason)
+        self.__dict__["_last_call"] = LastCall(plans, reason)
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
-        count = len(self.PARTS)
+        count = len(self.LINEARS)
         device, _, recompute = key[:3]
         flags, bias_grads = key[3 : 3 + count], key[3 + count : 3 + 2 * count]
         inp, out, norm_dtype, *rest = self._codes(key[3 + 2 * count :])
@@ -558,19 +565,19 @@ class LinearCalls(Fp8Module):
         for i, sizes in enumerate(self._sizes()):
             weight, bias, grad = rest[3 * i : 3 * i + 3]
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
-            found = custom.in_dtype(quantization[i], out)
-            external = self._external[i] | custom.stages_of(found)
+            found = custom_quantizers.in_dtype(quantization[i], out)
+            external = self._external[i] | custom_quantizers.stages_of(found)
             how = (found, flags[i], bias_grads[i], external, 1, self._halves[i])
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
         prepare_device(device)
-        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.PARTS)
+        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.LINEARS)
         return keep(self._plans, key, call_plans(spec))
 
     def _codes(self, dtypes: tuple) -> list[int]:
         """Codes of the dtypes of a key; TypeError for what no plan takes."""
         labels = ["inp", "output", "layer_norm_weight"]
-        for prefix in self.PARTS:
+        for prefix in self.LINEARS:
             labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
         check_dtypes(type(self).__name__, labels, dtypes)
         return [_core.dtype_code(dtype) for dtype in dtypes]

@@ -14,17 +14,17 @@ DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class PartTensors(NamedTuple):
+class LinearTensors(NamedTuple):
     """Tensors of one linear layer of a call."""
 
     weights: tuple[Tensor, ...]
     """[rows, in_features] each; together the weight [out_features, in_features]."""
     biases: tuple[Tensor, ...]  # [rows] each; empty where the layer adds none
 
-    def to(self, dtype: torch.dtype) -> "PartTensors":
+    def to(self, dtype: torch.dtype) -> "LinearTensors":
         """Convert all of them."""
         weights = tuple(weight.to(dtype) for weight in self.weights)
-        return PartTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
+        return LinearTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
 
 
 class CallTensors(NamedTuple):
@@ -33,7 +33,7 @@ class CallTensors(NamedTuple):
     input: Tensor  # [..., features]
     norm: tuple[Tensor, Tensor | None] | None
     """(gamma, beta or None) of the norm before the first layer; None without a norm."""
-    parts: tuple[PartTensors, ...]  # the linear layers
+    parts: tuple[LinearTensors, ...]  # the linear layers
     output_dtype: torch.dtype  # of the result
     given: tuple[Tensor | None, ...] = ()  # these as they were before a conversion, as of `flat`
 
@@ -92,7 +92,7 @@ def _what(tensor: Tensor) -> str:
 def promoted(
     kind: str,
     features: int,
-    given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[PartTensors, ...]],
+    given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[LinearTensors, ...]],
     recipe: Any,
     name: str = "inp",
 ) -> CallTensors:

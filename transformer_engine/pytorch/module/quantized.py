@@ -18,8 +18,8 @@ from transformer_engine.common import graphs
 from transformer_engine.common.operand_casts import Quantization, is_backward_wide, quantization_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.thread_state import RegionState
-from transformer_engine.pytorch.module import custom
-from transformer_engine.pytorch.module.operands import PartTensors
+from transformer_engine.pytorch.module import custom_quantizers
+from transformer_engine.pytorch.module.operands import LinearTensors
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import in_transform, unseen
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
@@ -43,10 +43,10 @@ class QuantizedInit(NamedTuple):
 
 def usable_parts(
     kind: str,
-    parts: tuple[PartTensors, ...],
+    parts: tuple[LinearTensors, ...],
     recipe: Recipe | None,
     quantization: Sequence[Quantization],
-) -> tuple[PartTensors, ...]:
+) -> tuple[LinearTensors, ...]:
     """The tensors of a call, with weights in high precision that can not be read as they are.
 
     `quantization` is that of each part, where a recipe is in force. RuntimeError for a weight that
@@ -61,7 +61,7 @@ def usable_parts(
             weights = _usable_weights(kind, weights, how)
         if len(weights) < len(biases):  # the weight was put together
             biases = (torch.cat(biases),)
-        usable.append(PartTensors(weights, biases))
+        usable.append(LinearTensors(weights, biases))
     return tuple(usable)
 
 
@@ -84,14 +84,16 @@ def _usable_weights(
         called = quantization.weight.recipe == _core.RECIPE_EXTERNAL
         for weight in filter(is_quantized, weights):
             if not (
-                custom.is_made_by(weight, custom.weight_quantizer(recipe, part))
+                custom_quantizers.is_made_by(
+                    weight, custom_quantizers.weight_quantizer(recipe, part)
+                )
                 if called
                 else fits(weight, quantization)
             ):
                 raise RuntimeError(
                     f"{kind}: its weight is a {type(weight).__name__} of "
-                    f"{weight._quantizer!r}, which {custom.name_of(recipe)} does not read: run it "
-                    "under the recipe of its quantized_model_init"
+                    f"{weight._quantizer!r}, which {custom_quantizers.name_of(recipe)} does not "
+                    "read: run it under the recipe of its quantized_model_init"
                 )
         if not called and is_quantized(weights[0]):
             if len(weights) == 1:
@@ -99,7 +101,7 @@ def _usable_weights(
             if joins(weights):
                 return (torch.cat(weights),)
     # Parts of a weight have scales of their own, and a GEMM reads one of the tensor, or of a tile.
-    # What a quantizer of the program makes is read by its stage (`custom.functions_of`).
+    # What a quantizer of the program makes is read by its stage (`custom_quantizers.functions_of`).
     return tuple(w.dequantize() if is_quantized(w) else w for w in weights)
 
 
@@ -159,10 +161,11 @@ def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
         raise NotImplementedError(
             f"{kind}: {option}=True in a transform of torch.func: leave it out there"
         )
-    if custom.is_custom(recipe):
+    if custom_quantizers.is_custom(recipe):
         raise NotImplementedError(
-            f"{kind}: {option}=True under {custom.name_of(recipe)}, which has no quantizers of "
-            "what modules return: leave it out, or use DelayedScaling or another recipe"
+            f"{kind}: {option}=True under {custom_quantizers.name_of(recipe)}, which has no "
+            "quantizers of what modules return: leave it out, or use another recipe, say "
+            "DelayedScaling"
         )
 
 
@@ -260,7 +263,7 @@ def bind_quantizers(module: Any) -> None:
     """Let delayed scaling's quantizers of weights cast with the scales of the module's slots."""
     if not module.primary_weights_in_fp8:
         return
-    for i, part in enumerate(module._part_tensors()):
+    for i, part in enumerate(module._linear_tensors()):
         if is_quantized(part.weights[0]):
             _bind(part.weights[0]._quantizer, module._slots, i)
 
@@ -276,7 +279,7 @@ def bind_shard(module: Any, shard: Tensor) -> None:
         return
     for name, parameter in module._parameters.items():
         if local_of(parameter) is shard:
-            part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
+            part = next(i for i, prefix in enumerate(module.LINEARS) if name.startswith(prefix))
             _bind(shard._quantizer, slots, part)
 
 
@@ -378,15 +381,15 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
     recipe = module._resolved(init.recipe, False)
     if recipe is None:  # no quantizer of the module casts
         return
-    known = None if custom.is_custom(recipe) else quantization_of(recipe)
-    quantization = custom.of_parts(recipe, known, len(module.PARTS))
+    known = None if custom_quantizers.is_custom(recipe) else quantization_of(recipe)
+    quantization = custom_quantizers.of_parts(recipe, known, len(module.LINEARS))
     for name in names:
         parameter = module._parameters.get(name)
         if parameter is None or parameter.is_meta or is_quantized(local_of(parameter)):
             continue
         _refuse_padding(module, name, parameter)
         values = local_of(parameter).detach()
-        part = next(i for i, prefix in enumerate(module.PARTS) if name.startswith(prefix))
+        part = next(i for i, prefix in enumerate(module.LINEARS) if name.startswith(prefix))
         quantizer = _weight_quantizer(
             recipe, quantization[part], part, parameter.device, init.gradients
         )
@@ -436,9 +439,9 @@ def _weight_quantizer(
     """
     from transformer_engine.pytorch.tensor.recipes import format_of
 
-    own = custom.weight_quantizer(recipe, part)
+    own = custom_quantizers.weight_quantizer(recipe, part)
     if own is not None:
-        made, row_wise = custom.keeping(own), not gradients
+        made, row_wise = custom_quantizers.keeping(own), not gradients
     else:
         row, cast = format_of(quantization.weight), quantization.weight
         made = None if row is None else row.make(cast, device, measures_first(recipe))

@@ -86,7 +86,7 @@ def held_caches(
 ) -> list[tuple | None]:
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
-    `parts` are the `operands.PartTensors` of a call of the module. False reads what is kept of
+    `parts` are the `operands.LinearTensors` of a call of the module. False reads what is kept of
     these weights, whatever delayed scaling's scales do meanwhile. One that caches weights by itself
     reads what another cast would make to the same bits: not where scales have moved, and nothing of
     weights that were made in inference mode, which do not tell when they change.
@@ -170,7 +170,7 @@ def microbatch_of(
     replays: tuple = ()
     if region is not None:
         recipe, replays = region.recipe, region.replays
-    parts = [module._part_tensors() for module in modules]
+    parts = [module._linear_tensors() for module in modules]
     cached = [each for each in replays if each.cache is not None]
     reads_caches = len(cached) > 0 if replays else first is not None
     if (reads_caches or tensors) and recipe is not None:

@@ -111,7 +111,7 @@ def _scales_of(module: LinearBase) -> dict[str, Scaling]:
     if values is None:
         return {}
     found = {}
-    for part, name in enumerate(module.PARTS):
+    for part, name in enumerate(module.LINEARS):
         for direction, slots, tensors in TENSORS:
             scale, history = (tensor.tolist() for tensor in values[direction])
             for at, tensor in enumerate(tensors, part * slots):

@@ -13,7 +13,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
 from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.module.call import Ran
+from transformer_engine.pytorch.module.call import LastCall
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import AffineNorm
 from transformer_engine.pytorch.tools.conversion import counterpart_of
@@ -135,13 +135,13 @@ def report(
 def _linear_layers(
     path: str, module: LinearBase, observed: observe | None
 ) -> Iterator[LayerReport]:
-    ran = module._ran
+    ran = module._last_call
     record = None if observed is None else observed.records.get(module)
-    for part, prefix in enumerate(module.PARTS):
+    for part, prefix in enumerate(module.LINEARS):
         name = prefix.removesuffix("_")
         full = f"{path}.{name}" if path and name else path or name
         columns, rows = module._sizes()[part]
-        weights = module._part_tensors()[part].weights
+        weights = module._linear_tensors()[part].weights
         if observed is not None and (record is None or not record.gemms):
             why = "not called in the observed block, unless inside a compiled graph"
             gemms, tensors = _no_gemms(why), ()
@@ -162,7 +162,7 @@ def _no_gemms(reason: str) -> tuple[GemmReport, ...]:
     return tuple(GemmReport(name, None, reason, None) for name in _GEMMS.values())
 
 
-def _operators(ran: Ran, part: int) -> dict[int, str]:
+def _operators(ran: LastCall, part: int) -> dict[int, str]:
     """Operator of each stage of a part in the plans of a call, by its number."""
     plans = [plan for plan in (ran.plans.forward, ran.plans.backward, ran.plans.wgrad) if plan]
     node = plans[0].graph.numbers_of(_core.NODE_LINEAR)[part]
@@ -172,7 +172,7 @@ def _operators(ran: Ran, part: int) -> dict[int, str]:
 
 def _gemms(
     part: int,
-    ran: Ran,
+    ran: LastCall,
     spec: LinearSpec,
     weights: tuple[Tensor, ...],
     record: ModuleRecord | None,
@@ -219,7 +219,7 @@ def _pair(stage: int, spec: LinearSpec) -> tuple[OperandCast, OperandCast]:
     return grad, weight if stage == STEPS["gemm_grad_input"] else inp
 
 
-def _planned(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+def _planned(stage: int, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Operand dtypes of a GEMM that is part of the last call's plans."""
     if ran.plans.quantized:
         pair = _pair(stage, spec)
@@ -235,7 +235,7 @@ def _planned(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
 
 
-def _why_not(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+def _why_not(stage: int, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
     """Why a call's backward has no such GEMM."""
     if not ran.plans.backward and any(weight.requires_grad for weight in weights):
         return "gradients were off"
@@ -247,7 +247,7 @@ def _why_not(stage: int, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
 
 
 def _known(
-    module: LinearBase, prefix: str, ran: Ran, spec: LinearSpec, weights: tuple[Tensor, ...]
+    module: LinearBase, prefix: str, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> Iterator[TensorReport]:
     """Each tensor that is cast, as far as it is known without a measurement."""
     casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)
@@ -339,7 +339,7 @@ def _norm(path: str, module: AffineNorm) -> LayerReport:
 
 
 def _attention(path: str, module: DotProductAttention) -> LayerReport:
-    choice = module._ran
+    choice = module._last_call
     note = "not called yet"
     if choice is not None:
         lacks = "; ".join(f"{name}: {why}" for name, why in choice.reasons.items())

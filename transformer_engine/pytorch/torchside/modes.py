@@ -64,7 +64,7 @@ active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that the thread runs a part of; -1: it is in none."""
 
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+keeps_autograd_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """True where what was saved may be read again after the backward that the thread runs a part of
 (``retain_graph=True``); True where it runs in none."""
 

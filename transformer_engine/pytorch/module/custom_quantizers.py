@@ -144,8 +144,8 @@ def is_made_by(tensor: Any, quantizer: Any) -> bool:
 def functions_of(recipe: Any, weights: Sequence, parts: Sequence) -> dict[str, Callable]:
     """The stages of quantizers that are called, by name; None: no recipe.
 
-    `weights` are those of a module as they are kept, `parts` the `operands.PartTensors` of a call.
-    A weight that is one tensor, and quantized already, is read by its stage.
+    `weights` are those of a module as they are kept, `parts` the `operands.LinearTensors` of a
+    call. A weight that is one tensor, and quantized already, is read by its stage.
     """
     return {
         name: stage.reading(weights[stage.part])

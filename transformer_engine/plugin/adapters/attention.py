@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.attention_kinds import in_format, kinds_of
-from transformer_engine.plugin.core.ops import NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import (
+from transformer_engine.plugin.adapters.fields import (
     Choices,
     Fields,
     NotTakenError,
@@ -27,6 +25,8 @@ from transformer_engine.plugin.slots.fields import (
     taken,
     written,
 )
+from transformer_engine.plugin.attention_kinds import in_format, kinds_of
+from transformer_engine.plugin.core.ops import NVTE_QKV_Format
 from transformer_engine.pytorch.attention.masks import alibi_bias
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.builtin import ACTIVATIONS
-from transformer_engine.plugin.slots import casts, state
-from transformer_engine.plugin.slots.fields import (
+from transformer_engine.plugin.adapters import casts, state
+from transformer_engine.plugin.adapters.fields import (
     Choices,
     Fields,
     NotTakenError,
@@ -25,6 +24,7 @@ from transformer_engine.plugin.slots.fields import (
     taken,
     written,
 )
+from transformer_engine.plugin.builtin import ACTIVATIONS
 
 _OWN = ("wide", "amax_partials")
 CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))

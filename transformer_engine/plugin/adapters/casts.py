@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import OperandCast
-from transformer_engine.plugin.slots.fields import (
+from transformer_engine.plugin.adapters.fields import (
     Choices,
     Fields,
     NotTakenError,

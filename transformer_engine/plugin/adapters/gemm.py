@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.plugin.slots.casts import operand_of
-from transformer_engine.plugin.slots.fields import Choices, Fields, taken, written
+from transformer_engine.plugin.adapters.casts import operand_of
+from transformer_engine.plugin.adapters.fields import Choices, Fields, taken, written
 
 
 def _operand(fields: Fields, name: str) -> Any:

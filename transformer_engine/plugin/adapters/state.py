@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.adapters.fields import Choices, Fields, sums_of, taken, written
 from transformer_engine.plugin.core.ops import DType, NVTE_QKV_Format
-from transformer_engine.plugin.slots.fields import Choices, Fields, sums_of, taken, written
 
 _LARGEST = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 

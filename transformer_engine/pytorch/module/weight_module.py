@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.linear_base import LinearBase
-from transformer_engine.pytorch.module.operands import PartTensors
+from transformer_engine.pytorch.module.operands import LinearTensors
 from transformer_engine.pytorch.module.parallel import TensorParallel, mark_linear
 from transformer_engine.pytorch.module.parameters import (
     Split,
@@ -199,18 +199,20 @@ class WeightModule(TensorParallel, LinearBase):
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         return ((self.in_features, self.out_features),)
 
-    def _part_tensors(self) -> tuple[PartTensors, ...]:
+    def _linear_tensors(self) -> tuple[LinearTensors, ...]:
         parameters = self._parameters
         if self._split is None:
             weight = parameters.get("weight")
             if weight is None:  # replaced by a parametrization, or a plain tensor
                 weight = self.weight
             if not self.apply_bias:
-                return (PartTensors((weight,), ()),)
+                return (LinearTensors((weight,), ()),)
             bias = parameters.get("bias")
-            return (PartTensors((weight,), (self.bias if bias is None else bias,)),)
+            return (LinearTensors((weight,), (self.bias if bias is None else bias,)),)
         return (
-            PartTensors(self._tensors("weight"), self._tensors("bias") if self.apply_bias else ()),
+            LinearTensors(
+                self._tensors("weight"), self._tensors("bias") if self.apply_bias else ()
+            ),
         )
 
     def _split_tensors(self) -> SplitTensors | None:

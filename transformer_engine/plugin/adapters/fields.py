@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.adapters import PLACED, UNEXPRESSED, Mapped
 from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
-from transformer_engine.plugin.slots import PLACED, UNEXPRESSED, Mapped
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
@@ -117,7 +117,7 @@ def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
     asked.
     """
     module, _, name = row.adapter.partition(":")
-    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.slots.{module}"), name)
+    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
     run, asked = functools.partial(adapter, choices), choices.implementations()
     run_apart = in_own_dtypes(with_autograd(run))
 
