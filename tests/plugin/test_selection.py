@@ -485,7 +485,7 @@ def test_mistakes_of_native_callers():
     with pytest.raises(TypeError, match="expected a tuple"):
         op()
     dispatcher.publish(((),))
-    with pytest.raises(SystemError, match="nothing was called"):
+    with pytest.raises(SystemError, match="no implementation was called"):
         op()
     with pytest.raises(TypeError, match="expected Implementations"):
         dispatcher.publish(((), (print,)))
