@@ -162,7 +162,11 @@ def main() -> None:
     sizes = (2, 2) if options.quick else (5, 10)
     measured = [r for n in options.recipe or RECIPES for r in rows(report.machine, n, count, sizes)]
     least = measured[0]["forward_us"] + measured[0]["backward_us"]
-    report.limit("floor us", least, "a layer in eager mode under its recipe, forward and backward; here the first one")
+    report.limit(
+        "floor us",
+        least,
+        "a layer in eager mode under its recipe, forward and backward; here the first one",
+    )
     title = f"host cost of each of {count} layers, {FEATURES} features, {ROWS} tokens, bf16"
     report.table(title, COLUMNS, measured)
     report.finish()
