@@ -98,6 +98,22 @@ def test_one_plan(device, kind, dtypes, recipe):
     assert {grad.dtype for grad in found[0][2:] if grad is not None} <= {parameters, F32}
 
 
+@recipes
+@pytest.mark.parametrize("rates", [{}, DROPS])
+@pytest.mark.parametrize("inp", [F32, BF16])
+def test_a_branch_without_a_norm(device, inp, rates, recipe):
+    """The first residual is the input as it was given, whatever the projection reads it in."""
+    options = {"apply_residual_connection_post_layernorm": True, "output_layernorm": True}
+    layer = make_layer(device, F32, **options, **rates)
+    given = {"hidden_states": states(layer, dtype=inp)}
+
+    def steps(own):
+        with torch.autocast(device, BF16):
+            return [step(own, given, plain, recipe) for _ in range(3)]
+
+    both_ways(layer, steps, True)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes(device, recipe):
     layer = make_layer(device, F32, **DROPS)

@@ -405,6 +405,28 @@ def test_nested(device, outer, inner, recipe):
     both_ways(pair, run)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "measured"])
+@pytest.mark.parametrize("inner", CHECKPOINTS)
+@pytest.mark.parametrize("outer", CHECKPOINTS)
+def test_a_checkpoint_around_a_checkpoint(device, outer, inner, recipe):
+    """The first module of the region is repeated twice: backward scales are updated once."""
+    layer = make_layer(device, BF16)
+    x = states(layer)
+
+    def run(own):
+        results = []
+        for _ in range(3):
+            with region(recipe), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out = CHECKPOINTS[outer](lambda x: CHECKPOINTS[inner](own, x), x)
+            results += gradients(own, x, out)
+            results.append([module["backward"] for module in states_of(own)])
+        assert (results[-1][0][0] != 1).any()
+        return results
+
+    both_ways(layer, run)
+
+
 @few
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_repetition_that_stops_early(device, recipe, stops):

@@ -221,7 +221,8 @@ class Emission:
         if call is None:
             raise ByModules
         parts, own = len(self.graph.parts), call.plans.graph
-        x = self._in_dtype(x, own.values[own.tensors[0][1]].dtype, name)
+        stream, read = x, own.tensors[0][1]
+        x = self._in_dtype(x, own.values[read].dtype, name)
         begin = len(self.graph.tensors)
         numbers = self.graph.append(own, x.number, name, output, len(self.calls))
         self._parameters += self.graph.tensors[begin:]
@@ -238,7 +239,8 @@ class Emission:
         self.calls.append(call)
         wanted = x.wanted or call.plans.backward is not None
         _, made = own.results[0]
-        return self._value(numbers[made], wanted), self._value(numbers[own.normed], wanted)
+        normed = stream if own.normed == read else self._value(numbers[own.normed], wanted)
+        return self._value(numbers[made], wanted), normed
 
     def _in_dtype(self, x: Value, dtype: int, name: str) -> Value:
         """A value in the dtype that a module reads it in, which `torch.autocast` says."""

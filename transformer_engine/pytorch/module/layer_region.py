@@ -65,13 +65,14 @@ class LayerRegion(NamedTuple):
     def is_first(self, records: bool) -> bool:
         """Return whether its backward updates the backward state; see `Fp8Module._is_first`.
 
-        `records`: it has one. To be asked once for each call.
+        `records`: it has one. To be asked once for each call. A repetition may itself be the
+        forward of a reentrant checkpoint, whose own repetition has the backward.
         """
+        if not records and self.record and not torch.is_grad_enabled():
+            records = (bool(self.replays) or self.state.first) and in_reentrant_forward()
         if self.replays:
             return any([self.frame.is_first(entry, records) for entry in self.replays])
-        if records or not (self.state.first and self.record) or torch.is_grad_enabled():
-            return records and self.state.first
-        return in_reentrant_forward()
+        return records and self.state.first
 
     def leave(self, layer: int, owners: Sequence, call: Any, caches: Sequence, first: bool) -> None:
         """Leave to the checkpoints what a repetition needs, of each of the owners of a call.
