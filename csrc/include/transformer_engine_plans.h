@@ -93,7 +93,11 @@ enum {                              /* te_value_desc.flags */
        TE_VALUE_RETURN_QUANTIZED = 1 << 11,
        /* Of a weight besides QUANTIZED: it is given in high precision too, for the GEMMs that read
         * it so (te_quantization.backward). */
-       TE_VALUE_ALSO_WIDE = 1 << 12
+       TE_VALUE_ALSO_WIDE = 1 << 12,
+       /* Of what a node makes: who reads it reads what its dtype holds of it, and its gradient is
+        * whole and rounded before it is read. So the graph of several modules has the bits that
+        * these have one by one; inside a module, operators are joined over a value. */
+       TE_VALUE_ROUNDED = 1 << 13
 };
 
 /* A tensor of the graph. */

@@ -52,11 +52,23 @@ void te_make_again(te_build *build, int32_t value)
     there = (te_value(build, value)->flags & TE_VALUE_RESULT) != 0 ||
             te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER;
     /* What can not be had again for one pass is given or saved, unless nothing is. What can be is,
-     * though it be there: cast from high precision it would have other bits than the forward's. */
-    if (rules->produce == NULL && (there || (build->graph->flags & TE_GRAPH_RECOMPUTE) == 0)) {
+     * though it be there: cast from high precision it would have other bits than the forward's,
+     * which a rounded one has been cast from. */
+    if ((rules->produce == NULL || te_is_rounded(build, value)) &&
+        (there || (build->graph->flags & TE_GRAPH_RECOMPUTE) == 0)) {
         return;
     }
     rules->again(build, state->producer);
+    if (te_is_rounded(build, value)) te_write_pending(build, value);
+}
+
+void te_write_pending(te_build *build, int32_t value)
+{
+    te_value_state *state = &build->values[value];
+    const int32_t n = state->pending;
+    if (n == TE_NOBODY) return;
+    (void)te_wide(build, value, te_node(build, n)->name, te_rules_of(build, n)->name);
+    state->pending = TE_NOBODY;
 }
 
 int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name)
@@ -142,14 +154,9 @@ int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer)
     return 1;
 }
 
-void te_grad_pair(te_build *build, int32_t value, int32_t pair[2])
+static void contributions(te_build *build, int32_t value, int32_t pair[2])
 {
-    te_value_state *state = &build->values[value];
-    if (state->grad_pending != TE_NOBODY) {
-        pair[0] = te_grad(build, value);
-        pair[1] = TE_NO_BUFFER;
-        return;
-    }
+    const te_value_state *state = &build->values[value];
     pair[0] = contribution(build, value, 0);
     pair[1] = state->grads > 1 ? contribution(build, value, 1) : TE_NO_BUFFER;
     for (int32_t n = 2; n < state->grads;
@@ -158,6 +165,16 @@ void te_grad_pair(te_build *build, int32_t value, int32_t pair[2])
         pair[0] = pair[1];
         pair[1] = contribution(build, value, n);
     }
+}
+
+void te_grad_pair(te_build *build, int32_t value, int32_t pair[2])
+{
+    if (build->values[value].grad_pending == TE_NOBODY && !te_is_rounded(build, value)) {
+        contributions(build, value, pair);
+        return;
+    }
+    pair[0] = te_grad(build, value);
+    pair[1] = TE_NO_BUFFER;
 }
 
 int32_t te_grad(te_build *build, int32_t value)
@@ -175,7 +192,7 @@ int32_t te_grad(te_build *build, int32_t value)
         state->grad_pending = TE_NOBODY;
         return cast.wide;
     }
-    te_grad_pair(build, value, pair);
+    contributions(build, value, pair);
     if (pair[1] == TE_NO_BUFFER) return pair[0];
     state->grad_alias = TE_NO_BUFFER;
     sum = te_get(build, te_grad_link(build, value), value);
@@ -189,7 +206,8 @@ int32_t te_grad_joined(te_build *build, int32_t value, int32_t *other)
 {
     te_value_state *state = &build->values[value];
     int paired = /* its maker adds two contributions without rounding, see te_grad_pair */
-        state->producer != TE_NOBODY && te_node(build, state->producer)->kind == TE_NODE_NORM;
+        state->producer != TE_NOBODY && te_node(build, state->producer)->kind == TE_NODE_NORM &&
+        !te_is_rounded(build, value);
     *other = TE_NO_BUFFER;
     if (state->grads != 1 || state->grad_pending != TE_NOBODY || paired) {
         return te_grad_target(build, value);

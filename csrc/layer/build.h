@@ -9,8 +9,9 @@
  * A value, or a gradient, that a casting operator makes is *pending* until somebody reads it: who
  * needs it in FP8 lets the operator cast in the same pass, who needs it in high precision lets it
  * write. A value's FP8 forms always come from its operator, so that a backward has the bits of the
- * forward whatever else it reads. What a backward reads of its forward is found out by building the
- * backward: what is not given is saved.
+ * forward whatever else it reads. One that is ROUNDED is written at once: its forms come from that.
+ * What a backward reads of its forward is found out by building the backward: what is not given is
+ * saved.
  */
 #ifndef TE_LAYER_BUILD_H
 #define TE_LAYER_BUILD_H
@@ -200,10 +201,16 @@ static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
 
 /* ---- values ---- */
 
-/* Whether a gradient has more than one contribution. */
+static inline int te_is_rounded(const te_build *build, int32_t value)
+{
+    return (te_value(build, value)->flags & TE_VALUE_ROUNDED) != 0;
+}
+/* Whether no operator of who reads a value is joined with that of who makes it: its gradient has
+ * more than one contribution, or it is rounded. */
 static inline int te_value_is_shared(const te_build *build, int32_t value)
 {
-    return build->values[value].readers > 1 || (te_value(build, value)->flags & TE_VALUE_RESULT);
+    return build->values[value].readers > 1 || te_is_rounded(build, value) ||
+           (te_value(build, value)->flags & TE_VALUE_RESULT) != 0;
 }
 /* Does a node read the value in FP8, or one in high precision? */
 int te_is_read(const te_build *build, int32_t value, int quantized);
@@ -212,6 +219,8 @@ int te_wide_wanted(const te_build *build, int32_t value);
 /* It in high precision: given, made already, made now by whoever it is pending at, in a backward
  * saved or repeated. */
 int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);
+/* Lets its operator write a value that is pending. */
+void te_write_pending(te_build *build, int32_t value);
 /* In a backward: leaves the value pending at its node, or there. */
 void te_make_again(te_build *build, int32_t value);
 

@@ -91,6 +91,7 @@ static int forms_fit(uint32_t flags, uint32_t kind)
 {
     const uint32_t row_wise = TE_VALUE_QUANTIZED | TE_VALUE_RETURN_QUANTIZED;
     const uint32_t gradient = TE_VALUE_INPUT | TE_VALUE_GRADIENT;
+    if ((flags & TE_VALUE_ROUNDED) != 0 && kind != 0 && kind != TE_VALUE_RESULT) return 0;
     if ((flags & OF_OPERAND) != 0 && kind == 0 && !is_handed_over(flags)) return 0;
     if ((flags & OF_OPERAND) == OF_OPERAND) return 0;
     if ((flags & TE_VALUE_ROW_WISE) != 0 && (flags & row_wise) == 0) return 0;
@@ -105,7 +106,7 @@ static te_status check_value(const te_value_desc *value, int32_t number)
     uint32_t kind = value->flags & kinds;
     TE_FAIL_IF(memchr(value->name, '\0', sizeof value->name) == NULL || value->ndim < 1 ||
                    value->ndim > TE_MAX_DIMS || (kind & (kind - 1)) != 0 ||
-                   value->flags >= (uint32_t)TE_VALUE_ALSO_WIDE << 1 ||
+                   value->flags >= (uint32_t)TE_VALUE_ROUNDED << 1 ||
                    ((value->flags & OF_WEIGHT) != 0 && kind != TE_VALUE_PARAMETER) ||
                    !forms_fit(value->flags, kind),
                TE_ERROR_INVALID,

@@ -203,11 +203,12 @@ static void walk_forward(te_build *build)
     start(build, TE_DIRECTION_FORWARD);
     for (int32_t n = 0; n < build->graph->node_count; n++) {
         te_rules_of(build, n)->forward(build, n);
+        if (te_is_rounded(build, te_node(build, n)->output)) {
+            te_write_pending(build, te_node(build, n)->output);
+        }
     }
     for (int32_t v = 0; v < build->graph->value_count; v++) {
-        int32_t pending = build->values[v].pending;
-        if (pending == TE_NOBODY || (te_value(build, v)->flags & TE_VALUE_RESULT) == 0) continue;
-        (void)te_wide(build, v, te_node(build, pending)->name, te_rules_of(build, pending)->name);
+        if ((te_value(build, v)->flags & TE_VALUE_RESULT) != 0) te_write_pending(build, v);
     }
 }
 

@@ -24,7 +24,7 @@ static int keeps_statistics(const te_build *build, int32_t n)
     for (int32_t k = n + 1; k < build->graph->node_count; k++) {
         const te_node_desc *reader = te_node(build, k);
         if (reader->inputs[0] == te_node(build, n)->output &&
-            te_is_measured(reader, TE_INPUT_OPERAND)) {
+            !te_is_rounded(build, reader->inputs[0]) && te_is_measured(reader, TE_INPUT_OPERAND)) {
             return 1;
         }
     }

@@ -54,7 +54,7 @@ static inline int32_t graph_value(graph *g, const char *name, uint32_t flags, in
     te_value_desc *value = &g->values[g->desc.value_count];
     int last = rows != GRAPH_VECTOR;
     EXPECT(g->desc.value_count < GRAPH_VALUES, "too many values");
-    (void)snprintf(value->name, sizeof value->name, "%.*s", (int)sizeof value->name - 1, name);
+    (void)snprintf(value->name, sizeof value->name, "%.*s", TE_NAME_BYTES - 1, name);
     value->flags = flags;
     value->dtype = value->grad_dtype = (int32_t)g->dtype;
     value->ndim = 1 + last;

@@ -97,6 +97,7 @@ static void check_refusals(void)
     REFUSE(values[0].shape[0].multiply, 3, INVALID,
            "linear: x and a have different numbers of rows");
     REFUSE(values[0].flags, TE_VALUE_INPUT | TE_VALUE_RESULT, INVALID, "flags = 0x5");
+    REFUSE(values[0].flags, TE_VALUE_INPUT | TE_VALUE_ROUNDED, INVALID, "flags = 0x2001");
     REFUSE(values[0].flags, 0, INVALID, "node 0 reads x, which no earlier node makes");
     REFUSE(values[1].flags, TE_VALUE_INPUT, INVALID,
            "node 0 makes a, which is given or made by another node");
@@ -426,7 +427,7 @@ static void check_converted(void)
     te_plan_release(plan);
     REFUSE_OF(make_converted, values[2].shape[1].add, WIDTH + 1, INVALID,
               "convert: from 16 f32 columns to 17 of bf16");
-    REFUSE_OF(make_converted, values[2].shape[0].multiply, 2, INVALID, ": other rows");
+    REFUSE_OF(make_converted, values[2].shape[0].multiply, 2, INVALID, "different numbers of rows");
     REFUSE_OF(make_converted, desc.flags, TE_GRAPH_RECOMPUTE, UNSUPPORTED,
               "node 1 (convert) can not be repeated");
 }

@@ -313,6 +313,7 @@ static int make_random(graph *g)
         } else {
             add_random_node(&p, name, sequence, x, y);
         }
+        if (one_in(4)) g->values[y].flags |= TE_VALUE_ROUNDED;
         add(&p, sequence, y);
     }
     for (int i = 0; i < p.count[0] + p.count[1]; i++) {

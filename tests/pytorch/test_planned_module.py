@@ -4,12 +4,15 @@
 import contextlib
 import copy
 import pickle
+import random
 
 import pytest
 import torch
-from pytorch.helpers import RECIPES, assert_same_bits, same_draws
+from pytorch.helpers import RECIPES, assert_same_bits, same_draws, states_of
+from pytorch.quantized_cases import WEIGHT_RECIPES
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 
 HIDDEN, HEADS, TOKENS, SOURCE, BATCH = 64, 4, 8, 6, 2
 
@@ -84,11 +87,72 @@ def gate(x, y):
     return torch.nn.functional.mish(x) * y
 
 
+class Chain(te.PlannedModule):
+    """Links one after the other: modules by name, and what joins values."""
+
+    def __init__(self, links, **options):
+        super().__init__()
+        self.links = links
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList(make(**options) for make in LINKS[link]) for link in links
+        )
+
+    def emit(self, nodes, x):
+        first = x
+        for link, layers in zip(self.links, self.layers, strict=True):
+            parts = [nodes.run(layer, x) for layer in layers]
+            if link == "function":
+                x = nodes.function(torch.nn.functional.mish, x)
+            elif link == "add":
+                x = nodes.add(x, first)
+            elif link == "gate":
+                x = nodes.add(x, nodes.function(torch.nn.functional.mish, x))
+            else:
+                x = parts[0]
+            for part in parts[1:]:
+                x = nodes.add(x, part)
+        return x
+
+
+LINKS = {
+    "linear": [lambda **o: te.Linear(HIDDEN, HIDDEN, **o)],
+    "saving": [lambda **o: te.Linear(HIDDEN, HIDDEN, save_original_input=True, **o)],
+    "norm-linear": [lambda **o: te.LayerNormLinear(HIDDEN, HIDDEN, **o)],
+    "mlp": [lambda **o: te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", **o)],
+    "layernorm": [lambda **o: te.LayerNorm(HIDDEN, **o)],
+    "rmsnorm": [lambda **o: te.RMSNorm(HIDDEN, **o)],
+    "attention": [
+        lambda **o: te.MultiheadAttention(
+            HIDDEN, HEADS, attention_dropout=0.0, attn_mask_type="causal", **o
+        )
+    ],
+    "heads": [
+        lambda **o: te.MultiheadAttention(
+            HIDDEN, HEADS, attention_dropout=0.0, qk_norm_type="RMSNorm", fuse_qkv_params=False, **o
+        )
+    ],
+    "fork": [lambda **o: te.Linear(HIDDEN, HIDDEN, **o)] * 2,
+    "threefold": [lambda **o: te.LayerNormLinear(HIDDEN, HIDDEN, **o)] * 3,
+    "add": [],
+    "function": [],
+    "gate": [],
+}
+READERS = [link for link, modules in LINKS.items() if modules]
+WITH_LINEARS = [link for link in READERS if link not in ("layernorm", "rmsnorm")]
+CHAINED = {
+    "none": lambda: None,
+    **RECIPES,
+    **WEIGHT_RECIPES,
+    "high": lambda: Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized": lambda: MXFP8BlockScaling(backward_override="dequantized"),
+}
+
 KINDS = {
     "gated": Gated,
     "parallel": Parallel,
     "encoder-decoder": EncoderDecoder,
     "linears": lambda **o: Linears(3, **o),
+    "norms": lambda **o: Chain(("rmsnorm", "fork", "gate", "layernorm", "linear"), **o),
 }
 
 
@@ -105,10 +169,13 @@ def planned_dtype(device):
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
+_LINEARS = te.Linear | te.LayerNormLinear | te.LayerNormMLP
+
+
 def hooked(module):
     """A twin that calls its modules: one of them has a hook."""
     twin = copy.deepcopy(module)
-    first = next(m for m in twin.modules() if isinstance(m, te.Linear | te.LayerNormMLP))
+    first = next(m for m in twin.modules() if isinstance(m, _LINEARS))
     first.register_forward_hook(lambda *_: None)
     return twin
 
@@ -154,6 +221,60 @@ def test_one_plan_has_the_bits_of_the_modules(device, kind, recipe):
     with region(recipe):
         assert [title for title, _ in module.plans_of(*steps[0])] == ["forward", "backward"]
         assert twin.plans_of(*steps[0]) == []
+
+
+def assert_chain_has_the_bits(links, recipe, device):
+    """Of its modules called one by one, in 16 bits: results and states of two steps."""
+    module = Chain(links, params_dtype=torch.bfloat16, device=device)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    twin = hooked(module)
+    shape = TOKENS, 4, HIDDEN
+    given = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    weights, results = torch.randn(shape, device=device, dtype=torch.bfloat16), []
+    for own in (module, twin):
+        results.append([])
+        with same_draws(device):
+            for x in given:
+                x = x.clone().requires_grad_()
+                with te.autocast(recipe is not None, recipe=recipe):
+                    out = own(x)
+                out.backward(weights)
+                results[-1].append([out, x.grad, *(p.grad for p in own.parameters())])
+                own.zero_grad()
+        results[-1].append(states_of(own))
+    assert_same_bits(*results, f"{links}")
+    assert_one_plan(module)
+
+
+@pytest.mark.parametrize("recipe", CHAINED)
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_who_reads_a_norm_reads_what_it_is_rounded_to(device, norm, recipe):
+    """Also of several readers, whose gradients are added up before they come to the norm."""
+    for reader in READERS:
+        links = (norm, reader) if reader in WITH_LINEARS else (norm, reader, "linear")
+        assert_chain_has_the_bits(links, CHAINED[recipe](), device)
+        assert_chain_has_the_bits((norm, "gate", reader, "linear"), CHAINED[recipe](), device)
+
+
+@pytest.mark.parametrize("recipe", CHAINED)
+def test_chains_have_the_bits_of_their_modules(device, recipe):
+    chance = random.Random(torch.initial_seed())
+    for _ in range(6):
+        links = [chance.choice(list(LINKS)) for _ in range(chance.randint(1, 4))]
+        links.insert(chance.randint(0, len(links)), chance.choice(WITH_LINEARS))
+        assert_chain_has_the_bits(tuple(links), CHAINED[recipe](), device)
+
+
+def test_without_linear_layers_modules_are_called(device):
+    module = Chain(("layernorm", "gate", "rmsnorm"), device=device)
+    (given,) = inputs("chain", device)
+    (first,), _, (last,) = module.layers
+    normed = first(given)
+    expected = last(normed + torch.nn.functional.mish(normed))
+    assert_same_bits(module(given).detach(), expected.detach())
+    assert module.plans_of(given) == []
 
 
 @pytest.mark.parametrize("way", ["no_grad", "frozen", "eval", "compiled", "checkpoint", "autocast"])

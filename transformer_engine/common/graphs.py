@@ -255,7 +255,8 @@ class Graph:
             if number != inp:
                 name = output if number == result else prefix + value.name
                 flags = value.flags & ~_core.VALUE_RESULT
-                flags &= ~_core.VALUE_LEADING if number == result else -1
+                if number == result:
+                    flags = flags & ~_core.VALUE_LEADING | _core.VALUE_ROUNDED
                 shape = tuple(here if extent == rows else extent for extent in value.shape)
                 self.values.append(value._replace(name=name, flags=flags, shape=shape))
                 numbers[number] = len(self.values) - 1

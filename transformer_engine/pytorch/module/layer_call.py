@@ -101,6 +101,8 @@ class LayerCalls:
     def __init__(self, layer: Any, options: tuple = (), part: int | None = None) -> None:
         outline = Outline(layer)
         layer._emit(outline, Value(), options, part)
+        if not outline.modules:  # nothing that a plan would join
+            raise ByModules
         self.part = part
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
         self._versions = tuple(module._version for module in self.modules)
