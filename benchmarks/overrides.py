@@ -28,7 +28,7 @@ from transformer_engine import _core
 from transformer_engine import plugin as plugins
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.plugin import core as plugin
-from transformer_engine.plugin.slots import NATIVE
+from transformer_engine.plugin.adapters import NATIVE
 
 PLAIN = ("rmsnorm_fwd", "rmsnorm_bwd")
 PLACED = (*PLAIN, "rmsnorm_bwd_add")
