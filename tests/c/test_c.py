@@ -21,7 +21,7 @@ BUILD = ROOT / ("build/sanitize" if SANITIZE else "build")
 CC = os.environ.get("CC", "cc")
 SKIPPED = 77
 STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc/include'}"]
-STRICT += ["-Wno-format-truncation"]  # which lengths gcc takes for possible is its optimizer's guess
+STRICT += ["-Wno-format-truncation"]  # gcc guesses lengths, as its options are
 
 pytestmark = pytest.mark.skipif(
     shutil.which(CC) is None or not (ROOT / "setup.py").exists(),
