@@ -10,6 +10,7 @@ itself is in the figures, for there is no other device.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ import transformer_engine.pytorch as te
 PLAIN = "plain"
 FEATURES, ROWS = 64, 16
 RECIPE = modes.recipes()["delayed"]
-PARTS = ("forward", "backward")
+PARTS = modes.HostCall.PARTS
 COLUMNS = [
     Column("module", "module", "<17s"),
     Column("way", "way", "<16s"),
@@ -95,34 +96,8 @@ def modules(device: torch.device) -> dict[str, Callable[[], torch.nn.Module]]:
     }
 
 
-class Call:
+class Call(modes.HostCall):
     """A module that is called in one way."""
-
-    def __init__(self, module: torch.nn.Module, way: Way, machine: Machine, steps: int) -> None:
-        self.module, self.way, self.machine, self.steps = module, way, machine, steps
-        shape = (ROWS, 1, FEATURES)
-        like = {"device": machine.device, "dtype": torch.bfloat16}
-        self.x = torch.randn(shape, **like).requires_grad_()
-        self.grad = torch.randn(shape, **like)
-        self.out = self.x
-
-    def forward(self) -> None:
-        """The forward."""
-        self.out = self.way(self.module, self.x)
-
-    def backward(self) -> None:
-        """The backward of the last forward."""
-        self.out.backward(self.grad)
-
-    def step(self) -> None:
-        """Forward and backward."""
-        self.forward()
-        self.backward()
-
-    def turn(self) -> dict[str, float]:
-        """The least seconds of each part in one turn: neighbours on the machine only add to it."""
-        both = [self.machine.host_time(self.forward, self.backward) for _ in range(self.steps)]
-        return {part: min(s) for part, s in zip(PARTS, zip(*both, strict=True), strict=True)}
 
     def frames(self) -> dict[str, int]:
         """Calls of Python functions in each part."""
@@ -156,7 +131,8 @@ def rows(machine: Machine, name: str, make: Callable, sizes: tuple[int, int]) ->
             continue  # nothing of it is in FP8
         if way == "frozen":
             module.requires_grad_(False)
-        calls[way] = Call(module, call, machine, sizes[0])
+        run = functools.partial(call, module)
+        calls[way] = Call(run, (ROWS, 1, FEATURES), machine, sizes[0])
         if way == "fp8 first=False":
             with modes.region(RECIPE):
                 module(calls[way].x, is_first_microbatch=True)

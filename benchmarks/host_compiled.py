@@ -22,7 +22,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 import transformer_engine.pytorch as te
 
 FEATURES, ROWS, LAYERS = 64, 16, 12
-PARTS = ("forward", "backward")
+PARTS = modes.HostCall.PARTS
 RECIPES = ("bf16", "delayed", "current", "block")
 COLUMNS = [
     Column("recipe", "recipe", "<8s"),
@@ -71,34 +71,17 @@ class Counter:
         return make_boxed_func(graph.forward)
 
 
-class Call:
+class Call(modes.HostCall):
     """Layers that are called in one way, under a recipe."""
 
     def __init__(self, run: Callable, recipe: Any, machine: Machine, steps: int) -> None:
-        self.run, self.recipe, self.machine, self.steps = run, recipe, machine, steps
-        like = {"device": machine.device, "dtype": torch.bfloat16}
-        self.x = torch.randn(ROWS, 1, FEATURES, **like).requires_grad_()
-        self.grad = torch.randn(ROWS, 1, FEATURES, **like)
-        self.out = self.x
+        super().__init__(run, (ROWS, 1, FEATURES), machine, steps)
+        self.recipe = recipe
 
     def forward(self) -> None:
         """The forward, and the region around it."""
         with modes.region(self.recipe):
-            self.out = self.run(self.x)
-
-    def backward(self) -> None:
-        """The backward of the last forward."""
-        self.out.backward(self.grad)
-
-    def step(self) -> None:
-        """Forward and backward."""
-        self.forward()
-        self.backward()
-
-    def turn(self) -> dict[str, float]:
-        """The least seconds of each part in one turn: neighbours on the machine only add to it."""
-        both = [self.machine.host_time(self.forward, self.backward) for _ in range(self.steps)]
-        return {part: min(s) for part, s in zip(PARTS, zip(*both, strict=True), strict=True)}
+            super().forward()
 
 
 def leaves(manager: Any) -> int:

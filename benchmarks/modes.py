@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import Machine
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -78,3 +79,37 @@ def expect_fp8(mode: str, step: Callable[[], Any], linears: int) -> int:
         said = f"{mode}: a step ran {found} FP8 matrix products, not {wanted}: its figures are void"
         print(said, file=sys.stderr, flush=True)
     return found
+
+
+class HostCall:
+    """A forward and its backward, for the time that they take of the host.
+
+    `run` makes an output of `x`, bf16 of a shape; `steps` are those of a turn.
+    """
+
+    PARTS = ("forward", "backward")
+
+    def __init__(self, run: Callable, shape: tuple[int, ...], machine: Machine, steps: int) -> None:
+        self.run, self.machine, self.steps = run, machine, steps
+        like = {"device": machine.device, "dtype": torch.bfloat16}
+        self.x = torch.randn(shape, **like).requires_grad_()
+        self.grad = torch.randn(shape, **like)
+        self.out = self.x
+
+    def forward(self) -> None:
+        """The forward."""
+        self.out = self.run(self.x)
+
+    def backward(self) -> None:
+        """The backward of the last forward."""
+        self.out.backward(self.grad)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.forward()
+        self.backward()
+
+    def turn(self) -> dict[str, float]:
+        """The least seconds of each part in one turn: neighbours on the machine only add to it."""
+        both = [self.machine.host_time(self.forward, self.backward) for _ in range(self.steps)]
+        return {part: min(s) for part, s in zip(self.PARTS, zip(*both, strict=True), strict=True)}

@@ -101,3 +101,13 @@ def native_runs(monkeypatch):
         ):
             monkeypatch.setattr(module, "_core", noting)
     return found
+
+
+@pytest.fixture
+def fresh_compiler():
+    """No graphs and counts of other tests."""
+    te.reset()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

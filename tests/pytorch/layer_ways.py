@@ -12,6 +12,13 @@ from tols import BF16, F32
 from torch.utils.checkpoint import _StopRecomputationError
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from transformer_engine.pytorch.layer import transformer_layer
 from transformer_engine.pytorch.module.layer_call import LayerCalls
 
@@ -25,6 +32,18 @@ LAYER, ATTENTION = "TransformerLayer", "MultiheadAttention"
 def dtype_of(device, recipe=None):
     """Of a layer that runs as one call: on a GPU, fp32 without FP8 asks for TF32 at each call."""
     return F32 if device == "cpu" and recipe is None else BF16
+
+
+EVERY_RECIPE = {
+    "none": lambda: None,
+    "delayed": lambda **o: DelayedScaling(amax_history_len=3, **o),
+    "measured": lambda **o: DelayedScaling(amax_history_len=3, measure_first=True, **o),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+"""One of each kind, by name; "none": in high precision."""
 
 
 def region(recipe):

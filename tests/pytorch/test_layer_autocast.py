@@ -12,6 +12,8 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, counted
 from pytorch.layer_microbatches import accumulate
+from pytorch.layer_recompute import RECIPES, plans_run, step
+from pytorch.layer_recompute import region as region_of
 from pytorch.layer_ways import (
     DROPS,
     FUSED,
@@ -30,8 +32,6 @@ from pytorch.layer_ways import (
     watched,
 )
 from pytorch.recompute_cases import CHECKPOINTS
-from pytorch.test_layer_recompute import RECIPES, plans_run, step
-from pytorch.test_layer_recompute import region as region_of
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te

@@ -16,6 +16,8 @@ from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
+)
+from transformer_engine.pytorch.attention.choice import (
     check_constructible,
     get_qkv_quantization_capabilities,
     limits_for,
