@@ -34,13 +34,17 @@ def region(recipe):
 
 
 class Graphs:
-    """A backend that runs graphs as they are, and lists the operators of this library in them."""
+    """A backend that runs graphs as they are, and lists the operators of this library in them.
 
-    def __init__(self):
+    Options are those of `aot_autograd`.
+    """
+
+    def __init__(self, **options):
         self.forward, self.backward = [], []
         self.backend = aot_autograd(
             fw_compiler=lambda graph, _: self._note(graph, self.forward),
             bw_compiler=lambda graph, _: self._note(graph, self.backward),
+            **options,
         )
 
     def compile(self, function, **options):
@@ -69,6 +73,17 @@ class Graphs:
 
 def unique_graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def watches_frozen_parameters():
+    """Whether this version of torch traces anew when a parameter has been frozen."""
+    module = torch.nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    compiled(torch.ones(1, 1))
+    before = unique_graphs()
+    module.requires_grad_(False)
+    compiled(torch.ones(1, 1))
+    return unique_graphs() > before
 
 
 def model_of(count, device="cpu", **options):

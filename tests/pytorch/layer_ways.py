@@ -51,10 +51,10 @@ def region(recipe):
     return contextlib.nullcontext() if recipe is None else te.autocast(recipe=RECIPES[recipe]())
 
 
-def make_layer(device, dtype=F32, **options):
+def make_layer(device, dtype=F32, heads=HEADS, **options):
     """A `TransformerLayer` without dropout unless told, with random parameters."""
     given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, **options}
-    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, device=device, **given)
+    layer = te.TransformerLayer(HIDDEN, FFN, heads, device=device, **given)
     randomise(layer)
     return layer
 

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch._dynamo.utils
+from functorch.compile import min_cut_rematerialization_partition
 from pytorch.compiled_layers import (
     RECIPES,
     Graphs,
@@ -13,6 +14,7 @@ from pytorch.compiled_layers import (
     model_of,
     region,
     unique_graphs,
+    watches_frozen_parameters,
 )
 from pytorch.helpers import assert_same_bits, same_draws, states_of
 from pytorch.layer_ways import (
@@ -128,6 +130,8 @@ GROUPS = [list(CHANGES)[i::5] for i in range(5)]
 """Changes that one compiled layer goes through, to compile it as it was but once."""
 STAYS = ("parameter",)
 """No other graph: only values change."""
+FREEZES = ("frozen weight", "frozen norm", "all frozen")
+"""Conditions of graphs that torch adds itself, from version 2.12 or 2.13 on."""
 LEAVES_TRACES = ("other module", "other MLP", "qk norms")
 """What is taken back is not as it was: a bias is added by its module from then on, say."""
 
@@ -158,12 +162,13 @@ def test_a_change_counts_from_the_next_call_on(group, recipe):
         assert_same_bits(*results)
         return unique_graphs()
 
+    stays = (*STAYS, *(() if watches_frozen_parameters() else FREEZES))
     with torch._dynamo.config.patch(recompile_limit=64):
         before = assert_same_step()
         for name in GROUPS[group]:
             undo = [CHANGES[name](own) for own in (twin, layer)]
             after = assert_same_step()
-            assert after == before + (name not in STAYS), name
+            assert after == before + (name not in stays), name
             for one in undo:
                 one()
             before = assert_same_step()
@@ -371,7 +376,9 @@ def test_a_checkpoint_around_a_compiled_layer(recipe):
 
 def test_a_checkpoint_inside_of_a_graph():
     """The backward has the operators of the forward once more."""
-    graphs, model = Graphs(), model_of(1, hidden_dropout=0.3, **FUSED)
+    # Of torch 2.11's partitions, the one of Inductor alone repeats what a checkpoint has marked.
+    graphs = Graphs(partition_fn=min_cut_rematerialization_partition)
+    model = model_of(1, hidden_dropout=0.3, **FUSED)
 
     def checkpointed(own):
         def function(x):

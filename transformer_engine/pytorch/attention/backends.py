@@ -286,16 +286,6 @@ BACKENDS = {
 """By name, in order of preference."""
 
 
-class Refusal(NamedTuple):
-    """Why a backend does not run a call."""
-
-    feature: str  # of the call
-    why: str  # what is about it; "": nothing more to say
-
-    def __str__(self) -> str:
-        return f"{self.feature}: {self.why}" if self.why else self.feature
-
-
 class Choice(NamedTuple):
     """The outcome."""
 
@@ -303,18 +293,18 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
 
 
-def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
-    """The first feature of a kind of call that a backend lacks; None: it runs it."""
+def _refusal(backend: str, call_kind: CallKind) -> str | None:
+    """The first feature of a kind of call that a backend lacks, and why; None: it runs it."""
     behind = ("cpu" if call_kind.device == "cpu" else "cudnn") if backend == "native" else backend
     for name, present, lacking in FEATURES:
         why = lacking.get(backend, lacking.get(behind))
         if why is not None and present(call_kind):
             fields = {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
-            return Refusal(name.format(**fields), why.format(**fields))
+            return (f"{name}: {why}" if why else name).format(**fields)
     return None
 
 
-def refusals(call_kind: CallKind) -> dict[str, Refusal | None]:
+def refusals(call_kind: CallKind) -> dict[str, str | None]:
     """Why each backend does not run a kind of call, by name; None: it does."""
     return {name: _refusal(name, call_kind) for name in BACKENDS}
 
@@ -331,7 +321,7 @@ def choose_backend(call_kind: CallKind) -> Choice:
         refusal = _refusal(name, call_kind)
         if refusal is None:
             return Choice(name, reasons)
-        reasons[name] = str(refusal)
+        reasons[name] = refusal
     found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     fix = ""
     if not call_kind.switches.unfused:

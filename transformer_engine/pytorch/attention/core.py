@@ -53,6 +53,7 @@ from transformer_engine.pytorch.module.parameters import (
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, pack_state
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 __all__ = ["DotProductAttention"]
 
@@ -248,6 +249,11 @@ class DotProductAttention(ContextParallel, Fp8Module):
         """Give a learnable `softmax_offset` 0; see `Linear.reset_parameters`."""
         if self.softmax_type == "learnable":
             initialise(self, "softmax_offset", torch.nn.init.zeros_, (None, None))
+
+    @constant_in_graphs
+    def _ensure_plans(self, key: tuple) -> None:
+        """Make plans while a graph is traced, outside of the graph."""
+        plan.plans_for(self, key)
 
     def _recipe_in_force(self) -> Any:
         return fp8.recipe_of(super()._recipe_in_force(), self)

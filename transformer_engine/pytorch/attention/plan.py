@@ -43,7 +43,6 @@ from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
-    constant_in_graphs,
     dispatch_modes,
     exporting,
     forward_gradients,
@@ -460,9 +459,9 @@ def attend(
         heads.joined, fields, None if casts is None else casts.key,
     )  # fmt: skip
     if traced:
-        _ensure_plans(module, key)
+        module._ensure_plans(key)
     call = _Call(
-        _plans_of(module, key),
+        plans_for(module, key),
         None if casts is None else casts.slots,
         _LABEL if casts is None else type(module).__name__,
     )
@@ -494,7 +493,7 @@ def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
     ]
 
 
-def _plans_of(module: Any, key: tuple) -> CallPlans:
+def plans_for(module: Any, key: tuple) -> CallPlans:
     """The plans of a key, which are made where there are none."""
     known = module._plans.get(key)
     if known is not None:
@@ -509,9 +508,3 @@ def _plans_of(module: Any, key: tuple) -> CallPlans:
         cast["quantization"] = Quantization.of_flat(codes, epsilons)
     graph = core_graph(spec_of(fields, **cast), _core.dtype_code(dtype), gradient, joined)
     return keep(module._plans, key, plans_of(graph))
-
-
-@constant_in_graphs
-def _ensure_plans(module: Any, key: tuple) -> None:
-    """Make plans while a graph is traced, outside of the graph."""
-    _plans_of(module, key)

@@ -38,7 +38,6 @@ from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
     autocast_dtype,
-    constant_in_graphs,
     exporting,
     in_transform,
     real_tensors,
@@ -171,7 +170,7 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
         for name in path.split(".") if path else ():
             module = module._modules[name]
         if planned:
-            _note_identity(module)
+            facts.append(id(module))  # which makes the module itself a condition of the graph
         own = module.__dict__
         hooked = "forward" in own or any([len(getattr(module, hooks)) > 0 for hooks in _HOOKS])
         if hooked and module is not layer:
@@ -185,11 +184,6 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
         number, name = place.split(".")
         parameters.append(modules[int(number)]._parameters[name] if number else None)
     return tuple(facts), modules[1 : 1 + int(count)], parameters
-
-
-@constant_in_graphs
-def _note_identity(module: Any) -> None:
-    """Make a module a condition of the graph: it is an argument."""
 
 
 class _GraphCall(LayerCall):

@@ -114,6 +114,7 @@ def constant_in_graphs(function: Callable) -> Callable:
     """Run a function while a graph is traced and keep its result as a constant (decorator).
 
     What `torch.compiler.assume_constant_result` does, which imports the whole compiler: a second.
+    A module can only be the ``self`` of a method: torch 2.11 takes none for an argument.
     """
     function._dynamo_marked_constant = True
     return function
