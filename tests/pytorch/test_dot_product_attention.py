@@ -145,7 +145,7 @@ def test_what_cudnn_takes_runs_natively(mask, bias):
         ({"on": (True, False, True)}, "NVTE_FUSED_ATTN"),
     ):
         refused = choose(mask, **{**problem, **changed})
-        assert refused.backend == "unfused" and word in refused.reasons["native"]
+        assert refused.backend == "unfused" and word in str(refused.reasons["native"])
 
 
 def test_choice_and_reasons():
@@ -171,7 +171,7 @@ def test_choice_and_reasons():
         (choose("no_mask", grouped=True, dtype=F32), "fp32"),
         (choose("no_mask", on=(True, False, True, False)), "not repeatable"),
     ):
-        assert refused.backend == "unfused" and word in refused.reasons["sdpa"]
+        assert refused.backend == "unfused" and word in str(refused.reasons["sdpa"])
 
 
 def test_the_cpu_runs_everything_natively():
@@ -182,7 +182,7 @@ def test_the_cpu_runs_everything_natively():
             assert choose(*problem, device="cpu") == ("native", {})
             without_fused = choose(*problem, device="cpu", on=(True, False, True))
             assert without_fused.backend == "unfused"
-            assert without_fused.reasons["native"] == "switched off by NVTE_FUSED_ATTN"
+            assert str(without_fused.reasons["native"]) == "switched off by NVTE_FUSED_ATTN"
 
 
 def backend_of(module, qkv):

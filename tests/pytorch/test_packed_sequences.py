@@ -413,5 +413,5 @@ def test_a_switch_of_the_environment_leaves_the_padded_way(device, rng, monkeypa
     _core.reset_counters()
     module(*tensors, **where(queries, keys, device))
     assert module._last_call.backend == "unfused"
-    assert "packed sequences" in module._last_call.reasons["sdpa"]
+    assert "packed sequences" in module._last_call.reasons["sdpa"].feature
     assert not any("attention" in name for name in _core.counters())

@@ -286,25 +286,35 @@ BACKENDS = {
 """By name, in order of preference."""
 
 
+class Refusal(NamedTuple):
+    """Why a backend does not run a call."""
+
+    feature: str  # of the call
+    why: str  # what is about it; "": nothing more to say
+
+    def __str__(self) -> str:
+        return f"{self.feature}: {self.why}" if self.why else self.feature
+
+
 class Choice(NamedTuple):
     """The outcome."""
 
     backend: str  # a key of `BACKENDS`
-    reasons: dict[str, str]  # for each backend that would have been preferred, what it can not do
+    reasons: dict[str, Refusal]  # of each backend that would have been preferred
 
 
-def _refusal(backend: str, call_kind: CallKind) -> str | None:
-    """The first feature of a kind of call that a backend lacks, and why; None: it runs it."""
+def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
+    """The first feature of a kind of call that a backend lacks; None: it runs it."""
     behind = ("cpu" if call_kind.device == "cpu" else "cudnn") if backend == "native" else backend
     for name, present, lacking in FEATURES:
         why = lacking.get(backend, lacking.get(behind))
         if why is not None and present(call_kind):
             fields = {**call_kind._asdict(), "capability_text": f"{call_kind.capability / 10:.1f}"}
-            return (f"{name}: {why}" if why else name).format(**fields)
+            return Refusal(name.format(**fields), why.format(**fields))
     return None
 
 
-def refusals(call_kind: CallKind) -> dict[str, str | None]:
+def refusals(call_kind: CallKind) -> dict[str, Refusal | None]:
     """Why each backend does not run a kind of call, by name; None: it does."""
     return {name: _refusal(name, call_kind) for name in BACKENDS}
 
@@ -314,7 +324,7 @@ def choose_backend(call_kind: CallKind) -> Choice:
 
     ValueError where none is left: the message has the feature that each lacks.
     """
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Refusal] = {}
     for name, backend in BACKENDS.items():
         if not backend.is_there(call_kind):
             continue

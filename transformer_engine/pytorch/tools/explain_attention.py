@@ -9,7 +9,11 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_DPA_FP8_RECIPE, TE_UNFUSED_DPA_EMULATE_FP8
 from transformer_engine.pytorch.attention import fp8
-from transformer_engine.pytorch.attention.backends import BACKENDS, refusals
+from transformer_engine.pytorch.attention.backends import (
+    BACKENDS,
+    Refusal,
+    refusals,
+)
 from transformer_engine.pytorch.attention.choice import kind_of_call
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
@@ -30,8 +34,8 @@ class AttentionExplanation(NamedTuple):
     """The backend that runs a call: "plugin" (the class of a plug-in), "native" (the library's own
     operator; cuDNN's kernels on CUDA), "sdpa" (torch's), "unfused" (two products and our softmax);
     None: nothing does."""
-    refused: dict[str, str]
-    """For each backend that does not run it the one feature that is in its way, and why."""
+    refused: dict[str, Refusal]
+    """For each backend that does not run it the one ``feature`` that is in its way, and ``why``."""
     others: tuple[str, ...]  # would run it too, and come after the chosen one
     fp8: str = ""
     """By which recipe it runs in FP8, why it does not where the region asks for it, and which
