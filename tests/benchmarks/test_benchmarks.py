@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 import transformer_engine
@@ -43,22 +44,13 @@ MODES = ["torch.nn.Linear", "bf16", "delayed", "current", "block", "row"]
 FP8_MODES = MODES[2:]
 
 
-def launch(name, *flags):
-    """Run a benchmark in a process of its own."""
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *flags],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def figures(name, device, folder):
     """Standard output and JSON of a benchmark."""
-    done = launch(name, "--quick", "--device", device, "--json", f"{folder}/")
-    assert done.returncode == 0, done.stdout + done.stderr
+    # One is about imports, and one forks children of its own.
+    fresh = device != "cpu" or name in ("import_time", "dispatch")
+    flags = "--quick", "--device", device, "--json", f"{folder}/"
+    program = ROOT / "benchmarks" / f"{name}.py"
+    done = processes.run(program, *flags, limit=300, path=[ROOT], fresh=fresh, OMP_NUM_THREADS="1")
     assert "figures are void" not in done.stderr
     return done.stdout, json.loads((folder / f"{name}.json").read_text())
 

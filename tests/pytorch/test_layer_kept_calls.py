@@ -233,7 +233,8 @@ def test_a_dropout_by_a_schedule_makes_few_plans(device):
     before = plans_of.cache_info().misses
     ours = steps(copy.deepcopy(layer))
     made = plans_of.cache_info().misses - before
-    assert 0 < made <= KEPT + 3  # its three modules by themselves are more
+    # By themselves its attention and its three modules are more.
+    assert 0 < made <= KEPT + 4
     with by_modules():
         theirs = steps(copy.deepcopy(layer))
     for step, pair in enumerate(zip(ours, theirs, strict=True)):
