@@ -4,8 +4,8 @@
 While a graph is traced, `run` does what `LayerCalls.run` does in eager mode. The call is made
 outside of the graph, by functions whose results are constants in it: which modules there are
 (`places_in_graph`), and their plans (`call_in_graph`). A graph does not depend on what these read,
-so `run` reads it as well: settings, parameters and slots of each module, the recipe, how attentions
-attend. A call of another kind goes by modules, and so does each of `torch.export`.
+so `run` reads it as well: settings, parameters, main gradients and slots of each module, the recipe,
+how attentions attend. A call of another kind goes by modules, and so does each of `torch.export`.
 """
 
 import copy
@@ -134,6 +134,8 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
     call = _GraphCall(found, len(owners), slots)
+    if found.plans.main_grads:
+        call.weights = _weights_of(owners)
     records = found.plans.backward is not None
     call.first = found.plans.quantized and records and state.first
     call.domain = state.domain
@@ -183,7 +185,30 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
     for place in of_parameters.split(","):
         number, name = place.split(".")
         parameters.append(modules[int(number)]._parameters[name] if number else None)
-    return tuple(facts), modules[1 : 1 + int(count)], parameters
+    owners = modules[1 : 1 + int(count)]
+    weights = _weights_of([one for one in owners if one.fuse_wgrad_accumulation])
+    main = [getattr(one, "main_grad", None) for one in weights]
+    if _share_a_base(main):
+        return None, [], []
+    facts += [getattr(into, "dtype", None) for into in main]
+    facts += [bool(getattr(one, "overwrite_main_grad", False)) for one in weights]
+    return tuple(facts), owners, parameters
+
+
+def _share_a_base(tensors: list) -> bool:
+    """Return whether some are views of one buffer.
+
+    Of arguments in one storage that an operator writes to Inductor copies all but one, there and
+    back.
+    """
+    bases = [getattr(tensor, "_base", None) for tensor in tensors]
+    bases = [base for base in bases if base is not None]
+    return any([base is other for i, base in enumerate(bases) for other in bases[:i]])
+
+
+def _weights_of(modules: list) -> tuple[Tensor, ...]:
+    """The weight of each linear layer; of one that is split the first part."""
+    return tuple([part.weights[0] for one in modules for part in one._linear_tensors()])
 
 
 class _GraphCall(LayerCall):
@@ -202,7 +227,8 @@ class _GraphCall(LayerCall):
         return self._of_forward.run(self.plans.forward, given)
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        return self._of_backward.run(plans.backward, given, packed[0] if packed else None)
+        saved = packed[0] if packed else None
+        return self._of_backward.run(plans.backward, given, saved, main)
 
 
 class _Chunks:
@@ -215,21 +241,27 @@ class _Chunks:
         places = []
         for what, of in links:
             known = self.scales if what == "scale" else self.histories
-            tensor = getattr(slots[of], f"{way}_{what}")
-            at = [i for i, other in enumerate(known) if other is tensor]
-            if not at:
-                at = [len(known)]
-                known.append(tensor)
-            places.append((what, at[0]))
+            places.append((what, _place_in(known, getattr(slots[of], f"{way}_{what}"))))
         behind = len(self.scales)
         self.places = tuple([at if what == "scale" else behind + at for what, at in places])
 
-    def run(self, plan: Any, given: tuple, packed: Tensor | None = None) -> tuple:
-        """Run a plan; arguments and result as of `plan_ops.run_traced`."""
-        inputs = [*given, *self.scales]
-        return plan_ops.run_traced(
-            plan.text, self.numbers, inputs, self.histories, packed, places=self.places
-        )
+    def run(
+        self, plan: Any, given: tuple, packed: Tensor | None = None, main: tuple = ()
+    ) -> tuple:
+        """Run a plan; arguments and result as of `plan_ops.run_traced`, `main`: main gradients."""
+        inputs, state, places = [*given, *self.scales], [*self.histories], self.places
+        if main:
+            begin = len(self.scales)
+            places = (*places, *[begin + _place_in(state, tensor) for tensor in main])
+        return plan_ops.run_traced(plan.text, self.numbers, inputs, state, packed, places=places)
+
+
+def _place_in(known: list[Tensor], tensor: Tensor) -> int:
+    """Place of a tensor among others, which it joins where it is none of them yet."""
+    at = [i for i, other in enumerate(known) if other is tensor]
+    if not at:
+        known.append(tensor)
+    return at[0] if at else len(known) - 1
 
 
 # ---- what is done outside of the graph -----------------------------------------------------------
@@ -317,13 +349,15 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
             how = Attending(fields, partial(spec_of, fields), tuple(like), None, None)
         attending.append(how)
     region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
-    bound = calls._bind(layer, inp, (options, attending, None), region)
+    bound = calls._bind(layer, inp, (options, attending, first), region)
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
     if call.staged is not None or call.unread:
         return ""
-    if plans.main_grads or plans.defer or plans.writes_caches:
+    if plans.defer or plans.writes_caches:
+        return ""
+    if plans.main_grads and plans.result_count > 1:  # behind an unused result they would not stay
         return ""
     for attributes, values in bound.remembered:
         ran = values["_last_call"]
