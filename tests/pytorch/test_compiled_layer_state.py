@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled layers that write to more than histories of their linear modules: main gradients."""
+"""Compiled layers with more state than that of linear modules: main gradients, FP8 attention."""
 
 import copy
+import itertools
 
 import pytest
 import torch
-from pytorch.compiled_layers import RECIPES, Graphs, model_of, region, unique_graphs
-from pytorch.helpers import assert_same_bits, states_of
+from pytorch.compiled_layers import (
+    RECIPES,
+    Graphs,
+    both_ways,
+    entered,
+    model_of,
+    region,
+    train,
+    unique_graphs,
+)
+from pytorch.helpers import assert_same_bits, same_draws, states_of
 from pytorch.layer_ways import BATCH, FUSED, HIDDEN, LENGTH, make_attention, make_layer
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.module.linear_base import LinearBase
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -156,3 +168,89 @@ def test_a_weight_without_main_gradient():
     pair.models[1].layernorm_mlp.fc2_weight.main_grad = None
     with pytest.raises(RuntimeError, match="the weight has no main_grad: assign a"):
         pair.runs[1](pair.x)
+
+
+# ---- attention in FP8 ----------------------------------------------------------------------------
+
+
+def attending_in_fp8(kind, **options):
+    made = {"delayed": lambda **o: DelayedScaling(amax_history_len=3, **o)}
+    return lambda: made.get(kind, Float8CurrentScaling)(**options)
+
+
+KINDS = {
+    "causal": {},
+    "no mask": {"self_attn_mask_type": "no_mask", "kv_channels": 128},  # its gradients are in FP8
+    "dropout": {"hidden_dropout": 0.3, "attention_dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("asked", ["fp8_dpa", "fp8_mha"])
+def test_attention_in_fp8(kind, recipe, asked):
+    graphs, make_recipe = Graphs(), attending_in_fp8(recipe, **{asked: True})
+    te.reset_counters()
+    results = both_ways(model_of(2, **FUSED, **KINDS[kind]), graphs.compile, make_recipe)
+    assert_same_bits(*results)
+    # Two layers, three steps, twice.
+    assert te.counters()["attention.cpu.e4m3"] == 12
+    assert graphs.plans() == ([2], [2])
+
+
+def test_attention_in_fp8_in_a_region_of_the_graph():
+    graphs, make_recipe = Graphs(), attending_in_fp8("delayed", fp8_mha=True)
+    make = entered(make_recipe)
+    model, results = model_of(1, **FUSED), []
+    for compile in (make, lambda own: graphs.compile(make(own))):
+        own = copy.deepcopy(model)
+        te.reset()
+        with same_draws("cpu"):
+            results.append(train(own, compile(own), make_recipe, "inside"))
+    assert_same_bits(*results)
+    assert graphs.plans() == ([1], [1])
+
+
+@pytest.mark.parametrize("own", ["DelayedScaling", "Float8CurrentScaling", "F16"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_attention_with_a_recipe_of_its_own(recipe, own, monkeypatch):
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", own)
+    graphs, make_recipe = Graphs(), attending_in_fp8(recipe, fp8_dpa=True)
+    assert_same_bits(*both_ways(model_of(1, **FUSED), graphs.compile, make_recipe))
+    assert graphs.plans() == ([1], [1])
+
+
+def test_the_number_of_queries_counts_where_the_gradient_depends_on_it(monkeypatch):
+    """As on a GPU, where the kernel takes whole blocks of them."""
+    by_blocks = fp8.Clause("blocks", lambda f: not fp8.fills_blocks(f.queries))
+    monkeypatch.setattr(fp8, "GRADIENT_RULE", (*fp8.GRADIENT_RULE, by_blocks))
+    graphs, make_recipe = Graphs(), attending_in_fp8("delayed", fp8_dpa=True)
+    model = model_of(1, **FUSED, **KINDS["no mask"])
+    results = both_ways(
+        model,
+        lambda own: graphs.compile(own, dynamic=True),
+        make_recipe,
+        lengths=(64, 65, 128, 6),
+    )
+    assert_same_bits(*results)
+    assert unique_graphs() == 2
+    assert graphs.plans() == ([1, 1], [1, 1])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_regions_that_attend_otherwise(recipe):
+    """What the recipe says of attention counts; under a checkpoint the repetition attends alike."""
+    asked = [{}, {"fp8_dpa": True}, {"fp8_mha": True}, {"fp8_dpa": True}, {}]
+    recipes = itertools.cycle([attending_in_fp8(recipe, **one)() for one in asked])
+    graphs, model = Graphs(), model_of(1, hidden_dropout=0.3, attention_dropout=0.2, **FUSED)
+
+    def checkpointed(own):
+        run = graphs.compile(own)
+        return lambda x: te.checkpoint(run, x, use_reentrant=False)
+
+    lengths = (LENGTH,) * len(asked)
+    results = both_ways(model, checkpointed, lambda: next(recipes), lengths=lengths)
+    assert_same_bits(*results)
+    if recipe == "current":  # delayed scaling has other state after each change of the recipe
+        assert unique_graphs() == 3
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}

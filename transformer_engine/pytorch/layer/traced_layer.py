@@ -4,8 +4,9 @@
 While a graph is traced, `run` does what `LayerCalls.run` does in eager mode. The call is made
 outside of the graph, by functions whose results are constants in it: which modules there are
 (`places_in_graph`), and their plans (`call_in_graph`). A graph does not depend on what these read,
-so `run` reads it as well: settings, parameters, main gradients and slots of each module, the recipe,
-how attentions attend. A call of another kind goes by modules, and so does each of `torch.export`.
+so `run` reads it as well: settings, parameters, main gradients and slots of each module, the
+recipe, how attentions attend. A call of another kind goes by modules, and so does each of
+`torch.export`.
 """
 
 import copy
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.common.recipe_base import Recipe
-from transformer_engine.pytorch.attention.fp8 import asks_for_attention
+from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.plan import spec_of
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
@@ -99,7 +101,7 @@ def may_hold(inp: Tensor) -> bool:
         or in_transform()
         or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
-        or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
+        or (recipe is not None and recipe.custom())
     )
 
 
@@ -120,9 +122,14 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     if recipe is not None:
         identity = repr(recipe)
         recipe.keep_for_graphs()
-        if recipe.delayed():
-            slots = [one._slots_for(recipe, state.group, inp.device, True) for one in owners]
-    measures = tuple([own.measures for own in slots])
+        cores = [way.core for way in ways if way is not None and way.core is not None]
+        casts = [(one, recipe) for one in owners]
+        casts += [(core, fp8.recipe_of(recipe, core)) for core in cores]
+        slots = [
+            one._slots_for(own, state.group, inp.device, True) if own.delayed() else None
+            for one, own in casts
+        ]
+    measures = tuple([None if own is None else own.measures for own in slots])
     lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
     region = identity, state.measures, torch.is_grad_enabled()
@@ -133,7 +140,7 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
         return None
     found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
-    call = _GraphCall(found, len(owners), slots)
+    call = _GraphCall(found, slots or [None] * len(owners))
     if found.plans.main_grads:
         call.weights = _weights_of(owners)
     records = found.plans.backward is not None
@@ -152,8 +159,11 @@ def _key_of(way: Attending | None) -> tuple | None:
     """What plans depend on of how an attention attends."""
     if way is None:
         return None
+    fields, *_, casts = way.key
+    if casts is not None:
+        casts = *casts.quantization.flat(), casts.fp8_gradient, casts.fp8_output
     tensors = [(each.dtype, each.requires_grad) for each in way.tensors]
-    return constants(way.key[0]), way.draw is not None, tuple(tensors)
+    return constants(fields), constants(casts), way.draw is not None, tuple(tensors)
 
 
 def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
@@ -216,12 +226,11 @@ class _GraphCall(LayerCall):
 
     traced = True
 
-    def __init__(self, found: _Found, owners: int, slots: list) -> None:
+    def __init__(self, found: _Found, slots: list) -> None:
         ModuleCall.__init__(self, found.plans, None, found.label)
         self.splits = found.splits
-        plans, zeros = found.plans, (0,) * owners
-        self._of_forward = _Chunks("forward", plans.forward_state, slots, zeros)
-        self._of_backward = _Chunks("backward", plans.backward_state, slots, zeros)
+        self._of_forward = _Chunks("forward", found.plans.forward_state, slots)
+        self._of_backward = _Chunks("backward", found.plans.backward_state, slots)
 
     def _run_forward(self, given: tuple, own: ModuleCall | CallRun) -> tuple:
         return self._of_forward.run(self.plans.forward, given)
@@ -234,8 +243,8 @@ class _GraphCall(LayerCall):
 class _Chunks:
     """The chunks that a plan of a direction is given, and which of them an argument is."""
 
-    def __init__(self, way: str, links: tuple, slots: list, zeros: tuple[int, ...]) -> None:
-        self.numbers = tuple([getattr(own, f"{way}_slot") for own in slots]) or zeros
+    def __init__(self, way: str, links: tuple, slots: list) -> None:
+        self.numbers = tuple([getattr(own, f"{way}_slot", 0) for own in slots])
         self.scales: list[Tensor] = []
         self.histories: list[Tensor] = []
         places = []
@@ -245,9 +254,7 @@ class _Chunks:
         behind = len(self.scales)
         self.places = tuple([at if what == "scale" else behind + at for what, at in places])
 
-    def run(
-        self, plan: Any, given: tuple, packed: Tensor | None = None, main: tuple = ()
-    ) -> tuple:
+    def run(self, plan: Any, given: tuple, packed: Tensor | None = None, main: tuple = ()) -> tuple:
         """Run a plan; arguments and result as of `plan_ops.run_traced`, `main`: main gradients."""
         inputs, state, places = [*given, *self.scales], [*self.histories], self.places
         if main:
@@ -329,25 +336,9 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         return ""
     if first is not None and state.enabled:  # caches of weights are in no graph
         return ""
-    attending = []
-    for i, (module, (parameters, name)) in enumerate(calls._sites):
-        way = ways[i] if i < len(ways) else None
-        if way is None:
-            attends = layer if module is None else module
-            heads = autocast_dtype(inp.device.type) or parameters[name].dtype
-            how = attends._attending(inp, options[i], heads, None)
-            if how is None or how.tensors or how.draw is not None:
-                return ""
-        else:
-            fields, draws, tensors = way
-            if draws:
-                return ""
-            like = [
-                torch.zeros(2, inp.shape[-1], dtype=dtype, device=inp.device).requires_grad_(grad)
-                for dtype, grad in tensors
-            ]
-            how = Attending(fields, partial(spec_of, fields), tuple(like), None, None)
-        attending.append(how)
+    attending = _attending_of(layer, calls, inp, options, ways)
+    if attending is None:
+        return ""
     region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
     bound = calls._bind(layer, inp, (options, attending, first), region)
     if bound is None:
@@ -364,6 +355,40 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
         attributes.update({**values, "_last_call": LastCall(ran.plans, reason)})
     return _name_of(plans, call)
+
+
+def _attending_of(
+    layer: Any, calls: LayerCalls, inp: Tensor, options: tuple, ways: tuple
+) -> list[Attending] | None:
+    """How each attention of a call attends; None where the layer has to call its modules.
+
+    `ways` are those of `run`, as `_key_of` has made constants of them.
+    """
+    found = []
+    for i, (module, (parameters, name)) in enumerate(calls._sites):
+        way, attends = ways[i] if i < len(ways) else None, layer if module is None else module
+        if way is None:
+            dtype = autocast_dtype(inp.device.type) or parameters[name].dtype
+            how = attends._attending(inp, options[i], dtype, None)
+            if how is None or how.tensors or how.draw is not None or how.core is not None:
+                return None
+            found.append(how)
+            continue
+        fields, casts, draws, tensors = way
+        if draws:
+            return None
+        core, cast = None, {}
+        if casts is not None:
+            core, names = attends._modules["core_attention"], ("fp8_gradient", "fp8_output")
+            cast = dict(zip(names, casts[2:], strict=True))
+            cast["quantization"] = Quantization.of_flat(*casts[:2])
+        like = [
+            torch.zeros(2, inp.shape[-1], dtype=dtype, device=inp.device).requires_grad_(grad)
+            for dtype, grad in tensors
+        ]
+        spec = partial(spec_of, fields, **cast)
+        found.append(Attending(fields, spec, tuple(like), None, None, core))
+    return found
 
 
 def _name_of(plans: CallPlans, call: LayerCall) -> str:
