@@ -425,7 +425,7 @@ def layer_casts(
     recipe, no_amax = found
     device, queries, fp8_output, _ = around
     back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
-    quantization = module._quantization_of(recipe, False)
+    quantization = module._quantization_of(recipe, torch.compiler.is_compiling())
     return LayerCasts(quantization, back, fp8_output, no_amax, repr(recipe))
 
 

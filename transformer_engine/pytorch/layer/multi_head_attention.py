@@ -464,12 +464,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     def way_in_graph(self, inp: Tensor, options: AttentionOptions) -> Any:
         """How a call attends, in the graph that is traced; `NotImplemented`: by modules.
 
-        None where `_attending` finds the same outside of the graph: the call has no tensors.
+        None where `_attending` finds the same outside of the graph: the call has no tensors, and is
+        not in FP8.
         """
         core = self._modules["core_attention"]
         if not isinstance(core, DotProductAttention):
             return NotImplemented
         made = core.softmax_type != "vanilla" or options.core_attention_bias_type == "alibi"
+        made = made or fp8.region_in_fp8(core)
         if options.without_tensors() and not made and type(core.window_size) is not list:
             return None
         dtype = autocast_dtype(inp.device.type) or self._heads_dtype()

@@ -4,8 +4,9 @@
 While a graph is traced, `run` does what `LayerCalls.run` does in eager mode. The call is made
 outside of the graph, by functions whose results are constants in it: which modules there are
 (`places_in_graph`), and their plans (`call_in_graph`). A graph does not depend on what these read,
-so `run` reads it as well: settings, parameters and slots of each module, the recipe, how attentions
-attend. A call of another kind goes by modules, and so does each of `torch.export`.
+so `run` reads it as well: settings, parameters, main gradients and slots of each module, the
+recipe, how attentions attend. A call of another kind goes by modules, and so does each of
+`torch.export`.
 """
 
 import copy
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.common.recipe_base import Recipe
-from transformer_engine.pytorch.attention.fp8 import asks_for_attention
+from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.plan import spec_of
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
@@ -99,7 +101,7 @@ def may_hold(inp: Tensor) -> bool:
         or in_transform()
         or type(inp) not in (Tensor, torch.nn.Parameter)
         or state.calibrating
-        or (recipe is not None and (recipe.custom() or asks_for_attention(recipe)))
+        or (recipe is not None and recipe.custom())
     )
 
 
@@ -120,9 +122,14 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     if recipe is not None:
         identity = repr(recipe)
         recipe.keep_for_graphs()
-        if recipe.delayed():
-            slots = [one._slots_for(recipe, state.group, inp.device, True) for one in owners]
-    measures = tuple([own.measures for own in slots])
+        cores = [way.core for way in ways if way is not None and way.core is not None]
+        casts = [(one, recipe) for one in owners]
+        casts += [(core, fp8.recipe_of(recipe, core)) for core in cores]
+        slots = [
+            one._slots_for(own, state.group, inp.device, True) if own.delayed() else None
+            for one, own in casts
+        ]
+    measures = tuple([None if own is None else own.measures for own in slots])
     lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
     region = identity, state.measures, torch.is_grad_enabled()
@@ -133,7 +140,9 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
         return None
     found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
-    call = _GraphCall(found, len(owners), slots)
+    call = _GraphCall(found, slots or [None] * len(owners))
+    if found.plans.main_grads:
+        call.weights = _weights_of(owners)
     records = found.plans.backward is not None
     call.first = found.plans.quantized and records and state.first
     call.domain = state.domain
@@ -150,8 +159,11 @@ def _key_of(way: Attending | None) -> tuple | None:
     """What plans depend on of how an attention attends."""
     if way is None:
         return None
+    fields, *_, casts = way.key
+    if casts is not None:
+        casts = *casts.quantization.flat(), casts.fp8_gradient, casts.fp8_output
     tensors = [(each.dtype, each.requires_grad) for each in way.tensors]
-    return constants(way.key[0]), way.draw is not None, tuple(tensors)
+    return constants(fields), constants(casts), way.draw is not None, tuple(tensors)
 
 
 def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
@@ -183,7 +195,30 @@ def _read(layer: Any, places: str) -> tuple[tuple | None, list, list]:
     for place in of_parameters.split(","):
         number, name = place.split(".")
         parameters.append(modules[int(number)]._parameters[name] if number else None)
-    return tuple(facts), modules[1 : 1 + int(count)], parameters
+    owners = modules[1 : 1 + int(count)]
+    weights = _weights_of([one for one in owners if one.fuse_wgrad_accumulation])
+    main = [getattr(one, "main_grad", None) for one in weights]
+    if _share_a_base(main):
+        return None, [], []
+    facts += [getattr(into, "dtype", None) for into in main]
+    facts += [bool(getattr(one, "overwrite_main_grad", False)) for one in weights]
+    return tuple(facts), owners, parameters
+
+
+def _share_a_base(tensors: list) -> bool:
+    """Return whether some are views of one buffer.
+
+    Of arguments in one storage that an operator writes to Inductor copies all but one, there and
+    back.
+    """
+    bases = [getattr(tensor, "_base", None) for tensor in tensors]
+    bases = [base for base in bases if base is not None]
+    return any([base is other for i, base in enumerate(bases) for other in bases[:i]])
+
+
+def _weights_of(modules: list) -> tuple[Tensor, ...]:
+    """The weight of each linear layer; of one that is split the first part."""
+    return tuple([part.weights[0] for one in modules for part in one._linear_tensors()])
 
 
 class _GraphCall(LayerCall):
@@ -191,45 +226,49 @@ class _GraphCall(LayerCall):
 
     traced = True
 
-    def __init__(self, found: _Found, owners: int, slots: list) -> None:
+    def __init__(self, found: _Found, slots: list) -> None:
         ModuleCall.__init__(self, found.plans, None, found.label)
         self.splits = found.splits
-        plans, zeros = found.plans, (0,) * owners
-        self._of_forward = _Chunks("forward", plans.forward_state, slots, zeros)
-        self._of_backward = _Chunks("backward", plans.backward_state, slots, zeros)
+        self._of_forward = _Chunks("forward", found.plans.forward_state, slots)
+        self._of_backward = _Chunks("backward", found.plans.backward_state, slots)
 
     def _run_forward(self, given: tuple, own: ModuleCall | CallRun) -> tuple:
         return self._of_forward.run(self.plans.forward, given)
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        return self._of_backward.run(plans.backward, given, packed[0] if packed else None)
+        saved = packed[0] if packed else None
+        return self._of_backward.run(plans.backward, given, saved, main)
 
 
 class _Chunks:
     """The chunks that a plan of a direction is given, and which of them an argument is."""
 
-    def __init__(self, way: str, links: tuple, slots: list, zeros: tuple[int, ...]) -> None:
-        self.numbers = tuple([getattr(own, f"{way}_slot") for own in slots]) or zeros
+    def __init__(self, way: str, links: tuple, slots: list) -> None:
+        self.numbers = tuple([getattr(own, f"{way}_slot", 0) for own in slots])
         self.scales: list[Tensor] = []
         self.histories: list[Tensor] = []
         places = []
         for what, of in links:
             known = self.scales if what == "scale" else self.histories
-            tensor = getattr(slots[of], f"{way}_{what}")
-            at = [i for i, other in enumerate(known) if other is tensor]
-            if not at:
-                at = [len(known)]
-                known.append(tensor)
-            places.append((what, at[0]))
+            places.append((what, _place_in(known, getattr(slots[of], f"{way}_{what}"))))
         behind = len(self.scales)
         self.places = tuple([at if what == "scale" else behind + at for what, at in places])
 
-    def run(self, plan: Any, given: tuple, packed: Tensor | None = None) -> tuple:
-        """Run a plan; arguments and result as of `plan_ops.run_traced`."""
-        inputs = [*given, *self.scales]
-        return plan_ops.run_traced(
-            plan.text, self.numbers, inputs, self.histories, packed, places=self.places
-        )
+    def run(self, plan: Any, given: tuple, packed: Tensor | None = None, main: tuple = ()) -> tuple:
+        """Run a plan; arguments and result as of `plan_ops.run_traced`, `main`: main gradients."""
+        inputs, state, places = [*given, *self.scales], [*self.histories], self.places
+        if main:
+            begin = len(self.scales)
+            places = (*places, *[begin + _place_in(state, tensor) for tensor in main])
+        return plan_ops.run_traced(plan.text, self.numbers, inputs, state, packed, places=places)
+
+
+def _place_in(known: list[Tensor], tensor: Tensor) -> int:
+    """Place of a tensor among others, which it joins where it is none of them yet."""
+    at = [i for i, other in enumerate(known) if other is tensor]
+    if not at:
+        known.append(tensor)
+    return at[0] if at else len(known) - 1
 
 
 # ---- what is done outside of the graph -----------------------------------------------------------
@@ -297,39 +336,59 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         return ""
     if first is not None and state.enabled:  # caches of weights are in no graph
         return ""
-    attending = []
-    for i, (module, (parameters, name)) in enumerate(calls._sites):
-        way = ways[i] if i < len(ways) else None
-        if way is None:
-            attends = layer if module is None else module
-            heads = autocast_dtype(inp.device.type) or parameters[name].dtype
-            how = attends._attending(inp, options[i], heads, None)
-            if how is None or how.tensors or how.draw is not None:
-                return ""
-        else:
-            fields, draws, tensors = way
-            if draws:
-                return ""
-            like = [
-                torch.zeros(2, inp.shape[-1], dtype=dtype, device=inp.device).requires_grad_(grad)
-                for dtype, grad in tensors
-            ]
-            how = Attending(fields, partial(spec_of, fields), tuple(like), None, None)
-        attending.append(how)
+    attending = _attending_of(layer, calls, inp, options, ways)
+    if attending is None:
+        return ""
     region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
-    bound = calls._bind(layer, inp, (options, attending, None), region)
+    bound = calls._bind(layer, inp, (options, attending, first), region)
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
     if call.staged is not None or call.unread:
         return ""
-    if plans.main_grads or plans.defer or plans.writes_caches:
+    if plans.defer or plans.writes_caches:
+        return ""
+    if plans.main_grads and plans.result_count > 1:  # behind an unused result they would not stay
         return ""
     for attributes, values in bound.remembered:
         ran = values["_last_call"]
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
         attributes.update({**values, "_last_call": LastCall(ran.plans, reason)})
     return _name_of(plans, call)
+
+
+def _attending_of(
+    layer: Any, calls: LayerCalls, inp: Tensor, options: tuple, ways: tuple
+) -> list[Attending] | None:
+    """How each attention of a call attends; None where the layer has to call its modules.
+
+    `ways` are those of `run`, as `_key_of` has made constants of them.
+    """
+    found = []
+    for i, (module, (parameters, name)) in enumerate(calls._sites):
+        way, attends = ways[i] if i < len(ways) else None, layer if module is None else module
+        if way is None:
+            dtype = autocast_dtype(inp.device.type) or parameters[name].dtype
+            how = attends._attending(inp, options[i], dtype, None)
+            if how is None or how.tensors or how.draw is not None or how.core is not None:
+                return None
+            found.append(how)
+            continue
+        fields, casts, draws, tensors = way
+        if draws:
+            return None
+        core, cast = None, {}
+        if casts is not None:
+            core, names = attends._modules["core_attention"], ("fp8_gradient", "fp8_output")
+            cast = dict(zip(names, casts[2:], strict=True))
+            cast["quantization"] = Quantization.of_flat(*casts[:2])
+        like = [
+            torch.zeros(2, inp.shape[-1], dtype=dtype, device=inp.device).requires_grad_(grad)
+            for dtype, grad in tensors
+        ]
+        spec = partial(spec_of, fields, **cast)
+        found.append(Attending(fields, spec, tuple(like), None, None, core))
+    return found
 
 
 def _name_of(plans: CallPlans, call: LayerCall) -> str:
