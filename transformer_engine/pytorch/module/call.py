@@ -23,7 +23,7 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.scaling_state import scaling
+from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -234,7 +234,7 @@ class ModuleCall:
         slots = self.owners[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
-            if not self.traced:
+            if not self.traced and reduction.FLYING:
                 slots.settle("backward")
             given = (*given, slots.backward_scale, slots.backward_history)
             slot, written = slots.backward_slot, written + 1
@@ -311,7 +311,7 @@ class LayerCall(ModuleCall):
         return self._run(self.plans.forward, slots, (*given, *state), len(state))
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        if not self.traced:
+        if not self.traced and reduction.FLYING:
             for domain in self._domains:
                 scaling.settle(domain, "backward")
         state = (*self._state[1], *main)
