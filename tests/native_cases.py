@@ -372,6 +372,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "Entering": lambda core: Case([lambda self: None]),
     "Leaving": lambda core: Case([lambda self, *error: None]),
     "tensors_of_call": lambda core: Case([torch.randn(K), (({"w": torch.ones(K)}, "w"), None)]),
+    "only_forward": lambda core: Case(
+        [(torch.nn.ReLU(),), torch.nn.Module.__call__, "transformer_engine."]
+    ),
     "facts_of_heads": lambda core: Case([torch.randn(2, ROWS, 4, 8), torch.randn(2, K, 4, 8)]),
     "lie_in": lambda core: Case([x := torch.randn(ROWS, K), (x[:1], x[1:]), (1, ROWS - 1)]),
     "split_storage": lambda core: Case([torch.randn(ROWS, K), (1, ROWS - 1)]),

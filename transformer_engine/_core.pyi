@@ -73,6 +73,13 @@ def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:
     itself.
     """
 
+def only_forward(modules: tuple[Any, ...], call: Any, prefix: str, /) -> bool:
+    """Whether calls of modules run nothing but the forwards that their classes define.
+
+    `call` is the ``__call__`` that their classes have to have, `prefix` how the names of the modules
+    begin where these stand. See `torchside.modes.only_forwards`.
+    """
+
 def dtype_code(dtype: torch.dtype, /) -> int:
     """`DTYPE_*` of a torch dtype; TypeError for one that has no code."""
 

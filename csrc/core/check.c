@@ -110,6 +110,14 @@ static te_status check_no_overlap(const te_check_site *site, const char *name,
     return TE_OK;
 }
 
+/* Whether the product of a size, at least 1, and a number is more than `most`: of small ones
+ * without a division, which takes as long as the other checks of a tensor. */
+static int is_more(int64_t size, int64_t number, int64_t most)
+{
+    const int64_t small = INT64_C(1) << 27;
+    return !(size < small && number < small && most >= small * small) && number > most / size;
+}
+
 /* From the first element to the last one TE_MOST_ELEMENTS; empty tensors too, by their other sizes,
  * and strides that no element is read by. */
 static te_status check_extent(const te_check_site *site, const char *name, const te_tensor *tensor)
@@ -119,12 +127,13 @@ static te_status check_extent(const te_check_site *site, const char *name, const
     for (int32_t i = 0; i < tensor->ndim; i++) {
         const int64_t size = tensor->shape[i] > 1 ? tensor->shape[i] : 1;
         const int64_t stride = tensor->strides[i];
-        INVALID_IF(size > most / count, name,
+        INVALID_IF(is_more(count, size, most), name,
                    "dim %d: size %lld, which makes more than 2^56 elements", (int)i, LL(size));
         count *= size;
-        INVALID_IF(
-            stride < -most || stride > most || (size > 1 && stride > (most - extent) / (size - 1)),
-            name, "dim %d: stride %lld, which reaches beyond 2^56 elements", (int)i, LL(stride));
+        INVALID_IF(stride < -most || stride > most ||
+                       (size > 1 && is_more(size - 1, stride, most - extent)),
+                   name, "dim %d: stride %lld, which reaches beyond 2^56 elements", (int)i,
+                   LL(stride));
         extent += (size - 1) * stride;
     }
     return TE_OK;

@@ -110,6 +110,7 @@ static int module_exec(PyObject *module)
     state->key_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (state->key_requires_grad == NULL) return -1;
     if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
+    if (tepy_modules_add(state) != 0) return -1;
     if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
     if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
     if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;

@@ -23,6 +23,8 @@
 /* When a slot is filled: INIT by the module's exec, BIND by bind_torch, LAZY at first use. */
 typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 
+#define TEPY_MODULE_NAMES 10
+
 /* X(name, stage) */
 #define TEPY_STATE_REFS(X)                                                                         \
     X(context_type, INIT)                                                                          \
@@ -59,8 +61,9 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
     X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
-    X(field_names, TE_OP_COUNT, INIT)      /* names of the fields of each operator, interned */    \
-    X(record_types, TE_RECORD_COUNT, INIT) /* named tuples by te_record_number */
+    X(field_names, TE_OP_COUNT, INIT)        /* names of the fields of each operator, interned */  \
+    X(record_types, TE_RECORD_COUNT, INIT)   /* named tuples by te_record_number */                \
+    X(module_names, TEPY_MODULE_NAMES, INIT) /* attributes of modules (modules_py.c), interned */
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
 typedef struct tepy_frame tepy_frame;     /* scope_py.c */
@@ -192,6 +195,7 @@ PyObject *tepy_context_make_type(PyObject *module);
 /* Creates the type of Plan; new reference. */
 PyObject *tepy_plan_make_type(PyObject *module);
 int tepy_records_add(PyObject *module);
+int tepy_modules_add(tepy_state *state);
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
 void tepy_backends_clear(tepy_state *state);
 /* Adds a function per operator; what they are made of lives in the state for as long as they do. */
@@ -258,6 +262,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
     X(facts_of_heads, FAST, "/, *tensors",                                                         \
       "Facts that decide an attention of these tensors, as bytes; None where a call is by "        \
       "itself.")                                                                                   \
+    X(only_forward, FAST, "modules, call, prefix, /",                                              \
+      "Whether calls of modules run nothing but the forwards of their classes.")                   \
     X(dtype_code, ONE, "dtype, /", "DTYPE_* code of a torch dtype.")                               \
     X(torch_dtype, ONE, "code, /", "The torch dtype of a DTYPE_* code.")                           \
     X(dtype_names, NONE, "/", "Names of the dtypes, by code.")                                     \

@@ -25,6 +25,7 @@ from transformer_engine.pytorch.custom_recipes.quantizer_factories import (
     delayed_scaling_factory,
 )
 from transformer_engine.pytorch.module import call_key, linear_calls, norm
+from transformer_engine.pytorch.torchside.modes import only_forwards
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
@@ -486,3 +487,32 @@ def test_tensors_of_a_call():
     for given, wanted in alone:
         places = tuple((own, name) for name in wanted)
         assert _core.tensors_of_call(given, places) == (None, ())
+
+
+SPOILS = {
+    "forward hook": lambda m: m.register_forward_hook(lambda *given: None),
+    "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda *given: None),
+    "backward hook": lambda m: m.register_full_backward_hook(lambda *given: None),
+    "backward pre-hook": lambda m: m.register_full_backward_pre_hook(lambda *given: None),
+    "own forward": lambda m: setattr(m, "forward", lambda x: x),
+    "compiled": lambda m: setattr(m, "_compiled_call_impl", lambda x: x),
+    "subclass": lambda m: setattr(m, "__class__", type("Mine", (type(m),), {})),
+    "forward of the class": lambda m: setattr(m, "__class__", _of_library(m, "forward")),
+    "call of the class": lambda m: setattr(m, "__class__", _of_library(m, "__call__")),
+}
+
+
+def _of_library(module, name):
+    """A class that is like one of the library but for a method."""
+    like = {"__module__": type(module).__module__, name: lambda self, x: x}
+    return type("Other", (type(module),), like)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_modules_that_do_more_than_their_forwards(spoil):
+    module, other = te.Linear(4, 4), te.LayerNorm(4)
+    assert only_forwards(module, other) and only_forwards()
+    SPOILS[spoil](module)
+    assert not only_forwards(other, module)
+    assert only_forwards(other)
+    assert not only_forwards(torch.nn.Linear(4, 4))

@@ -43,6 +43,7 @@ from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
+    deterministic_algorithms,
     dispatch_modes,
     exporting,
     forward_gradients,
@@ -116,6 +117,8 @@ def _slices(heads: Heads) -> tuple:
         at += 1
     return tuple(slices)
 
+
+_grad_enabled = torch.is_grad_enabled
 
 _NOTHING = ((), (), False, False)
 _NOWHERE = fp8.Surroundings()
@@ -219,13 +222,17 @@ def rotary_angles(
     return tuple(found[:1] if both[0] is both[1] else found)
 
 
-def sink_key(core: Any) -> tuple | None:
-    """Key of the parameter of `core`'s softmax; None without one."""
-    sink = core.__dict__["_parameters"].get("softmax_offset")
-    if sink is None:  # or a parametrization makes it
-        return None
-    wanted = sink.requires_grad and torch.is_grad_enabled()
-    return sink, wanted, sink.dtype, sink.device
+def facts_around(core: Any) -> tuple:
+    """Key of what a call of `core` depends on beside its settings, arguments and tensors.
+
+    That is the parameter of its softmax, the grad mode (what inference mode has made can not be
+    saved), and who may run attention.
+    """
+    sink, gradients = core.__dict__["_parameters"].get("softmax_offset"), _grad_enabled()
+    if sink is not None:  # else there is none, or a parametrization makes it
+        sink = sink, sink.requires_grad and gradients, sink.dtype, sink.device
+    switches, repeatable = attention_switches(), deterministic_algorithms()
+    return sink, gradients, switches, repeatable, attention_class_name_now()
 
 
 def is_constant(core: Any, limits: Limits) -> bool:
@@ -261,8 +268,6 @@ def _draw_in(tracker: Callable | None) -> Callable[[Tensor], None] | None:
 # ---- attention by itself: the calls that are found again -----------------------------------------
 
 
-_grad_enabled = torch.is_grad_enabled
-_deterministic = torch.are_deterministic_algorithms_enabled
 _VALUES = (bool, int, float, str, type(None))
 
 
@@ -332,9 +337,7 @@ class KeptCalls:
         own = core.__dict__
         dtype = autocast_dtype(tensors[0].device.type) if any_autocast() else None
         key = (
-            facts, dtype, _grad_enabled(), own["training"], own["attention_dropout"],
-            sink_key(core), attention_switches(), _deterministic(), attention_class_name_now(),
-            arguments,
+            facts, dtype, own["training"], own["attention_dropout"], facts_around(core), arguments,
         )  # fmt: skip
         try:
             return key, self._by_arguments.get(key)

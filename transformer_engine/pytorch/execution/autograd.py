@@ -20,6 +20,8 @@ from transformer_engine.pytorch.torchside.modes import (
     in_transform,
 )
 
+_grad_enabled = torch.is_grad_enabled
+
 
 class Call(Protocol):
     """One call of a module: which plans run, over which state."""
@@ -88,19 +90,23 @@ class _EagerFunction(_PlanFunction):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
-        ctx.scope = scope = _core.selected()
+        scope = _core.selected()
         if scope is None or graph_task() == -1:
-            return _PlanFunction.forward(ctx, call, *tensors)
-        ctx.scope = scope = recompute.scope_of_forward(scope)
-        with scope:
-            return _PlanFunction.forward(ctx, call, *tensors)
+            output, saved = call.run_forward(tensors)
+        else:
+            scope = recompute.scope_of_forward(scope)
+            with scope:
+                output, saved = call.run_forward(tensors)
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.scope = call, scope
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         scope = of_forward(ctx.scope)
-        if scope is None:
-            return _PlanFunction.backward(ctx, *grads)
-        with scope:
+        if scope is None and not _grad_enabled():
+            return ctx.call.run_backward(grads, ctx.saved_tensors)
+        with scope or contextlib.nullcontext():
             return _PlanFunction.backward(ctx, *grads)
 
     @staticmethod

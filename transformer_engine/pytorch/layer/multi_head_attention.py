@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.config import attention_switches
 from transformer_engine.pytorch.attention import fp8, plan
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.lowering import angles_for_cache
@@ -20,7 +19,6 @@ from transformer_engine.pytorch.attention.problem import (
     sequence_starts,
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-from transformer_engine.pytorch.execution.overrides import attention_class_name_now
 from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
@@ -403,19 +401,19 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         None where it has to call its modules. `replay` is as of `fp8.repeated`.
         """
         core, key = self._modules["core_attention"], None
-        in_fp8 = fp8.layer_key(core, inp.shape[self.qkv_format == "bshd"], replay)
-        if options.without_tensors() and type(core.window_size) is not list:
+        queries = inp.shape[self.qkv_format == "bshd"]
+        in_fp8 = fp8.layer_key(core, queries, replay)
+        own = core.__dict__  # an attribute lookup of torch takes longer
+        if options.without_tensors() and type(own["window_size"]) is not list:
             key = (  # of the options those that are read: mask type to type of the bias
                 options[2:10], options.softcap, self.qk_norm_before_rope,
-                self.qkv_weight_interleaved, core.training, core.attention_dropout,
-                core.softmax_scale, core._get_tracker, core.attn_mask_type, core.window_size,
-                core.bottom_right_diagonal, core.qkv_format, core.softcap, core.softmax_type,
-                core.return_max_logit, dtype, inp.device, plan.sink_key(core),
-                attention_switches(), torch.are_deterministic_algorithms_enabled(),
+                self.qkv_weight_interleaved, own["training"], own["attention_dropout"],
+                own["softmax_scale"], own["_get_tracker"], own["attn_mask_type"],
+                own["window_size"], own["bottom_right_diagonal"], own["qkv_format"],
+                own["softcap"], own["softmax_type"], own["return_max_logit"],
+                dtype, inp.device, plan.facts_around(core),
                 in_fp8, in_fp8 is not None and self._hands_over(core, replay),
-                inp.shape[self.qkv_format == "bshd"] == 1,  # cuDNN has no bias over one key
-                torch.is_grad_enabled(),  # what inference mode has made can not be saved
-                attention_class_name_now(),
+                queries == 1,  # cuDNN has no bias over one key
             )  # fmt: skip
             known = self._ways.get(key)
             if known is not None:

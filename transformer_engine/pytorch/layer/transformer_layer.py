@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ _NAME = "TransformerLayer"
 _ONE_CALL = 16 << 20
 """Bytes of hidden states up to which a layer is one call. Beyond, each branch is: the device takes
 longer than the host, and what a branch has saved is freed when its gradients are there."""
+
+_READ_BY_EMIT = itemgetter(
+    "training", "hidden_dropout", "drop_path_rate", "apply_residual_connection_post_layernorm",
+    "parallel_attention_mlp", "name",
+)  # fmt: skip
+"""Settings that nodes depend on, of the attributes of a layer."""
 
 
 class TransformerLayer(ContextParallel, CompositeLayer):
@@ -445,10 +452,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _layer_key(self, options: tuple) -> tuple:
         """Key of all that `_emit` depends on."""
         del options
-        return (
-            self.training, self.hidden_dropout, self.drop_path_rate,
-            self.apply_residual_connection_post_layernorm, self.parallel_attention_mlp, self.name,
-        )  # fmt: skip
+        return _READ_BY_EMIT(self.__dict__)  # an attribute lookup of torch takes longer
 
     def _add(self, made: Any, residual: Tensor, normalizes: bool) -> Tensor:
         """Add what a branch made, output[, bias][, normalized input], to the residual stream.

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
-from transformer_engine.pytorch.scaling_state import scaling
+from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -234,36 +234,36 @@ class ModuleCall:
         slots = self.owners[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
-            if not self.traced:
+            if not self.traced and reduction.FLYING:
                 slots.settle("backward")
             given = (*given, slots.backward_scale, slots.backward_history)
             slot, written = slots.backward_slot, written + 1
         return self._run(plans.backward, (slot,), (*given, *main), written, packed)
 
     def _save_parts(self, saved: Sequence[Tensor], given: tuple) -> Sequence[Tensor]:
-        """Save the weights themselves, last, and not what they make up.
+        """Save the weights themselves, and not what they make up: the first one in its place.
 
         So autograd sees a change of any of them, and a framework that frees and restores parameters
-        (FSDP) finds them.
+        (FSDP) finds them. The other weights come last.
         """
-        places = [self.plans.weight_places[split.part] for split in self.splits]
-        kept = [tensor for i, tensor in enumerate(saved) if i not in places]
-        for place, split in zip(places, self.splits, strict=True):
-            kept += split.weights(given) if place >= 0 else ()
+        kept = list(saved)
+        for split in self.splits:
+            place = self.plans.weight_places[split.part]
+            if place >= 0:
+                kept[place], *others = split.weights(given)
+                kept += others
         return kept
 
     def _join_saved(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Undo `_save_parts`."""
-        wholes, end = {}, len(saved)
+        found, end = list(saved), len(saved)
         for split in reversed(self.splits):
             place = self.plans.weight_places[split.part]
             if place >= 0:
-                begin = end - len(split.weight.rows)
-                wholes[place] = split.weight.join(saved[begin:end], self.traced)
-                end = begin
-        others = iter(saved[:end])
-        count = end + len(wholes)
-        return [wholes[i] if i in wholes else next(others) for i in range(count)]
+                begin = end - len(split.weight.rows) + 1
+                parts = (found[place], *found[begin:end])
+                found[place], end = split.weight.join(parts, self.traced), begin
+        return found[:end]
 
 
 _GONE: Any = object()
@@ -311,7 +311,7 @@ class LayerCall(ModuleCall):
         return self._run(self.plans.forward, slots, (*given, *state), len(state))
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        if not self.traced:
+        if not self.traced and reduction.FLYING:
             for domain in self._domains:
                 scaling.settle(domain, "backward")
         state = (*self._state[1], *main)

@@ -119,7 +119,7 @@ class KeptCall:
 
         None where the state of the thread alone says what is in force.
         """
-        slots = self.call.slots
+        slots = self.call.owners[0]
         if region is None:
             return slots is None or in_force(slots, module, state)
         recipe, replay = region.recipe, region.replay

@@ -83,11 +83,11 @@ class SplitTensors(NamedTuple):
 
     def join(self, tensors: tuple, traced: bool) -> tuple[Tensor | None, ...]:
         """Return the tensors with one weight and one bias in the place of these."""
-        weights, end = self.weights(tensors), self.begin + self.count
-        weight = self.weight.join(weights, traced)
-        bias = None
+        begin, end = self.begin, self.begin + len(self.weight.rows)
+        weight, bias = self.weight.join(tensors[begin:end], traced), None
+        begin, end = end, self.begin + self.count
         if self.bias is not None:
-            bias = self.bias.join(tensors[self.begin + len(weights) : end], traced)
+            bias = self.bias.join(tensors[begin:end], traced)
         return (*tensors[: self.begin], weight, bias, *tensors[end:])
 
     def spread(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:

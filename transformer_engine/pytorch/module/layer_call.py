@@ -105,10 +105,10 @@ class LayerCalls:
             raise ByModules
         self.part = part
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
-        self._versions = tuple(module._version for module in self.modules)
-        self._norms = tuple(outline.norms)
-        self._norm_settings = tuple(norm._settings() for norm in self._norms)
-        self._all = (*self.modules, *outline.others, *outline.blocks, *self._norms)
+        # An attribute lookup of torch takes longer than one in the attributes of the module.
+        self._versions = tuple((m.__dict__, m._version) for m in self.modules)
+        self._norms = tuple((norm, norm._settings()) for norm in outline.norms)
+        self._all = (*self.modules, *outline.others, *outline.blocks, *outline.norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
         self._places, self._held = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
@@ -160,10 +160,10 @@ class LayerCalls:
         for children, name, module in self._parents:
             if children.get(name) is not module:
                 return False
-        for module, version in zip(self.modules, self._versions, strict=True):
-            if module._version != version:
+        for attributes, version in self._versions:
+            if attributes.get("_version", 0) != version:
                 return False
-        for norm, settings in zip(self._norms, self._norm_settings, strict=True):
+        for norm, settings in self._norms:
             if norm._settings() != settings:
                 return False
         return only_forwards(*self._all)

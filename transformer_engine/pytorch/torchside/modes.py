@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
 
+from transformer_engine import _core
 from transformer_engine.common.contexts import Context
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -43,6 +44,10 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """True where `torch.autocast` is on for any kind of device; public ways ask for one, slower."""
+
+
+deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
+"""True where `torch.use_deterministic_algorithms` is on; the public way is a function in Python."""
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -403,18 +408,4 @@ def only_forwards(*modules: torch.nn.Module) -> bool:
     """
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
-    for module in modules:
-        kind, own = type(module), module.__dict__
-        if (
-            not (kind.__module__.startswith(_LIBRARY) or getattr(kind, "IS_PLANNED", False))
-            or kind.forward is not getattr(kind, "_FORWARD", None)
-            or kind.__call__ is not _CALL
-            or "forward" in own
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or own.get("_compiled_call_impl") is not None
-        ):
-            return False
-    return True
+    return _core.only_forward(modules, _CALL, _LIBRARY)
