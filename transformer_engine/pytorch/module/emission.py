@@ -217,6 +217,8 @@ class Emission:
         """As of `Outline`."""
         given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
         region = self._region.of(len(self.calls))
+        if not self._region.resolved:
+            module._note_recipe(region.recipe)
         call = _call_of(module, given.requires_grad_(x.wanted), self._first, region)
         if call is None:
             raise ByModules
@@ -462,7 +464,6 @@ def _call_of(
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
-    module._note_recipe(region.recipe)
     tensors, owners = module._promote(given, region.recipe)
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
