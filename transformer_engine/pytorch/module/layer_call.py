@@ -326,8 +326,6 @@ class LayerCalls:
         `given` are its options, how each attention attends, and ``is_first_microbatch``.
         """
         options, attending, first_microbatch = given
-        if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
-            return None
         nodes = Emission(len(self.modules), attending, first_microbatch, region)
         try:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
