@@ -409,6 +409,24 @@ def test_a_report_knows_of_casts_of_the_second_layer_alone(device):
     assert [t.name for t in second.tensors] == ["input", "weight", "grad_output"]
 
 
+@pytest.mark.parametrize("high", ["fc1", "fc2"])
+def test_torch_autocast_converts_what_is_not_cast(device, high):
+    def factory(role):
+        return te.IdentityQuantizer() if role.name.endswith(high) else current()
+
+    module, x = make("gelu", device), batch(device)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in (getattr(twin, f"{high}_{what}") for what in ("weight", "bias")):
+            parameter.copy_(parameter.to(BF16))
+    results = []
+    for own in (module, twin):
+        with torch.autocast(device, BF16):
+            results.append(step(own, x, CustomRecipe(factory)))
+    assert results[0][0].dtype is BF16
+    assert_same_bits(*results)
+
+
 def test_all_in_high_precision(device):
     module, x = make("gelu", device), batch(device)
     assert_same_bits(step(module, x, by_role(*(te.IdentityQuantizer,) * 3)), step(module, x, None))

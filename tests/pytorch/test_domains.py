@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed scaling in several threads: models that train side by side do not see each other."""
 
+import copy
 import threading
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 from pytorch.helpers import arenas, assert_same_bits, counted, state_of, states_of
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8CurrentScaling,
+)
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -172,6 +179,28 @@ def test_a_backward_in_another_thread_updates_the_model_of_the_forward(device):
     in_threads(backward)
     for layer, count in ((model, 2), (other, 1)):
         assert (state_of(layer)["backward"][1][:, 0] > 0).sum() == count
+
+
+def test_a_first_module_without_state_updates_that_of_the_second(device):
+    """Also where what the thread had was dropped before."""
+
+    def factory(role):
+        if role.name == "second":
+            return DelayedScalingRequest(amax_history_len=3)
+        return te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device)
+
+    layers = [te.Linear(WIDTH, WIDTH, device=device, name=name) for name in ("first", "second")]
+    x, grad = (torch.randn(ROWS, WIDTH, device=device) for _ in range(2))
+    results = []
+    for _ in range(2):  # the second time there is something to drop
+        te.reset()
+        own = copy.deepcopy(layers)
+        with te.autocast(recipe=CustomRecipe(factory)):
+            y = own[1](own[0](x))
+        y.backward(grad)
+        results.append(state_of(own[1]))
+        assert (results[-1]["backward"][0] != 1).any()
+    assert_same_bits(*results)
 
 
 def test_evaluation_in_another_thread_joins_nothing(device):

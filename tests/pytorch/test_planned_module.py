@@ -445,6 +445,60 @@ def test_functions_in_the_middle(device, unused):
         assert_one_plan(module)
 
 
+class Joined(te.PlannedModule):
+    """What reads the input is no linear layer; a sum of values of one width, or of two."""
+
+    def __init__(self, first, width, **options):
+        super().__init__()
+        self.first, given = first, HIDDEN // 2 if first == "function" else HIDDEN
+        self.norm = te.RMSNorm(HIDDEN, **options)
+        self.attention = te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, **options)
+        self.wide = te.Linear(HIDDEN, width, **options)
+        self.skip = te.Linear(given, width if first == "function" else 1, **options)
+
+    def emit(self, nodes, x):
+        y = nodes.function(doubled, x) if self.first == "function" else x
+        y = nodes.run(self.attention, x) if self.first == "attention" else y
+        return nodes.add(nodes.run(self.wide, nodes.run(self.norm, y)), nodes.run(self.skip, x))
+
+
+def doubled(x):
+    return torch.cat([x, x.sin()], 1)
+
+
+@pytest.mark.parametrize("first", ["function", "norm", "attention"])
+def test_any_module_may_come_first(device, first):
+    """The width of the input is that of its readers, not of the first linear layer."""
+    dtype = planned_dtype(device)
+    for width in (1, 24):
+        module = Joined(first, width, params_dtype=dtype, device=device)
+        columns, dims = module.skip.in_features, (TOKENS, BATCH)
+        given = [torch.randn(*dims, columns, device=device, dtype=dtype) for _ in range(2)]
+        twin = hooked(module)
+        results = [[step(own, (x,)) for x in given] for own in (module, twin)]
+        assert_same_bits(*results)
+        if width == 1 or first == "function":
+            assert_one_plan(module)
+        else:  # one term of the sum is spread over the other
+            assert not any(calls_of(module))
+        with pytest.raises(ValueError, match="expected"):
+            module(torch.randn(*dims, columns + 1, device=device, dtype=dtype))
+        assert_same_bits(step(module, (given[0],)), results[1][0])
+
+
+def test_what_nobody_reads(device):
+    """A program may run what it has no use for."""
+
+    class Dropping(Linears):
+        def emit(self, nodes, x):
+            nodes.run(self.layers[0], x)
+            return nodes.run(self.layers[1], x)
+
+    module, x = Dropping(2, device=device), torch.randn(TOKENS, HIDDEN, device=device)
+    assert_same_bits(module(x).detach(), module.layers[1](x).detach())
+    assert module.plans_of(x) == []
+
+
 @pytest.mark.parametrize("what", ["parameter", "tensor", "random", "buffer"])
 def test_what_functions_read(device, what):
     """A plan holds what is the same in all calls; else modules are called, with right numbers."""

@@ -246,7 +246,7 @@ def add_dropout(
     x, _, residual = inputs
     dtypes = {graph.values[x].dtype, graph.values[residual].dtype}
     dtype = min(dtypes) if len(dtypes) == 1 else _core.DTYPE_F32
-    made = graph.value(output, dtype, (ROWS, graph.values[x].shape[1]))
+    made = graph.value(output, dtype, graph.values[x].shape)
     if any(rates):
         inputs = (*inputs, graph.pair(f"{name}rng"))
     graph.node(_core.NODE_DROPOUT_ADD, inputs, made, name=name, numbers=rates)

@@ -169,6 +169,10 @@ class Graph:
         """`VALUE_*` of a value, by its link."""
         return 0 if link is None else self.values[link[1]].flags
 
+    def read(self) -> set[int]:
+        """The values that nodes read; -1 among them stands for none."""
+        return {number for node in self.nodes for number in node.inputs}
+
     def maker_of(self, link: Link) -> int:
         """Number of the node that makes a value."""
         return next(n for n, node in enumerate(self.nodes) if node.output == link[1])

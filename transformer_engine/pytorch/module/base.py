@@ -65,6 +65,11 @@ class Region(NamedTuple):
         """The call that this one repeats, if it does."""
         return () if self.replay is None else (self.replay,)
 
+    def recipe_of(self, number: int) -> Recipe | None:
+        """As of `layer_region.LayerRegion`, of this one module."""
+        del number
+        return self.recipe
+
 
 _NO_FRAMES: list = []
 _SHORT = {"forward": "fwd", "backward": "bwd"}

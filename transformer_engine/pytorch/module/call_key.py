@@ -23,6 +23,7 @@ from transformer_engine.common.operand_casts import is_backward_wide
 from transformer_engine.pytorch.execution.autograd import apply_of
 from transformer_engine.pytorch.execution.recompute import in_reentrant_forward
 from transformer_engine.pytorch.execution.thread_state import RegionState
+from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import (
@@ -195,8 +196,11 @@ def layer_key(
 ) -> tuple[tuple | None, tuple[Tensor | None, ...]]:
     """`call_key` of a call of a layer in a `layer_region.LayerRegion`."""
     recipe = region.recipe
-    identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
-    wide = recipe is None or recipe.backward_override is not None
+    if region.resolved:
+        identity, wide = custom_quantizers.identity_of_all(region.resolved), True
+    else:
+        identity = region.state.depth > 0 if recipe is None else recipe.__repr__()
+        wide = recipe is None or recipe.backward_override is not None
     around = region if region.record or region.replays else None
     return call_key(identity, inp, places, wide, around)
 

@@ -94,7 +94,12 @@ def identity_of(recipe: Recipe) -> Any:
     return repr(recipe) if found is None else (found, *recipe.functions)
 
 
-def is_custom(recipe: Recipe) -> bool:
+def identity_of_all(recipes: Sequence[Recipe | None]) -> tuple:
+    """Identity of the recipes of several modules, with the quantizers that are called."""
+    return tuple([(repr(each), *getattr(each, "functions", {}).values()) for each in recipes])
+
+
+def is_custom(recipe: Recipe | None) -> bool:
     """Return whether what a module follows comes from quantizers of the user."""
     return isinstance(recipe, _Resolved)
 

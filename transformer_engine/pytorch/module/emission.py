@@ -215,8 +215,13 @@ class Emission:
         self, module: LinearBase, x: Value, name: str, output: str = "output"
     ) -> tuple[Value, Value]:
         """As of `Outline`."""
-        given = torch.empty(0, module._sizes()[0][0], dtype=x.dtype, device=self._device)
+        columns = module._sizes()[0][0]
+        if self.graph.values[x.number].shape[1] != columns:
+            raise ByModules  # which refuse it
+        given = torch.empty(0, columns, dtype=x.dtype, device=self._device)
         region = self._region.of(len(self.calls))
+        if not self._region.resolved:
+            module._note_recipe(region.recipe)
         call = _call_of(module, given.requires_grad_(x.wanted), self._first, region)
         if call is None:
             raise ByModules
@@ -381,6 +386,8 @@ class Emission:
     ) -> Value:
         """As of `Outline`."""
         graph, number, wanted = self.graph, -1, False
+        if graph.values[x.number].shape != graph.values[residual.number].shape:
+            raise ByModules  # one is spread over the other
         if bias is not None:
             parameter = bias.module._parameters[bias.name]
             wanted = torch.is_grad_enabled() and parameter.requires_grad
@@ -402,7 +409,10 @@ class Emission:
         Its tensors are the input, what each attention is given (source, angles, mask, bias,
         lengths, offsets, sink, slopes), and the parameters in the order of `Outline.places`.
         """
-        self.graph.returns([value.number for value in results])
+        numbers = [value.number for value in results]
+        if {node.output for node in self.graph.nodes} - {*numbers, *self.graph.read()}:
+            raise ByModules  # a program has no use for what one makes
+        self.graph.returns(numbers)
         given = [link for links in self._given for link in links]
         tensors = [self.graph.tensors[0], *given, *self._parameters]
         self._order = self.graph.order(tensors)
@@ -462,7 +472,6 @@ def _call_of(
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
-    module._note_recipe(region.recipe)
     tensors, owners = module._promote(given, region.recipe)
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own

@@ -197,7 +197,8 @@ class LayerCalls:
             state.first = False
         if call.plans.writes_caches and not repeated:
             parts = [module._linear_tensors() for module in self.modules]
-            keep_caches(self.modules, own[0], parts, region.recipe)
+            recipes = [region.recipe_of(i) for i in range(len(parts))]
+            keep_caches(self.modules, own[0], parts, recipes)
         if region.record:
             region.leave(id(layer), bound.owners, call, own[0], first)
         return out
@@ -220,7 +221,8 @@ class LayerCalls:
             return None
         key, tensors = layer_key(region, inp, self._places)
         if self._held:
-            key, tensors = quantized.filled(key, tensors, self._held, region.recipe is not None)
+            fp8 = region.recipe is not None and not region.resolved
+            key, tensors = quantized.filled(key, tensors, self._held, fp8)
         if key is None or not layer._is_planned(inp, options):
             return None
         found = self._attending(layer, inp, options, region)
@@ -292,8 +294,10 @@ class LayerCalls:
             else:
                 return call
             # Another group is, or a recipe that the modules come back to.
-            pairs = zip(bound.owners, call.owners, strict=True)
-            slots = tuple([None if s is None else _slots_of(m, region, device) for m, s in pairs])
+            numbered = enumerate(zip(bound.owners, call.owners, strict=True))
+            slots = tuple(
+                [None if s is None else _slots_of(m, region, device, i) for i, (m, s) in numbered]
+            )
         if call.staged is not None or _measures_of(slots) != bound.measures:
             return None  # its stages, or its plans, depend on them
         call = call.over(slots)
@@ -322,8 +326,6 @@ class LayerCalls:
         `given` are its options, how each attention attends, and ``is_first_microbatch``.
         """
         options, attending, first_microbatch = given
-        if inp.shape[-1] != self.modules[0]._sizes()[0][0]:
-            return None
         nodes = Emission(len(self.modules), attending, first_microbatch, region)
         try:
             plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
@@ -346,11 +348,11 @@ class LayerCalls:
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
         call.staged, call.unread = staged, nodes.unread(plans)
         call.fills = fills_of(plans, attending, call.unread)
-        reason = None if plans.quantized else region.state.why()
         remembered = []
-        for module, of in zip(self.modules, nodes.calls, strict=True):
+        for i, (module, of) in enumerate(zip(self.modules, nodes.calls, strict=True)):
+            reason = region.state.why() if region.recipe_of(i) is None else None
             values: dict[str, Any] = {"_last_call": LastCall(of.plans, reason)}
-            if plans.quantized:
+            if of.plans.quantized:
                 values["_quantization"] = module._quantization
             remembered.append((module.__dict__, values))
         apply = apply_of(label, plans.result_count > 1)
@@ -397,11 +399,12 @@ def _slots_of(
     """Slots of a module, or of an attention in FP8; `number` is that among the owners of a call."""
     if region.replays:
         return region.replays[number].slots
-    recipe = module._recipe_in_force()
+    is_linear = isinstance(module, LinearBase)
+    recipe = region.recipe_of(number) if is_linear else module._recipe_in_force()
     if not recipe.delayed():
         return None
     slots = module._slots_for(recipe, region.state.group, device)
-    if isinstance(module, LinearBase):
+    if is_linear:
         quantized.bind_quantizers(module)
     return slots
 

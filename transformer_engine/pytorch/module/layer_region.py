@@ -19,6 +19,7 @@ from transformer_engine.pytorch.execution.recompute import (
 )
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState
+from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.torchside.modes import graph_task
 
@@ -37,11 +38,17 @@ class LayerRegion(NamedTuple):
     replays: tuple[Entry, ...]
     """Calls that this one repeats, of the modules with linear layers and of attentions in FP8; ()
     where none is known."""
+    resolved: tuple[Recipe | None, ...] = ()
+    """Under a `CustomRecipe` what each of the modules with linear layers follows; else ()."""
+
+    def recipe_of(self, number: int) -> Recipe | None:
+        """How one of the modules with linear layers quantizes."""
+        return self.resolved[number] if self.resolved else self.recipe
 
     def of(self, number: int) -> Region:
-        """The same for one of the modules."""
+        """The same for one of the modules with linear layers."""
         entry = self.replays[number] if self.replays else None
-        return Region(self.state, self.recipe, entry, self.record, False)
+        return Region(self.state, self.recipe_of(number), entry, self.record, False)
 
     def with_cores(self, owners: Sequence) -> "LayerRegion | None":
         """The same where attentions have scaling state, too; None: a call of one is not known.
@@ -87,9 +94,9 @@ class LayerRegion(NamedTuple):
             begin = of.stop
             cache = tuple([caches[part] for part in of]) if known.intersection(of) else None
             kept = tuple([part - of.start for part in of if part in made])
-            region = self.of(i)
-            if parts is None:
-                region = region._replace(recipe=owner._recipe_in_force())
+            recipe = owner._recipe_in_force() if parts is None else self.recipe_of(i)
+            entry = self.replays[i] if self.replays else None
+            region = Region(self.state, recipe, entry, self.record, False)
             owner._record(region, slots, first and i == 0, cache, kept, layer)
 
 
@@ -99,7 +106,7 @@ def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion 
     `modules` are those with linear layers. None where the layer has to call them.
     """
     recipe = state.recipe if state.enabled else None
-    record, frame, replays = _NO_FRAMES, None, ()
+    record, frame, replays, resolved = _NO_FRAMES, None, (), ()
     if may_concern(torch.is_grad_enabled(), recipe is not None):
         record, frame = frames()
         if frame is None and recipe is not None and graph_task() != -1:
@@ -109,11 +116,17 @@ def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion 
             if found is None or any([entry.layer != layer for entry in found]):
                 return None
             recipe, replays = found[0].recipe, tuple(found)
+            if any([custom_quantizers.is_custom(entry.recipe) for entry in found]):
+                resolved = tuple([entry.recipe for entry in found])
         elif frame is not None and recipe is not None:
             return None
-    if state.calibrating if recipe is None else recipe.custom():
-        return None  # they record amaxes, or call quantizers of the program
-    return LayerRegion(state, recipe, record, frame, replays)
+    if recipe is not None and recipe.custom() and not replays:
+        for module in modules:
+            module._note_recipe(recipe)
+        resolved = tuple([module._resolved(recipe, False) for module in modules])
+    if state.calibrating and None in (resolved or (recipe,)):
+        return None  # they record amaxes
+    return LayerRegion(state, recipe, record, frame, replays, resolved)
 
 
 def _next_of(frame: Frame, owners: Sequence) -> list[Entry] | None:

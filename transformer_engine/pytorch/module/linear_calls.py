@@ -206,7 +206,7 @@ class LinearCalls(Fp8Module):
         if kept and not repeats:
             recipe = state.recipe if region is None else region.recipe
             of = self._linear_tensors() if parts is None else parts
-            weight_cache.keep_caches((self,), caches, (of,), recipe)
+            weight_cache.keep_caches((self,), caches, (of,), (recipe,))
         if region is not None and region.record:
             cache = caches if kept or call.plans.reads_caches else None
             self._record(region, call.slots, first, cache, kept)
@@ -356,7 +356,7 @@ class LinearCalls(Fp8Module):
         quantization = () if recipe is None else self._quantizations(recipe, traced)
         usable = quantized.usable_parts(kind, parts, recipe, quantization)
         given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
-        tensors = promoted(kind, self._sizes()[0][0], given, recipe, self._input_name)
+        tensors = promoted(kind, self._sizes()[0][0], given, quantization, self._input_name)
         if not traced:
             tensors = tensors._replace(given=CallTensors(*given, tensors.output_dtype).flat())
         return tensors, tuple(part.weights[0] for part in parts)

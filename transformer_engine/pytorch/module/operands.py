@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that a call of linear layers computes with, and the rules of their dtypes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.pytorch.torchside.modes import faking, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
@@ -93,17 +94,18 @@ def promoted(
     kind: str,
     features: int,
     given: tuple[Tensor, tuple[Tensor, Tensor | None] | None, tuple[LinearTensors, ...]],
-    recipe: Any,
+    quantization: Sequence[Quantization],
     name: str = "inp",
 ) -> CallTensors:
     """Check a call's tensors, as `CallTensors` has them, and apply the dtype rules.
 
-    `name` is what the caller calls the input.
+    `quantization` is that of each part, () without a recipe; `name` is what the caller calls the
+    input.
 
     Outside `torch.autocast` weights and biases are of one dtype, which is that of the result and,
     without a norm, of the input; a norm reads the input and its own parameters in any. Inside, the
-    result has its dtype; what FP8 casts anyway is read as it is, and without a recipe everything
-    but the norm's parameters is converted.
+    result has its dtype; what a part reads that casts is left as it is, and what others read is
+    converted, but for the norm's parameters.
 
     TypeError where the input is no tensor of the CPU, of a CUDA device or of the meta device,
     dtypes differ, or the input has no memory and the module has; ValueError where its last dim is
@@ -120,9 +122,10 @@ def promoted(
         refuse_memory(kind, inp, tensors)
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        if recipe is None:
-            inp = inp.to(dtype)
-            parts = tuple(part.to(dtype) for part in parts)
+        casts = [each.is_quantized for each in quantization or (HIGH_PRECISION,) * len(parts)]
+        inp = inp if casts[0] else inp.to(dtype)
+        pairs = zip(parts, casts, strict=True)
+        parts = tuple([part if of else part.to(dtype) for part, of in pairs])
         return CallTensors(inp, norm, parts, dtype)
     weights, biases = parts[0]
     dtype = inp.dtype if norm is None else weights[0].dtype

@@ -125,10 +125,13 @@ def microbatch(
     return None if capturing else Microbatch.BY_ITSELF
 
 
-def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipe: Any) -> None:
-    """Let the modules of a call keep the quantized weights that it made, among those it read."""
+def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipes: Sequence) -> None:
+    """Let the modules of a call keep the quantized weights that it made, among those it read.
+
+    `recipes` are those that the modules follow.
+    """
     made = iter(caches)
-    for module, own in zip(modules, parts, strict=True):
+    for module, own, recipe in zip(modules, parts, recipes, strict=True):
         kept = []
         for old, new, part in zip(module._weight_caches, made, own, strict=False):
             if is_quantized(part.weights[0]):  # it is its own cast
@@ -166,23 +169,24 @@ def microbatch_of(
     all of the call, where there are quantized weights among those of the modules. `region` is as of
     `call_key.KeptCall.holds`, or a `layer_region.LayerRegion`.
     """
-    caches, weights, recipe = [], (), state.recipe if state.enabled else None
-    replays: tuple = ()
-    if region is not None:
-        recipe, replays = region.recipe, region.replays
+    caches, weights = [], ()
+    if region is None:
+        recipes, replays = [state.recipe if state.enabled else None] * len(modules), ()
+    else:
+        recipes, replays = [region.recipe_of(i) for i in range(len(modules))], region.replays
     parts = [module._linear_tensors() for module in modules]
     cached = [each for each in replays if each.cache is not None]
     reads_caches = len(cached) > 0 if replays else first is not None
-    if (reads_caches or tensors) and recipe is not None:
-        for i, (module, own) in enumerate(zip(modules, parts, strict=True)):
-            if not reads_caches:
+    if (reads_caches or tensors) and any([recipe is not None for recipe in recipes]):
+        for i, (module, own, recipe) in enumerate(zip(modules, parts, recipes, strict=True)):
+            if not reads_caches or recipe is None:
                 caches += [None] * len(own)
             elif not replays:
                 caches += held_caches(module, first, own, recipe)
             else:
                 caches += caches_to_repeat(replays[i], len(own), dispatch_modes() > 0)
         if tensors:
-            forms_held(modules, parts, caches, recipe, tensors)
+            forms_held(modules, parts, caches, recipes[0], tensors)
         key = (key, *[None if cache is None else cache[1] is None for cache in caches])
         key = (*key, *[each.kept for each in replays])
     if any(module.fuse_wgrad_accumulation for module in modules):

@@ -13,7 +13,7 @@ from transformer_engine.common.contexts import active
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.thread_state import current_state
-from transformer_engine.pytorch.scaling_state import reduction, scaling
+from transformer_engine.pytorch.scaling_state import arenas, reduction, scaling
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting, graph_task
 
 
@@ -192,8 +192,10 @@ class autocast:  # noqa: N801 - the name that users know
                 recipe = _TRACED_DEFAULT[0]
             elif recipe is None:
                 recipe = get_default_recipe()
-            if not traced and reduction.FLYING:
-                scaling.settle(state.domain)
+            if not traced:
+                arenas.own_domain(state)  # now: calls note it before one makes state
+                if reduction.FLYING:
+                    scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         depth = state.depth
         values = state.enabled, state.calibrating, state.recipe, state.group, state.first, depth
