@@ -164,11 +164,11 @@ class LinearCalls(Fp8Module):
         if bound.dtypes:
             tensors = converted(tensors, bound.dtypes)
         run = call = bound.call
-        if region is not None or shared[0] or shared[1] or (state.first and bound.updates):
+        if region is not None or shared[0] or shared[1] or (state.owes_update and bound.updates):
             run = self._run_of(bound, state, region, shared)
         out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
         if run is not call:
-            self._finish(call, run.first, state, region, shared[0])
+            self._finish(call, run.updates_backward, state, region, shared[0])
         return out
 
     def _run_of(
@@ -177,10 +177,10 @@ class LinearCalls(Fp8Module):
         """A run of a call that was made before; `shared` are its caches and main gradients."""
         run = CallRun(bound.call, *shared)
         if region is None:
-            run.first, run.domain = state.first and bound.updates, state.domain
+            run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
             return run
         replay = region.replay
-        run.first = bound.quantized and self._is_first(region, bound.records)
+        run.updates_backward = bound.quantized and self._updates_backward(region, bound.records)
         run.domain = (replay or state).domain
         if replay is not None:
             run.scales, run.unread_history = replay.scales, unread_history(replay)
@@ -189,7 +189,7 @@ class LinearCalls(Fp8Module):
     def _finish(
         self,
         call: ModuleCall,
-        first: bool,
+        updates_backward: bool,
         state: RegionState,
         region: Region | None,
         caches: Sequence,
@@ -201,15 +201,15 @@ class LinearCalls(Fp8Module):
         """
         repeats = region is not None and region.replay is not None
         kept = tuple([part for part, _ in call.plans.writes_caches])
-        if first and not repeats:
-            state.first = False
+        if updates_backward and not repeats:
+            state.owes_update = False
         if kept and not repeats:
             recipe = state.recipe if region is None else region.recipe
             of = self._linear_tensors() if parts is None else parts
             weight_cache.keep_caches((self,), caches, (of,), recipe)
         if region is not None and region.record:
             cache = caches if kept or call.plans.reads_caches else None
-            self._record(region, call.slots, first, cache, kept)
+            self._record(region, call.slots, updates_backward, cache, kept)
 
     def _call_traced(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
         """`_call` while a graph is traced."""
@@ -262,16 +262,16 @@ class LinearCalls(Fp8Module):
             key, tensors = call_key(identity, inp, own["_present"], wide, region)
         else:
             key, tensors, forms = key_of_quantized(recipe, region, inp, own["_present"], self)
-        held = own["_held"]
-        if held:
+        weights = own["_quantized_parameters"]
+        if weights:
             fp8 = recipe is not None and not recipe.custom()
-            key, tensors = quantized.filled(key, tensors, held, fp8)
-        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
+            key, tensors = quantized.filled(key, tensors, weights, fp8)
+        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or weights
         if region is not None and region.replay is not None:
             shares = shares or region.replay.cache is not None
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, tensors if held else (), region
+                (self,), is_first_microbatch, state, key, tensors if weights else (), region
             )
         if forms:
             shared = [*(shared[0] or (None,) * len(self.LINEARS)), forms], shared[1]
@@ -284,7 +284,7 @@ class LinearCalls(Fp8Module):
         own = len(names) == len(flat) - 1
         own = own and all(t is None or self._parameters.get(name) is t for name, t in pairs)
         places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
-        self._present, self._held = quantized.apart(places) if own else (None, ())
+        self._present, self._quantized_parameters = quantized.apart(places) if own else (None, ())
 
     def _decide(
         self,
@@ -314,7 +314,7 @@ class LinearCalls(Fp8Module):
             ran = LastCall(call.plans, region.state.why() if region.recipe is None else None)
             self._keep(found, call, ran, tensors)
         out = run(call, *tensors.flat())
-        self._finish(call, call.first, region.state, region, call.caches, tensors.parts)
+        self._finish(call, call.updates_backward, region.state, region, call.caches, tensors.parts)
         if ran is not None:
             self.__dict__["_last_call"] = ran
         return out
@@ -430,7 +430,7 @@ class LinearCalls(Fp8Module):
         if bound is not None:
             call.scales, call.unread_history, call.caches = *bound.repeated, caches
             call.recipe, call.quantizers = recipe, {}
-            call.first = self._is_first(region, records)
+            call.updates_backward = self._updates_backward(region, records)
             call.domain = (region.replay or region.state).domain
             call.unread = plans.unread_of(quantization, returns) if region.repeats else ()
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):

@@ -298,7 +298,7 @@ def _bind(quantizer: Any, slots: Slots, part: int) -> None:
 # ---- calls that are found again ------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class QuantizedParameter(NamedTuple):
     """A quantized weight among the tensors of a call."""
 
     at: int  # its place among them, the input's being 0
@@ -306,13 +306,13 @@ class Held(NamedTuple):
     name: str
 
 
-def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
+def apart(places: Sequence) -> tuple[tuple, tuple[QuantizedParameter, ...]]:
     """Where the plain parameters of a call stand, and its quantized weights.
 
     `places` are those of all, as of `call_key.call_key`.
     """
     held = [
-        Held(at + 1, *place)
+        QuantizedParameter(at + 1, *place)
         for at, place in enumerate(places)
         if place is not None and is_quantized(place[0].get(place[1]))
     ]
@@ -321,7 +321,7 @@ def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
 
 
 def filled(
-    key: tuple | None, tensors: tuple, held: tuple[Held, ...], fp8: bool
+    key: tuple | None, tensors: tuple, held: tuple[QuantizedParameter, ...], fp8: bool
 ) -> tuple[tuple | None, tuple]:
     """Key and tensors of a call, with the quantized weights among them.
 
