@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common import config, graphs
+from transformer_engine import _core
+from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.stages import (
@@ -262,7 +263,7 @@ class LinearBase(LinearCalls):
             outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.parts):
-                if not part.flags & graphs.WGRAD:
+                if not part.flags.weight & _core.VALUE_GRADIENT:
                     continue
                 if i not in dict(plans.main_grads):
                     self._add_weight_grad(i, next(outputs))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
+from transformer_engine import _core
+from transformer_engine.common.graphs import LinearFlags
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.operands import LinearTensors
@@ -180,7 +181,10 @@ class WeightModule(TensorParallel, LinearBase):
             `fp8_output` or `fp8_grad` under a `CustomRecipe`, in `torch.export` or in a
             transform of torch.func. `torch.compile` leaves such a call outside of its graphs.
         """
-        returns = RETURN_OUTPUT * bool(fp8_output) | RETURN_GRAD * bool(fp8_grad)
+        returns = None
+        if fp8_output or fp8_grad:
+            flag = _core.VALUE_RETURN_QUANTIZED
+            returns = LinearFlags(input=flag * bool(fp8_grad), output=flag * bool(fp8_output))
         out = self._call(inp, is_first_microbatch, returns)
         return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
