@@ -9,7 +9,43 @@ from transformer_engine.common.operand_casts import OperandCast, Quantization
 
 K, N, ROWS = 24, 40, 6  # none of them a multiple of 16, which the forms are padded to
 WIDE = 48  # columns of a weight that is transposed
-GRADIENTS = graphs.DGRAD | graphs.WGRAD
+
+
+class Flags(graphs.LinearFlags):
+    """Flags of a linear layer, to be joined with others."""
+
+    def __or__(self, other):
+        return Flags(*self.joined(other))
+
+    def __and__(self, other):
+        return any(a & b for a, b in zip(self, other, strict=True))
+
+
+class Flag:
+    """Flags by what they say: of input, weight or gradient that they are given quantized, ..."""
+
+    NONE = Flags()
+    DGRAD, WGRAD = Flags(input=_core.VALUE_GRADIENT), Flags(weight=_core.VALUE_GRADIENT)
+    DEFER = Flags(weight=_core.VALUE_DEFER)
+    SAVE_INPUT = Flags(_core.LINEAR_SAVE_INPUT)
+    NO_AMAX = Flags(_core.LINEAR_NO_AMAX)
+    MEASURE_RETURNED = Flags(_core.LINEAR_MEASURE_RETURNED)
+    INPUT_GIVEN, WEIGHT_GIVEN, GRAD_GIVEN = (
+        Flags(**{of: _core.VALUE_QUANTIZED}) for of in ("input", "weight", "output")
+    )
+    INPUT_KEPT, WEIGHT_KEPT, GRAD_KEPT = (
+        Flags(**{of: _core.VALUE_KEEP_QUANTIZED}) for of in ("input", "weight", "output")
+    )
+    INPUT_ROWS, WEIGHT_ROWS, GRAD_ROWS = (
+        Flags(**{of: _core.VALUE_ROW_WISE}) for of in ("input", "weight", "output")
+    )
+    WEIGHT_CACHED = Flags(weight=graphs.WEIGHT_CACHED)
+    RETURN_GRAD, RETURN_OUTPUT = (
+        Flags(**{of: _core.VALUE_RETURN_QUANTIZED}) for of in ("input", "output")
+    )
+
+
+GRADIENTS = Flag.DGRAD | Flag.WGRAD
 
 
 def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=False, columns=K):
@@ -17,8 +53,9 @@ def graph_of(flags, recipe=_core.RECIPE_DELAYED, wanted=GRADIENTS, bias_grad=Fal
     f32 = _core.DTYPE_F32
     dtypes = _core.DTYPE_E4M3, _core.DTYPE_E4M3, _core.DTYPE_E5M2
     quantization = Quantization(*(OperandCast(recipe, dtype) for dtype in dtypes))
-    flags |= wanted | graphs.BIAS
-    part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags, bias_grad)
+    affine = Flags(weight=_core.VALUE_PARAMETER, bias=_core.VALUE_PARAMETER)
+    flags = flags | wanted | affine | Flags(bias=_core.VALUE_GRADIENT * bias_grad)
+    part = graphs.LinearSpec(columns, N, f32, f32, f32, f32, f32, quantization, flags)
     return graphs.call_graph(graphs.CallSpec((part,)))
 
 

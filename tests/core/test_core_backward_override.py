@@ -3,17 +3,16 @@
 
 import pytest
 import torch
-from linear_graphs import K, N, buffers, fresh_memory, graph_of, run, run_all
+from linear_graphs import Flag, K, N, buffers, fresh_memory, graph_of, run, run_all
 
 from transformer_engine import _core
-from transformer_engine.common import graphs
 
 BACKWARDS = (_core.BACKWARD_HIGH_PRECISION, _core.BACKWARD_DEQUANTIZED)
 RECIPES = (_core.RECIPE_CURRENT, _core.RECIPE_BLOCK, _core.RECIPE_ROW, _core.RECIPE_MXFP8)
 GRAD = 2  # its operand
 
 
-def overridden(backward, flags=0, recipe=_core.RECIPE_CURRENT, **options):
+def overridden(backward, flags=Flag.NONE, recipe=_core.RECIPE_CURRENT, **options):
     """A linear layer with such a backward."""
     graph = graph_of(flags, recipe, **options)
     at = next(i for i, node in enumerate(graph.nodes) if node.kind == _core.NODE_LINEAR)
@@ -24,12 +23,12 @@ def overridden(backward, flags=0, recipe=_core.RECIPE_CURRENT, **options):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("defer", [0, graphs.DEFER])
+@pytest.mark.parametrize("defer", [Flag.NONE, Flag.DEFER])
 def test_a_gradient_that_arrives_quantized_is_dequantized(recipe, backward, defer):
     memory = fresh_memory()
-    plain = run_all(graph_of(graphs.GRAD_KEPT, recipe), dict(memory))
+    plain = run_all(graph_of(Flag.GRAD_KEPT, recipe), dict(memory))
     forms = {link: t for link, t in plain.items() if link[1] == GRAD and link[0] in FORMS}
-    given = overridden(backward, graphs.GRAD_GIVEN | defer, recipe, bias_grad=True)
+    given = overridden(backward, Flag.GRAD_GIVEN | defer, recipe, bias_grad=True)
     found = run_all(given, {**memory, **forms})
     wide = torch.empty(plain["gradient", 3].shape)
     mode = {
@@ -55,12 +54,12 @@ FORMS = ("row", "column", "scales", "row_scales", "column_scales")
 def test_a_weight_that_is_there_besides_is_read_as_it_is(backward):
     memory = fresh_memory()
     expected = run_all(overridden(backward), dict(memory))
-    kept = run_all(overridden(backward, graphs.WEIGHT_KEPT), dict(memory))
+    kept = run_all(overridden(backward, Flag.WEIGHT_KEPT), dict(memory))
     assert ("column", 1) not in kept and torch.equal(kept["gradient", 0], expected["gradient", 0])
-    for flags in (graphs.WEIGHT_GIVEN, graphs.WEIGHT_CACHED):
+    for flags in (Flag.WEIGHT_GIVEN, Flag.WEIGHT_CACHED):
         graph = overridden(backward, flags)
         read = buffers(graph.make(_core.DIRECTION_BACKWARD), "parameter")
-        as_it_is = flags == graphs.WEIGHT_CACHED and backward == _core.BACKWARD_HIGH_PRECISION
+        as_it_is = flags == Flag.WEIGHT_CACHED and backward == _core.BACKWARD_HIGH_PRECISION
         assert (("value", 1) in read) == as_it_is and (("row", 1) in read) != as_it_is
         found = run_all(graph, dict(kept))
         same = torch.equal(found["gradient", 0], expected["gradient", 0])
@@ -69,7 +68,7 @@ def test_a_weight_that_is_there_besides_is_read_as_it_is(backward):
 
 def test_what_is_kept_has_forms_that_somebody_reads():
     with pytest.raises(ValueError, match="has quantized forms"):
-        overridden(_core.BACKWARD_DEQUANTIZED, graphs.GRAD_KEPT).make(_core.DIRECTION_FORWARD)
+        overridden(_core.BACKWARD_DEQUANTIZED, Flag.GRAD_KEPT).make(_core.DIRECTION_FORWARD)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)

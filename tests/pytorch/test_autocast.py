@@ -21,7 +21,7 @@ def snapshot():
         state.calibrating,
         state.recipe,
         state.group,
-        state.first,
+        state.owes_update,
         state.depth,
     )
 
@@ -274,16 +274,16 @@ def test_first_module_flag_is_taken_once_and_restored(device, x):
     recipe = recipes.DelayedScaling(amax_history_len=3)
     a, b = te.Linear(32, 32, device=device), te.Linear(32, 32, device=device)
     with te.autocast(recipe=recipe):
-        assert current_state().first
+        assert current_state().owes_update
         with torch.no_grad():
             a(x)
-        assert current_state().first  # nothing was recorded
+        assert current_state().owes_update  # nothing was recorded
         y = a(x)
-        assert not current_state().first
+        assert not current_state().owes_update
         with te.autocast(enabled=False):
-            assert not current_state().first
+            assert not current_state().owes_update
         y = b(y)
-    assert not current_state().first
+    assert not current_state().owes_update
     y.sum().backward()
     for layer in (a, b):
         assert state_of(layer)["backward"][1][2, 0] > 0  # one update, after a's backward

@@ -80,7 +80,7 @@ def test_changes_and_runs_nothing(layer, x):
     _core.reset_counters()
     with te.autocast(recipe=RECIPES["delayed-e4m3"]()):
         text_of(layer, x)
-        assert current_state().first
+        assert current_state().owes_update
     ran = {name.rpartition(".")[2] for name in _core.counters()}
     assert ran <= {"scaling_update"}  # that of the region's exit
     assert layer._slots is slots and layer._weight_caches[0] is None

@@ -199,14 +199,14 @@ def test_a_call_is_found_again(device):
     for _ in range(3):
         step(module, x, "current")
     bound = module._bound
-    assert len(bound) == 1 and module._held
+    assert len(bound) == 1 and module._quantized_parameters
     step(module, x, "current")
     assert module._bound is bound and len(bound) == 1
     module.weight = torch.nn.Parameter(module.weight.dequantize().detach())
     plain = copy.deepcopy(module)
     for _ in range(2):
         assert_same_bits(step(module, x, "current"), step(plain, x, "current"))
-    assert not module._held
+    assert not module._quantized_parameters
 
 
 @pytest.mark.parametrize("accumulates", [True, False])

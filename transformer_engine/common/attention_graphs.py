@@ -8,7 +8,6 @@ from transformer_engine.common.flags import flags_of
 from transformer_engine.common.graphs import (
     RESULT,
     ROWS,
-    ZERO_CENTERED,
     Graph,
     Norm,
     input_flags,
@@ -163,26 +162,23 @@ def _turn(  # noqa: PLR0913 - as of `_normalize`
 
 
 def _normalize(
-    graph: Graph, x: int, slice_: tuple, name: str, norm: tuple[Norm, int, tuple[int, int]]
+    graph: Graph, x: int, slice_: tuple, name: str, norm: tuple[Norm, tuple[int, int]]
 ) -> int:
-    """Add the norm of heads; `norm` is the norm, its flags, and the values of gamma and beta."""
-    kind, flags, affine = norm
+    """Add the norm of heads; `norm` is the norm, and the values of gamma and beta."""
+    how, affine = norm
     normed = _heads(graph, x, slice_, f"{name}normed")
-    bits = _core.NODE_ZERO_CENTERED if flags & ZERO_CENTERED else 0
-    options = {"variant": kind.kind, "flags": bits, "numbers": (kind.eps,), "slices": (slice_,)}
+    options = {"variant": how.kind, "flags": how.node, "numbers": (how.eps,), "slices": (slice_,)}
     graph.node(_core.NODE_HEAD_NORM, (x, *affine), normed, name=name, **options)
     return normed
 
 
 def add_heads_norms(
-    graph: Graph, attention: AttentionSpec, norms: tuple[tuple[Norm, int], ...], name: str
+    graph: Graph, attention: AttentionSpec, norms: tuple[Norm, ...], name: str
 ) -> tuple:
     """Add the parameters of the norms of queries and keys; see `attend`."""
     return tuple(
-        (norm, flags, graph.norm_parameters(norm, channels, flags, name + prefix))
-        for (norm, flags), prefix, (_, channels, *_) in zip(
-            norms, _PREFIXES, attention.slices, strict=False
-        )
+        (norm, graph.norm_parameters(norm, channels, name + prefix))
+        for norm, prefix, (_, channels, *_) in zip(norms, _PREFIXES, attention.slices, strict=False)
     )
 
 

@@ -5,60 +5,33 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
 """Role of a buffer: its link and the number that goes with it (see te_links in the C header)."""
 
-# Flags of a linear layer's part of a call: bias added, which gradients are wanted, and so on.
-(
-    BIAS,
-    DGRAD,
-    WGRAD,
-    SAVE_INPUT,
-    NO_AMAX,
-    ALLOW_TF32,
-    ACCUMULATE,
-    OVERWRITE,
-    DEFER,
-    ZERO_CENTERED,
-    GRAD_GAMMA,
-    GRAD_BETA,
-    RETURN_NORM,
-    NO_GAMMA,
-    NO_BETA,
-    # The quantized forms of input, weight and gradient of the output are given; are returned.
-    INPUT_GIVEN,
-    WEIGHT_GIVEN,
-    GRAD_GIVEN,
-    INPUT_KEPT,
-    WEIGHT_KEPT,
-    GRAD_KEPT,
-    # Besides these: of the forms row-wise alone, which a backward transposes.
-    INPUT_ROWS,
-    WEIGHT_ROWS,
-    GRAD_ROWS,
-    WEIGHT_WIDE,  # besides WEIGHT_GIVEN: in high precision too
-    # Delayed scaling: input and weight, the gradient of the output are measured before they are
-    # cast, for slots that have recorded nothing.
-    MEASURE_OPERANDS,
-    MEASURE_GRAD,
-    MEASURE_RETURNED,  # likewise what is returned quantized
-    # The output, or the gradient of the input, is returned quantized.
-    RETURN_OUTPUT,
-    RETURN_GRAD,
-) = (1 << bit for bit in range(30))
-
-
-WEIGHT_CACHED = WEIGHT_GIVEN | WEIGHT_WIDE
-"""The quantized forms of a weight that is there besides."""
-
-
 _, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
 """Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
 multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
+
+
+WEIGHT_CACHED = _core.VALUE_QUANTIZED | _core.VALUE_ALSO_WIDE
+"""Of a weight whose quantized forms are given, and that is there besides."""
+
+
+class LinearFlags(NamedTuple):
+    """Flags of the node of a linear layer and of its values, as of the C library."""
+
+    node: int = 0  # ``_core.LINEAR_*``
+    input: int = 0  # ``_core.VALUE_*``, likewise the others; of the first layer of a module
+    weight: int = 0
+    bias: int = 0  # 0: there is none
+    output: int = 0  # of the last layer
+
+    def joined(self, other: "LinearFlags") -> "LinearFlags":
+        """Those of both."""
+        return LinearFlags(*[a | b for a, b in zip(self, other, strict=True)])
 
 
 class LinearSpec(NamedTuple):
@@ -72,8 +45,7 @@ class LinearSpec(NamedTuple):
     output: int  # ``_core.DTYPE_*``
     grad_weight: int  # ``_core.DTYPE_*``
     quantization: Quantization  # how the operands are cast
-    flags: int  # `BIAS`, `DGRAD`, `WGRAD`, ... of this call
-    bias_grad: bool = False  # the bias needs a gradient
+    flags: LinearFlags
     external: frozenset[int] = frozenset()
     """Stages that the caller runs, numbers of ``_core.LINEAR_STAGES``."""
     gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
@@ -86,6 +58,10 @@ class Norm(NamedTuple):
     kind: int  # ``_core.NORM_*``
     dtype: int  # ``_core.DTYPE_*`` of gamma and beta
     eps: float  # added to the variance
+    gamma: int = _core.VALUE_PARAMETER  # ``_core.VALUE_*`` of it; 0: there is none
+    beta: int = 0  # likewise
+    node: int = 0  # ``_core.NODE_ZERO_CENTERED``
+    output: int = _core.VALUE_LEADING  # ``_core.VALUE_*`` of it, before a linear layer
 
 
 class Activation(NamedTuple):
@@ -315,80 +291,47 @@ class Graph:
         made.weights = [numbers[number] for number in self.weights]
         return made
 
-    def with_gradient(self, bits: int) -> "Graph":
+    def with_gradient(self, flags: int) -> "Graph":
         """The same where the gradient of the first result arrives quantized.
 
-        `bits` are flags, `GRAD_GIVEN` and maybe `GRAD_ROWS`. That result is in high precision.
+        `flags` are `VALUE_QUANTIZED` and maybe `VALUE_ROW_WISE`. That result is in high precision.
         """
         made = self.ordered(self.tensors)
         (_, at), *_ = made.results
         cleared = _core.VALUE_RETURN_QUANTIZED | _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE
-        flags = made.values[at].flags & ~cleared | form_flags(bits, GRAD_GIVEN, 0, GRAD_ROWS)
-        made.values[at] = made.values[at]._replace(flags=flags)
+        made.values[at] = made.values[at]._replace(flags=made.values[at].flags & ~cleared | flags)
         return made
 
-    def norm_parameters(
-        self, norm: Norm, features: int, flags: int, prefix: str = ""
-    ) -> tuple[int, int]:
+    def norm_parameters(self, norm: Norm, features: int, prefix: str = "") -> tuple[int, int]:
         """Add gamma and beta, as far as the norm has them."""
-        wanted = (GRAD_GAMMA, GRAD_BETA)
-        absent = (NO_GAMMA, NO_GAMMA | NO_BETA)
-        kinds = (_core.NORM_LAYERNORM, _core.NORM_RMSNORM), (_core.NORM_LAYERNORM,)
-        numbers = []
-        for name, gradient, lacks, of in zip(("gamma", "beta"), wanted, absent, kinds, strict=True):
-            if flags & lacks or norm.kind not in of:
-                numbers.append(self.absent())
-                continue
-            bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if flags & gradient else 0)
-            numbers.append(self.tensor(prefix + name, norm.dtype, (features,), bits))
-        return numbers[0], numbers[1]
+        gamma, beta = [
+            self.tensor(prefix + name, norm.dtype, (features,), flags) if flags else self.absent()
+            for name, flags in (("gamma", norm.gamma), ("beta", norm.beta))
+        ]
+        return gamma, beta
 
     def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
         """Add weight and bias."""
-        flags = spec.flags
-        bits = _core.VALUE_PARAMETER | form_flags(flags, WEIGHT_GIVEN, WEIGHT_KEPT, WEIGHT_ROWS)
-        bits |= _core.VALUE_ALSO_WIDE if flags & WEIGHT_WIDE else 0
-        if flags & WGRAD:
-            bits |= _core.VALUE_GRADIENT | flags_of(
-                (
-                    (_core.VALUE_ACCUMULATE, flags & ACCUMULATE),
-                    (_core.VALUE_OVERWRITE, flags & OVERWRITE),
-                    (_core.VALUE_DEFER, flags & DEFER),
-                )
-            )
-        shape = (spec.out_features, spec.in_features)
-        weight = self.tensor(f"{prefix}weight", spec.weight, shape, bits, spec.grad_weight)
+        flags, shape = spec.flags, (spec.out_features, spec.in_features)
+        weight = self.tensor(f"{prefix}weight", spec.weight, shape, flags.weight, spec.grad_weight)
         self.weights.append(weight)
-        if not flags & BIAS:
+        if not flags.bias:
             return weight, self.absent()
-        bits = _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if spec.bias_grad else 0)
-        return weight, self.tensor(f"{prefix}bias", spec.bias, (spec.out_features,), bits)
+        return weight, self.tensor(f"{prefix}bias", spec.bias, shape[:1], flags.bias)
 
-    def add_norm(
-        self, norm: Norm, inputs: tuple, output: int, zero_centered: int, name: str = ""
-    ) -> None:
-        """Add a norm."""
-        flags = _core.NODE_ZERO_CENTERED if zero_centered else 0
-        options = {"variant": norm.kind, "flags": flags, "numbers": (norm.eps,), "name": name}
-        self.node(_core.NODE_NORM, inputs, output, **options)
+    def add_norm(self, norm: Norm, inputs: tuple, output: int, **options: Any) -> None:
+        """Add a norm; `options` as of `node`."""
+        how = {"variant": norm.kind, "flags": norm.node, "numbers": (norm.eps,)}
+        self.node(_core.NODE_NORM, inputs, output, **how, **options)
 
     def add_linear(
         self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int
     ) -> None:
         """Add a linear layer, which has the slots of its part of the module's."""
         if spec.quantization.grad.options & _core.CAST_STOCHASTIC:
-            of = ("rng", "grad_input_rng")[: 1 + bool(spec.flags & RETURN_GRAD)]
+            returned = bool(spec.flags.input & _core.VALUE_RETURN_QUANTIZED)
+            of = ("rng", "grad_input_rng")[: 1 + returned]
             inputs = (*inputs, *(self.pair(name + each) for each in of))
-        flags = spec.quantization.fast | flags_of(
-            (
-                (_core.LINEAR_SAVE_INPUT, spec.flags & SAVE_INPUT),
-                (_core.LINEAR_NO_AMAX, spec.flags & NO_AMAX),
-                (_core.LINEAR_ALLOW_TF32, spec.flags & ALLOW_TF32),
-                (_core.LINEAR_MEASURE_OPERANDS, spec.flags & MEASURE_OPERANDS),
-                (_core.LINEAR_MEASURE_GRAD, spec.flags & MEASURE_GRAD),
-                (_core.LINEAR_MEASURE_RETURNED, spec.flags & MEASURE_RETURNED),
-            )
-        )
         self.operands.append(len(self.nodes) * _core.OPERAND_ROLES)
         self.parts.append(spec)
         self.node(
@@ -396,7 +339,7 @@ class Graph:
             inputs,
             output,
             name=name,
-            flags=flags,
+            flags=spec.flags.node | spec.quantization.fast,
             quantization=spec.quantization,
             slots=(3 * part, 2 * part),
             gather=spec.gather,
@@ -414,27 +357,14 @@ def input_flags(wants_grad: int) -> int:
     return _core.VALUE_INPUT | _core.VALUE_LEADING | gradient
 
 
-def form_flags(flags: int, given: int, kept: int, rows: int) -> int:
-    """`VALUE_*` of an operand whose quantized forms are given, or returned."""
-    return flags_of(
-        (
-            (_core.VALUE_QUANTIZED, flags & given),
-            (_core.VALUE_KEEP_QUANTIZED, flags & kept),
-            (_core.VALUE_ROW_WISE, flags & rows),
-        )
-    )
+def _with_rows(spec: LinearSpec, flags: int) -> int:
+    """`VALUE_*` of what may be returned quantized: with one scale row-wise alone.
 
-
-def _returned_flags(spec: LinearSpec, flag: int, forms: int) -> int:
-    """`VALUE_*` of what is returned quantized, where it is: with one scale row-wise alone.
-
-    `forms` are those of what arrives under the same value: both, where that comes in both.
+    Both forms where what arrives under the same value comes in both.
     """
-    if not spec.flags & flag:
-        return 0
-    rows = spec.quantization.input.recipe in _ONE_SCALE
-    rows &= forms & (_core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE) != _core.VALUE_QUANTIZED
-    return _core.VALUE_RETURN_QUANTIZED | (_core.VALUE_ROW_WISE if rows else 0)
+    both = flags & (_core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE) == _core.VALUE_QUANTIZED
+    rows = spec.quantization.input.recipe in _ONE_SCALE and not both
+    return flags | (_core.VALUE_ROW_WISE if flags & _core.VALUE_RETURN_QUANTIZED and rows else 0)
 
 
 _ONE_SCALE = (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT)
@@ -458,22 +388,19 @@ def call_graph(spec: CallSpec) -> Graph:
     first, last = spec.parts[0], spec.parts[-1]
     graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
     shape = (ROWS, first.in_features)
-    forms = form_flags(first.flags, INPUT_GIVEN, INPUT_KEPT, INPUT_ROWS)
-    forms |= _returned_flags(first, RETURN_GRAD, forms)
-    x = graph.tensor("input", first.input, shape, input_flags(first.flags & DGRAD) | forms)
+    leading = _core.VALUE_INPUT | _core.VALUE_LEADING
+    x = graph.tensor("input", first.input, shape, leading | _with_rows(first, first.flags.input))
     affine: tuple = ()
     if spec.norm is not None:
-        affine = graph.norm_parameters(spec.norm, first.in_features, first.flags)
+        affine = graph.norm_parameters(spec.norm, first.in_features)
     pairs = list(zip(spec.parts, spec.names, strict=True))
     parameters = [graph.linear_parameters(part, name) for part, name in pairs]
     rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=last.gather)
-    forms = form_flags(last.flags, GRAD_GIVEN, GRAD_KEPT, GRAD_ROWS)
-    forms |= _returned_flags(last, RETURN_OUTPUT, forms)
-    y = graph.value("output", last.output, (rows, last.out_features), RESULT | forms)
+    flags = RESULT | _with_rows(last, last.flags.output)
+    y = graph.value("output", last.output, (rows, last.out_features), flags)
     if spec.norm is not None:
-        flags = RESULT if first.flags & RETURN_NORM else _core.VALUE_LEADING
-        normed = graph.value("norm_output", first.output, shape, flags)
-        graph.add_norm(spec.norm, (x, *affine), normed, first.flags & ZERO_CENTERED)
+        normed = graph.value("norm_output", first.output, shape, spec.norm.output)
+        graph.add_norm(spec.norm, (x, *affine), normed)
         x = normed
     for i, (part, name) in enumerate(pairs):
         if i > 0:
@@ -490,11 +417,11 @@ def call_graph(spec: CallSpec) -> Graph:
     return graph
 
 
-def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> Graph:
+def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], wanted: bool) -> Graph:
     """Graph of a norm by itself; arguments as of `plans.norm_plans`."""
     graph = Graph()
-    x = graph.tensor("input", dtypes[0], (ROWS, features), input_flags(flags & DGRAD))
-    affine = graph.norm_parameters(norm, features, flags)
+    x = graph.tensor("input", dtypes[0], (ROWS, features), input_flags(wanted))
+    affine = graph.norm_parameters(norm, features)
     y = graph.value("output", dtypes[1], (ROWS, features), RESULT)
-    graph.add_norm(norm, (x, *affine), y, flags & ZERO_CENTERED)
+    graph.add_norm(norm, (x, *affine), y)
     return graph

@@ -12,7 +12,6 @@ from transformer_engine.common.graphs import (
     GRAD,
     GRAD_INPUT,
     OUTPUT,
-    RETURN_GRAD,
     CallSpec,
     Graph,
     Link,
@@ -269,27 +268,26 @@ class CallPlans:
         )
         self.all_gradients = self.places == tuple(range(len(self.gradients)))
 
-    def for_gradient(self, bits: int) -> "CallPlans | None":
+    def for_gradient(self, flags: int) -> "CallPlans | None":
         """Plans of the same call whose gradient of the output arrives quantized.
 
-        `bits` are flags, `GRAD_GIVEN` and maybe `GRAD_ROWS`. The backward is run over what the
-        forward of these has saved; None where it can not be.
+        `flags` are as of `Graph.with_gradient`. The backward is run over what the forward of these
+        has saved; None where it can not be.
         """
-        if bits not in self._of_quantized:
-            made = None if self.defer else plans_of(self.graph.with_gradient(bits))
-            self._of_quantized[bits] = made if made is None or self._saves_for(made) else None
-        return self._of_quantized[bits]
+        if flags not in self._of_quantized:
+            made = None if self.defer else plans_of(self.graph.with_gradient(flags))
+            self._of_quantized[flags] = made if made is None or self._saves_for(made) else None
+        return self._of_quantized[flags]
 
-    def unread_of(self, quantization: Sequence[Quantization], returns: int) -> tuple[int, ...]:
+    def unread_of(self, quantization: Sequence[Quantization], returned: bool) -> tuple[int, ...]:
         """Places of random pairs that a call would draw if all gradients were wanted, for nobody.
 
         They come behind those that it draws.
 
-        `quantization` is that of each part, `returns` as of `RETURN_GRAD`.
+        `quantization` is that of each part; `returned`: the gradient of the input is, quantized.
         """
         stochastic = [bool(each.grad.options & _core.CAST_STOCHASTIC) for each in quantization]
-        returned = stochastic[0] and bool(returns & RETURN_GRAD)
-        return tuple(range(len(self.drawn), sum(stochastic) + returned))
+        return tuple(range(len(self.drawn), sum(stochastic) + (stochastic[0] and returned)))
 
     def _saves_for(self, other: "CallPlans") -> bool:
         saved = [_links(plans.forward, "saved") for plans in (self, other)]
@@ -320,10 +318,9 @@ def call_plans(spec: CallSpec) -> CallPlans:
     return plans_of(call_graph(spec))
 
 
-def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], flags: int) -> CallPlans:
+def norm_plans(features: int, norm: Norm, dtypes: tuple[int, int], wanted: bool) -> CallPlans:
     """Plans of a norm by itself, over (input, gamma, beta).
 
-    `dtypes` are ``_core.DTYPE_*`` of input and output, `flags` of `DGRAD`, `GRAD_GAMMA`,
-    `GRAD_BETA`, `ZERO_CENTERED`, `NO_GAMMA`, `NO_BETA`.
+    `dtypes` are ``_core.DTYPE_*`` of input and output; `wanted`: the input has a gradient.
     """
-    return plans_of(norm_graph(features, norm, dtypes, flags))
+    return plans_of(norm_graph(features, norm, dtypes, wanted))

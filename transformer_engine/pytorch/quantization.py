@@ -207,7 +207,7 @@ class _QuantizationState:
     fp8_calibration = _of_thread("calibrating", "Modules record amaxes in high precision.")
     fp8_recipe = _of_thread("recipe", "Recipe in force.")
     fp8_distributed_group = _of_thread("group", "Group that amaxes are reduced over.")
-    is_first_fp8_module = _of_thread("first", "No module has recorded a backward yet.")
+    is_first_fp8_module = _of_thread("owes_update", "No module has recorded a backward yet.")
     autocast_depth = _of_thread("depth", "Nested regions.")
 
     @property
@@ -297,14 +297,14 @@ class FP8GlobalStateManager(ManagerNames):
         backward; no module of the region will.
         """
         state = current_state()
-        first, state.first = state.first, False
-        return first
+        owed, state.owes_update = state.owes_update, False
+        return owed
 
     @classmethod
     def get_autocast_state(cls) -> tuple:
         """All of what is in force, for `set_autocast_state`."""
         state = current_state()
-        values = state.enabled, state.calibrating, state.recipe, state.group, state.first
+        values = state.enabled, state.calibrating, state.recipe, state.group, state.owes_update
         found = _InForce(values)
         found.domain = state.domain
         return found
@@ -319,7 +319,9 @@ class FP8GlobalStateManager(ManagerNames):
         domain = getattr(state, "domain", None)
         if domain is not None and graph_task() == -1:
             arenas.join(current, domain)
-        current.enabled, current.calibrating, current.recipe, current.group, current.first = state
+        current.enabled, current.calibrating, current.recipe, current.group, current.owes_update = (
+            state
+        )
 
     get_fp8_autocast_state = get_autocast_state
     set_fp8_autocast_state = set_autocast_state

@@ -21,7 +21,8 @@ from transformer_engine.plugin.builtin.signatures import operator
 from transformer_engine.plugin.core import ops
 from transformer_engine.pytorch.attention import rope
 from transformer_engine.pytorch.attention.masks import default_alibi_slopes
-from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse, torch_dtype
+from transformer_engine.pytorch.constants import torch_dtype
+from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.device import (

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.builtin import ACTIVATIONS
 from transformer_engine.plugin.builtin.signatures import define, operator
+from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.product import product
 from transformer_engine.pytorch.cpp_extensions.values import (
     computed,
     placed,
     quantized,
     refuse,
-    torch_dtype,
     wide,
     written,
 )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.signatures import operator
-from transformer_engine.pytorch.constants import TE_DType_To_Torch
-from transformer_engine.pytorch.cpp_extensions.values import checked, like, torch_dtype, wide
+from transformer_engine.pytorch.constants import TE_DType_To_Torch, torch_dtype
+from transformer_engine.pytorch.cpp_extensions.values import checked, like, wide
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.execution.plan_ops import scaling_update
 from transformer_engine.pytorch.tensor import casts

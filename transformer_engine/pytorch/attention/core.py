@@ -55,8 +55,6 @@ from transformer_engine.pytorch.scaling_state.extra_state import KEY, is_ours, p
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
-__all__ = ["DotProductAttention"]
-
 _attention_backends: dict[str, bool] = {"backend_selection_requires_update": False}
 """Programs set the entry after they have changed a variable; here every call reads them."""
 

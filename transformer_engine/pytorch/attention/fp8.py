@@ -499,17 +499,19 @@ def begin_call(module: Any, call: ModuleCall, casts: Casts, records: bool) -> No
     """Give a call its state; `records`: a backward follows."""
     region = casts.region
     call.scales, call.unread_history, call.recipe = casts.scales, casts.history, region.recipe
-    call.first = module._is_first(region, records)
+    call.updates_backward = module._updates_backward(region, records)
     call.domain = (region.replay or region.state).domain
 
 
 def end_call(module: Any, call: ModuleCall, casts: Casts) -> None:
     """Note that a call has run."""
     region = casts.region
-    if call.first and region.replay is None:
-        region.state.first = False
+    if call.updates_backward and region.replay is None:
+        region.state.owes_update = False
     if region.record:
-        module._record(region, casts.slots if region.replay is None else None, call.first)
+        module._record(
+            region, casts.slots if region.replay is None else None, call.updates_backward
+        )
 
 
 def scaling_state_of(

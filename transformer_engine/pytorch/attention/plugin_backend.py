@@ -11,8 +11,6 @@ from transformer_engine.pytorch.attention.problem import AttentionOptions, Heads
 from transformer_engine.pytorch.execution import overrides
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 
-__all__ = ["attend"]
-
 
 def _module_of(core: Any) -> torch.nn.Module:
     """The module of the class in force that belongs to a `DotProductAttention`."""

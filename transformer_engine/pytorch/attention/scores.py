@@ -13,8 +13,6 @@ from transformer_engine.pytorch.execution.custom_ops import OperatorCall, contig
 from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
-__all__ = ["THREADS_PER_BLOCK", "THREADS_PER_WARP", "scaled_softmax"]
-
 # ---- softcap -------------------------------------------------------------------------------------
 
 

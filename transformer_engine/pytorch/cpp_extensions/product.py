@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.values import (
     checked,
     delivered,
     exact,
     like,
-    torch_dtype,
     wide,
 )
 from transformer_engine.pytorch.tensor import casts

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -17,20 +16,6 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 from transformer_engine.pytorch.torchside.device import prepare_device
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
-
-__all__ = [
-    "checked",
-    "computed",
-    "delivered",
-    "exact",
-    "like",
-    "placed",
-    "quantized",
-    "refuse",
-    "torch_dtype",
-    "wide",
-    "written",
-]
 
 
 def checked(op: str, name: str, tensor: Any) -> Tensor:

@@ -308,7 +308,7 @@ def of_first(
     elif record:
         run = Run(tuple([tensor.clone() for tensor in state]), measures)
         if state and in_reentrant_forward():
-            current_state().first = False  # its repetition has the flag: see `checkpoint`
+            current_state().owes_update = False  # its repetition has the flag: see `checkpoint`
     for frame in record:
         frame.record_run(key, run)
     return state

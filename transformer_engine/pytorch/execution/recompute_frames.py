@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     measures: int  # flags of casts that measured, where there was none
     cache: tuple | None  # the quantized weight that the call kept or read
     kept: tuple[int, ...]  # parts of which it made that
-    first: bool  # the call took the region's first-module flag
+    updates_backward: bool  # the backward state, of its region
     domain: Any  # the `Domain` that its thread updates
     layer: int = 0  # id of the layer that ran it as a part of its own plan; 0: it was called
 
@@ -57,7 +57,7 @@ class Frame:
         self._entries: dict[Hashable, list] = {}
         self._next: dict[Hashable, int] = {}
         self._pass = -1
-        self._owes_first = False  # a repeated call had the first-module flag, but no backward
+        self._owes_update = False  # a repeated call would have made it, but had no backward
         self.measures = False  # a run does
         self._has_runs = False
         self.scope: Any = None  # of the plug-ins that the forward obeyed (`_core.selected`)
@@ -119,7 +119,7 @@ class Frame:
         if current != self._pass:  # another backward through the same graph starts over
             self._pass = current
             self._next.clear()
-            self._owes_first = False
+            self._owes_update = False
         return self._next.get(key, 0)
 
     def _take(self, key: Hashable, at: int) -> Any:
@@ -136,14 +136,14 @@ class Frame:
         at = self._next.get(id(module), 0) if graph_task() == self._pass else 0
         return entries[at + ahead] if at + ahead < len(entries) else None
 
-    def is_first(self, entry: Entry, records: bool) -> bool:
+    def updates_backward(self, entry: Entry, records: bool) -> bool:
         """Return whether a repeated call updates the backward state.
 
         Its forward may have taken the flag where it could not tell that the function itself
         switches gradients off for this call: then it goes to the next one that has a backward.
         """
-        due = entry.first or self._owes_first
-        self._owes_first = due and not records
+        due = entry.updates_backward or self._owes_update
+        self._owes_update = due and not records
         return due and records
 
 

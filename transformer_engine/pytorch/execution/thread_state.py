@@ -41,7 +41,7 @@ class RegionState:
         self.group: Any = None  # the ProcessGroup that amaxes are reduced over, or None
         # No module of the region has recorded a backward yet: the first one that does updates the
         # backward state after its own backward.
-        self.first = False
+        self.owes_update = False
         self.depth = 0  # nested regions
         self.region: Any = None  # the innermost region, an `autocast` of eager code
         self.entered: list = []  # those of calls of `FP8GlobalStateManager.autocast_enter`

@@ -61,8 +61,8 @@ class CompositeLayer(NativeModule):
         if calls is None:
             return []
         before = [(module, module._slots, module._loaded_state) for module in calls.modules]
-        pieces = self._pieces(calls, inp, options)
-        found = [(name, calls.plans(self, inp, own)) for name, calls, own in pieces]
+        made = self._planned_calls(calls, inp, options)
+        found = [(name, calls.plans(self, inp, own)) for name, calls, own in made]
         for module, slots, loaded in before:
             module._slots, module._loaded_state = slots, loaded
         return [
@@ -99,10 +99,10 @@ class CompositeLayer(NativeModule):
         return options[0].is_first_microbatch
 
     def _count_of_branches(self) -> int:
-        """How many parts of it may run as calls of their own (see `layer_call`)."""
+        """How many branches of it may run as calls of their own (see `layer_call`)."""
         return 1
 
-    def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+    def _planned_calls(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
         """(prefix of titles, calls, their options) of each call that a call of the layer makes."""
         del inp
         return [("", calls, options)]

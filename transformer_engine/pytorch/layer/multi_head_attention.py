@@ -370,9 +370,9 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         out, _ = nodes.linear(modules["proj"], context, f"{name}proj_", output)
         return out, normed
 
-    def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
+    def _emit(self, nodes: Any, x: Value, options: tuple, branch: int | None) -> list[Value]:
         """Append the nodes of a call; return its results."""
-        del options, part
+        del options, branch
         out, normed = self.emit_branch(nodes, x)
         returned = getattr(self._modules[self._first()], "return_layernorm_output", False)
         return [out, normed] if returned else [out]
@@ -543,7 +543,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 f"{_NAME}: inference_params with attention_type='cross': a cache does not hold "
                 "keys and values of encoder_output: leave inference_params out"
             )
-        first, source = options.is_first_microbatch, options.encoder_output
+        first_microbatch, source = options.is_first_microbatch, options.encoder_output
         to_itself = self.attention_type == "self"
         if to_itself and source is not None:
             raise ValueError(
@@ -553,7 +553,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if not to_itself and source is None:
             raise ValueError(f"{_NAME}: attention_type='cross' needs encoder_output")
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
-        mixed, normalized = modules[self._first()](hidden_states, first), None
+        mixed, normalized = modules[self._first()](hidden_states, first_microbatch), None
         if self.return_layernorm_output:
             mixed, normalized = mixed
         if to_itself:
@@ -561,7 +561,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         else:
             heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
             query = mixed.unflatten(-1, heads)
-            key, value = self._split(modules["key_value"](source, first), 0)
+            key, value = self._split(modules["key_value"](source, first_microbatch), 0)
         if self.q_norm is not None or options.rotary_pos_emb is not None:
             query, key = self._position(query, key, options)
         core = modules["core_attention"]
@@ -574,7 +574,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             if over:
                 named["fp8_output"] = True
             context = core(query, key, value, *options.for_core(), **named)
-        out = modules["proj"](context, first)
+        out = modules["proj"](context, first_microbatch)
         if self.return_bias and not isinstance(out, tuple):
             out = (out, None)  # another package's module wraps the projection: the bias is added
         if normalized is None:

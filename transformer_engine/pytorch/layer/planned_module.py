@@ -16,8 +16,6 @@ from transformer_engine.pytorch.module.emission import ByModules, Emission, Outl
 from transformer_engine.pytorch.module.layer_call import LayerCalls, asked
 from transformer_engine.pytorch.module.norm import NormModule
 
-__all__ = ["PlannedModule"]
-
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -27,7 +25,7 @@ class _Given(tuple):
     args: tuple
     kwargs: dict[str, Any]
     key: tuple  # arguments that are no tensors, by place and by name
-    first: bool | None  # ``is_first_microbatch``
+    first_microbatch: bool | None  # ``is_first_microbatch``
     drops_paths: bool
 
 
@@ -42,13 +40,13 @@ class CallTensor:
 class _Eager:
     """Runs modules at once, where a graph of them can not be made."""
 
-    def __init__(self, first: bool | None) -> None:
-        self._first = first
+    def __init__(self, first_microbatch: bool | None) -> None:
+        self._first_microbatch = first_microbatch
 
     def run(self, module: Any, x: Tensor, **call: Any) -> Tensor:
         """Call a module."""
-        if self._first is not None and not isinstance(module, NormModule):
-            call["is_first_microbatch"] = self._first
+        if self._first_microbatch is not None and not isinstance(module, NormModule):
+            call["is_first_microbatch"] = self._first_microbatch
         out = module(x, **call)
         return out[0] if isinstance(out, tuple) else out
 
@@ -144,7 +142,9 @@ class PlannedModule(CompositeLayer):
 
     _FORWARD = forward
 
-    def _given(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> _Given | None:
+    def _given(
+        self, args: tuple, kwargs: dict[str, Any], first_microbatch: bool | None
+    ) -> _Given | None:
         """Return the arguments of a call; None for one that no plan holds."""
         if torch.compiler.is_compiling():
             return None
@@ -158,20 +158,22 @@ class PlannedModule(CompositeLayer):
         if not all(isinstance(value, _PLAIN) for _, value in plain):
             return None
         made = _Given(outline.options)
-        made.args, made.kwargs, made.first = args, kwargs, first
+        made.args, made.kwargs, made.first_microbatch = args, kwargs, first_microbatch
         made.key, made.drops_paths = tuple(plain), outline.drops_paths
         return made
 
-    def _run_in_graph(self, x: Tensor, args: tuple, kwargs: dict, first: bool | None) -> Any:
+    def _run_in_graph(
+        self, x: Tensor, args: tuple, kwargs: dict, first_microbatch: bool | None
+    ) -> Any:
         """Run it as one call in the graph that is traced; None where it has to call its modules."""
         if not all([isinstance(value, _PLAIN) for value in (*args, *kwargs.values())]):
             return None
         named = tuple([(name, traced_layer.constants(value)) for name, value in kwargs.items()])
-        return traced_layer.run(self, x, (traced_layer.constants(args), named, first))
+        return traced_layer.run(self, x, (traced_layer.constants(args), named, first_microbatch))
 
     def _options_in_graph(self, given: tuple) -> Any:
-        args, named, first = given
-        return self._given(args, dict(named), first)
+        args, named, first_microbatch = given
+        return self._given(args, dict(named), first_microbatch)
 
     def _calls_of(self, options: Any) -> LayerCalls | None:
         if options is None:
@@ -194,8 +196,8 @@ class PlannedModule(CompositeLayer):
 
     # ---- as one call (see `layer_call`) ----------------------------------------------------------
 
-    def _emit(self, nodes: Any, x: Value, options: Any, part: int | None) -> list[Value]:
-        del part
+    def _emit(self, nodes: Any, x: Value, options: Any, branch: int | None) -> list[Value]:
+        del branch
         if not isinstance(nodes, Emission):
             return [self.emit(nodes, x, *options.args, **options.kwargs)]
         args = [_without_values(value) for value in options.args]
@@ -208,7 +210,7 @@ class PlannedModule(CompositeLayer):
             raise ByModules from error  # it computes with a tensor of the call
 
     def _first_microbatch(self, options: Any) -> bool | None:
-        return options.first
+        return options.first_microbatch
 
     def _layer_key(self, options: Any) -> tuple:
         """Key of all that ``emit`` depends on."""

@@ -45,8 +45,6 @@ from transformer_engine.pytorch.torchside.modes import (
     real_tensors,
 )
 
-__all__ = ["call_in_graph", "constants", "may_hold", "places_in_graph", "run"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -144,14 +142,14 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     if found.plans.main_grads:
         call.weights = _weights_of(owners)
     records = found.plans.backward is not None
-    call.first = found.plans.quantized and records and state.first
+    call.updates_backward = found.plans.quantized and records and state.owes_update
     call.domain = state.domain
     tensors = (inp, *attended, *parameters)
     if found.dtypes:
         tensors = converted(tensors, found.dtypes)
     out = (run_call if records else run_without_backward)(call, *tensors)
-    if call.first:
-        state.first = False
+    if call.updates_backward:
+        state.owes_update = False
     return out
 
 
@@ -284,7 +282,7 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
         calls = None if options is None else LayerCalls.of(layer, options, {})
-    if calls is None or calls._held:
+    if calls is None or calls._quantized_parameters:
         return ""
     paths = {id(module): path for path, module in reversed([*layer.named_modules()])}
     modules = [layer, *calls.modules]
@@ -329,18 +327,18 @@ def call_in_graph(
 def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     options, ways = given
     calls = LayerCalls.of(layer, options, {})
-    first = layer._first_microbatch(options)
+    first_microbatch = layer._first_microbatch(options)
     if calls is None or not layer._is_planned(inp, options):
         return ""
     if _core.tensors_of_call(inp, calls._places)[0] is None:  # some are of other classes
         return ""
-    if first is not None and state.enabled:  # caches of weights are in no graph
+    if first_microbatch is not None and state.enabled:  # caches of weights are in no graph
         return ""
     attending = _attending_of(layer, calls, inp, options, ways)
     if attending is None:
         return ""
     region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
-    bound = calls._bind(layer, inp, (options, attending, first), region)
+    bound = calls._bind(layer, inp, (options, attending, first_microbatch), region)
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans

@@ -354,23 +354,23 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
                 return out
         asked(self, hidden_states, options)
         calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
-        parts: Sequence[Any] = (None,) * len(options)
+        branches: Sequence[Any] = (None,) * len(options)
         if calls is not None:
             if self._is_one_call(hidden_states):
                 out = calls.run(self, hidden_states, options)
                 if out is not NotImplemented:
                     return out
             else:
-                parts = calls.parts
+                branches = calls.branches
         if parallel:
-            first = options[0].is_first_microbatch
+            first_microbatch = options[0].is_first_microbatch
             made = _attend(self._modules["self_attention"], hidden_states, options[0])
-            made = made + self._modules["layernorm_mlp"](hidden_states, first)
+            made = made + self._modules["layernorm_mlp"](hidden_states, first_microbatch)
             return self._add(made, hidden_states, False)
-        for i, part in enumerate(parts):
+        for i, branch in enumerate(branches):
             out = NotImplemented
-            if part is not None:
-                out = part.run(self, hidden_states, options[i : i + 1])
+            if branch is not None:
+                out = branch.run(self, hidden_states, options[i : i + 1])
             if out is NotImplemented:
                 out = self._run_branch(i, hidden_states, options)
             hidden_states = out
@@ -397,13 +397,13 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _is_one_call(self, inp: Tensor) -> bool:
         return self.parallel_attention_mlp or getattr(inp, "nbytes", 0) <= _ONE_CALL
 
-    def _pieces(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+    def _planned_calls(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
         if self._is_one_call(inp):
-            return super()._pieces(calls, inp, options)
+            return super()._planned_calls(calls, inp, options)
         names = [prefix for name, prefix in _PREFIXES.items() if name in self._modules]
         return [
-            (prefix, part, options[i : i + 1])
-            for prefix, (i, part) in zip(names, enumerate(calls.parts), strict=True)
+            (prefix, branch, options[i : i + 1])
+            for prefix, (i, branch) in zip(names, enumerate(calls.branches), strict=True)
         ]
 
     def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
@@ -419,8 +419,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _count_of_branches(self) -> int:
         return 1 if self.parallel_attention_mlp else 3 if "inter_attention" in self._modules else 2
 
-    def _emit(self, nodes: Any, x: Value, options: tuple, part: int | None) -> list[Value]:
-        """Append the nodes of a call, or of one part of it; see `layer_call`."""
+    def _emit(self, nodes: Any, x: Value, options: tuple, branch: int | None) -> list[Value]:
+        """Append the nodes of a call, or of one branch of it; see `layer_call`."""
         del options
         rates = {"dropout": self.hidden_dropout, "drop_path": self.drop_path_rate}
         rates = rates if self.training else {}
@@ -430,7 +430,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             made = [self._emit_branch(nodes, x, name)[0] for name in found]
             both = nodes.add(*made, name="sum_", output="branches")
             return [nodes.add(both, x, **rates)]
-        for name in found if part is None else found[part : part + 1]:
+        for name in found if branch is None else found[branch : branch + 1]:
             made, normed, bias = self._emit_branch(nodes, x, name)
             residual = normed if self.apply_residual_connection_post_layernorm else x
             prefix = _PREFIXES[name]

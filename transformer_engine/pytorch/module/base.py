@@ -185,31 +185,31 @@ class Fp8Module(NativeModule):
         """The recipe of this module's calls in the region of this thread."""
         return current_state().recipe
 
-    def _is_first(self, region: Region, records: bool) -> bool:
+    def _updates_backward(self, region: Region, records: bool) -> bool:
         """Return whether this call's backward is the one that updates the backward state.
 
         The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
         a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
         """
         repeats = region.frame is not None
-        if region.blank or not (repeats or region.state.first):
+        if region.blank or not (repeats or region.state.owes_update):
             return False
         if not records and region.record and not torch.is_grad_enabled():
             records = recompute.in_reentrant_forward()
-        return region.frame.is_first(region.replay, records) if repeats else records
+        return region.frame.updates_backward(region.replay, records) if repeats else records
 
     def _record(
         self,
         region: Region,
         slots: scaling.Slots | None,
-        first: bool,
+        updates_backward: bool,
         cache: tuple | None = None,
         kept: tuple[int, ...] = (),
         layer: int = 0,
     ) -> None:
         """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
         if region.replay is not None:
-            entry = region.replay._replace(first=first)
+            entry = region.replay._replace(updates_backward=updates_backward)
         else:
             scales, measures = None, 0
             if slots is not None:
@@ -219,7 +219,7 @@ class Fp8Module(NativeModule):
                     scales = slots.forward_scale[slots.forward_slot : last].clone()
             domain = region.state.domain
             state = slots, scales, measures, cache, kept
-            entry = Entry(self, region.recipe, *state, first, domain, layer)
+            entry = Entry(self, region.recipe, *state, updates_backward, domain, layer)
         for frame in region.record:
             frame.record(entry)
 

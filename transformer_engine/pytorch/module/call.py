@@ -27,8 +27,6 @@ from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = ["CallRun", "Deferred", "LayerCall", "ModuleCall", "LastCall", "main_grad_of"]
-
 
 class Deferred(NamedTuple):
     """Weight gradients that a backward deferred."""
@@ -77,7 +75,7 @@ class ModuleCall:
     scales: Tensor | None = None
     """Forward scales of the call that this one repeats, or of an exported program."""
     unread_history: Tensor | None = None  # where one that repeats records amaxes, if it does
-    first = False  # update the backward state after this call's backward
+    updates_backward = False  # update the backward state after this call's backward
     domain: Domain | None = None  # what that touches
     caches: Sequence = ()
     """Per part the quantized weight (row-wise, column-wise, scales) or None. A list where a forward
@@ -216,7 +214,7 @@ class ModuleCall:
             saved_packed = packed[0] if packed else None
             scope = None if self.traced else _core.selected()
             self.queue.append(Deferred(plans, list(inputs), saved_packed, rows, weights, scope))
-        if own.first:
+        if own.updates_backward:
             scaling.update("backward", own.domain)
         if plans.all_gradients and not self.splits:
             return None, *results[:-1]
@@ -325,12 +323,20 @@ class CallRun:
     The attributes but `call` are as of `ModuleCall`.
     """
 
-    __slots__ = ("caches", "call", "domain", "first", "scales", "unread_history", "weights")
+    __slots__ = (
+        "caches",
+        "call",
+        "domain",
+        "scales",
+        "unread_history",
+        "updates_backward",
+        "weights",
+    )
     traced = False
 
     def __init__(self, call: ModuleCall, caches: Sequence = (), weights: tuple = ()) -> None:
         self.call, self.caches, self.weights = call, caches, weights
-        self.first, self.domain = call.first, call.domain
+        self.updates_backward, self.domain = call.updates_backward, call.domain
         self.scales = self.unread_history = None
 
     @property
@@ -356,7 +362,7 @@ class CallRun:
                 weights = run.weights
                 nowhere = SimpleNamespace(main_grad=torch.zeros_like(main_grad_of(weights[i])))
                 run = CallRun(self.call, (), (*weights[:i], nowhere, *weights[i + 1 :]))
-                run.first, run.domain = self.first, self.domain
+                run.updates_backward, run.domain = self.updates_backward, self.domain
         found = self.call.run_backward(grads, saved, run)
         if not unused:
             return found

@@ -37,17 +37,6 @@ from transformer_engine.pytorch.torchside.modes import (
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = [
-    "KeptCall",
-    "Recurrence",
-    "call_key",
-    "converted",
-    "in_force",
-    "keep",
-    "key_of_quantized",
-    "layer_key",
-]
-
 KEPT = 16
 """Keys that a module, or a layer, keeps calls and plans by."""
 
@@ -106,7 +95,7 @@ class KeptCall:
         # Each run has its own.
         self.call.caches = self.call.weights = ()
         self.call.scales = self.call.unread_history = self.call.domain = None
-        self.call.first = False
+        self.call.updates_backward = False
         self.dtypes = call.dtypes
         self.records = call.plans.backward is not None
         self.quantized = call.plans.quantized

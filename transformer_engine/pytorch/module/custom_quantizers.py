@@ -31,25 +31,6 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.execution.stages import StageBuffers
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = [
-    "ask",
-    "calls_back",
-    "common_request",
-    "functions_of",
-    "identity_of",
-    "in_dtype",
-    "is_custom",
-    "is_made_by",
-    "keeping",
-    "name_of",
-    "of_parts",
-    "remembered",
-    "resolve",
-    "role_of",
-    "stages_of",
-    "weight_quantizer",
-]
-
 _ROLES = ("input", "weight", "grad_output")
 _WEIGHT = _ROLES.index("weight")
 _STAGES = ("quantize_input", "quantize_weight", "quantize_grad_output")

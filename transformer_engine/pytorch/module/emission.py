@@ -29,8 +29,6 @@ from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES, conversions
 from transformer_engine.pytorch.torchside.modes import autocast_dtype
 
-__all__ = ["Bias", "ByModules", "Emission", "Outline", "Value"]
-
 
 class ByModules(Exception):  # noqa: N818 - nothing went wrong
     """A layer, or this call of it, has to call its modules."""
@@ -178,11 +176,11 @@ class Emission:
     """
 
     def __init__(
-        self, modules: int, attending: Sequence, first: bool | None, region: LayerRegion
+        self, modules: int, attending: Sequence, first_microbatch: bool | None, region: LayerRegion
     ) -> None:
         self.graph = Graph()
         self.calls: list[ModuleCall] = []  # that the modules would make
-        self._attending, self._first, self._device = attending, first, None
+        self._attending, self._first_microbatch, self._device = attending, first_microbatch, None
         self._owners, self._region = modules, region
         self._unread: dict[int, int] = {}
         """How many pairs a module draws for nobody, by how many there are up to it."""
@@ -222,7 +220,7 @@ class Emission:
         region = self._region.of(len(self.calls))
         if not self._region.resolved:
             module._note_recipe(region.recipe)
-        call = _call_of(module, given.requires_grad_(x.wanted), self._first, region)
+        call = _call_of(module, given.requires_grad_(x.wanted), self._first_microbatch, region)
         if call is None:
             raise ByModules
         parts, own = len(self.graph.parts), call.plans.graph
@@ -467,7 +465,7 @@ def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
 
 
 def _call_of(
-    module: LinearBase, given: Tensor, first: bool | None, region: Region
+    module: LinearBase, given: Tensor, first_microbatch: bool | None, region: Region
 ) -> ModuleCall | None:
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
@@ -476,7 +474,7 @@ def _call_of(
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
         return None
-    call = module._prepare(tensors, region, first, owners)
+    call = module._prepare(tensors, region, first_microbatch, owners)
     call.dtypes = conversions(tensors.given, tensors.flat())
     observed = call.staged is not None and call.staged.observer is not None
     return None if call.plans.defer or call.traced or observed else call

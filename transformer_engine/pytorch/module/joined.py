@@ -14,15 +14,13 @@ from torch import Tensor
 
 from transformer_engine import _core
 
-__all__ = ["JoinedRows", "SplitTensors"]
-
 
 class JoinedRows:
     """Several tensors of so many `rows` each as one, whose rows theirs are."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         self.rows = rows
-        # The storages of the parts hold the allocation. Were it held here too, a framework that
+        # The storages of the pieces hold the allocation. Were it held here too, a framework that
         # replaces parameters (FSDP) could not free it.
         self._whole: weakref.ref | None = None
 
@@ -39,26 +37,26 @@ class JoinedRows:
             return
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([parameter.detach() for parameter in parameters])
-            parts = _core.split_storage(whole, self.rows)
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.data = part
+            pieces = _core.split_storage(whole, self.rows)
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                parameter.data = piece
         self._whole = weakref.ref(whole)
 
-    def join(self, parts: Sequence[Tensor], traced: bool) -> Tensor:
-        """One tensor [sum of rows, ...]: the allocation that the parts lie in, else a copy.
+    def join(self, pieces: Sequence[Tensor], traced: bool) -> Tensor:
+        """One tensor [sum of rows, ...]: the allocation that the pieces lie in, else a copy.
 
-        Always a copy where a graph is traced, which knows no addresses. Changes of the parts do not
-        count in its version.
+        Always a copy where a graph is traced, which knows no addresses. Changes of the pieces do
+        not count in its version.
         """
-        whole = None if traced else self._found(parts)
-        return torch.cat(tuple(parts)) if whole is None else whole
+        whole = None if traced else self._found(pieces)
+        return torch.cat(tuple(pieces)) if whole is None else whole
 
-    def _found(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """The allocation, where the parts lie in it as `lay_together` left them."""
+    def _found(self, pieces: Sequence[Tensor]) -> Tensor | None:
+        """The allocation, where the pieces lie in it as `lay_together` left them."""
         whole = None if self._whole is None else self._whole()
         if whole is None:
             return None
-        return whole if _core.lie_in(whole, tuple(parts), self.rows) else None
+        return whole if _core.lie_in(whole, tuple(pieces), self.rows) else None
 
 
 class SplitTensors(NamedTuple):

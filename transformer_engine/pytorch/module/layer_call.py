@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole layers as one call: the modules of a layer append their nodes to one graph.
 
-A layer says in ``_emit(nodes, x, options, part)`` which modules follow each other, and how their
+A layer says in ``_emit(nodes, x, options, branch)`` which modules follow each other, and how their
 results go together. That runs over an `Outline`, which notes the modules, and over an `Emission`,
 which makes the graph of one kind of call. Where the modules do nothing but what their classes
 define, and the call has a key (see `call_key`), the layer runs as one plan per direction;
@@ -51,8 +51,6 @@ from transformer_engine.pytorch.torchside.modes import (
     only_forwards,
 )
 
-__all__ = ["Attending", "LayerCalls", "asked", "fills_of", "given_to"]
-
 _UNKNOWN: Any = object()
 
 
@@ -95,28 +93,28 @@ class _Refused(NamedTuple):
 class LayerCalls:
     """The modules of a layer as they were found, and the calls that were bound to them.
 
-    `part` is that of the layer that it is of; None: all of it.
+    `branch` is that of the layer that it is of; None: all of it.
     """
 
-    def __init__(self, layer: Any, options: tuple = (), part: int | None = None) -> None:
+    def __init__(self, layer: Any, options: tuple = (), branch: int | None = None) -> None:
         outline = Outline(layer)
-        layer._emit(outline, Value(), options, part)
+        layer._emit(outline, Value(), options, branch)
         if not outline.modules:  # nothing that a plan would join
             raise ByModules
-        self.part = part
+        self.branch = branch
         self.modules, self._sites = tuple(outline.modules), tuple(outline.sites)
         # An attribute lookup of torch takes longer than one in the attributes of the module.
         self._versions = tuple((m.__dict__, m._version) for m in self.modules)
         self._norms = tuple((norm, norm._settings()) for norm in outline.norms)
         self._all = (*self.modules, *outline.others, *outline.blocks, *outline.norms)
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
-        self._places, self._held = quantized.apart(tuple(outline.places))
+        self._places, self._quantized_parameters = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the bound call; None where the layer has to call its modules.
         self.calls: dict[tuple, _BoundLayer | None] = {}
         self._recurrence = Recurrence()
-        self.parts: tuple[LayerCalls, ...] = ()  # each part by itself, where there are several
+        self.branches: tuple[LayerCalls, ...] = ()  # each by itself, where there are several
 
     @classmethod
     def of(cls, layer: Any, options: tuple = (), kept: dict | None = None) -> "LayerCalls | None":
@@ -141,7 +139,7 @@ class LayerCalls:
             if made._hold():
                 found = made
                 count = layer._count_of_branches()
-                found.parts = tuple(cls(layer, (), i) for i in range(count)) if count > 1 else ()
+                found.branches = tuple(cls(layer, (), i) for i in range(count)) if count > 1 else ()
         except ByModules:
             pass
         kept["_calls"] = _Refused.of(layer) if found is None else found
@@ -187,20 +185,19 @@ class LayerCalls:
         if call.dtypes:
             tensors = converted(tensors, call.dtypes)
         run = CallRun(call, *own)
-        run.first = call.plans.quantized and region.is_first(records)
+        run.updates_backward = call.plans.quantized and region.updates_backward(records)
         run.domain = (repeated[0] if repeated else state).domain
         if repeated:
             run.scales = tuple([entry.scales for entry in repeated])
-        first = run.first
         out = bound.apply(run, *tensors) if records else run_forward_alone(run, tensors)
-        if first and not repeated:
-            state.first = False
+        if run.updates_backward and not repeated:
+            state.owes_update = False
         if call.plans.writes_caches and not repeated:
             parts = [module._linear_tensors() for module in self.modules]
             recipes = [region.recipe_of(i) for i in range(len(parts))]
             keep_caches(self.modules, own[0], parts, recipes)
         if region.record:
-            region.leave(id(layer), bound.owners, call, own[0], first)
+            region.leave(id(layer), bound.owners, call, own[0], run.updates_backward)
         return out
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
@@ -220,9 +217,9 @@ class LayerCalls:
         if region is None:
             return None
         key, tensors = layer_key(region, inp, self._places)
-        if self._held:
+        if self._quantized_parameters:
             fp8 = region.recipe is not None and not region.resolved
-            key, tensors = quantized.filled(key, tensors, self._held, fp8)
+            key, tensors = quantized.filled(key, tensors, self._quantized_parameters, fp8)
         if key is None or not layer._is_planned(inp, options):
             return None
         found = self._attending(layer, inp, options, region)
@@ -233,13 +230,13 @@ class LayerCalls:
         for how in attending:
             key, attended = (*key, how.key), (*attended, *how.tensors)
         tensors = (tensors[0], *attended, *tensors[1:])
-        first, own = layer._first_microbatch(options), ((), ())
+        first_microbatch, own = layer._first_microbatch(options), ((), ())
         if self._caches:
-            first = microbatch(self.modules, first, state)
-        shares = first is not None or self._accumulates or self._held
+            first_microbatch = microbatch(self.modules, first_microbatch, state)
+        shares = first_microbatch is not None or self._accumulates or self._quantized_parameters
         if shares or (region.replays and region.reads_caches()):
-            held = tensors if self._held else ()
-            own, key = microbatch_of(self.modules, first, state, key, held, region)
+            held = tensors if self._quantized_parameters else ()
+            own, key = microbatch_of(self.modules, first_microbatch, state, key, held, region)
         bound = self.calls.get(key, _UNKNOWN)
         # Torch compares what a call and its repetition save, so both have to run the same way.
         new = bound is _UNKNOWN and not (region.record or region.replays)
@@ -247,7 +244,7 @@ class LayerCalls:
             return None
         call = None if bound is _UNKNOWN else self._call_in(bound, key, region, inp.device)
         if call is None:
-            bound = self._bind(layer, inp, (options, attending, first), region)
+            bound = self._bind(layer, inp, (options, attending, first_microbatch), region)
             if bound is not None and not reads(bound.call, own[0]):
                 bound = None
             self._keep(key, bound)
@@ -328,7 +325,7 @@ class LayerCalls:
         options, attending, first_microbatch = given
         nodes = Emission(len(self.modules), attending, first_microbatch, region)
         try:
-            plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.part))
+            plans = nodes.complete(layer._emit(nodes, nodes.input(inp), options, self.branch))
             staged = nodes.staged(plans)
         except ByModules:
             return None

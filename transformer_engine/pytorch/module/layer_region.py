@@ -23,8 +23,6 @@ from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.torchside.modes import graph_task
 
-__all__ = ["LayerRegion", "region_of"]
-
 _NO_FRAMES: list = []
 
 
@@ -69,22 +67,24 @@ class LayerRegion(NamedTuple):
         for owner in owners:
             self.frame.replay(owner)
 
-    def is_first(self, records: bool) -> bool:
-        """Return whether its backward updates the backward state; see `Fp8Module._is_first`.
+    def updates_backward(self, records: bool) -> bool:
+        """Return whether its backward updates the backward state; see that of `Fp8Module`.
 
         `records`: it has one. To be asked once for each call. A repetition may itself be the
         forward of a reentrant checkpoint, whose own repetition has the backward.
         """
         if not records and self.record and not torch.is_grad_enabled():
-            records = (bool(self.replays) or self.state.first) and in_reentrant_forward()
+            records = (bool(self.replays) or self.state.owes_update) and in_reentrant_forward()
         if self.replays:
-            return any([self.frame.is_first(entry, records) for entry in self.replays])
-        return records and self.state.first
+            return any([self.frame.updates_backward(entry, records) for entry in self.replays])
+        return records and self.state.owes_update
 
-    def leave(self, layer: int, owners: Sequence, call: Any, caches: Sequence, first: bool) -> None:
+    def leave(
+        self, layer: int, owners: Sequence, call: Any, caches: Sequence, updates_backward: bool
+    ) -> None:
         """Leave to the checkpoints what a repetition needs, of each of the owners of a call.
 
-        `layer` is its id, `caches` are those of the run, `first` as of `is_first`.
+        `layer` is its id, `caches` are those of the run, `updates_backward` as of the method.
         """
         made = {part for part, _ in call.plans.writes_caches}
         known, begin = {*made, *call.plans.reads_caches}, 0
@@ -97,7 +97,7 @@ class LayerRegion(NamedTuple):
             recipe = owner._recipe_in_force() if parts is None else self.recipe_of(i)
             entry = self.replays[i] if self.replays else None
             region = Region(self.state, recipe, entry, self.record, False)
-            owner._record(region, slots, first and i == 0, cache, kept, layer)
+            owner._record(region, slots, updates_backward and i == 0, cache, kept, layer)
 
 
 def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion | None:

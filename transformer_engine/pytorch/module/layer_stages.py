@@ -15,8 +15,6 @@ from transformer_engine.common.plans import dims_of, is_of_source, lead_of
 from transformer_engine.pytorch.execution.stages import HalvedFunction, Halves, StageBuffers
 from transformer_engine.pytorch.module.call import ModuleCall
 
-__all__ = ["ModuleStages", "function_of_stage", "lending"]
-
 _Lend = Callable[[int], Tensor]
 """Lends a buffer of the plan that runs, by its number."""
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common import config, graphs
+from transformer_engine import _core
+from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.stages import (
@@ -96,7 +97,7 @@ class LinearBase(LinearCalls):
         self._bound: dict[tuple, KeptCall] = {}  # kept calls by their keys
         # Where the parameters of a call stand; None: not known, or it has others too.
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
-        self._held: tuple[quantized.Held, ...] = ()  # those that are quantized tensors
+        self._quantized_parameters: tuple[quantized.QuantizedParameter, ...] = ()
         self._last_call: LastCall | None = None  # the last call
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -162,8 +163,8 @@ class LinearBase(LinearCalls):
         """Drop the cached cast of the weight that a parameter belongs to."""
         kept = zip(self.LINEARS, self._weight_caches, strict=True)
         self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
-        if self._held or is_quantized(self._parameters[name]):
-            self._present, self._held = None, ()
+        if self._quantized_parameters or is_quantized(self._parameters[name]):
+            self._present, self._quantized_parameters = None, ()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":
         """Convert or move the parameters; what was kept of the old ones goes."""
@@ -182,7 +183,14 @@ class LinearBase(LinearCalls):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state.update(_plans={}, _bound={}, _last_call=None, _present=None, _held=(), _custom=None)
+        state.update(
+            _plans={},
+            _bound={},
+            _last_call=None,
+            _present=None,
+            _quantized_parameters=(),
+            _custom=None,
+        )
         state.pop("_observer", None)
         state["_weight_caches"] = (None,) * len(self.LINEARS)
         state["_wgrads"] = deque()
@@ -191,7 +199,7 @@ class LinearBase(LinearCalls):
     def _replicate_for_data_parallel(self) -> "LinearBase":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_bound={}, _present=None, _held=())
+        made.__dict__.update(_bound={}, _present=None, _quantized_parameters=())
         return made
 
     # ---- what a forward returns ----------------------------------------------------------------
@@ -255,7 +263,7 @@ class LinearBase(LinearCalls):
             outputs = iter(pending.run(state))
             self._wgrads.popleft()  # only now: a call that raised can be made again
             for i, part in enumerate(plans.parts):
-                if not part.flags & graphs.WGRAD:
+                if not part.flags.weight & _core.VALUE_GRADIENT:
                     continue
                 if i not in dict(plans.main_grads):
                     self._add_weight_grad(i, next(outputs))

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
-from transformer_engine.common.flags import flags_of
-from transformer_engine.common.graphs import CallSpec, LinearSpec, Norm
+from transformer_engine.common.graphs import CallSpec, LinearFlags, LinearSpec, Norm
 from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization, is_backward_wide
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.pytorch.execution import plan_ops
@@ -46,6 +45,7 @@ from transformer_engine.pytorch.module.operands import (
     LinearTensors,
     check_dtypes,
     conversions,
+    parameter_flags,
     promoted,
 )
 from transformer_engine.pytorch.scaling_state import arenas, scaling
@@ -62,6 +62,9 @@ from transformer_engine.pytorch.torchside.modes import (
 
 _MAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_TO_MAIN_GRAD = _core.VALUE_ACCUMULATE | _core.VALUE_OVERWRITE
+"""Flags of a weight whose gradient goes to its ``main_grad``."""
+
 _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
 
@@ -74,7 +77,7 @@ class _BoundState(NamedTuple):
     """Quantization of a call, and the flags that follow for each part."""
 
     quantization: tuple[Quantization, ...]  # of each part
-    flags: tuple[int, ...]
+    flags: tuple[LinearFlags, ...]
     slots: scaling.Slots | None
     repeated: tuple[Tensor | None, Tensor | None]  # ``scales``, ``unread_history`` of `ModuleCall`
     caches: Sequence  # as of `ModuleCall`
@@ -127,10 +130,13 @@ class LinearCalls(Fp8Module):
 
     # ---- the way of a call ---------------------------------------------------------------------
 
-    def _call(self, inp: Tensor, is_first_microbatch: bool | None, returns: int = 0) -> Any:
+    def _call(
+        self, inp: Tensor, is_first_microbatch: bool | None, returns: LinearFlags | None = None
+    ) -> Any:
         """Run a call: the output, or (output, norm output).
 
-        `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
+        `returns` are the flags of what it returns in FP8: `VALUE_RETURN_QUANTIZED` of the output,
+        or of the input where that is its gradient; None: nothing.
         """
         if torch.compiler.is_compiling():
             return self._call_traced(inp, is_first_microbatch, returns)
@@ -164,11 +170,11 @@ class LinearCalls(Fp8Module):
         if bound.dtypes:
             tensors = converted(tensors, bound.dtypes)
         run = call = bound.call
-        if region is not None or shared[0] or shared[1] or (state.first and bound.updates):
+        if region is not None or shared[0] or shared[1] or (state.owes_update and bound.updates):
             run = self._run_of(bound, state, region, shared)
         out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
         if run is not call:
-            self._finish(call, run.first, state, region, shared[0])
+            self._finish(call, run.updates_backward, state, region, shared[0])
         return out
 
     def _run_of(
@@ -177,10 +183,10 @@ class LinearCalls(Fp8Module):
         """A run of a call that was made before; `shared` are its caches and main gradients."""
         run = CallRun(bound.call, *shared)
         if region is None:
-            run.first, run.domain = state.first and bound.updates, state.domain
+            run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
             return run
         replay = region.replay
-        run.first = bound.quantized and self._is_first(region, bound.records)
+        run.updates_backward = bound.quantized and self._updates_backward(region, bound.records)
         run.domain = (replay or state).domain
         if replay is not None:
             run.scales, run.unread_history = replay.scales, unread_history(replay)
@@ -189,7 +195,7 @@ class LinearCalls(Fp8Module):
     def _finish(
         self,
         call: ModuleCall,
-        first: bool,
+        updates_backward: bool,
         state: RegionState,
         region: Region | None,
         caches: Sequence,
@@ -201,17 +207,19 @@ class LinearCalls(Fp8Module):
         """
         repeats = region is not None and region.replay is not None
         kept = tuple([part for part, _ in call.plans.writes_caches])
-        if first and not repeats:
-            state.first = False
+        if updates_backward and not repeats:
+            state.owes_update = False
         if kept and not repeats:
             recipe = state.recipe if region is None else region.recipe
             of = self._linear_tensors() if parts is None else parts
             weight_cache.keep_caches((self,), caches, (of,), (recipe,))
         if region is not None and region.record:
             cache = caches if kept or call.plans.reads_caches else None
-            self._record(region, call.slots, first, cache, kept)
+            self._record(region, call.slots, updates_backward, cache, kept)
 
-    def _call_traced(self, inp: Tensor, is_first_microbatch: bool | None, returns: int) -> Any:
+    def _call_traced(
+        self, inp: Tensor, is_first_microbatch: bool | None, returns: LinearFlags | None
+    ) -> Any:
         """`_call` while a graph is traced."""
         left_out = self._left_out(is_first_microbatch, returns)
         if left_out and exporting():
@@ -221,7 +229,7 @@ class LinearCalls(Fp8Module):
             return _call_outside(self, inp, is_first_microbatch, returns)
         return self._decide(inp, is_first_microbatch, True, returns)
 
-    def _left_out(self, is_first_microbatch: bool | None, returns: int) -> str:
+    def _left_out(self, is_first_microbatch: bool | None, returns: LinearFlags | None) -> str:
         """Feature of a call that no graph of torch.compile holds; "" where there is none.
 
         A graph holds plain tensors alone between the functions of autograd that it is made of, and
@@ -230,7 +238,7 @@ class LinearCalls(Fp8Module):
         state = current_state()
         recipe = state.recipe
         if returns:
-            return "fp8_output=True" if returns & graphs.RETURN_OUTPUT else "fp8_grad=True"
+            return "fp8_output=True" if returns.output else "fp8_grad=True"
         if self._stages:
             return "override_stages"
         if not state.enabled:
@@ -262,16 +270,16 @@ class LinearCalls(Fp8Module):
             key, tensors = call_key(identity, inp, own["_present"], wide, region)
         else:
             key, tensors, forms = key_of_quantized(recipe, region, inp, own["_present"], self)
-        held = own["_held"]
-        if held:
+        weights = own["_quantized_parameters"]
+        if weights:
             fp8 = recipe is not None and not recipe.custom()
-            key, tensors = quantized.filled(key, tensors, held, fp8)
-        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or held
+            key, tensors = quantized.filled(key, tensors, weights, fp8)
+        shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or weights
         if region is not None and region.replay is not None:
             shares = shares or region.replay.cache is not None
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
-                (self,), is_first_microbatch, state, key, tensors if held else (), region
+                (self,), is_first_microbatch, state, key, tensors if weights else (), region
             )
         if forms:
             shared = [*(shared[0] or (None,) * len(self.LINEARS)), forms], shared[1]
@@ -284,14 +292,14 @@ class LinearCalls(Fp8Module):
         own = len(names) == len(flat) - 1
         own = own and all(t is None or self._parameters.get(name) is t for name, t in pairs)
         places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
-        self._present, self._held = quantized.apart(places) if own else (None, ())
+        self._present, self._quantized_parameters = quantized.apart(places) if own else (None, ())
 
     def _decide(
         self,
         inp: Tensor,
         is_first_microbatch: bool | None,
         traced: bool,
-        returns: int = 0,
+        returns: LinearFlags | None = None,
         region: Region | None = None,
         found: tuple[tuple | None, Sequence] = (None, ()),
     ) -> Any:
@@ -314,7 +322,7 @@ class LinearCalls(Fp8Module):
             ran = LastCall(call.plans, region.state.why() if region.recipe is None else None)
             self._keep(found, call, ran, tensors)
         out = run(call, *tensors.flat())
-        self._finish(call, call.first, region.state, region, call.caches, tensors.parts)
+        self._finish(call, call.updates_backward, region.state, region, call.caches, tensors.parts)
         if ran is not None:
             self.__dict__["_last_call"] = ran
         return out
@@ -379,42 +387,41 @@ class LinearCalls(Fp8Module):
         region: Region,
         is_first_microbatch: bool | None,
         owners: tuple[Tensor, ...],
-        returns: int = 0,
+        returns: LinearFlags | None = None,
     ) -> ModuleCall:
         """Choose the plans and bind them to the state in force; `owners` are the weights."""
         recipe = region.recipe
         inp, parts = tensors.input, tensors.parts
-        flags, bias_grads, records = self._wanted(tensors, not region.exported)
+        flags, norm, behind = self._wanted(tensors, not region.exported)
         for i, owner in enumerate(owners):
-            if flags[i] & graphs.WGRAD:
-                flags[i] |= self._wgrad_flags(owner, is_first_microbatch)
+            if flags[i].weight & _core.VALUE_GRADIENT:
+                goes = LinearFlags(weight=self._wgrad_flags(owner, is_first_microbatch))
+                flags[i] = flags[i].joined(goes)
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
-            flags = [f | g for f, g in zip(flags, bound.flags, strict=True)]
-            flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches)
+            flags = [f.joined(g) for f, g in zip(flags, bound.flags, strict=True)]
+            flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches, behind)
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
-            tf32 = graphs.ALLOW_TF32 if allows_tf32() else 0
-            flags = [f | tf32 for f in flags]
+            tf32 = LinearFlags(_core.LINEAR_ALLOW_TF32 if allows_tf32() else 0)
+            flags = [f.joined(tf32) for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
         for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
-            into_main = f & (graphs.ACCUMULATE | graphs.OVERWRITE)
+            into_main = f.weight & _TO_MAIN_GRAD
             dtype = weights[0].dtype
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
             dtypes.append(owner.main_grad.dtype if into_main else dtype)
         # Of a CustomRecipe the casts: another function may have the address of one that is gone.
         identity = None if recipe is None else custom_quantizers.identity_of(recipe)
-        recompute = self.checkpoint and records
+        recompute = self.checkpoint and behind[-1]
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
-        key = (device, identity, recompute, *flags, *bias_grads, *dtypes)
-        quantization = (HIGH_PRECISION,) * len(parts)
-        if bound is not None:
-            quantization = bound.quantization
-        plans = self._plans_for(key, quantization, region.traced)
+        key = (device, identity, recompute, norm, tuple(flags), *dtypes)
+        casts = (HIGH_PRECISION,) * len(parts) if bound is None else bound.quantization
+        plans = self._plans_for(key, casts, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
@@ -430,10 +437,11 @@ class LinearCalls(Fp8Module):
         if bound is not None:
             call.scales, call.unread_history, call.caches = *bound.repeated, caches
             call.recipe, call.quantizers = recipe, {}
-            call.first = self._is_first(region, records)
+            call.updates_backward = self._updates_backward(region, behind[-1])
             call.domain = (region.replay or region.state).domain
-            call.unread = plans.unread_of(quantization, returns) if region.repeats else ()
-        if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
+            returned = returns is not None and returns.input > 0
+            call.unread = plans.unread_of(casts, returned) if region.repeats else ()
+        if any(f.weight & (_TO_MAIN_GRAD | _core.VALUE_DEFER) for f in flags):
             call.weights = owners
             call.queue = self._wgrads
         return call
@@ -443,36 +451,33 @@ class LinearCalls(Fp8Module):
         found = self._quantization_of(recipe, traced)
         return custom_quantizers.of_parts(recipe, found, len(self.LINEARS))
 
-    def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
-        """(flags of each part, whether its bias has a gradient, whether anything has)."""
+    def _wanted(
+        self, tensors: CallTensors, gradients: bool
+    ) -> tuple[list[LinearFlags], tuple[int, ...], list[bool]]:
+        """Flags of each part, those of the norm, and whether gradients of their inputs are wanted.
+
+        Behind the last one whether any gradient is.
+        """
         gradients = gradients and torch.is_grad_enabled()
-        before = gradients and tensors.input.requires_grad
-        first = flags_of(((graphs.DGRAD, before), (graphs.ZERO_CENTERED, self.zero_centered_gamma)))
+        wanted, norm = gradients and tensors.input.requires_grad, ()
+        first = LinearFlags(input=_core.VALUE_GRADIENT if wanted else 0)
         if tensors.norm is not None:
-            gamma, beta = tensors.norm
-            if self.return_layernorm_output:
-                first |= graphs.RETURN_NORM
-            if gradients and gamma.requires_grad:
-                first |= graphs.GRAD_GAMMA
-                before = True
-            if gradients and beta is not None and beta.requires_grad:
-                first |= graphs.GRAD_BETA
-                before = True
-        flags, bias_grads = [], []
+            gamma, beta = [parameter_flags((tensor,), gradients) for tensor in tensors.norm]
+            node = _core.NODE_ZERO_CENTERED if self.zero_centered_gamma else 0
+            made = graphs.RESULT if self.return_layernorm_output else _core.VALUE_LEADING
+            norm = gamma, beta, node, made
+            wanted = wanted or bool((gamma | beta) & _core.VALUE_GRADIENT)
+        flags, behind = [], [wanted]
         for weights, biases in tensors.parts:
-            wgrad = gradients and any(weight.requires_grad for weight in weights)
-            bias_grad = gradients and any(bias.requires_grad for bias in biases)
-            dgrad = before if flags else False
-            bits = (graphs.BIAS, len(biases) > 0), (graphs.DGRAD, dgrad), (graphs.WGRAD, wgrad)
-            flags.append(flags_of(bits))
-            bias_grads.append(bias_grad)
-            before = before or wgrad or bias_grad
-        flags[0] |= first
-        return flags, bias_grads, before
+            weight, bias = [parameter_flags(each, gradients) for each in (weights, biases)]
+            flags.append(LinearFlags(weight=weight, bias=bias))
+            behind.append(behind[-1] or bool((weight | bias) & _core.VALUE_GRADIENT))
+        flags[0] = flags[0].joined(first)
+        return flags, norm, behind
 
     def _wgrad_flags(self, owner: Tensor, is_first_microbatch: bool | None) -> int:
         """Where the weight gradient goes."""
-        flags = graphs.DEFER if self.delay_wgrad_compute else 0
+        flags = _core.VALUE_DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
             main = main_grad_of(owner).dtype
             if main not in _MAIN_DTYPES:
@@ -481,7 +486,7 @@ class LinearCalls(Fp8Module):
                     "torch.float16 or torch.bfloat16"
                 )
             overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
-            flags |= graphs.OVERWRITE if overwrite else graphs.ACCUMULATE
+            flags |= _core.VALUE_OVERWRITE if overwrite else _core.VALUE_ACCUMULATE
         return flags
 
     def _bind_state(
@@ -490,7 +495,7 @@ class LinearCalls(Fp8Module):
         """State that an FP8 call quantizes with: that in force, or that of the call it repeats."""
         count = len(self.LINEARS)
         quantization = self._quantizations(region.recipe, region.traced)
-        common = graphs.SAVE_INPUT if self.save_original_input else 0
+        common = _core.LINEAR_SAVE_INPUT if self.save_original_input else 0
         replay = region.replay
         if replay is not None:
             watched = dispatch_modes() > 0
@@ -498,30 +503,33 @@ class LinearCalls(Fp8Module):
             ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
             history = unread_history(replay)
             for part in replay.kept if watched else ():
-                ways[part] = graphs.WEIGHT_KEPT
+                ways[part] = _core.VALUE_KEEP_QUANTIZED
             no_amax = replay.scales is not None and history is None
-            common |= replay.measures | graphs.NO_AMAX * no_amax
-            flags = tuple([common | way for way in ways])
+            common |= replay.measures | _core.LINEAR_NO_AMAX * no_amax
+            flags = tuple([LinearFlags(common, weight=way) for way in ways])
             return _BoundState(quantization, flags, replay.slots, (replay.scales, history), caches)
         slots = None
         if region.recipe.delayed():
             device = tensors.input.device
             if region.exported:
                 scales = self._scales_to_export(device)
-                flags = (common | graphs.NO_AMAX,) * count
+                flags = (LinearFlags(common | _core.LINEAR_NO_AMAX),) * count
                 return _BoundState(quantization, flags, None, (scales, None), (None,) * count)
             if region.blank:
                 slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
             else:
                 slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
                 self._bind_outside() if region.traced else quantized.bind_quantizers(self)
-            common |= slots.measures | graphs.MEASURE_OPERANDS * region.state.measures
+            common |= slots.measures | _core.LINEAR_MEASURE_OPERANDS * region.state.measures
         if is_first_microbatch is None or region.exported or region.blank:
-            return _BoundState(quantization, (common,) * count, slots, _OF_SLOTS, (None,) * count)
+            flags = (LinearFlags(common),) * count
+            return _BoundState(quantization, flags, slots, _OF_SLOTS, (None,) * count)
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
-        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
+        keeps = _core.VALUE_KEEP_QUANTIZED
+        ways = (keeps if cache is None else graphs.WEIGHT_CACHED for cache in caches)
         casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
-        flags = tuple(common | way * kept for way, kept in zip(ways, casts, strict=True))
+        pairs = zip(ways, casts, strict=True)
+        flags = tuple(LinearFlags(common, weight=way * kept) for way, kept in pairs)
         return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
 
     @constant_in_graphs
@@ -557,19 +565,17 @@ class LinearCalls(Fp8Module):
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
-        count = len(self.LINEARS)
-        device, _, recompute = key[:3]
-        flags, bias_grads = key[3 : 3 + count], key[3 + count : 3 + 2 * count]
-        inp, out, norm_dtype, *rest = self._codes(key[3 + 2 * count :])
+        device, _, recompute, norm_flags, flags, *dtypes = key
+        inp, out, norm_dtype, *rest = self._codes(tuple(dtypes))
         parts = []
         for i, sizes in enumerate(self._sizes()):
             weight, bias, grad = rest[3 * i : 3 * i + 3]
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
             found = custom_quantizers.in_dtype(quantization[i], out)
             external = self._external[i] | custom_quantizers.stages_of(found)
-            how = (found, flags[i], bias_grads[i], external, 1, self._halves[i])
+            how = (found, flags[i], external, 1, self._halves[i])
             parts.append(LinearSpec(*sizes, *dtypes, *how))
-        norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps)
+        norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps, *norm_flags)
         prepare_device(device)
         spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.LINEARS)
         return keep(self._plans, key, call_plans(spec))

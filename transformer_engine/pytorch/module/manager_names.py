@@ -15,8 +15,6 @@ from transformer_engine.pytorch.module.fp8_meta import BUFFER_INFO, Fp8Meta, liv
 from transformer_engine.pytorch.scaling_state.autocast import autocast, get_default_recipe
 from transformer_engine.pytorch.torchside.modes import real_tensors
 
-__all__ = ["ManagerNames"]
-
 _DIRECTIONS = {True: "forward", False: "backward"}
 
 

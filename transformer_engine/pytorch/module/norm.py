@@ -10,14 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.graphs import (
-    DGRAD,
-    GRAD_BETA,
-    GRAD_GAMMA,
-    NO_BETA,
-    NO_GAMMA,
-    ZERO_CENTERED,
     Norm,
 )
 from transformer_engine.common.plans import CallPlans, norm_plans
@@ -36,6 +29,7 @@ from transformer_engine.pytorch.module.operands import (
     check_input,
     conversions,
     one_dtype,
+    parameter_flags,
     refuse_memory,
 )
 from transformer_engine.pytorch.module.parameters import (
@@ -142,22 +136,19 @@ class NormModule(NativeModule):
             and all(parameter.dtype is dtype for parameter in self.parameters())
         )
 
-    def as_node(self) -> tuple[Norm, int]:
-        """Its norm and flags (`NO_GAMMA`, `GRAD_GAMMA`, ...) for the graph of a layer."""
+    def as_node(self) -> Norm:
+        """Its norm for the graph of a layer."""
         gamma, beta = self._parameters.get("weight"), self._parameters.get("bias")
-        wanted = torch.is_grad_enabled()
-        flags = flags_of(
-            [
-                (NO_GAMMA, gamma is None),
-                (NO_BETA, beta is None),
-                (ZERO_CENTERED, self.zero_centered_gamma),
-                (GRAD_GAMMA, wanted and gamma is not None and gamma.requires_grad),
-                (GRAD_BETA, wanted and beta is not None and beta.requires_grad),
-            ]
-        )
         dtype = torch.float32 if gamma is None else gamma.dtype
         eps = DEFAULT_EPS if self.eps is None else self.eps
-        return Norm(self.KIND, _core.dtype_code(dtype), eps), flags
+        return Norm(self.KIND, _core.dtype_code(dtype), eps, *self._node_flags((gamma, beta)))
+
+    def _node_flags(self, affine: tuple, gradients: bool = True) -> tuple[int, int, int]:
+        """Flags of a `Norm`: of gamma, beta and its node; `gradients`: these may have some."""
+        gradients = gradients and torch.is_grad_enabled()
+        gamma, beta = [parameter_flags((tensor,), gradients) for tensor in affine]
+        node = _core.NODE_ZERO_CENTERED if self.zero_centered_gamma else 0
+        return gamma, beta if gamma else 0, node
 
     def _find_places(self) -> dict[tuple[bool, bool], tuple]:
         """Where the parameters of a call stand, by whether weight and bias are None.
@@ -217,12 +208,9 @@ class NormModule(NativeModule):
     ) -> tuple:
         """Key of the plans of a call."""
         inp, gamma, beta = tensors
-        grads = (False, False, False)
-        if torch.is_grad_enabled() and not exported:
-            of_gamma = gamma is not None and gamma.requires_grad
-            grads = (inp.requires_grad, of_gamma, beta is not None and beta.requires_grad)
+        wanted = torch.is_grad_enabled() and not exported and inp.requires_grad
         dtype = inp.dtype if gamma is None else gamma.dtype
-        settings = (gamma is None, beta is None, self.zero_centered_gamma, *grads)
+        settings = (wanted, *self._node_flags((gamma, beta), not exported))
         return inp.device, inp.dtype, dtype, out or dtype, inp.size(-1), settings, eps
 
     def _run(
@@ -269,13 +257,12 @@ class NormModule(NativeModule):
 
     def _make_plans(self, key: tuple) -> CallPlans:
         device, inp, gamma, out, features, settings, eps = key
-        names = NO_GAMMA, NO_BETA, ZERO_CENTERED, DGRAD, GRAD_GAMMA, GRAD_BETA
-        flags = flags_of(zip(names, settings, strict=True))
+        wanted, *flags = settings
         check_dtypes(type(self).__name__, ("inp", "weight", "the output"), (inp, gamma, out))
         prepare_device(device)
-        norm = Norm(self.KIND, _core.dtype_code(gamma), eps)
+        norm = Norm(self.KIND, _core.dtype_code(gamma), eps, *flags)
         codes = _core.dtype_code(inp), _core.dtype_code(out)
-        return keep(self._plans, key, norm_plans(features, norm, codes, flags))
+        return keep(self._plans, key, norm_plans(features, norm, codes, wanted))
 
 
 class AffineNorm(NormModule):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine import _core
 from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.pytorch.torchside.modes import faking, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
@@ -26,6 +27,18 @@ class LinearTensors(NamedTuple):
         """Convert all of them."""
         weights = tuple(weight.to(dtype) for weight in self.weights)
         return LinearTensors(weights, tuple(bias.to(dtype) for bias in self.biases))
+
+
+def parameter_flags(tensors: Sequence[Tensor | None], gradients: bool) -> int:
+    """`VALUE_*` of the parameter that tensors make up; 0 where there is none.
+
+    `gradients`: it has one where any of these requires it.
+    """
+    there = [tensor for tensor in tensors if tensor is not None]
+    if not there:
+        return 0
+    wanted = gradients and any(tensor.requires_grad for tensor in there)
+    return _core.VALUE_PARAMETER | (_core.VALUE_GRADIENT if wanted else 0)
 
 
 class CallTensors(NamedTuple):

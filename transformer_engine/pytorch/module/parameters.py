@@ -114,20 +114,20 @@ def functions(module: str, **values: Any) -> None:
 class Split(NamedTuple):
     """How a weight is kept as several parameters."""
 
-    parts: tuple[tuple[str, int], ...]  # name and rows of each
+    pieces: tuple[tuple[str, int], ...]  # name and rows of each
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each part."""
-        return tuple(rows for _, rows in self.parts)
+        """Rows of each piece."""
+        return tuple(rows for _, rows in self.pieces)
 
     @classmethod
     def of(cls, module: str, split: Any, rows: int) -> "Split | None":
         """Read a ``parameters_split`` argument of a weight with `rows` rows; None gives None.
 
-        Equal parts for a sequence of names, rows by name for a dict; a trailing "_" of a name is
-        dropped. TypeError for no collection of names, ValueError where the parts do not make up the
-        weight, or two have one name.
+        Equal pieces for a sequence of names, rows by name for a dict; a trailing "_" of a name is
+        dropped. TypeError for no collection of names, ValueError where the pieces do not make up
+        the weight, or two have one name.
         """
         if split is None:
             return None
@@ -137,37 +137,37 @@ class Split(NamedTuple):
                 "sizes"
             )
         if isinstance(split, Mapping):
-            parts = tuple((str(name).rstrip("_"), size) for name, size in split.items())
+            pieces = tuple((str(name).rstrip("_"), size) for name, size in split.items())
         else:
             names = [str(name).rstrip("_") for name in split]
             if not names or rows % len(names) != 0:
                 raise ValueError(
                     f"{module}: parameters_split={split!r}: {rows} outputs are no {len(names)} "
-                    "equal parts; give a dict of sizes"
+                    "equal pieces; give a dict of sizes"
                 )
-            parts = tuple((name, rows // len(names)) for name in names)
-        for name, _ in parts:
+            pieces = tuple((name, rows // len(names)) for name in names)
+        for name, _ in pieces:
             if not name.isidentifier():
                 raise ValueError(
                     f"{module}: parameters_split={split!r}: {name!r} can not be part of a "
                     "parameter's name: use letters, digits and underscores"
                 )
-        sizes = [size for _, size in parts]
+        sizes = [size for _, size in pieces]
         if not all(isinstance(n, int) and n > 0 for n in sizes) or sum(sizes) != rows:
             raise ValueError(
                 f"{module}: parameters_split={split!r}: the sizes must be positive and add up to "
                 f"{rows}"
             )
-        if len({name for name, _ in parts}) != len(parts):
+        if len({name for name, _ in pieces}) != len(pieces):
             raise ValueError(f"{module}: parameters_split={split!r}: a name occurs twice")
-        return cls(parts)
+        return cls(pieces)
 
 
-def split_rows(weight: Tensor, parts: list[tuple[str, int]]) -> tuple[Tensor, ...]:
-    """Rows of a whole weight (or its gradient) for each part; the whole itself for one part."""
-    if len(parts) == 1:
+def split_rows(weight: Tensor, pieces: list[tuple[str, int]]) -> tuple[Tensor, ...]:
+    """Rows of a whole weight (or its gradient) for each piece; the whole itself for one piece."""
+    if len(pieces) == 1:
         return (weight,)
-    return weight.split([rows for _, rows in parts])
+    return weight.split([rows for _, rows in pieces])
 
 
 def bias_to_return(bias: Tensor, dtype: torch.dtype) -> Tensor:

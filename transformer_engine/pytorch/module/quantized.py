@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized tensors as inputs and parameters of modules.
 
-What the GEMMs of the recipe read goes into the plans as it is (`graphs.INPUT_GIVEN`,
-`graphs.WEIGHT_GIVEN`); all else is read in high precision first.
+What the GEMMs of the recipe read goes into the plans as it is (`VALUE_QUANTIZED`); all else is read
+in high precision first.
 """
 
 import warnings
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common import graphs
+from transformer_engine.common.graphs import WEIGHT_CACHED, LinearFlags, LinearSpec
 from transformer_engine.common.operand_casts import Quantization, is_backward_wide, quantization_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.thread_state import RegionState
@@ -26,8 +26,6 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, loca
 
 _SLOTS_OF_PART = 3
 """Forward slots of a linear layer; the second one is its weight's."""
-_READS_COLUMNS = graphs.DGRAD | graphs.GRAD_GAMMA | graphs.GRAD_BETA
-"""Flags of a part whose backward multiplies by its weight, along the outputs."""
 
 
 class QuantizedInit(NamedTuple):
@@ -118,13 +116,18 @@ def usable_input(inp: Any, quantization: Sequence[Quantization], has_norm: bool)
 
 
 def given_forms(
-    tensors: Any, recipe: Recipe, flags: Sequence[int], caches: Sequence
-) -> tuple[list[int], Sequence]:
+    tensors: Any,
+    recipe: Recipe,
+    flags: Sequence[LinearFlags],
+    caches: Sequence,
+    behind: Sequence[bool],
+) -> tuple[list[LinearFlags], Sequence]:
     """Flags of each part and what it reads, with the forms of what arrives quantized.
 
-    `tensors` are the `operands.CallTensors`; `flags` and `caches` are as for plain ones. The forms
-    of the input, where it arrives quantized, stand behind those of the parts. RuntimeError where a
-    weight lacks a form that the backward reads.
+    `tensors` are the `operands.CallTensors`; `flags` and `caches` are as for plain ones;
+    `behind` says of each part whether the gradient of its input is wanted. The forms of the input,
+    where it arrives quantized, stand behind those of the parts. RuntimeError where a weight lacks a
+    form that the backward reads.
     """
     weights = [part.weights[0] for part in tensors.parts]
     arrives = is_quantized(tensors.input)
@@ -136,27 +139,28 @@ def given_forms(
     narrow = not is_backward_wide(recipe)
     for i, weight in enumerate(weights):
         if is_quantized(weight):
-            columns = narrow and bool(flags[i] & _READS_COLUMNS)
+            columns = narrow and behind[i]
             with unseen():  # it writes to what it makes, which a selective checkpoint refuses
                 caches[i], bits = forms_of(weight, "weight", columns)
-            if columns and caches[i][1] is None and not bits & graphs.WEIGHT_ROWS:
+            if columns and caches[i][1] is None and not bits & _core.VALUE_ROW_WISE:
                 raise RuntimeError(
                     f"{type(weight).__name__}: it has no column-wise data. The gradient of the "
                     "input reads them, and they can not be made from the row-wise data. Make the "
                     "weight where gradients are enabled, or run without gradients"
                 )
-            flags[i] = flags[i] & ~(graphs.WEIGHT_CACHED | graphs.WEIGHT_KEPT) | bits
+            cached = WEIGHT_CACHED | _core.VALUE_KEEP_QUANTIZED
+            flags[i] = flags[i]._replace(weight=flags[i].weight & ~cached | bits)
     if arrives:
         with unseen():
             forms, bits = forms_of(tensors.input, "input", narrow and torch.is_grad_enabled())
-        flags[0] |= bits
+        flags[0] = flags[0].joined(LinearFlags(input=bits))
         caches = [*caches[: len(weights)], forms]
     return flags, caches
 
 
-def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
+def _refuse_returned(kind: str, recipe: Recipe, returns: LinearFlags) -> None:
     """Raise a NotImplementedError where a call can not return what flags ask for."""
-    option = "fp8_output" if returns & graphs.RETURN_OUTPUT else "fp8_grad"
+    option = "fp8_output" if returns.output else "fp8_grad"
     if in_transform():
         raise NotImplementedError(
             f"{kind}: {option}=True in a transform of torch.func: leave it out there"
@@ -170,18 +174,18 @@ def _refuse_returned(kind: str, recipe: Recipe, returns: int) -> None:
 
 
 def add_returned(
-    kind: str, flags: list[int], returns: int, recipe: Recipe, slots: Slots | None
+    kind: str, flags: list[LinearFlags], returns: LinearFlags, recipe: Recipe, slots: Slots | None
 ) -> None:
     """Add what a call returns quantized to the flags of its parts.
 
-    `returns` are `graphs.RETURN_OUTPUT` and `graphs.RETURN_GRAD`. NotImplementedError where a call
-    can not return them.
+    `returns` are as of `LinearCalls._call`. NotImplementedError where a call can not return them.
     """
     _refuse_returned(kind, recipe, returns)
-    measures = graphs.MEASURE_RETURNED if slots is not None and slots.initial == 0.0 else 0
-    flags[-1] |= returns & graphs.RETURN_OUTPUT | measures
-    if flags[0] & graphs.DGRAD and recipe.backward_override is None:
-        flags[0] |= returns & graphs.RETURN_GRAD | measures
+    measures = slots is not None and slots.initial == 0.0
+    node = _core.LINEAR_MEASURE_RETURNED if measures else 0
+    flags[-1] = flags[-1].joined(LinearFlags(node, output=returns.output))
+    if flags[0].input & _core.VALUE_GRADIENT and recipe.backward_override is None:
+        flags[0] = flags[0].joined(LinearFlags(node, input=returns.input))
 
 
 def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -> Any:
@@ -205,7 +209,7 @@ def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -
     return row.tensor._made(fields, _core.torch_dtype(code), shape)
 
 
-def _format_of_returned(part: graphs.LinearSpec, gradient: bool) -> Any:
+def _format_of_returned(part: LinearSpec, gradient: bool) -> Any:
     """How the next layer would keep its input, or the one before the gradient of its output."""
     from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
 
@@ -298,7 +302,7 @@ def _bind(quantizer: Any, slots: Slots, part: int) -> None:
 # ---- calls that are found again ------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class QuantizedParameter(NamedTuple):
     """A quantized weight among the tensors of a call."""
 
     at: int  # its place among them, the input's being 0
@@ -306,13 +310,13 @@ class Held(NamedTuple):
     name: str
 
 
-def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
+def apart(places: Sequence) -> tuple[tuple, tuple[QuantizedParameter, ...]]:
     """Where the plain parameters of a call stand, and its quantized weights.
 
     `places` are those of all, as of `call_key.call_key`.
     """
     held = [
-        Held(at + 1, *place)
+        QuantizedParameter(at + 1, *place)
         for at, place in enumerate(places)
         if place is not None and is_quantized(place[0].get(place[1]))
     ]
@@ -321,7 +325,7 @@ def apart(places: Sequence) -> tuple[tuple, tuple[Held, ...]]:
 
 
 def filled(
-    key: tuple | None, tensors: tuple, held: tuple[Held, ...], fp8: bool
+    key: tuple | None, tensors: tuple, held: tuple[QuantizedParameter, ...], fp8: bool
 ) -> tuple[tuple | None, tuple]:
     """Key and tensors of a call, with the quantized weights among them.
 

@@ -82,7 +82,7 @@ class WeightCache(NamedTuple):
 
 
 def held_caches(
-    module: Any, first: bool | Microbatch, parts: Sequence, recipe: Any
+    module: Any, first_microbatch: bool | Microbatch, parts: Sequence, recipe: Any
 ) -> list[tuple | None]:
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
@@ -92,9 +92,9 @@ def held_caches(
     weights that were made in inference mode, which do not tell when they change.
     """
     delayed = recipe.delayed()
-    if first and (delayed or not module.cache_weights):
+    if first_microbatch and (delayed or not module.cache_weights):
         return [None] * len(parts)
-    same_bits = bool(first) or first is Microbatch.BY_ITSELF
+    same_bits = bool(first_microbatch) or first_microbatch is Microbatch.BY_ITSELF
     now = plan_ops.scaling_updates()
     return [
         old.tensors
@@ -108,15 +108,19 @@ def held_caches(
 
 
 def microbatch(
-    modules: Sequence, first: bool | None, state: RegionState
+    modules: Sequence, first_microbatch: bool | None, state: RegionState
 ) -> bool | Microbatch | None:
     """``is_first_microbatch`` of a call: as given, or that modules cache by themselves.
 
     Not while a CUDA graph is captured, which would read a cast that nobody makes again, and under
     delayed scaling only without gradients: there each cast counts, for the history of amaxes.
     """
-    if first is not None or not state.enabled or not all(m.cache_weights for m in modules):
-        return first
+    if (
+        first_microbatch is not None
+        or not state.enabled
+        or not all(m.cache_weights for m in modules)
+    ):
+        return first_microbatch
     if state.recipe.custom():  # whether a cast counts, its quantizers say
         return None
     if state.recipe.delayed() and torch.is_grad_enabled():
@@ -157,7 +161,7 @@ def caches_to_repeat(replay: Any, count: int, watched: bool) -> list[tuple | Non
 
 def microbatch_of(
     modules: Sequence,
-    first: bool | Microbatch | None,
+    first_microbatch: bool | Microbatch | None,
     state: RegionState,
     key: tuple,
     tensors: tuple = (),
@@ -165,9 +169,9 @@ def microbatch_of(
 ) -> tuple[tuple[Sequence, tuple], tuple]:
     """Return caches and weights of a run, and the key with what depends on these.
 
-    As of `call.ModuleCall`. `first` is that of `microbatch`, `key` that of the call; `tensors` are
-    all of the call, where there are quantized weights among those of the modules. `region` is as of
-    `call_key.KeptCall.holds`, or a `layer_region.LayerRegion`.
+    As of `call.ModuleCall`. `first_microbatch` is that of `microbatch`, `key` that of the call;
+    `tensors` are all of the call, where there are quantized weights among those of the modules.
+    `region` is as of `call_key.KeptCall.holds`, or a `layer_region.LayerRegion`.
     """
     caches, weights = [], ()
     if region is None:
@@ -176,13 +180,13 @@ def microbatch_of(
         recipes, replays = [region.recipe_of(i) for i in range(len(modules))], region.replays
     parts = [module._linear_tensors() for module in modules]
     cached = [each for each in replays if each.cache is not None]
-    reads_caches = len(cached) > 0 if replays else first is not None
+    reads_caches = len(cached) > 0 if replays else first_microbatch is not None
     if (reads_caches or tensors) and any([recipe is not None for recipe in recipes]):
         for i, (module, own, recipe) in enumerate(zip(modules, parts, recipes, strict=True)):
             if not reads_caches or recipe is None:
                 caches += [None] * len(own)
             elif not replays:
-                caches += held_caches(module, first, own, recipe)
+                caches += held_caches(module, first_microbatch, own, recipe)
             else:
                 caches += caches_to_repeat(replays[i], len(own), dispatch_modes() > 0)
         if tensors:
@@ -193,7 +197,12 @@ def microbatch_of(
         weights = tuple([part.weights[0] for own in parts for part in own])
         main = [getattr(weight, "main_grad", None) for weight in weights]
         overwrites = [bool(getattr(w, "overwrite_main_grad", False)) for w in weights]
-        key = (key, bool(first), *overwrites, *[getattr(into, "dtype", None) for into in main])
+        key = (
+            key,
+            bool(first_microbatch),
+            *overwrites,
+            *[getattr(into, "dtype", None) for into in main],
+        )
     return (caches, weights), key
 
 

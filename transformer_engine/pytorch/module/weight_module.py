@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine.common.graphs import RETURN_GRAD, RETURN_OUTPUT
+from transformer_engine import _core
+from transformer_engine.common.graphs import LinearFlags
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.operands import LinearTensors
@@ -66,9 +67,9 @@ class WeightModule(TensorParallel, LinearBase):
         if self._split is not None:
             kinds = ("weight", "bias") if self.use_bias else ("weight",)
             self._joined = {kind: JoinedRows(self._split.rows) for kind in kinds}
-        for label, rows in self._parts():
+        for label, rows in self._pieces():
             make_weight(self, label, (self.in_features, rows), device, dtype)
-        for label, rows in self._parts():
+        for label, rows in self._pieces():
             make_bias(self, label, rows, device, dtype)
         if have_memory(self):
             self._pack()
@@ -112,17 +113,17 @@ class WeightModule(TensorParallel, LinearBase):
     def _flags_text(self) -> list[str]:
         parts = super()._flags_text()
         if self._split is not None:
-            parts.append(f"parameters_split={dict(self._split.parts)}")
+            parts.append(f"parameters_split={dict(self._split.pieces)}")
         return parts
 
-    def _parts(self) -> list[tuple[str, int]]:
+    def _pieces(self) -> list[tuple[str, int]]:
         """(prefix of the parameter names, rows) of each weight."""
         if self._split is None:
             return [("", self.out_features)]
-        return [(f"{name}_", rows) for name, rows in self._split.parts]
+        return [(f"{name}_", rows) for name, rows in self._split.pieces]
 
     def _names(self, kind: str) -> tuple[str, ...]:
-        return tuple(f"{label}{kind}" for label, _ in self._parts())
+        return tuple(f"{label}{kind}" for label, _ in self._pieces())
 
     @property
     def weight_names(self) -> list[str]:
@@ -138,7 +139,7 @@ class WeightModule(TensorParallel, LinearBase):
         return tuple(getattr(self, name) for name in self._names(kind))
 
     def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
-        return ((label, self._init_method) for label, _ in self._parts())
+        return ((label, self._init_method) for label, _ in self._pieces())
 
     def forward(
         self,
@@ -180,7 +181,10 @@ class WeightModule(TensorParallel, LinearBase):
             `fp8_output` or `fp8_grad` under a `CustomRecipe`, in `torch.export` or in a
             transform of torch.func. `torch.compile` leaves such a call outside of its graphs.
         """
-        returns = RETURN_OUTPUT * bool(fp8_output) | RETURN_GRAD * bool(fp8_grad)
+        returns = None
+        if fp8_output or fp8_grad:
+            flag = _core.VALUE_RETURN_QUANTIZED
+            returns = LinearFlags(input=flag * bool(fp8_grad), output=flag * bool(fp8_output))
         out = self._call(inp, is_first_microbatch, returns)
         return self._results(inp, out) if self.return_bias or self.return_layernorm_output else out
 
@@ -192,7 +196,7 @@ class WeightModule(TensorParallel, LinearBase):
         if split is not None and name in ("weight", "bias"):
             raise AttributeError(
                 f"{type(self).__name__}: {name} is split into "
-                f"{', '.join(f'{part}_{name}' for part, _ in split.parts)}: assign those"
+                f"{', '.join(f'{piece}_{name}' for piece, _ in split.pieces)}: assign those"
             )
         super().__setattr__(name, value)
 
@@ -231,6 +235,6 @@ class WeightModule(TensorParallel, LinearBase):
 
     def _add_weight_grad(self, part: int, grad: Tensor) -> None:
         for weight, rows in zip(
-            self._tensors("weight"), split_rows(grad, self._parts()), strict=True
+            self._tensors("weight"), split_rows(grad, self._pieces()), strict=True
         ):
             add_grad(weight, rows)

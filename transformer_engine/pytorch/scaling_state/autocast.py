@@ -95,7 +95,7 @@ def _refuse_generators(function: Any) -> None:
             )
 
 
-_FIELDS = ("enabled", "calibrating", "recipe", "group", "first", "depth", "region")
+_FIELDS = ("enabled", "calibrating", "recipe", "group", "owes_update", "depth", "region")
 """Fields of its thread's state that a region sets. The last one is the region itself: one that is
 left before a region inside of it lets that one restore what it would have restored."""
 
@@ -198,7 +198,14 @@ class autocast:  # noqa: N801 - the name that users know
                     scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         depth = state.depth
-        values = state.enabled, state.calibrating, state.recipe, state.group, state.first, depth
+        values = (
+            state.enabled,
+            state.calibrating,
+            state.recipe,
+            state.group,
+            state.owes_update,
+            depth,
+        )
         if traced:
             self._outer = ((state, _FIELDS[:-1], values),)
         else:
@@ -209,7 +216,7 @@ class autocast:  # noqa: N801 - the name that users know
         state.recipe = recipe
         state.group = self._group
         if depth == 0:
-            state.first = True
+            state.owes_update = True
         state.depth = depth + 1
 
     @_core.Leaving

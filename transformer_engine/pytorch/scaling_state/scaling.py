@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from transformer_engine.common import graphs
+from transformer_engine import _core
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import Domain, current_state
 from transformer_engine.pytorch.scaling_state import reduction
@@ -450,7 +450,7 @@ def _update(arenas: list[Arena]) -> None:
                 _look(arena, chunk)
 
 
-_MEASURES = {"forward": graphs.MEASURE_OPERANDS, "backward": graphs.MEASURE_GRAD}
+_MEASURES = {"forward": _core.LINEAR_MEASURE_OPERANDS, "backward": _core.LINEAR_MEASURE_GRAD}
 """Flags of the casts of each direction."""
 _CAST = {"forward": (3, (0, 1)), "backward": (2, (0,))}
 """Slots of a linear layer, and those of them that it casts with."""

@@ -13,14 +13,6 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
-    GRAD_GIVEN,
-    GRAD_ROWS,
-    INPUT_GIVEN,
-    INPUT_ROWS,
-    WEIGHT_GIVEN,
-    WEIGHT_ROWS,
-)
 from transformer_engine.common.operand_casts import OperandCast, Quantization
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.tensor import casts
@@ -52,10 +44,6 @@ _ELEMENTS = {
 }
 """Of the data of a cast."""
 
-GIVEN = {"input": INPUT_GIVEN, "weight": WEIGHT_GIVEN, "gradient": GRAD_GIVEN}
-"""Flags of a part whose operand of a role arrives quantized; of which its row-wise form alone."""
-_ROWS = {"input": INPUT_ROWS, "weight": WEIGHT_ROWS, "gradient": GRAD_ROWS}
-
 
 class Format(NamedTuple):
     """How operands are kept that one of the casts makes; a role is as of `cast_of`."""
@@ -69,7 +57,7 @@ class Format(NamedTuple):
     reads: Callable[[Any, Quantization, str], bool]
     """True where GEMMs of a linear layer read such a tensor in a role."""
     forms: Callable[[Any, str, bool], tuple[tuple, int]]
-    """Forms of a tensor that a call reads, and flags of its part: given the tensor, its role, and
+    """Forms of a tensor that a call reads, and `VALUE_*` of it: given the tensor, its role, and
     whether a backward may follow that reads it column-wise."""
     fields: Callable[[Any, tuple, tuple], dict[str, Any]]
     """Fields of a tensor, besides its quantizer, of what a call makes: given the quantizer, the
@@ -216,12 +204,12 @@ def _per_tensor(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     row = _rows(tensor, tensor._data)
     transposes = torch.compiler.is_compiling() or tensor._transpose_invalid
     if transposes and tensor.shape[-1] % ALIGNMENT == 0:
-        return (row, None, tensor._scales), GIVEN[role] | _ROWS[role]
+        return (row, None, tensor._scales), _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE
     column = None
     if backward:
         made = casts.transpose(tensor._data) if transposes else tensor._transpose
         column = _columns(tensor, made)
-    return (row, column, tensor._scales), GIVEN[role]
+    return (row, column, tensor._scales), _core.VALUE_QUANTIZED
 
 
 def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
@@ -234,7 +222,7 @@ def _two_forms(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
         amaxes = amaxes[:1] * len(amaxes)
     column = _columns(tensor, column) if backward and column is not None else None
     forms = (row, column, tensor._rowwise_scale_inv, scales, *amaxes)
-    return forms, GIVEN[role]
+    return forms, _core.VALUE_QUANTIZED
 
 
 # ---- what calls make -----------------------------------------------------------------------------

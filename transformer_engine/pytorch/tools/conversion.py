@@ -304,7 +304,7 @@ def _torch_linear(module: Linear, dtype: torch.dtype | None) -> Module | str:
         if getattr(module, name):
             return f"{name}=True"
     if module._split is not None:
-        return f"its weight is split into {', '.join(name for name, _ in module._split.parts)}"
+        return f"its weight is split into {', '.join(name for name, _ in module._split.pieces)}"
     return torch.nn.Linear(
         module.in_features, module.out_features, module.use_bias, device="meta", dtype=dtype
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import ALLOW_TF32, DEFER, DGRAD, WGRAD, LinearSpec
+from transformer_engine.common.graphs import LinearSpec
 from transformer_engine.common.operand_casts import OperandCast
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import LastCall
@@ -190,10 +190,10 @@ def _gemms(
                 reason = _EMULATED
             yield GemmReport(name, precision, reason, sum(counted.values()))
         elif operator is None:
-            reason = _why_not(stage, ran, spec, weights)
+            reason = _why_not(stage, ran, weights)
             yield GemmReport(name, None, reason, None if record is None else 0)
         elif record is not None:
-            deferred = spec.flags & DEFER and stage == STEPS["gemm_grad_weight"]
+            deferred = spec.flags.weight & _core.VALUE_DEFER and stage == STEPS["gemm_grad_weight"]
             reason = "deferred: backward_dw" if deferred else "did not run in the observed block"
             yield GemmReport(name, None, reason, 0)
         elif operator == "external":
@@ -231,17 +231,17 @@ def _planned(stage: int, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor,
             )
             return " x ".join(names) + emulation_of(*pair)
     dtype = _core.dtype_names()[spec.weight]
-    tf32 = spec.flags & ALLOW_TF32 and weights[0].is_cuda
+    tf32 = spec.flags.node & _core.LINEAR_ALLOW_TF32 and weights[0].is_cuda
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
 
 
-def _why_not(stage: int, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor, ...]) -> str:
+def _why_not(stage: int, ran: LastCall, weights: tuple[Tensor, ...]) -> str:
     """Why a call's backward has no such GEMM."""
     if not ran.plans.backward and any(weight.requires_grad for weight in weights):
         return "gradients were off"
-    if stage == STEPS["gemm_grad_input"] and not spec.flags & DGRAD:
+    if stage == STEPS["gemm_grad_input"]:
         return "the input needs no gradient"
-    if stage == STEPS["gemm_grad_weight"] and not spec.flags & WGRAD:
+    if stage == STEPS["gemm_grad_weight"]:
         return "the weight is frozen"
     return "the last call had no such product"
 
@@ -250,7 +250,8 @@ def _known(
     module: LinearBase, prefix: str, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor, ...]
 ) -> Iterator[TensorReport]:
     """Each tensor that is cast, as far as it is known without a measurement."""
-    casts_grad = ran.plans.backward and spec.flags & (DGRAD | WGRAD)
+    of_backward = {STEPS["gemm_grad_input"], STEPS["gemm_grad_weight"]}
+    casts_grad = of_backward & _operators(ran, module.LINEARS.index(prefix)).keys()
     quantization = spec.quantization
     delayed = any(cast.recipe == _core.RECIPE_DELAYED for cast in quantization.casts)
     state = scales(module) if delayed else {}

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from transformer_engine.plugin.builtin import layers as native
 from transformer_engine.plugin.builtin.signatures import define, operator
+from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.values import (
     checked,
     exact,
     quantized,
     refuse,
-    torch_dtype,
     written,
 )
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
