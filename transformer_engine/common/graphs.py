@@ -10,9 +10,10 @@ from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
-"""Role of a buffer: its link and the number that goes with it (see te_links in the C header)."""
+"""What a buffer is, equal in all plans of a graph: a kind ("value", "gradient", "row", ...) and the
+number of the value, node or operand that it belongs to (`te_link` of the C header)."""
 
-# Flags of a linear layer's part of a call: bias added, which gradients are wanted, and so on.
+# Flags of one linear layer in a call (`LinearSpec.flags`).
 (
     BIAS,
     DGRAD,
@@ -29,14 +30,15 @@ Link = tuple[str, int]
     RETURN_NORM,
     NO_GAMMA,
     NO_BETA,
-    # The quantized forms of input, weight and gradient of the output are given; are returned.
+    # GIVEN: the quantized forms of input, weight, gradient of the output are arguments of the plan,
+    # which casts nothing. KEPT: the plan returns the forms that it has made, for a cache.
     INPUT_GIVEN,
     WEIGHT_GIVEN,
     GRAD_GIVEN,
     INPUT_KEPT,
     WEIGHT_KEPT,
     GRAD_KEPT,
-    # Besides these: of the forms row-wise alone, which a backward transposes.
+    # Besides GIVEN or KEPT: the row-wise form alone, which a backward transposes.
     INPUT_ROWS,
     WEIGHT_ROWS,
     GRAD_ROWS,
@@ -53,12 +55,13 @@ Link = tuple[str, int]
 
 
 WEIGHT_CACHED = WEIGHT_GIVEN | WEIGHT_WIDE
-"""The quantized forms of a weight that is there besides."""
+"""The quantized forms of a weight are given, and the weight in high precision too."""
 
 
 _, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
-"""Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
-multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
+"""Number of an operand among those of its node: input, weight and gradient of the output, which the
+GEMMs multiply; then output and gradient of the input, which may be returned quantized. Added to an
+entry of `Graph.operands` it is the number of the operand in links."""
 
 
 class LinearSpec(NamedTuple):
@@ -129,7 +132,7 @@ class Graph:
         self.weights: list[int] = []  # value of each one's weight
         # The number of its input as a quantized operand; those of weight and gradient follow.
         self.operands: list[int] = []
-        self.drawn: list[Link] = []  # random pairs, in the order of the nodes that read them
+        self.drawn: list[Link] = []  # random pairs (seed, offset), in the order of their nodes
 
     def _content(self) -> tuple:
         known = self.tensors, self.results, self.parts

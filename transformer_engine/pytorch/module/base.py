@@ -66,7 +66,7 @@ class Region(NamedTuple):
         return () if self.replay is None else (self.replay,)
 
 
-_NO_FRAMES: list = []
+_NO_FRAMES: list = []  # `Region.record` of a call that no checkpoint records; stays empty
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of modules with linear layers: each is found by its key, or decided, planned and run.
 
-`LinearCalls._call` is the way of a call. One that was made before is found by its key (`_find_key`,
-see `call_key`) and run. Otherwise `_decide` promotes its tensors, finds the recipe and the state in
-force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
+`LinearCalls._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call that was
+kept by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the scaling
+state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
 """
 
 from abc import abstractmethod
@@ -81,7 +81,7 @@ class _BoundState(NamedTuple):
 
 
 class LinearCalls(Fp8Module):
-    """The way of a call of `linear_base.LinearBase`, which has the parameters."""
+    """How `linear_base.LinearBase`, which has the parameters, is called."""
 
     LINEARS: tuple[str, ...] = ("",)
     """Prefix of the attribute names of each linear layer's weight and bias."""
@@ -125,17 +125,17 @@ class LinearCalls(Fp8Module):
         """Operands of each part's forward GEMM, in high precision."""
         return [tensors.input.detach()]
 
-    # ---- the way of a call ---------------------------------------------------------------------
+    # ---- a call --------------------------------------------------------------------------------
 
     def _call(self, inp: Tensor, is_first_microbatch: bool | None, returns: int = 0) -> Any:
         """Run a call: the output, or (output, norm output).
 
-        `returns` are flags `RETURN_OUTPUT` and `RETURN_GRAD`, of what is quantized in FP8.
+        `returns` are the flags `RETURN_OUTPUT` and `RETURN_GRAD`: what is returned quantized.
         """
         if torch.compiler.is_compiling():
             return self._call_traced(inp, is_first_microbatch, returns)
         state = current_state()
-        own = self.__dict__  # a class with __getattr__ takes longer for each
+        own = self.__dict__  # in a class with __getattr__ an attribute takes longer
         if own.get("cache_weights"):
             is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
         recipe, region = state.recipe if state.enabled else None, None
@@ -174,7 +174,7 @@ class LinearCalls(Fp8Module):
     def _run_of(
         self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
     ) -> CallRun:
-        """A run of a call that was made before; `shared` are its caches and main gradients."""
+        """A run of a kept call; `shared` as of `_find_key`."""
         run = CallRun(bound.call, *shared)
         if region is None:
             run.first, run.domain = state.first and bound.updates, state.domain
@@ -197,7 +197,8 @@ class LinearCalls(Fp8Module):
     ) -> None:
         """Take over what a run has made, and leave to checkpoints what its repetition needs.
 
-        `caches` are those of the run, `parts` what it computed with, where that is no parameter.
+        `caches` are those of the run; `parts` are the weights that it read, those of the module
+        where None.
         """
         repeats = region is not None and region.replay is not None
         kept = tuple([part for part, _ in call.plans.writes_caches])
@@ -250,7 +251,11 @@ class LinearCalls(Fp8Module):
         inp: Tensor,
         is_first_microbatch: bool | None,
     ) -> tuple[tuple | None, tuple, tuple]:
-        """Key of a call, its tensors, and what a run has of its own: caches and weights."""
+        """Key of a call, its tensors, and `caches` and `weights` of its run (see `ModuleCall`).
+
+        The last pair is "shared": the microbatches of a step read one cache, and add to one main
+        gradient of a weight.
+        """
         own, shared, forms = self.__dict__, ((), ()), ()
         if region is not None and custom_quantizers.calls_back(recipe):
             return None, (), shared
@@ -295,19 +300,20 @@ class LinearCalls(Fp8Module):
         region: Region | None = None,
         found: tuple[tuple | None, Sequence] = (None, ()),
     ) -> Any:
-        """Find out what applies to a call, keep that, and run it.
+        """Decide a call, keep it by its key, and run it.
 
-        `region` is what is in force, where the caller has asked: a checkpoint counts the questions.
-        `found` are the key to keep it by, None for a call that has none, and its caches.
+        `region` is that of the call if the caller has made it: `_region` takes an entry from the
+        frame of a checkpoint, so it is called once a call. `found` are the key, None for a call
+        without one, and the caches.
         """
         if region is None:
             region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
-        tensors, owners = self._promote(inp, region.recipe, traced)
+        tensors, weights = self._promote(inp, region.recipe, traced)
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
-        call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
+        call = self._prepare(tensors, region, is_first_microbatch, weights, returns)
         run = run_without_backward if call.plans.backward is None else run_call
         ran = None
         if not call.traced:
@@ -378,16 +384,20 @@ class LinearCalls(Fp8Module):
         tensors: CallTensors,
         region: Region,
         is_first_microbatch: bool | None,
-        owners: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
         returns: int = 0,
     ) -> ModuleCall:
-        """Choose the plans and bind them to the state in force; `owners` are the weights."""
+        """Choose the plans and bind them to the state in force.
+
+        `weights` are those of the module, one for each linear layer, before they were converted:
+        they have ``main_grad``.
+        """
         recipe = region.recipe
         inp, parts = tensors.input, tensors.parts
         flags, bias_grads, records = self._wanted(tensors, not region.exported)
-        for i, owner in enumerate(owners):
+        for i, weight in enumerate(weights):
             if flags[i] & graphs.WGRAD:
-                flags[i] |= self._wgrad_flags(owner, is_first_microbatch)
+                flags[i] |= self._wgrad_flags(weight, is_first_microbatch)
         bound = None
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
@@ -400,13 +410,14 @@ class LinearCalls(Fp8Module):
             flags = [f | tf32 for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
-        for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
+        for (converted_weights, biases), weight, f in zip(parts, weights, flags, strict=True):
             into_main = f & (graphs.ACCUMULATE | graphs.OVERWRITE)
-            dtype = weights[0].dtype
+            dtype = converted_weights[0].dtype
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
-            dtypes.append(owner.main_grad.dtype if into_main else dtype)
-        # Of a CustomRecipe the casts: another function may have the address of one that is gone.
+            dtypes.append(weight.main_grad.dtype if into_main else dtype)
+        # A CustomRecipe is identified by its casts: its repr has the addresses of functions, which
+        # later functions may have.
         identity = None if recipe is None else custom_quantizers.identity_of(recipe)
         recompute = self.checkpoint and records
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
@@ -419,7 +430,7 @@ class LinearCalls(Fp8Module):
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
         functions = {
-            **custom_quantizers.functions_of(recipe, owners, parts),
+            **custom_quantizers.functions_of(recipe, weights, parts),
             **(self._stages or {}),
         }
         if functions or observer is not None:
@@ -432,9 +443,9 @@ class LinearCalls(Fp8Module):
             call.recipe, call.quantizers = recipe, {}
             call.first = self._is_first(region, records)
             call.domain = (region.replay or region.state).domain
-            call.unread = plans.unread_of(quantization, returns) if region.repeats else ()
+            call.unused_pairs = plans.unused_pairs(quantization, returns) if region.repeats else ()
         if any(f & (graphs.ACCUMULATE | graphs.OVERWRITE | graphs.DEFER) for f in flags):
-            call.weights = owners
+            call.weights = weights
             call.queue = self._wgrads
         return call
 
@@ -446,17 +457,19 @@ class LinearCalls(Fp8Module):
     def _wanted(self, tensors: CallTensors, gradients: bool) -> tuple[list[int], list[bool], bool]:
         """(flags of each part, whether its bias has a gradient, whether anything has)."""
         gradients = gradients and torch.is_grad_enabled()
+        # Whether anything before the part that is looked at has a gradient.
         before = gradients and tensors.input.requires_grad
-        first = flags_of(((graphs.DGRAD, before), (graphs.ZERO_CENTERED, self.zero_centered_gamma)))
+        bits = (graphs.DGRAD, before), (graphs.ZERO_CENTERED, self.zero_centered_gamma)
+        of_first = flags_of(bits)  # of the first part
         if tensors.norm is not None:
             gamma, beta = tensors.norm
             if self.return_layernorm_output:
-                first |= graphs.RETURN_NORM
+                of_first |= graphs.RETURN_NORM
             if gradients and gamma.requires_grad:
-                first |= graphs.GRAD_GAMMA
+                of_first |= graphs.GRAD_GAMMA
                 before = True
             if gradients and beta is not None and beta.requires_grad:
-                first |= graphs.GRAD_BETA
+                of_first |= graphs.GRAD_BETA
                 before = True
         flags, bias_grads = [], []
         for weights, biases in tensors.parts:
@@ -467,20 +480,20 @@ class LinearCalls(Fp8Module):
             flags.append(flags_of(bits))
             bias_grads.append(bias_grad)
             before = before or wgrad or bias_grad
-        flags[0] |= first
+        flags[0] |= of_first
         return flags, bias_grads, before
 
-    def _wgrad_flags(self, owner: Tensor, is_first_microbatch: bool | None) -> int:
-        """Where the weight gradient goes."""
+    def _wgrad_flags(self, weight: Tensor, is_first_microbatch: bool | None) -> int:
+        """Flags that say where the gradient of a weight goes."""
         flags = graphs.DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
-            main = main_grad_of(owner).dtype
+            main = main_grad_of(weight).dtype
             if main not in _MAIN_DTYPES:
                 raise TypeError(
                     f"{type(self).__name__}: main_grad is {main}, expected torch.float32, "
                     "torch.float16 or torch.bfloat16"
                 )
-            overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
+            overwrite = is_first_microbatch or getattr(weight, "overwrite_main_grad", False)
             flags |= graphs.OVERWRITE if overwrite else graphs.ACCUMULATE
         return flags
 
@@ -490,18 +503,18 @@ class LinearCalls(Fp8Module):
         """State that an FP8 call quantizes with: that in force, or that of the call it repeats."""
         count = len(self.LINEARS)
         quantization = self._quantizations(region.recipe, region.traced)
-        common = graphs.SAVE_INPUT if self.save_original_input else 0
+        common = graphs.SAVE_INPUT if self.save_original_input else 0  # flags of all parts
         replay = region.replay
         if replay is not None:
             watched = dispatch_modes() > 0
             caches = weight_cache.caches_to_repeat(replay, count, watched)
-            ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
+            of_weights = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
             history = unread_history(replay)
             for part in replay.kept if watched else ():
-                ways[part] = graphs.WEIGHT_KEPT
+                of_weights[part] = graphs.WEIGHT_KEPT
             no_amax = replay.scales is not None and history is None
             common |= replay.measures | graphs.NO_AMAX * no_amax
-            flags = tuple([common | way for way in ways])
+            flags = tuple([common | of_weight for of_weight in of_weights])
             return _BoundState(quantization, flags, replay.slots, (replay.scales, history), caches)
         slots = None
         if region.recipe.delayed():
@@ -519,9 +532,12 @@ class LinearCalls(Fp8Module):
         if is_first_microbatch is None or region.exported or region.blank:
             return _BoundState(quantization, (common,) * count, slots, _OF_SLOTS, (None,) * count)
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
-        ways = (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED for cache in caches)
-        casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
-        flags = tuple(common | way * kept for way, kept in zip(ways, casts, strict=True))
+        flags = tuple(
+            common
+            if q.weight.recipe in _NOT_KEPT
+            else common | (graphs.WEIGHT_KEPT if cache is None else graphs.WEIGHT_CACHED)
+            for q, cache in zip(quantization, caches, strict=True)
+        )
         return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
 
     @constant_in_graphs
