@@ -33,12 +33,12 @@ enum { TE_NOBODY = -1 };
 
 /* What a builder knows of a value. */
 typedef struct te_value_state {
-    int32_t producer;     /* node; TE_NOBODY: an argument */
-    int32_t readers;      /* nodes that read it */
-    int32_t needs_grad;   /* something that it is made of needs a gradient */
-    int32_t pending;      /* node whose operator makes it for whoever reads it */
-    int32_t again;        /* ... and repeats what the forward did */
-    int32_t grad_pending; /* the same of its gradient: the node that reads it */
+    int32_t producer;   /* node; TE_NOBODY: an argument */
+    int32_t readers;    /* nodes that read it */
+    int32_t needs_grad; /* something that it is made of needs a gradient */
+    int32_t pending;    /* node that will make it, when a reader says in which form; or TE_NOBODY */
+    int32_t again;      /* the pending node repeats its forward, in a backward */
+    int32_t grad_pending; /* as `pending`, of its gradient: the node that reads the value */
     int32_t grads;        /* contributions to the gradient */
     int32_t grad_alias; /* buffer that holds the first one (or the sum), where it is not its own */
 } te_value_state;

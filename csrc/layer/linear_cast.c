@@ -49,7 +49,8 @@ int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, ui
 
 /* ---- casts -------------------------------------------------------------------------------- */
 
-/* Stages of an operand's cast. */
+/* Stages of an operand's cast: `produce` writes it in high precision, `again` is the cast in a
+ * later plan. Roles without such a stage have that of the cast there. */
 static const struct cast_stages {
     te_linear_stage produce, amax, reduce, quantize, again;
 } stages_of[] = {

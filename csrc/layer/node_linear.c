@@ -48,7 +48,8 @@ static uint32_t gradients_of(const te_build *build, int32_t k)
 
 /* ---- forward ------------------------------------------------------------------------------ */
 
-/* Its operands a and b, as they are in the product. */
+/* Of each GEMM its stage, the flag for fast accumulation, its operands a and b and whether each is
+ * transposed: output = input weight^T, grad_input = grad weight, grad_weight = grad^T input. */
 static const struct {
     te_linear_stage stage;
     uint32_t fast;
@@ -67,40 +68,56 @@ static const struct {
                                       {TE_GRAD_OPERAND, TE_INPUT_OPERAND},
                                       {1, 0}}};
 
-/* Lets a GEMM read an operand: `data`, or where that is TE_NO_BUFFER the form that it reads, or the
- * weight. */
+/* Fields of te_gemm_args by which a GEMM reads its operand a, or b. The arrays are indexed by
+ * whether the form is the column-wise one. */
+static const struct {
+    const char *data, *mode, *transposed, *scales_to_256;
+    const char *forms[2], *scales[2], *amaxes[2];
+} fields_of[2] = {{"a",
+                   "a_mode",
+                   "a_transposed",
+                   "a_scales_to_256",
+                   {"a_row", "a_column"},
+                   {"a_row_scales", "a_column_scales"},
+                   {"a_row_amax", "a_column_amax"}},
+                  {"b",
+                   "b_mode",
+                   "b_transposed",
+                   "b_scales_to_256",
+                   {"b_row", "b_column"},
+                   {"b_row_scales", "b_column_scales"},
+                   {"b_row_amax", "b_column_amax"}}};
+
+/* Lets a GEMM read its operand a, or b where `second`. `data` is the buffer; with TE_NO_BUFFER it
+ * is the form that the GEMM reads or, in high precision, the weight. */
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
                         int second, int32_t data)
 {
-    static const char *const names[2][10] = {
-        {"a", "a_mode", "a_row", "a_column", "a_row_scales", "a_column_scales", "a_transposed",
-         "a_row_amax", "a_column_amax", "a_scales_to_256"},
-        {"b", "b_mode", "b_row", "b_column", "b_row_scales", "b_column_scales", "b_transposed",
-         "b_row_amax", "b_column_amax", "b_scales_to_256"}};
-    const char *const *name = names[second];
-    te_operand_role role = gemms[gemm].roles[second];
-    te_link read = te_linear_usage(build, k, role, gemm);
-    te_set_number(build, stage, name[6], gemms[gemm].transposed[second]);
+    const te_operand_role role = gemms[gemm].roles[second];
+    const te_link read = te_linear_usage(build, k, role, gemm);
+    const int column = read == TE_LINK_COLUMN;
+    te_link amax;
+    te_set_number(build, stage, fields_of[second].transposed, gemms[gemm].transposed[second]);
     if (read == TE_LINK_VALUE) {
         if (data == TE_NO_BUFFER) data = te_get(build, read, weight_of(build, k));
-        te_use_as(build, stage, name[0], data);
+        te_use_as(build, stage, fields_of[second].data, data);
         return;
     }
     if (data == TE_NO_BUFFER) data = te_linear_form(build, k, role, read);
     if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
-        te_use_as(build, stage, name[0], data);
+        te_use_as(build, stage, fields_of[second].data, data);
         te_set_number(build, stage, "multiplied_out", 1);
         return;
     }
-    te_set_number(build, stage, name[1], te_linear_rule(build, k, role)->mode);
-    te_use_as(build, stage, name[read == TE_LINK_ROW ? 2 : 3], data);
-    te_use_as(build, stage, name[read == TE_LINK_ROW ? 4 : 5],
+    te_set_number(build, stage, fields_of[second].mode, te_linear_rule(build, k, role)->mode);
+    te_use_as(build, stage, fields_of[second].forms[column], data);
+    te_use_as(build, stage, fields_of[second].scales[column],
               te_linear_form(build, k, role, te_linear_scales(build, k, role, read)));
-    if (te_linear_form_rule(build, k, role, read)->amax == TE_LINK_VALUE) return;
-    te_set_number(build, stage, name[9],
+    amax = te_linear_form_rule(build, k, role, read)->amax;
+    if (amax == TE_LINK_VALUE) return;
+    te_set_number(build, stage, fields_of[second].scales_to_256,
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
-    te_use_as(build, stage, name[read == TE_LINK_ROW ? 7 : 8],
-              te_linear_form(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
+    te_use_as(build, stage, fields_of[second].amaxes[column], te_linear_form(build, k, role, amax));
 }
 
 /* Whether a GEMM reads an operand that is cast. */

@@ -2,6 +2,9 @@
  *
  * recipe.h - the recipe table: how each operand of a linear layer is cast under each recipe, and
  * what its GEMMs read of it. Nothing else knows a recipe by name.
+ *
+ * In these tables TE_LINK_VALUE, the link of the operand in high precision, stands where there is
+ * no form, no scale or no amax.
  */
 #ifndef TE_LAYER_RECIPE_H
 #define TE_LAYER_RECIPE_H

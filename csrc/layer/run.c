@@ -14,7 +14,7 @@
 #include "core/tensor.h"
 #include "layer/plan.h"
 
-/* Buffers of a run that need no memory of their own. */
+/* A plan of up to so many buffers runs without an allocation for them. */
 #define FEW_BUFFERS 160
 
 /* What one run resolves its stages against. */

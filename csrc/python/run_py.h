@@ -8,7 +8,7 @@
 #include "python/dispatch_py.h"
 #include "python/plan_py.h"
 
-/* Buffers of a run that need no memory of their own. */
+/* A plan of up to so many buffers, of so many owners, runs without an allocation for them. */
 #define TEPY_FEW_BUFFERS 48
 #define TEPY_FEW_OWNERS 8
 

@@ -332,7 +332,7 @@ def step(layer, x):
         return layer(x)
 
 
-@pytest.mark.parametrize("lock", [scaling._UPDATING, arenas.BOOKS], ids=["updating", "books"])
+@pytest.mark.parametrize("lock", [scaling._UPDATING, arenas.ARENAS_LOCK], ids=["updating", "arenas"])
 def test_a_fork_while_another_thread_holds_a_lock(lock):
     layer = te.Linear(16, 16, device="cpu")
     x = torch.randn(16, 16)

@@ -9,11 +9,13 @@ from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.common.plan_text import Plan, make_plan
 
 Link = tuple[str, int]
-"""Role of a buffer: its link and the number that goes with it (see te_links in the C header)."""
+"""What a buffer is, equal in all plans of a graph: a kind ("value", "gradient", "row", ...) and the
+number of the value, node or operand that it belongs to (`te_link` of the C header)."""
 
 _, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
-"""Operands of a linear layer, as bits of a `Quantization` count the first three, which its GEMMs
-multiply; and what it makes that is returned quantized. Behind `Graph.operands`."""
+"""Number of an operand among those of its node: input, weight and gradient of the output, which the
+GEMMs multiply; then output and gradient of the input, which may be returned quantized. Added to an
+entry of `Graph.operands` it is the number of the operand in links."""
 
 
 WEIGHT_CACHED = _core.VALUE_QUANTIZED | _core.VALUE_ALSO_WIDE
@@ -105,7 +107,7 @@ class Graph:
         self.weights: list[int] = []  # value of each one's weight
         # The number of its input as a quantized operand; those of weight and gradient follow.
         self.operands: list[int] = []
-        self.drawn: list[Link] = []  # random pairs, in the order of the nodes that read them
+        self.drawn: list[Link] = []  # random pairs (seed, offset), in the order of their nodes
 
     def _content(self) -> tuple:
         known = self.tensors, self.results, self.parts

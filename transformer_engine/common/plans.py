@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of a kind of call, and how their arguments hang together."""
+"""The plans of a kind of call, and which argument of one comes from where in another."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ _STATE = ("scale", "history")
 _GIVEN = ("input", "parameter", "state")
 
 _keep = functools.lru_cache(maxsize=64)
-"""Keeps plans for modules to come, when those that made them are gone."""
+"""Keeps the plans of the last 64 graphs: a new module like an earlier one gets these."""
 
 
 class Argument(NamedTuple):
@@ -133,7 +133,7 @@ class Picker:
 
 
 class CallPlans:
-    """Plans of one kind of call, and how their arguments hang together, worked out once.
+    """Plans of one kind of call, and where each argument of a plan comes from, worked out once.
 
     Everything follows from the links of the plans' buffers, which are the same in all plans of a
     graph: what the backward reads besides gradients and scaling state was an argument or an output
@@ -279,12 +279,12 @@ class CallPlans:
             self._of_quantized[flags] = made if made is None or self._saves_for(made) else None
         return self._of_quantized[flags]
 
-    def unread_of(self, quantization: Sequence[Quantization], returned: bool) -> tuple[int, ...]:
-        """Places of random pairs that a call would draw if all gradients were wanted, for nobody.
+    def unused_pairs(self, quantization: Sequence[Quantization], returned: bool) -> tuple[int, ...]:
+        """Indices of random pairs that these plans do not read.
 
-        They come behind those that it draws.
-
-        `quantization` is that of each part; `returned`: the gradient of the input is, quantized.
+        With all gradients wanted, plans of this call would read them. They follow those that these
+        plans read. `quantization` is that of each linear layer; `returned`: the gradient of the
+        input is returned quantized.
         """
         stochastic = [bool(each.grad.options & _core.CAST_STOCHASTIC) for each in quantization]
         return tuple(range(len(self.drawn), sum(stochastic) + (stochastic[0] and returned)))

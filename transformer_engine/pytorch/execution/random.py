@@ -41,8 +41,8 @@ def draw_pairs(
 ) -> list[Tensor]:
     """Draw several pairs, in order: a compiler would reorder operators that draw one each.
 
-    `fills` are what fills each of them, where the current generator is not what draws all; None: it
-    draws this one. No graph holds them.
+    `fills` has for each pair a function that fills it, say from the state of a tracker, or None for
+    torch's current generator; () where that draws all. Graphs of torch always use the latter.
     """
     if plan_ops.behind_operators(like):
         return torch.ops.transformer_engine.draw_pairs(like, count)

@@ -14,11 +14,13 @@ class Domain:
     def __init__(self) -> None:
         # Direction -> key -> `arenas.Arena`.
         self.arenas: dict[str, dict[tuple, Any]] = {"forward": {}, "backward": {}}
-        # Those that are updated with this one, because a thread trains modules of both, by number.
+        # Itself and the domains that are updated with it, because a thread trains modules of both,
+        # sorted by number. All of them hold this one list.
         self.joined = [self]
-        # The same for those that are updated together; -1 before there is state and after a reset.
+        # Equal in domains that are updated together, and read by guards of compiled graphs, which
+        # compare numbers; -1 before there is state and after a reset.
         self.label = -1
-        self.number = -1  # in the order in which they got state; -1 before
+        self.number = -1  # counts domains in the order in which they got state; -1 before
 
     def has_state(self) -> bool:
         """Return whether modules have slots in it."""
@@ -47,8 +49,8 @@ class RegionState:
         self.entered: list = []  # those of calls of `FP8GlobalStateManager.autocast_enter`
         # Graphs repeat a forward that has cast by what it measured, where scales are known by now.
         self.measures = False
-        self.domain = Domain()  # what the updates of the thread's regions touch
-        # Of that domain; -1 where the thread has made no state and trained no module that has some.
+        self.domain = Domain()  # whose state the updates of the thread's regions touch
+        # The domain's; -1 where the thread has made no state and trained no module that has some.
         self.label = -1
 
     def why(self) -> str:

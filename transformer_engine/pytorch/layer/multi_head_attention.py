@@ -21,6 +21,7 @@ from transformer_engine.pytorch.attention.problem import (
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
+from transformer_engine.pytorch.layer.projections import Projections
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
@@ -213,9 +214,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
 
     def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
         """Make the layers before the attention."""
-        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        groups = self.num_gqa_groups
-        rows = {"query": self.num_attention_heads * k, "key": groups * k, "value": groups * v}
+        rows = self._projections().rows()
 
         def make(*names: str, normalized: bool = self.input_layernorm) -> torch.nn.Module:
             parts = {name: rows[name] for name in names}
@@ -432,7 +431,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     ) -> Attending | None:
         """`_attending`, anew."""
         source = options.encoder_output
-        slices, keys = self._slices(), inp if source is None else source
+        slices, keys = self._projections().slices(), inp if source is None else source
         packed = self.qkv_format == "thd"
         s, b = (1, 0) if self.qkv_format == "bshd" else (0, 1)
         if (
@@ -491,22 +490,16 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         ours = isinstance(proj, Linear) and isinstance(core, DotProductAttention)
         return ours and fp8.hands_fp8_to(core, proj, replay)
 
-    def _slices(self) -> tuple:
-        """Where queries, keys and values lie in their projections (see `attention_graphs`)."""
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
-        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        if self.attention_type != "self":
-            query, before = (heads, k, 0, k), 0
-        elif not self.qkv_weight_interleaved:
-            query, before = (heads, k, 0, k), heads * k
-        else:
-            each = heads // groups
-            before, stride = each * k, (each + 1) * k + v
-            query = (heads, k, 0, stride) if each == 1 else (heads, k, 0, stride, each)
-            return query, (groups, k, before, stride), (groups, v, before + k, stride)
-        if self.qkv_weight_interleaved:
-            return query, (groups, k, 0, k + v), (groups, v, k, k + v)
-        return query, (groups, k, before, k), (groups, v, before + groups * k, v)
+    def _projections(self) -> Projections:
+        """Where queries, keys and values lie in their projections."""
+        return Projections(
+            self.num_attention_heads,
+            self.num_gqa_groups,
+            self.hidden_size_per_attention_head_k,
+            self.hidden_size_per_attention_head_v,
+            self.qkv_weight_interleaved,
+            self.attention_type != "self",
+        )
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
@@ -556,12 +549,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         mixed, normalized = modules[self._first()](hidden_states, first_microbatch), None
         if self.return_layernorm_output:
             mixed, normalized = mixed
-        if to_itself:
-            query, key, value = self._split(mixed, self.num_attention_heads)
-        else:
-            heads = (self.num_attention_heads, self.hidden_size_per_attention_head_k)
-            query = mixed.unflatten(-1, heads)
-            key, value = self._split(modules["key_value"](source, first_microbatch), 0)
+        key_value = None if to_itself else modules["key_value"](source, first_microbatch)
+        query, key, value = self._projections().split(mixed, key_value)
         if self.q_norm is not None or options.rotary_pos_emb is not None:
             query, key = self._position(query, key, options)
         core = modules["core_attention"]
@@ -580,28 +569,6 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if normalized is None:
             return out
         return (*out, normalized) if self.return_bias else (out, normalized)
-
-    def _split(self, mixed: Tensor, heads: int) -> tuple[Tensor, ...]:
-        """Queries (of `heads` heads; 0: there are none), keys and values as views of a projection.
-
-        One split, so that its backward is one pass that writes the gradient of the projection.
-        """
-        groups = self.num_gqa_groups
-        k, v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        each = heads // groups
-        lead = mixed.shape[:-1]
-        sizes = [each * k, k, v] if heads else [k, v]
-        if self.qkv_weight_interleaved:
-            parts = torch.split_with_sizes(mixed.view(*lead, groups, sum(sizes)), sizes, -1)
-            if each <= 1:
-                return parts
-            return parts[0].reshape(*lead, heads, k), parts[1], parts[2]
-        if k == v:
-            counts = [heads, groups, groups] if heads else [groups, groups]
-            return torch.split_with_sizes(mixed.view(*lead, sum(counts), k), counts, -2)
-        parts = torch.split_with_sizes(mixed, [groups * size for size in sizes], -1)
-        key, value = parts[-2].view(*lead, groups, k), parts[-1].view(*lead, groups, v)
-        return (parts[0].view(*lead, heads, k), key, value) if heads else (key, value)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, in the dtype before: attention takes one dtype."""

@@ -342,7 +342,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if bound is None:
         return ""
     call, plans = bound.call, bound.call.plans
-    if call.staged is not None or call.unread:
+    if call.staged is not None or call.unused_pairs:
         return ""
     if plans.defer or plans.writes_caches:
         return ""

@@ -71,7 +71,7 @@ class Region(NamedTuple):
         return self.recipe
 
 
-_NO_FRAMES: list = []
+_NO_FRAMES: list = []  # `Region.record` of a call that no checkpoint records; stays empty
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 

@@ -67,33 +67,36 @@ class ModuleCall:
     () where all are."""
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
-    fills: tuple = ()  # what draws each of its random pairs, as of `draw_pairs`
+    fills: tuple = ()  # of each random pair the function that draws it, as of `draw_pairs`
     recipe: Any = None  # in force, of modules that take and give quantized tensors
     quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
     traced = False
     # What a run has of its own: of a call that is made again, see `CallRun`.
     scales: Tensor | None = None
-    """Forward scales of the call that this one repeats, or of an exported program."""
-    unread_history: Tensor | None = None  # where one that repeats records amaxes, if it does
+    """Forward scales to cast with in place of the slots': those of the call that this one repeats,
+    or of an exported program."""
+    unread_history: Tensor | None = None  # takes the amaxes of a repeated call; nobody reads them
     updates_backward = False  # update the backward state after this call's backward
-    domain: Domain | None = None  # what that touches
+    domain: Domain | None = None  # whose backward state that is
     caches: Sequence = ()
     """Per part the quantized weight (row-wise, column-wise, scales) or None. A list where a forward
     writes to it."""
     weights: tuple[Parameter, ...] = ()  # of each part; their ``main_grad`` takes the gradient
-    unread: tuple[int, ...] = ()
-    """Places of random pairs that a forward draws for nobody: whether its backward reads them a
-    first forward under a reentrant checkpoint can not tell, and its repetition draws as many."""
+    unused_pairs: tuple[int, ...] = ()
+    """Indices of random pairs that a forward under a checkpoint draws and no plan reads. The first
+    forward of a reentrant checkpoint runs without gradients, so it can not tell which pairs the
+    backward will read. It draws all that could be read, and its repetition draws as many."""
 
     def __init__(self, plans: CallPlans, slots: scaling.Slots | None, label: str) -> None:
         self.plans = plans
-        self.owners = (slots,)  # of each module that takes part (delayed scaling)
+        # Of each module whose scaling state it uses (its owners); None without delayed scaling.
+        self.owner_slots = (slots,)
         self.label = label  # class and, where it has one, name: for messages and profilers
 
     @property
     def slots(self) -> scaling.Slots | None:
         """Slots of the first module."""
-        return self.owners[0]
+        return self.owner_slots[0]
 
     def _run(
         self,
@@ -148,11 +151,11 @@ class ModuleCall:
         if plans.reads_caches:
             for i in plans.reads_caches:
                 tensors = (*tensors, *own.caches[i])
-        if plans.drawn or self.unread:
-            count = len(plans.drawn) + len(self.unread)
+        if plans.drawn or self.unused_pairs:
+            count = len(plans.drawn) + len(self.unused_pairs)
             pairs = draw_pairs(tensors[0], count, self.fills)
-            if self.unread:
-                pairs = [pair for i, pair in enumerate(pairs) if i not in self.unread]
+            if self.unused_pairs:
+                pairs = [pair for i, pair in enumerate(pairs) if i not in self.unused_pairs]
             tensors = (*tensors, *pairs)
         given = tensors if plans.pick_inputs.all else plans.pick_inputs(tensors, self.traced)
         results = self._run_forward(given, own)
@@ -176,7 +179,7 @@ class ModuleCall:
 
     def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
         """Run the forward's plan, over the scaling state too."""
-        plan, slots = self.plans.forward, self.owners[0]
+        plan, slots = self.plans.forward, self.owner_slots[0]
         if not self.plans.forward_state:  # nothing is cast, or by scales of its own
             return self._run(plan, (0,), given, 0)
         if own.scales is not None:
@@ -229,10 +232,10 @@ class ModuleCall:
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
         """Run the backward of some plans, over the scaling state and main gradients too."""
-        slots = self.owners[0]
+        slots = self.owner_slots[0]
         slot, written = 0, len(main)
         if slots is not None and plans.backward_state:
-            if not self.traced and reduction.FLYING:
+            if not self.traced and reduction.STARTED:
                 slots.settle("backward")
             given = (*given, slots.backward_scale, slots.backward_history)
             slot, written = slots.backward_slot, written + 1
@@ -265,7 +268,7 @@ class ModuleCall:
 
 
 _GONE: Any = object()
-"""Stands for slots."""
+"""Stands for the slots of an owner in a call that is kept without them."""
 
 
 class LayerCall(ModuleCall):
@@ -274,30 +277,33 @@ class LayerCall(ModuleCall):
     first_module = (0, 0)
     """Begin and end of the gradients of the first module, among what `run_backward` gives."""
 
-    def over(self, owners: tuple) -> "LayerCall":
+    def over(self, owner_slots: tuple) -> "LayerCall":
         """The same call over other slots."""
         made = copy.copy(self)
-        made.set_owners(owners)
+        made.set_owner_slots(owner_slots)
         return made
 
     def released(self) -> "LayerCall":
         """The same call over no slots: it can not run, and keeps none alive."""
         made = copy.copy(self)
-        made.owners = tuple([None if slots is None else _GONE for slots in self.owners])
+        made.owner_slots = tuple([None if slots is None else _GONE for slots in self.owner_slots])
         made._state = made._slots = made._domains = ()
         return made
 
-    def set_owners(self, owners: tuple) -> None:
-        """Take the slots of the modules, which stay what and where they are."""
-        self.owners = owners
-        self._domains = {slots.domain for slots in owners if slots is not None}
-        ways = (("forward", self.plans.forward_state), ("backward", self.plans.backward_state))
+    def set_owner_slots(self, owner_slots: tuple) -> None:
+        """Run over these slots, whose chunks and numbers are read once, here."""
+        self.owner_slots = owner_slots
+        self._domains = {slots.domain for slots in owner_slots if slots is not None}
+        state = {"forward": self.plans.forward_state, "backward": self.plans.backward_state}
         self._state = tuple(
-            tuple(getattr(owners[of], f"{way}_{what}") for what, of in links) for way, links in ways
+            tuple(getattr(owner_slots[of], f"{direction}_{what}") for what, of in links)
+            for direction, links in state.items()
         )
         self._slots = tuple(
-            tuple(0 if slots is None else getattr(slots, f"{way}_slot") for slots in owners)
-            for way, _ in ways
+            tuple(
+                0 if slots is None else getattr(slots, f"{direction}_slot") for slots in owner_slots
+            )
+            for direction in state
         )
 
     def _run_forward(self, given: tuple, own: "ModuleCall | CallRun") -> tuple:
@@ -309,7 +315,7 @@ class LayerCall(ModuleCall):
         return self._run(self.plans.forward, slots, (*given, *state), len(state))
 
     def _run_backward(self, plans: CallPlans, given: tuple, packed: tuple, main: tuple) -> tuple:
-        if not self.traced and reduction.FLYING:
+        if not self.traced and reduction.STARTED:
             for domain in self._domains:
                 scaling.settle(domain, "backward")
         state = (*self._state[1], *main)

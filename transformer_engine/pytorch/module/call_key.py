@@ -52,17 +52,17 @@ def keep(kept: dict, key: Any, value: Any) -> Any:
 
 
 class Recurrence:
-    """True where a call is kept by a new key, which takes plans.
+    """Decides whether a call with a new key is kept, and so gets plans.
 
-    To make them takes longer than a call, so a setting that changes all the time, a dropout by a
-    schedule, must not make some at each step: the more there were, the more often a key has to
-    come in a row.
+    Making plans takes longer than a call. A setting that changes all the time, such as a dropout by
+    a schedule, must not make plans at each step. So the more keys there were, the more often a new
+    one has to come in a row.
     """
 
     def __init__(self) -> None:
-        self._made = 0  # how many keys calls were kept by
-        self._new: Any = None  # the last one that there was no call for,
-        self._row = 0  # and how often it came in a row
+        self._made = 0  # keys that calls were kept by
+        self._new: Any = None  # the last key that no call was kept by
+        self._row = 0  # times that it came in a row
 
     def is_met(self, key: tuple) -> bool:
         """Note that a key has come that no call is kept by; whether to keep one."""
@@ -99,17 +99,19 @@ class KeptCall:
         self.dtypes = call.dtypes
         self.records = call.plans.backward is not None
         self.quantized = call.plans.quantized
-        self.updates = self.quantized and self.records  # the backward state, as a region's first
+        # It updates the backward state where it is the first of a region that records a backward.
+        self.updates = self.quantized and self.records
         self.apply = apply_of(call.label)  # runs it and records its backward
-        self.ran = ran  # what the module tells of its last call, and of the last in FP8
-        self.quantization = quantization if self.quantized else None
+        self.ran = ran  # the `LastCall` that `report` finds in the module after it
+        self.quantization = quantization if self.quantized else None  # `Fp8Module._quantization`
 
     def holds(self, module: Any, state: RegionState, region: Any) -> bool:
-        """Return whether its state is in force; `region` is a `base.Region` or None.
+        """Return whether the slots that it runs over are those that a call would take now.
 
-        None where the state of the thread alone says what is in force.
+        `region` is a `base.Region`; None where no checkpoint and no `CustomRecipe` is around, so
+        that `state`, that of the thread, says all.
         """
-        slots = self.call.owners[0]
+        slots = self.call.owner_slots[0]
         if region is None:
             return slots is None or in_force(slots, module, state)
         recipe, replay = region.recipe, region.replay

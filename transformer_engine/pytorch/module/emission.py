@@ -182,7 +182,7 @@ class Emission:
         self.calls: list[ModuleCall] = []  # that the modules would make
         self._attending, self._first_microbatch, self._device = attending, first_microbatch, None
         self._owners, self._region = modules, region
-        self._unread: dict[int, int] = {}
+        self._unused_pairs: dict[int, int] = {}
         """How many pairs a module draws for nobody, by how many there are up to it."""
         self._sites = self._named = 0  # how many there are so far
         self._functions: dict[int, tuple[Callable, tuple[bool, ...]]] = {}
@@ -229,8 +229,8 @@ class Emission:
         begin = len(self.graph.tensors)
         numbers = self.graph.append(own, x.number, name, output, len(self.calls))
         self._parameters += self.graph.tensors[begin:]
-        if call.unread:
-            self._unread[len(self.graph.drawn)] = len(call.unread)
+        if call.unused_pairs:
+            self._unused_pairs[len(self.graph.drawn)] = len(call.unused_pairs)
         for split in call.splits:
             self._splits.append(
                 split._replace(begin=len(self._dtypes) + split.begin - 1, part=parts)
@@ -433,14 +433,14 @@ class Emission:
                 found |= functions
         return Staged(found, None, lending) if found else None
 
-    def unread(self, plans: CallPlans) -> tuple[int, ...]:
-        """As of `ModuleCall`: where the modules of `plans` would draw pairs that nobody reads."""
+    def unused_pairs(self, plans: CallPlans) -> tuple[int, ...]:
+        """As of `ModuleCall`: those of the modules, as indices among all pairs of the layer."""
         places: list[int] = []
         drawn = 0
         for number, link in enumerate((None, *plans.graph.drawn)):
             drawn += link in plans.drawn
             begin = drawn + len(places)
-            places += range(begin, begin + self._unread.get(number, 0))
+            places += range(begin, begin + self._unused_pairs.get(number, 0))
         return tuple(places)
 
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
@@ -470,11 +470,11 @@ def _call_of(
     """The call that a module would make of an input; None for one that can not be joined."""
     if module.checkpoint:
         return None
-    tensors, owners = module._promote(given, region.recipe)
+    tensors, weights = module._promote(given, region.recipe)
     module._find_present(tensors.given)
     if module._present is None:  # some are no parameters of its own
         return None
-    call = module._prepare(tensors, region, first_microbatch, owners)
+    call = module._prepare(tensors, region, first_microbatch, weights)
     call.dtypes = conversions(tensors.given, tensors.flat())
     observed = call.staged is not None and call.staged.observer is not None
     return None if call.plans.defer or call.traced or observed else call

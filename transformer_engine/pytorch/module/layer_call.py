@@ -75,7 +75,7 @@ class _BoundLayer(NamedTuple):
     call: LayerCall
     apply: Callable  # runs one and records its backward
     remembered: tuple[tuple[dict, dict], ...]  # attributes of modules that tell of their last calls
-    owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owners`
+    owners: tuple[Any, ...]  # modules whose scaling state it has, as of `LayerCall.owner_slots`
     measures: tuple[int, ...]  # flags of these slots that its plans depend on
 
 
@@ -282,16 +282,16 @@ class LayerCalls:
         call, recorded = bound.call, bool(region.record)
         if region.replays:
             slots = tuple([entry.slots for entry in region.replays])
-            if slots == call.owners:
+            if slots == call.owner_slots:
                 return call
         else:
-            for module, own in zip(bound.owners, call.owners, strict=True):
+            for module, own in zip(bound.owners, call.owner_slots, strict=True):
                 if own is not None and not in_force(own, module, region.state, recorded):
                     break
             else:
                 return call
             # Another group is, or a recipe that the modules come back to.
-            numbered = enumerate(zip(bound.owners, call.owners, strict=True))
+            numbered = enumerate(zip(bound.owners, call.owner_slots, strict=True))
             slots = tuple(
                 [None if s is None else _slots_of(m, region, device, i) for i, (m, s) in numbered]
             )
@@ -303,10 +303,10 @@ class LayerCalls:
 
     def _keep(self, key: tuple, bound: _BoundLayer | None) -> None:
         """Keep a call by its key, and no slots but those that the modules have now."""
-        if bound is None or _are_own(bound.call.owners, bound.owners):
+        if bound is None or _are_own(bound.call.owner_slots, bound.owners):
             keep(self.calls, key, bound)
         for other, kept in self.calls.items():
-            if kept is not None and not _are_own(kept.call.owners, kept.owners):
+            if kept is not None and not _are_own(kept.call.owner_slots, kept.owners):
                 self.calls[other] = kept._replace(call=kept.call.released())
 
     # ---- binding -------------------------------------------------------------------------------
@@ -339,12 +339,12 @@ class LayerCalls:
                 for i, core in enumerate(cores, len(self.modules))
             ),
         )
-        call.set_owners(owners)
+        call.set_owner_slots(owners)
         call.splits, call.dtypes = nodes.splits(), nodes.dtypes()
         begin = 2 + sum(len(how.tensors) for how in attending)
         call.first_module = (begin, begin + len(self.modules[0]._parameter_names()))
-        call.staged, call.unread = staged, nodes.unread(plans)
-        call.fills = fills_of(plans, attending, call.unread)
+        call.staged, call.unused_pairs = staged, nodes.unused_pairs(plans)
+        call.fills = fills_of(plans, attending, call.unused_pairs)
         remembered = []
         for i, (module, of) in enumerate(zip(self.modules, nodes.calls, strict=True)):
             reason = region.state.why() if region.recipe_of(i) is None else None
@@ -415,16 +415,16 @@ def _are_own(slots: Sequence, owners: Sequence) -> bool:
     return all([s is None or s is owner._slots for s, owner in zip(slots, owners, strict=True)])
 
 
-def fills_of(plans: CallPlans, attending: Sequence, unread: Sequence[int] = ()) -> tuple:
+def fills_of(plans: CallPlans, attending: Sequence, unused_pairs: Sequence[int] = ()) -> tuple:
     """Functions that draw a call's random pairs (see `draw_pairs`), where attentions have them.
 
-    `unread` is as of `ModuleCall`.
+    `unused_pairs` is as of `ModuleCall`.
     """
     graph = plans.forward.graph
     nodes = (graph.nodes[n] for n in graph.numbers_of(_core.NODE_ATTENTION))
     draws = (how.draw for how in attending)
     known = {node.inputs[-1]: draw for node, draw in zip(nodes, draws, strict=True)}
     fills = [known.get(number) for _, number in plans.drawn]
-    for place in unread:
+    for place in unused_pairs:
         fills.insert(place, None)
     return tuple(fills) if any(fills) else ()

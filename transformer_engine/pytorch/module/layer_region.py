@@ -88,7 +88,7 @@ class LayerRegion(NamedTuple):
         """
         made = {part for part, _ in call.plans.writes_caches}
         known, begin = {*made, *call.plans.reads_caches}, 0
-        for i, (owner, slots) in enumerate(zip(owners, call.owners, strict=True)):
+        for i, (owner, slots) in enumerate(zip(owners, call.owner_slots, strict=True)):
             parts = getattr(owner, "LINEARS", None)  # None: it is an attention
             of = range(begin, begin + len(parts or ()))
             begin = of.stop

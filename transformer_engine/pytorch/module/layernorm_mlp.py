@@ -26,8 +26,9 @@ from transformer_engine.pytorch.module.parameters import (
 __all__ = ["ACTIVATIONS", "LayerNormMLP"]
 
 ACTIVATIONS = _core.activation_names()
-_obeying_activation = _core.obeying("activation")
 """Names of the activations; those that end in "glu" take two halves."""
+_obeying_activation = _core.obeying("activation")
+"""Runs the activation as the selected plug-ins do."""
 
 _CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 """Parameters of clamped_swiglu and their defaults."""

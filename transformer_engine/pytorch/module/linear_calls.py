@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of modules with linear layers: each is found by its key, or decided, planned and run.
 
-`LinearCalls._call` is the way of a call. One that was made before is found by its key (`_find_key`,
-see `call_key`) and run. Otherwise `_decide` promotes its tensors, finds the recipe and the state in
-force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
+`LinearCalls._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call that was
+kept by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the scaling
+state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
 """
 
 from abc import abstractmethod
@@ -84,7 +84,7 @@ class _BoundState(NamedTuple):
 
 
 class LinearCalls(Fp8Module):
-    """The way of a call of `linear_base.LinearBase`, which has the parameters."""
+    """How `linear_base.LinearBase`, which has the parameters, is called."""
 
     LINEARS: tuple[str, ...] = ("",)
     """Prefix of the attribute names of each linear layer's weight and bias."""
@@ -128,7 +128,7 @@ class LinearCalls(Fp8Module):
         """Operands of each part's forward GEMM, in high precision."""
         return [tensors.input.detach()]
 
-    # ---- the way of a call ---------------------------------------------------------------------
+    # ---- a call --------------------------------------------------------------------------------
 
     def _call(
         self, inp: Tensor, is_first_microbatch: bool | None, returns: LinearFlags | None = None
@@ -141,7 +141,7 @@ class LinearCalls(Fp8Module):
         if torch.compiler.is_compiling():
             return self._call_traced(inp, is_first_microbatch, returns)
         state = current_state()
-        own = self.__dict__  # a class with __getattr__ takes longer for each
+        own = self.__dict__  # in a class with __getattr__ an attribute takes longer
         if own.get("cache_weights"):
             is_first_microbatch = weight_cache.microbatch((self,), is_first_microbatch, state)
         recipe, region = state.recipe if state.enabled else None, None
@@ -180,7 +180,7 @@ class LinearCalls(Fp8Module):
     def _run_of(
         self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
     ) -> CallRun:
-        """A run of a call that was made before; `shared` are its caches and main gradients."""
+        """A run of a kept call; `shared` as of `_find_key`."""
         run = CallRun(bound.call, *shared)
         if region is None:
             run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
@@ -203,7 +203,8 @@ class LinearCalls(Fp8Module):
     ) -> None:
         """Take over what a run has made, and leave to checkpoints what its repetition needs.
 
-        `caches` are those of the run, `parts` what it computed with, where that is no parameter.
+        `caches` are those of the run; `parts` are the weights that it read, those of the module
+        where None.
         """
         repeats = region is not None and region.replay is not None
         kept = tuple([part for part, _ in call.plans.writes_caches])
@@ -258,7 +259,11 @@ class LinearCalls(Fp8Module):
         inp: Tensor,
         is_first_microbatch: bool | None,
     ) -> tuple[tuple | None, tuple, tuple]:
-        """Key of a call, its tensors, and what a run has of its own: caches and weights."""
+        """Key of a call, its tensors, and `caches` and `weights` of its run (see `ModuleCall`).
+
+        The last pair is "shared": the microbatches of a step read one cache, and add to one main
+        gradient of a weight.
+        """
         own, shared, forms = self.__dict__, ((), ()), ()
         if region is not None and custom_quantizers.calls_back(recipe):
             return None, (), shared
@@ -303,19 +308,20 @@ class LinearCalls(Fp8Module):
         region: Region | None = None,
         found: tuple[tuple | None, Sequence] = (None, ()),
     ) -> Any:
-        """Find out what applies to a call, keep that, and run it.
+        """Decide a call, keep it by its key, and run it.
 
-        `region` is what is in force, where the caller has asked: a checkpoint counts the questions.
-        `found` are the key to keep it by, None for a call that has none, and its caches.
+        `region` is that of the call if the caller has made it: `_region` takes an entry from the
+        frame of a checkpoint, so it is called once a call. `found` are the key, None for a call
+        without one, and the caches.
         """
         if region is None:
             region = self._region(traced)
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
-        tensors, owners = self._promote(inp, region.recipe, traced)
+        tensors, weights = self._promote(inp, region.recipe, traced)
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
-        call = self._prepare(tensors, region, is_first_microbatch, owners, returns)
+        call = self._prepare(tensors, region, is_first_microbatch, weights, returns)
         run = run_without_backward if call.plans.backward is None else run_call
         ran = None
         if not call.traced:
@@ -386,16 +392,20 @@ class LinearCalls(Fp8Module):
         tensors: CallTensors,
         region: Region,
         is_first_microbatch: bool | None,
-        owners: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
         returns: LinearFlags | None = None,
     ) -> ModuleCall:
-        """Choose the plans and bind them to the state in force; `owners` are the weights."""
+        """Choose the plans and bind them to the state in force.
+
+        `weights` are those of the module, one for each linear layer, before they were converted:
+        they have ``main_grad``.
+        """
         recipe = region.recipe
         inp, parts = tensors.input, tensors.parts
         flags, norm, behind = self._wanted(tensors, not region.exported)
-        for i, owner in enumerate(owners):
+        for i, weight in enumerate(weights):
             if flags[i].weight & _core.VALUE_GRADIENT:
-                goes = LinearFlags(weight=self._wgrad_flags(owner, is_first_microbatch))
+                goes = LinearFlags(weight=self._wgrad_flags(weight, is_first_microbatch))
                 flags[i] = flags[i].joined(goes)
         bound = None
         if recipe is not None:
@@ -409,13 +419,14 @@ class LinearCalls(Fp8Module):
             flags = [f.joined(tf32) for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
-        for (weights, biases), owner, f in zip(parts, owners, flags, strict=True):
+        for (converted_weights, biases), weight, f in zip(parts, weights, flags, strict=True):
             into_main = f.weight & _TO_MAIN_GRAD
-            dtype = weights[0].dtype
+            dtype = converted_weights[0].dtype
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
-            dtypes.append(owner.main_grad.dtype if into_main else dtype)
-        # Of a CustomRecipe the casts: another function may have the address of one that is gone.
+            dtypes.append(weight.main_grad.dtype if into_main else dtype)
+        # A CustomRecipe is identified by its casts: its repr has the addresses of functions, which
+        # later functions may have.
         identity = None if recipe is None else custom_quantizers.identity_of(recipe)
         recompute = self.checkpoint and behind[-1]
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
@@ -426,7 +437,7 @@ class LinearCalls(Fp8Module):
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
         functions = {
-            **custom_quantizers.functions_of(recipe, owners, parts),
+            **custom_quantizers.functions_of(recipe, weights, parts),
             **(self._stages or {}),
         }
         if functions or observer is not None:
@@ -440,9 +451,9 @@ class LinearCalls(Fp8Module):
             call.updates_backward = self._updates_backward(region, behind[-1])
             call.domain = (region.replay or region.state).domain
             returned = returns is not None and returns.input > 0
-            call.unread = plans.unread_of(casts, returned) if region.repeats else ()
+            call.unused_pairs = plans.unused_pairs(casts, returned) if region.repeats else ()
         if any(f.weight & (_TO_MAIN_GRAD | _core.VALUE_DEFER) for f in flags):
-            call.weights = owners
+            call.weights = weights
             call.queue = self._wgrads
         return call
 
@@ -475,17 +486,17 @@ class LinearCalls(Fp8Module):
         flags[0] = flags[0].joined(first)
         return flags, norm, behind
 
-    def _wgrad_flags(self, owner: Tensor, is_first_microbatch: bool | None) -> int:
-        """Where the weight gradient goes."""
+    def _wgrad_flags(self, weight: Tensor, is_first_microbatch: bool | None) -> int:
+        """Flags that say where the gradient of a weight goes."""
         flags = _core.VALUE_DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
-            main = main_grad_of(owner).dtype
+            main = main_grad_of(weight).dtype
             if main not in _MAIN_DTYPES:
                 raise TypeError(
                     f"{type(self).__name__}: main_grad is {main}, expected torch.float32, "
                     "torch.float16 or torch.bfloat16"
                 )
-            overwrite = is_first_microbatch or getattr(owner, "overwrite_main_grad", False)
+            overwrite = is_first_microbatch or getattr(weight, "overwrite_main_grad", False)
             flags |= _core.VALUE_OVERWRITE if overwrite else _core.VALUE_ACCUMULATE
         return flags
 
@@ -500,13 +511,13 @@ class LinearCalls(Fp8Module):
         if replay is not None:
             watched = dispatch_modes() > 0
             caches = weight_cache.caches_to_repeat(replay, count, watched)
-            ways = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
+            of_weights = [0 if cache is None else graphs.WEIGHT_CACHED for cache in caches]
             history = unread_history(replay)
             for part in replay.kept if watched else ():
-                ways[part] = _core.VALUE_KEEP_QUANTIZED
+                of_weights[part] = _core.VALUE_KEEP_QUANTIZED
             no_amax = replay.scales is not None and history is None
             common |= replay.measures | _core.LINEAR_NO_AMAX * no_amax
-            flags = tuple([LinearFlags(common, weight=way) for way in ways])
+            flags = tuple([LinearFlags(common, weight=of_weight) for of_weight in of_weights])
             return _BoundState(quantization, flags, replay.slots, (replay.scales, history), caches)
         slots = None
         if region.recipe.delayed():
@@ -526,10 +537,12 @@ class LinearCalls(Fp8Module):
             return _BoundState(quantization, flags, slots, _OF_SLOTS, (None,) * count)
         caches = weight_cache.held_caches(self, is_first_microbatch, tensors.parts, region.recipe)
         keeps = _core.VALUE_KEEP_QUANTIZED
-        ways = (keeps if cache is None else graphs.WEIGHT_CACHED for cache in caches)
-        casts = [q.weight.recipe not in _NOT_KEPT for q in quantization]
-        pairs = zip(ways, casts, strict=True)
-        flags = tuple(LinearFlags(common, weight=way * kept) for way, kept in pairs)
+        flags = tuple(
+            LinearFlags(common)
+            if q.weight.recipe in _NOT_KEPT
+            else LinearFlags(common, weight=keeps if cache is None else graphs.WEIGHT_CACHED)
+            for q, cache in zip(quantization, caches, strict=True)
+        )
         return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
 
     @constant_in_graphs

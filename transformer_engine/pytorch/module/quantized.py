@@ -79,13 +79,13 @@ def _usable_weights(
         from transformer_engine.pytorch.tensor.two_forms import joins
 
         recipe, quantization, part = how
-        called = quantization.weight.recipe == _core.RECIPE_EXTERNAL
+        in_python = quantization.weight.recipe == _core.RECIPE_EXTERNAL  # is its quantizer
         for weight in filter(is_quantized, weights):
             if not (
                 custom_quantizers.is_made_by(
                     weight, custom_quantizers.weight_quantizer(recipe, part)
                 )
-                if called
+                if in_python
                 else fits(weight, quantization)
             ):
                 raise RuntimeError(
@@ -93,7 +93,7 @@ def _usable_weights(
                     f"{weight._quantizer!r}, which {custom_quantizers.name_of(recipe)} does not "
                     "read: run it under the recipe of its quantized_model_init"
                 )
-        if not called and is_quantized(weights[0]):
+        if not in_python and is_quantized(weights[0]):
             if len(weights) == 1:
                 return weights
             if joins(weights):

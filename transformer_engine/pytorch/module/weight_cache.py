@@ -18,13 +18,14 @@ from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 
 class Microbatch(enum.Enum):
-    """Return ``is_first_microbatch`` where the program does not give it."""
+    """Value of ``is_first_microbatch`` that stands for one which the program has not given."""
 
     BY_ITSELF = enum.auto()
-    """The module keeps casts as long as another one would give the same bits."""
+    """The module has ``cache_weights``: it reads a cached weight where a new cast would have the
+    same bits. False as a bool, since it does not begin a step."""
 
     def __bool__(self) -> bool:
-        return False  # it begins no step
+        return False
 
 
 class Source(NamedTuple):
@@ -86,10 +87,10 @@ def held_caches(
 ) -> list[tuple | None]:
     """Of each part the quantized weight that a microbatch reads; None where it makes one.
 
-    `parts` are the `operands.LinearTensors` of a call of the module. False reads what is kept of
-    these weights, whatever delayed scaling's scales do meanwhile. One that caches weights by itself
-    reads what another cast would make to the same bits: not where scales have moved, and nothing of
-    weights that were made in inference mode, which do not tell when they change.
+    `parts` are the `operands.LinearTensors` of a call of the module. ``is_first_microbatch=False``
+    reads the cached weight, even if the scales of delayed scaling have changed since. A module with
+    ``cache_weights`` reads it only where a new cast would have the same bits: not after a change of
+    scales, and not of weights made in inference mode, which have no version that tells of changes.
     """
     delayed = recipe.delayed()
     if first_microbatch and (delayed or not module.cache_weights):

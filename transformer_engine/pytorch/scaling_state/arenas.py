@@ -86,7 +86,8 @@ class Chunk:
             # Row 0 accumulates, the newest finished step is the last row.
             self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
         self.used = [False] * SLOTS
-        self.look: tuple | None = None  # scales on their way to the host (see `scaling._look`)
+        # Scales while they are copied to the host (see `scaling._stop_measuring`).
+        self.arriving: tuple | None = None
 
     def take(self, count: int) -> int:
         """Reserve `count` consecutive slots; return the first, or -1."""
@@ -116,11 +117,11 @@ class Arena:
         self.group = group  # kept alive: the key has its id
         self.retired = False  # its ranks are others now: nothing is reduced, modules move out
         self.chunks: list[Chunk] = []
-        # Over several ranks: of each module its class and slots, as they were taken; what is known
-        # of the other ranks, and the reduction on its way (see `reduction`).
+        # Over several ranks: of each module its class and slots, as they were taken; the `Peers` of
+        # this rank, and the `Reduction` that was started and not waited for (see `reduction`).
         self.layout: list[str] = []
-        self.ties: Any = None
-        self.flight: Any = None
+        self.peers: Any = None
+        self.reduction: Any = None
 
     def take(self, count: int) -> tuple[Chunk, int]:
         """Reserve fresh consecutive slots (the rule's initial scale, history 0)."""
@@ -135,7 +136,7 @@ class Arena:
         with real_tensors():
             chunk.scale[first : first + count] = self.rule.initial
             chunk.history[:, first : first + count] = 0.0
-        chunk.look = None  # it shows what former owners of these slots had
+        chunk.arriving = None  # it shows what former owners of these slots had
         return chunk, first
 
     def give_back(self, chunk: Chunk, first: int, count: int) -> None:
@@ -170,7 +171,7 @@ def key_of(device: torch.device, rule: Rule, group: Any) -> tuple:
     return device, rule.identity, None if group is None else id(group), rank_count(rule, group)
 
 
-BOOKS = Lock()
+ARENAS_LOCK = Lock()
 """Guards the domains and their arenas."""
 _NUMBERS = itertools.count()
 _DOMAINS: "weakref.WeakSet[Domain]" = weakref.WeakSet()
@@ -185,7 +186,7 @@ no more than add to it."""
 def take(
     owner: Any, domain: Domain, key: tuple, rule: Rule, group: Any, counts: tuple[int, int]
 ) -> list[tuple[Chunk, int]]:
-    """Reserve slots in both directions for as long as `owner` lives; called under `BOOKS`.
+    """Reserve slots in both directions for as long as `owner` lives; called under `ARENAS_LOCK`.
 
     `owner.kind` is the class of the module that they are for.
 
@@ -213,7 +214,7 @@ def take(
     return taken
 
 
-@BOOKS.held
+@ARENAS_LOCK.held
 def _free_all() -> None:
     while _FREED:
         arena, *slots = _FREED.popleft()
@@ -230,17 +231,17 @@ def sweep() -> None:
 
 
 def own_domain(state: RegionState) -> Domain:
-    """Where state of modules goes that first run in a thread now."""
-    if state.domain.label < 0 <= state.label:  # dropped meanwhile, and maybe shared with others
+    """The domain for modules that first run in a thread now: a new one after `drop_arenas`."""
+    if state.domain.label < 0 <= state.label:  # dropped, and other threads may still have it
         state.domain, state.label = Domain(), -1
     return state.domain
 
 
-@BOOKS.held
+@ARENAS_LOCK.held
 def join(state: RegionState, other: Domain) -> None:
-    """Let a thread's updates touch a domain too, and those of the domain what the thread's touch.
+    """Join a thread's domain with another one: each update of either touches both from now on.
 
-    A thread that has run nothing takes the domain for its own.
+    A thread that has run nothing takes the other domain for its own.
     """
     one = own_domain(state)
     if other.label < 0:
@@ -259,10 +260,11 @@ def join(state: RegionState, other: Domain) -> None:
 
 
 def adopt(state: RegionState, other: Domain) -> None:
-    """`join` for a graph, where the thread has run nothing; otherwise they are joined already.
+    """`join` as a traced graph does it: for a thread that has run nothing.
 
-    The labels that are read become conditions of the graph: threads that have run nothing have one
-    in common. Domains themselves do not, where two are one.
+    Another thread's domain was joined while the graph was traced. The labels read here become
+    guards of the graph. Threads that have run nothing have the same label, -1; so have threads
+    whose domains were joined. Guards on the domains themselves would compile again for each thread.
     """
     label = other.label
     if state.label < 0:
@@ -270,14 +272,14 @@ def adopt(state: RegionState, other: Domain) -> None:
         state.domain, state.label = other, label
 
 
-@BOOKS.held
+@ARENAS_LOCK.held
 def all_domains() -> list[Domain]:
     """Every domain that has state, in the order of their numbers."""
     return sorted({*_DOMAINS, *_REDUCED}, key=Domain.order)
 
 
 def drop_arenas() -> None:
-    """Begin again without state and with each thread's domain for itself; under `BOOKS`."""
+    """Begin again without state and with each thread's domain for itself; under `ARENAS_LOCK`."""
     for domain in _DOMAINS:
         for arenas in domain.arenas.values():
             arenas.clear()

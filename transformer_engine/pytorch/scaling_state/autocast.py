@@ -96,8 +96,9 @@ def _refuse_generators(function: Any) -> None:
 
 
 _FIELDS = ("enabled", "calibrating", "recipe", "group", "owes_update", "depth", "region")
-"""Fields of its thread's state that a region sets. The last one is the region itself: one that is
-left before a region inside of it lets that one restore what it would have restored."""
+"""Fields of its thread's state that a region sets. `region` is the innermost region. Where an outer
+region is left before an inner one, `_core.Leaving` hands on the values that the outer one has
+saved: the inner one restores them when it is left."""
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -194,7 +195,7 @@ class autocast:  # noqa: N801 - the name that users know
                 recipe = get_default_recipe()
             if not traced:
                 arenas.own_domain(state)  # now: calls note it before one makes state
-                if reduction.FLYING:
+                if reduction.STARTED:
                     scaling.settle(state.domain)
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         depth = state.depth

@@ -2,8 +2,9 @@
 """Amaxes over ranks: reductions that an update starts, and whoever reads scales waits for.
 
 A rank that waited at the end of a region would stop a pipeline: the next stage can not end its
-region before it has what this one sends after its own. So the amaxes of a step leave row 0 of the
-histories for buffers on their way, and scales are made of them when something needs these.
+region before it has what this one sends after its own. So an update moves the amaxes of a step from
+row 0 of the histories to buffers, starts the all-reduce of these, and returns. Scales are made when
+something reads them, which waits for the all-reduce first.
 
 Ranks that differ in what their slots stand for would make wrong scales, and those that start other
 numbers of reductions would wait for ever. Before the first reduction of an arena they compare the
@@ -34,7 +35,7 @@ from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.scaling_state.arenas import SLOTS, Arena, Chunk
 from transformer_engine.pytorch.torchside.device import is_capturing
 
-FLYING: list[Arena] = []
+STARTED: list[Arena] = []
 """Arenas with a reduction that was started and not waited for, in the order of the starts."""
 
 _PARTS = 4
@@ -47,26 +48,26 @@ _NUMBERS: dict[tuple[str, str], int] = {}
 """By group and direction, how many arenas have been reduced over it."""
 
 
-class Part(NamedTuple):
-    """A chunk on its way."""
+class ChunkReduction(NamedTuple):
+    """The all-reduce of one chunk's amaxes."""
 
     chunk: Chunk
     buffer: Tensor  # its amaxes, then the digest as it is and negative
     work: Any  # of the collective
 
 
-class Flight:
-    """A reduction of the amaxes of an arena."""
+class Reduction:
+    """A reduction of the amaxes of an arena, which was started and maybe not waited for."""
 
     def __init__(self, first: bool) -> None:
         self.first = first  # of this arena: the layouts are being compared
-        self.parts: list[Part] = []
+        self.chunks: list[ChunkReduction] = []
 
 
-class _Later:
-    """Work of a collective that a thread starts, behind those that earlier ones start."""
+class _LaterWork:
+    """Work of a collective that a thread of its own starts, after the `former` one has started."""
 
-    def __init__(self, begin: Callable, device: torch.device, former: "_Later | None") -> None:
+    def __init__(self, begin: Callable, device: torch.device, former: "_LaterWork | None") -> None:
         self._begin, self._device, self._former = begin, device, former
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(device))
@@ -99,18 +100,18 @@ class _Later:
         self._work.wait()
 
 
-class _Own:
+class _Communicator:
     """A communicator of NCCL for the amaxes of a group that has none of its own yet."""
 
-    def __init__(self, ties: "Ties", device: torch.device) -> None:
-        kind = type(ties.backend)
+    def __init__(self, peers: "Peers", device: torch.device) -> None:
+        kind = type(peers.backend)
         options = kind.Options()
-        options._timeout = ties.limit
-        store = distributed.PrefixStore("transformer_engine/communicator", ties.store)
-        self._make = partial(kind, store, ties.rank, len(ties.ranks), options)
+        options._timeout = peers.limit
+        store = distributed.PrefixStore("transformer_engine/communicator", peers.store)
+        self._make = partial(kind, store, peers.rank, len(peers.ranks), options)
         self._device = device
         self._backend: Any = None
-        self._last: _Later | None = None
+        self._last: _LaterWork | None = None
         self._how = distributed.AllreduceOptions()
         self._how.reduceOp = distributed.ReduceOp.MAX
 
@@ -119,7 +120,7 @@ class _Own:
         if self._backend is not None and not (self._last and self._last.alive()):
             self._last = None
             return self._reduce(buffer)
-        self._last = _Later(partial(self._reduce, buffer), self._device, self._last)
+        self._last = _LaterWork(partial(self._reduce, buffer), self._device, self._last)
         return self._last
 
     def _reduce(self, buffer: Tensor) -> Any:
@@ -133,25 +134,26 @@ class _Own:
             self._backend.abort()
 
 
-_OWN: dict[tuple[Any, torch.device], _Own] = {}
-"""Communicators of ours, by process group and device."""
+_COMMUNICATORS: dict[tuple[Any, torch.device], _Communicator] = {}
+"""Those that were made, by process group and device."""
 
 
 @atexit.register
 def _close_all() -> None:
-    while _OWN:
-        _OWN.popitem()[1].close()
+    while _COMMUNICATORS:
+        _COMMUNICATORS.popitem()[1].close()
 
 
-def _own_of(ties: "Ties", device: torch.device) -> _Own:
-    """The communicator of ours for a group; those of groups that are no more are let go."""
-    for key in [key for key in _OWN if key[0] not in distributed.distributed_c10d._world.pg_map]:
-        _OWN.pop(key).close()
-    return _OWN.setdefault((ties.group, device), _Own(ties, device))
+def _communicator_of(peers: "Peers", device: torch.device) -> _Communicator:
+    """The communicator beside a group; those of groups that are no more are let go."""
+    groups = distributed.distributed_c10d._world.pg_map
+    for key in [key for key in _COMMUNICATORS if key[0] not in groups]:
+        _COMMUNICATORS.pop(key).close()
+    return _COMMUNICATORS.setdefault((peers.group, device), _Communicator(peers, device))
 
 
-class Ties:
-    """Knowledge of an arena over several ranks about the other ranks."""
+class Peers:
+    """What an arena over several ranks knows of the other ranks, and how it reaches them."""
 
     def __init__(self, arena: Arena) -> None:
         group = arena.group
@@ -167,8 +169,10 @@ class Ties:
         self.key = f"transformer_engine/amaxes/{arena.direction}/{number}"
         self.modules = 0  # of the layout that was posted
         self.digest: Tensor | None = None  # of that, as buffers carry it
-        self.look: tuple | None = None  # digests of all ranks on their way to the host
-        self.own: _Own | None = None  # reduces in place of the group
+        self.arriving: tuple | None = (
+            None  # digests of all ranks, while they are copied to the host
+        )
+        self.communicator: _Communicator | None = None  # reduces instead of the group's
 
     def post(self, arena: Arena) -> None:
         """Tell the others the layout, where it has changed; compare it with the first one."""
@@ -188,7 +192,7 @@ class Ties:
         connected = getattr(self.backend, "_is_initialized", lambda: True)()
         way = self.store.compare_set(f"{self.key}/way", "", "group" if connected else "own")
         if way == b"own":
-            self.own = _own_of(self, arena.device)
+            self.communicator = _communicator_of(self, arena.device)
         mine = full.hex()
         if self.store.compare_set(f"{self.key}/first", "", mine).decode() != mine:
             self.store.set(f"{self.key}/differ", text)
@@ -223,8 +227,8 @@ class Ties:
 
     def reduce(self, buffer: Tensor) -> Any:
         """Start an all-reduce of the largest values; returns its work."""
-        if self.own is not None:
-            return self.own.reduce(buffer)
+        if self.communicator is not None:
+            return self.communicator.reduce(buffer)
         most = distributed.ReduceOp.MAX
         return distributed.all_reduce(buffer, op=most, group=self.group, async_op=True)
 
@@ -247,91 +251,91 @@ def layout_text(arena: Arena) -> str:
 
 def start(arena: Arena) -> None:
     """Start the reduction of what an arena has recorded. RuntimeError where layouts differ."""
-    ties = arena.ties
-    if ties is None:
-        ties = arena.ties = Ties(arena)
+    peers = arena.peers
+    if peers is None:
+        peers = arena.peers = Peers(arena)
     captures = is_capturing(arena.device)
-    first = ties.modules == 0
+    first = peers.modules == 0
     if not captures:
-        ties.post(arena)
-        _look(arena)
-    digest = ties.digest
+        peers.post(arena)
+        _check_arrived(arena)
+    digest = peers.digest
     if digest is None:  # what was never reduced before a capture has no place for it
         digest = torch.zeros(2 * _PARTS, device=arena.device)
-    arena.flight = flight = Flight(first and not captures)
-    FLYING.append(arena)
+    arena.reduction = reduction = Reduction(first and not captures)
+    STARTED.append(arena)
     for chunk in list(arena.chunks):
         row = chunk.history[0]
         buffer = torch.cat((row, digest))
-        flight.parts.append(Part(chunk, buffer, ties.reduce(buffer)))
+        reduction.chunks.append(ChunkReduction(chunk, buffer, peers.reduce(buffer)))
         row.zero_()
-    if flight.first and ties.differ():
+    if reduction.first and peers.differ():
         _refuse(arena, "hold different modules")
 
 
-def flying(domain: Domain, ways: tuple[str, ...]) -> list[Arena]:
-    """Arenas that are updated with a domain, in some directions, and have not landed."""
-    return [a for a in FLYING if a.domain in domain.joined and a.direction in ways]
+def started(domain: Domain, directions: tuple[str, ...]) -> list[Arena]:
+    """Arenas that are updated with a domain, in some directions, and have a reduction started."""
+    return [a for a in STARTED if a.domain in domain.joined and a.direction in directions]
 
 
-def land(arena: Arena) -> Flight | None:
+def finish(arena: Arena) -> Reduction | None:
     """Wait for a reduction, and put what it found into row 0 of the histories.
 
     None where another thread has done so meanwhile. RuntimeError where it failed, or the ranks do
     not agree.
     """
-    flight = arena.flight
-    if flight is None:
+    reduction = arena.reduction
+    if reduction is None:
         return None
     try:
-        alike = not flight.first or arena.ties.compare()
-        for part in flight.parts if alike else ():
-            part.work.wait()
+        alike = not reduction.first or arena.peers.compare()
+        for chunk in reduction.chunks if alike else ():
+            chunk.work.wait()
     except RuntimeError as error:
         _refuse(arena, f"did not all reduce their amaxes ({error})", error)
     if not alike:
         _refuse(arena, "hold different modules")
     with torch.no_grad():
-        for chunk, buffer, _ in flight.parts:
+        for chunk, buffer, _ in reduction.chunks:
             row = chunk.history[0]
             torch.maximum(row, buffer[:SLOTS], out=row)
-            _keep(arena, buffer)
-    return flight
+            _take_digests(arena, buffer)
+    return reduction
 
 
-def took_off(arena: Arena, flight: Flight) -> bool:
-    """Forget a reduction; whether it was this one, and nobody had."""
-    if arena.flight is not flight:
+def forget(arena: Arena, reduction: Reduction) -> bool:
+    """Take a reduction off its arena; False where another thread has done so."""
+    if arena.reduction is not reduction:
         return False
-    arena.flight = None
+    arena.reduction = None
     with contextlib.suppress(ValueError):
-        FLYING.remove(arena)
+        STARTED.remove(arena)
     return True
 
 
 def drop_all() -> None:
     """Forget all reductions, which other ranks may wait for; nobody reads what they find."""
-    for arena in list(FLYING):
-        arena.flight = None
-    FLYING.clear()
+    for arena in list(STARTED):
+        arena.reduction = None
+    STARTED.clear()
 
 
-def _keep(arena: Arena, buffer: Tensor) -> None:
-    """Look at the digests of all ranks; those of a GPU are on their way to the host first."""
+def _take_digests(arena: Arena, buffer: Tensor) -> None:
+    """Check the digests of all ranks; those of a GPU are copied to the host for a later check."""
     digests = buffer[SLOTS:]
     if not buffer.is_cuda:
         _check(arena, digests)
     elif not is_capturing(arena.device):
         buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        arena.ties.look = copy_of(digests)
+        arena.peers.arriving = copy_of(digests)
 
 
-def _look(arena: Arena) -> None:
-    """Look at digests that have arrived on the host; never waits."""
-    look = arena.ties.look
-    if look is not None and look[1].query():
-        arena.ties.look = None
-        _check(arena, look[0])
+def _check_arrived(arena: Arena) -> None:
+    """Check the digests of an earlier reduction, if their copy on the host is complete."""
+    arriving = arena.peers.arriving
+    if arriving is not None and arriving[1].query():
+        arena.peers.arriving = None
+        _check(arena, arriving[0])
 
 
 def _check(arena: Arena, digests: Tensor) -> None:
@@ -341,11 +345,11 @@ def _check(arena: Arena, digests: Tensor) -> None:
 
 
 def _refuse(arena: Arena, what: str, cause: BaseException | None = None) -> NoReturn:
-    for other in flying(arena.domain, ("forward", "backward")):
-        took_off(other, other.flight)
-    layouts = "; ".join(arena.ties.layouts())
+    for other in started(arena.domain, ("forward", "backward")):
+        forget(other, other.reduction)
+    layouts = "; ".join(arena.peers.layouts())
     raise RuntimeError(
-        f"amax_reduction_group: the ranks {arena.ties.ranks} of the group that delayed scaling "
+        f"amax_reduction_group: the ranks {arena.peers.ranks} of the group that delayed scaling "
         f"reduces amaxes over {what}. This is the reduction of {layout_text(arena)}. Layouts: "
         f"{layouts}. Ranks of such a group run the same modules in the same order, in as many "
         "regions and backwards: give autocast an amax_reduction_group of ranks that do (in a "
@@ -354,7 +358,7 @@ def _refuse(arena: Arena, what: str, cause: BaseException | None = None) -> NoRe
 
 
 def copy_of(values: Tensor) -> tuple[Tensor, "torch.cuda.Event"]:
-    """A copy on its way to the host, and what tells that it is there."""
+    """A copy on the host that is being made, and the event that tells when it is complete."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     event = torch.cuda.Event()

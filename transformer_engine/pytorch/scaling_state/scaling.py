@@ -21,7 +21,7 @@ from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import Domain, current_state
 from transformer_engine.pytorch.scaling_state import reduction
 from transformer_engine.pytorch.scaling_state.arenas import (
-    BOOKS,
+    ARENAS_LOCK,
     DIRECTIONS,
     SLOTS,
     Arena,
@@ -98,7 +98,7 @@ class Slots:
             self.kept[self.key] = self
         _Program.length = rule.length
 
-    @BOOKS.held
+    @ARENAS_LOCK.held
     def _take(self, rule: Rule) -> None:
         """Keep the whole chunks, and the first slot in each."""
         forward, backward = take(self, self.domain, self.key, rule, self.group, self.counts)
@@ -115,10 +115,10 @@ class Slots:
             return self.forward_scale, self.forward_history, self.forward_slot
         return self.backward_scale, self.backward_history, self.backward_slot
 
-    def settle(self, *ways: str) -> None:
-        """Have the scales of some directions, or of both, made that a reduction is due for."""
-        if reduction.FLYING:
-            settle(self.domain, *ways)
+    def settle(self, *directions: str) -> None:
+        """`settle` of the domain; of both directions where none is named."""
+        if reduction.STARTED:
+            settle(self.domain, *directions)
 
     def views(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The state, not copied: direction -> (scale[n], history[length, n])."""
@@ -133,8 +133,8 @@ class Slots:
     def values(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Copies of `views`, contiguous; scale 1 where nothing was recorded, whatever the rule."""
         return {
-            way: (torch.where(scale == 0.0, 1.0, scale), rows.clone())
-            for way, (scale, rows) in self.views().items()
+            direction: (torch.where(scale == 0.0, 1.0, scale), rows.clone())
+            for direction, (scale, rows) in self.views().items()
         }
 
     def fits(self, values: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -159,7 +159,7 @@ class Slots:
                 history[rows:] = 0.0
         if self.initial == 0.0:  # some may be unknown again
             for chunk in self._chunks:
-                chunk.look = None
+                chunk.arriving = None
             self.measures = sum(_MEASURES.values())
             self.changed()
 
@@ -171,12 +171,12 @@ class _Program:
     """State of the whole program, until `reset`."""
 
     length: int | None = None
-    """Rows of the histories of the newest slots: it runs delayed scaling since they were made."""
+    """Rows of the histories of the newest slots; None: delayed scaling has not run yet."""
     warned = False
     """It was told of `warn_of_fresh_scales`."""
-    at_once = False
-    """It has graphs that make scales: what it starts to reduce it waits for at once, since graphs
-    read scales without asking for them."""
+    waits_at_once = False
+    """It has graphs that make scales, and graphs read scales without calling `settle`: so each
+    reduction is waited for where it is started."""
     switches: ClassVar[set[tuple[str, str]]] = set()
     """Pairs of recipes of which it was told by `warn_of_switch`."""
 
@@ -200,7 +200,7 @@ class BlankSlots:
         self.forward_history = make(rule.length, SLOTS)
         self.backward_history = make(rule.length, SLOTS)
 
-    def settle(self, *ways: str) -> None:
+    def settle(self, *directions: str) -> None:
         """Nothing: no rank shares them."""
 
 
@@ -360,24 +360,24 @@ def update(direction: str, domain: Domain) -> None:
     _update_all(direction, domain.joined)
 
 
-def settle(domain: Domain, *ways: str) -> None:
-    """Make the scales of a domain that are due: wait for the reductions that updates have started.
+def settle(domain: Domain, *directions: str) -> None:
+    """Wait for the reductions that updates of a domain have started, and make its scales of them.
 
-    `ways` are the directions that are about to be read, both where none is named. Nothing while a
-    graph is traced. RuntimeError where the ranks do not agree on what they reduce.
+    `directions` are those whose scales are about to be read, both where none is named. Nothing
+    while a graph is traced. RuntimeError where the ranks do not agree on what they reduce.
     """
-    if torch.compiler.is_compiling() or not reduction.FLYING:
+    if torch.compiler.is_compiling() or not reduction.STARTED:
         return
-    for arena in reduction.flying(domain, ways or DIRECTIONS):
+    for arena in reduction.started(domain, directions or DIRECTIONS):
         with outside_capture(arena.device):
-            _land(arena)
+            _finish(arena)
 
 
-def _land(arena: Arena) -> None:
+def _finish(arena: Arena) -> None:
     with real_tensors():
-        flight = reduction.land(arena)  # no lock is held: threads wait for other ranks' threads
-        if flight is not None:
-            _update_landed(arena, flight)
+        found = reduction.finish(arena)  # no lock is held: threads wait for other ranks' threads
+        if found is not None:
+            _update_reduced(arena, found)
 
 
 def update_now(direction: str) -> None:
@@ -410,18 +410,18 @@ def _update_all(direction: str, domains: list[Domain]) -> None:
     _update_alone([arena for arena in arenas if arena not in started])
     plan_ops.scaling_updates(made=True)  # those of torch operations too
     if any(is_capturing(arena.device) for arena in started):
-        _Program.at_once = True
-    if _Program.at_once:
+        _Program.waits_at_once = True
+    if _Program.waits_at_once:
         for arena in started:
-            _land(arena)
+            _finish(arena)
 
 
 @constant_in_graphs
 def _note_traced() -> None:
     _TRACED.last = compilation()
-    _Program.at_once = True
-    for arena in reduction.flying(current_state().domain, DIRECTIONS):
-        _land(arena)
+    _Program.waits_at_once = True
+    for arena in reduction.started(current_state().domain, DIRECTIONS):
+        _finish(arena)
 
 
 def is_traced() -> bool:
@@ -447,38 +447,40 @@ def _update(arenas: list[Arena]) -> None:
             else:
                 _update_with_torch(arena, chunk)
             if rule.initial == 0.0 and not torch.compiler.is_compiling():
-                _look(arena, chunk)
+                _stop_measuring(arena, chunk)
 
 
 _MEASURES = {"forward": _core.LINEAR_MEASURE_OPERANDS, "backward": _core.LINEAR_MEASURE_GRAD}
-"""Flags of the casts of each direction."""
+"""The flag by which the casts of a direction measure first."""
 _CAST = {"forward": (3, (0, 1)), "backward": (2, (0,))}
-"""Slots of a linear layer, and those of them that it casts with."""
+"""Of each direction how many slots a linear layer has, and the numbers of those that its operands
+are cast with. The last one is for a result that is returned quantized."""
 
 
 def _nothing() -> None:
     pass
 
 
-def _look(arena: Arena, chunk: Chunk) -> None:
-    """Let casts of modules all of whose slots have recorded an amax do without measuring.
+def _stop_measuring(arena: Arena, chunk: Chunk) -> None:
+    """Take the measuring flags off modules all of whose slots have recorded an amax.
 
-    The scales decide on the device, so it is the same when the host learns of it. It does not wait:
-    it looks at what a copy of an earlier update has brought.
+    Whether a cast measures is decided on the device, by its scale, so it does not matter when the
+    host learns that no slot needs it. On a GPU this reads the copy that an earlier update has
+    started, and does not wait.
     """
     flag = _MEASURES[arena.direction]
     handles = [h for h in list(_HANDLES) if h.measures & flag and h.key == arena.key]
     handles = [h for h in handles if h.chunk(arena.direction)[0] is chunk.scale]
     if not handles:
-        chunk.look = None
+        chunk.arriving = None
         return
     scales = chunk.scale
     if scales.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return
-        if chunk.look is not None and not chunk.look[1].query():
+        if chunk.arriving is not None and not chunk.arriving[1].query():
             return
-        former, chunk.look = chunk.look, reduction.copy_of(chunk.scale)
+        former, chunk.arriving = chunk.arriving, reduction.copy_of(chunk.scale)
         scales = None if former is None else former[0]
     if scales is None:
         return
@@ -496,9 +498,9 @@ _update_alone = _UPDATING.held(_update)
 
 
 @_UPDATING.held
-def _update_landed(arena: Arena, flight: reduction.Flight) -> None:
+def _update_reduced(arena: Arena, found: reduction.Reduction) -> None:
     """Update an arena whose amaxes are reduced, unless another thread has."""
-    if reduction.took_off(arena, flight):
+    if reduction.forget(arena, found):
         _update([arena])
         plan_ops.scaling_updates(made=True)
 
@@ -518,12 +520,12 @@ def _forget_devices() -> None:
 os.register_at_fork(after_in_child=_forget_devices)
 
 
-@BOOKS.held
+@ARENAS_LOCK.held
 def reset() -> None:
     """Drop the state of every module; each starts again from scale 1 at its next FP8 forward."""
     for handle in list(_HANDLES):
         handle.live = handle.current = False
     reduction.drop_all()
     drop_arenas()
-    _Program.length, _Program.warned, _Program.at_once = None, False, False
+    _Program.length, _Program.warned, _Program.waits_at_once = None, False, False
     _Program.switches.clear()
