@@ -16,6 +16,7 @@ from pytorch.layer_ways import (
 )
 from tols import BF16
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -34,17 +35,13 @@ def region(recipe):
 
 
 class Graphs:
-    """A backend that runs graphs as they are, and lists the operators of this library in them.
+    """A backend that runs graphs as they are, and lists the operators of this library in them."""
 
-    Options are those of `aot_autograd`.
-    """
-
-    def __init__(self, **options):
+    def __init__(self):
         self.forward, self.backward = [], []
         self.backend = aot_autograd(
             fw_compiler=lambda graph, _: self._note(graph, self.forward),
             bw_compiler=lambda graph, _: self._note(graph, self.backward),
-            **options,
         )
 
     def compile(self, function, **options):
@@ -84,6 +81,39 @@ def watches_frozen_parameters():
     module.requires_grad_(False)
     compiled(torch.ones(1, 1))
     return unique_graphs() > before
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin() * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2.0
+
+
+def repeats_functions_of_autograd():
+    """Whether a checkpoint in a graph of this torch repeats what a function of autograd runs.
+
+    Before version 2.12 or 2.13 it saves that: torch loses the mark of what is to be repeated.
+    """
+    marked = []
+
+    def note(graph, _):
+        marked.extend(
+            node.meta.get("recompute") is not None
+            for node in graph.graph.nodes
+            if node.target is torch.ops.aten.sin.default
+        )
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        lambda x: checkpoint(_Doubled.apply, x, use_reentrant=False),
+        backend=aot_autograd(fw_compiler=note),
+    )
+    compiled(torch.ones(1, requires_grad=True))
+    return marked == [True]
 
 
 def model_of(count, device="cpu", **options):

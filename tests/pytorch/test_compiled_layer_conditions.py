@@ -6,13 +6,13 @@ import copy
 import pytest
 import torch
 import torch._dynamo.utils
-from functorch.compile import min_cut_rematerialization_partition
 from pytorch.compiled_layers import (
     RECIPES,
     Graphs,
     both_ways,
     model_of,
     region,
+    repeats_functions_of_autograd,
     unique_graphs,
     watches_frozen_parameters,
 )
@@ -369,10 +369,9 @@ def test_a_checkpoint_around_a_compiled_layer(recipe):
 
 
 def test_a_checkpoint_inside_of_a_graph():
-    """The backward has the operators of the forward once more."""
-    # Of torch 2.11's partitions, the one of Inductor alone repeats what a checkpoint has marked.
-    graphs = Graphs(partition_fn=min_cut_rematerialization_partition)
-    model = model_of(1, hidden_dropout=0.3, **FUSED)
+    """The backward has the operators of the forward once more, where torch repeats such ones."""
+    repeated = repeats_functions_of_autograd()
+    graphs, model = Graphs(), model_of(1, hidden_dropout=0.3, **FUSED)
 
     def checkpointed(own):
         def function(x):
@@ -382,7 +381,7 @@ def test_a_checkpoint_inside_of_a_graph():
 
     results = both_ways(model, checkpointed, RECIPES["none"])
     assert_same_bits(*results)
-    assert graphs.plans() == ([1], [2])
+    assert graphs.plans() == ([1], [1 + repeated])
 
 
 def test_tensors_of_a_call():

@@ -162,7 +162,7 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
         if versions is None or versions != self._seen:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
             lost = self._values.is_inference() and not torch.is_inference_mode_enabled()
-            if lost or is_traced_or_faked():
+            if lost or is_traced_or_faked(values):
                 self._values = values  # those before can not be written to
             else:
                 self._values.copy_(values)
@@ -179,7 +179,7 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
 def _versions_of(tensor: Any) -> tuple | None:
     """Version of the data of a quantized tensor; None: it does not tell."""
     tensors = [part for part in tensor.get_data_tensors() if part is not None]
-    if is_traced_or_faked():
+    if is_traced_or_faked(*tensors):
         return tuple(tensor._counted_writes())
     if any(part.is_inference() for part in tensors):
         return None

@@ -334,9 +334,13 @@ def faking() -> bool:
     return dispatch_modes() > 0 and _mode_of_kind(_FAKE) is not None
 
 
-def is_traced_or_faked() -> bool:
-    """Return whether what runs now is part of a graph that is being traced, or makes no values."""
-    return torch.compiler.is_compiling() or faking()
+def is_traced_or_faked(*tensors: Tensor) -> bool:
+    """Return whether what runs now is part of a graph that is being traced, or makes no values.
+
+    Or whether it reads fake ones of `tensors`: torch 2.11 does so outside of the mode they are of.
+    """
+    fake = any([isinstance(tensor, FakeTensor) for tensor in tensors])
+    return fake or torch.compiler.is_compiling() or faking()
 
 
 def compilation() -> CompileContext | None:
