@@ -401,3 +401,42 @@ def test_tensors_of_a_call():
         results = both_ways(model, compiled, RECIPES["none"], call=given)
         assert_same_bits(*results, name)
         assert graphs.plans()[0] == [1], name
+
+
+AFTER_ERRORS = {
+    "linear": lambda: te.Linear(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu"),
+    "mlp": lambda: te.LayerNormMLP(HIDDEN, HIDDEN, params_dtype=BF16, device="cpu"),
+    "attention": lambda: te.MultiheadAttention(
+        HIDDEN, HEADS, attention_dropout=0.0, params_dtype=BF16, device="cpu"
+    ),
+    "layer": lambda: make_layer("cpu", BF16),
+}
+
+
+# The compiler looks at the attribute of every input.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", AFTER_ERRORS)
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+def test_right_calls_after_a_wrong_one(kind, recipe):
+    """Without ``fullgraph`` torch goes on in eager mode: with its bits, and in no part of it."""
+    module = AFTER_ERRORS[kind]()
+    twin = copy.deepcopy(module)
+    right = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
+    wrong = torch.randn(LENGTH, BATCH, HIDDEN + 16, dtype=BF16)
+    results = []
+    for own, run in ((twin, twin), (module, torch.compile(module, backend="aot_eager"))):
+        te.reset()
+        found = []
+        for x in (right, wrong, right, right, wrong, right):
+            own.zero_grad()
+            given = x.clone().requires_grad_()
+            with region(RECIPES[recipe]()):
+                if x is wrong:
+                    with pytest.raises(ValueError, match="expected"):
+                        run(given)
+                    continue
+                out = run(given)
+            out.square().sum().backward()
+            found.append([out.detach(), given.grad, *(p.grad for p in own.parameters())])
+        results.append([found, states_of(own)])
+    assert_same_bits(*results)

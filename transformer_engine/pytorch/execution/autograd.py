@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.overrides import of_forward
+from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
 from transformer_engine.pytorch.torchside.modes import (
     exporting,
     forward_gradients,
@@ -89,6 +90,7 @@ class _EagerFunction(_PlanFunction):
     """
 
     @staticmethod
+    @begins_no_graph
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
         scope = _core.selected()
         if scope is None or graph_task() == -1:
@@ -118,6 +120,7 @@ class _SeveralFunction(_EagerFunction):
     """A call of several results, which is told of which of them there is no gradient: None."""
 
     @staticmethod
+    @begins_no_graph
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         return _EagerFunction.forward(ctx, call, *tensors)

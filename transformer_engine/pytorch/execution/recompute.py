@@ -49,6 +49,7 @@ from transformer_engine.common.contexts import Context, active
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.execution.thread_state import current_state, in_region
+from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
 from transformer_engine.pytorch.torchside.modes import graph_task, top_saved_hooks
 
 _QUEUE = Queue()
@@ -146,6 +147,7 @@ _own_depth = _Depth()
 """Checkpoints of this package that this thread is inside of."""
 
 
+@begins_no_graph
 def may_concern(gradients: bool, fp8: bool) -> bool:
     """Tell whether a checkpoint may record or repeat a module call; cheap, and true where one does.
 

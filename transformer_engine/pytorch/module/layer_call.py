@@ -43,6 +43,7 @@ from transformer_engine.pytorch.module.weight_cache import (
     reads,
 )
 from transformer_engine.pytorch.scaling_state.scaling import Slots
+from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
@@ -166,6 +167,7 @@ class LayerCalls:
                 return False
         return only_forwards(*self._all)
 
+    @begins_no_graph
     def run(self, layer: Any, inp: Tensor, options: tuple) -> Any:
         """Run the layer as one call: the results of its graph.
 

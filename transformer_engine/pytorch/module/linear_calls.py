@@ -50,7 +50,7 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import prepare_device
-from transformer_engine.pytorch.torchside.graph_breaks import Outside
+from transformer_engine.pytorch.torchside.graph_breaks import Outside, begins_no_graph
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
     constant_in_graphs,
@@ -177,6 +177,7 @@ class LinearCalls(Fp8Module):
             self._finish(call, run.updates_backward, state, region, shared[0])
         return out
 
+    @begins_no_graph
     def _run_of(
         self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
     ) -> CallRun:
@@ -192,6 +193,7 @@ class LinearCalls(Fp8Module):
             run.scales, run.unread_history = replay.scales, unread_history(replay)
         return run
 
+    @begins_no_graph
     def _finish(
         self,
         call: ModuleCall,
@@ -251,6 +253,7 @@ class LinearCalls(Fp8Module):
             return "is_first_microbatch"
         return ""
 
+    @begins_no_graph
     def _find_key(
         self,
         state: RegionState,
@@ -299,6 +302,7 @@ class LinearCalls(Fp8Module):
         places = tuple(None if t is None else (self._parameters, name) for name, t in pairs)
         self._present, self._quantized_parameters = quantized.apart(places) if own else (None, ())
 
+    @begins_no_graph
     def _decide(
         self,
         inp: Tensor,
