@@ -116,7 +116,7 @@ def test_a_lock_is_exclusive_and_reentrant():
 def region_state():
     """Everything that contexts of this thread set."""
     now = thread_state.current_state()
-    fields = ("enabled", "calibrating", "recipe", "group", "depth", "first", "quantized_init")
+    fields = ("enabled", "calibrating", "recipe", "group", "depth", "owes_update", "quantized_init")
     kept = tuple(getattr(now, name) for name in fields)
     phase = (recompute._phase.enabled, recompute._phase.repeats, recompute._eager.runs)
     return (now, *kept, *phase, recompute._own_depth.value)
@@ -332,7 +332,9 @@ def step(layer, x):
         return layer(x)
 
 
-@pytest.mark.parametrize("lock", [scaling._UPDATING, arenas.ARENAS_LOCK], ids=["updating", "arenas"])
+@pytest.mark.parametrize(
+    "lock", [scaling._UPDATING, arenas.ARENAS_LOCK], ids=["updating", "arenas"]
+)
 def test_a_fork_while_another_thread_holds_a_lock(lock):
     layer = te.Linear(16, 16, device="cpu")
     x = torch.randn(16, 16)
