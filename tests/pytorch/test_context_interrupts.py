@@ -102,7 +102,7 @@ def torch_state():
 def own_state():
     """What contexts set of this package."""
     now = thread_state.current_state()
-    fields = ("enabled", "calibrating", "recipe", "group", "depth", "first", "quantized_init")
+    fields = ("enabled", "calibrating", "recipe", "group", "depth", "owes_update", "quantized_init")
     phase = recompute._phase.enabled, recompute._phase.repeats, recompute._phase.queued
     hooks = [
         [len(m._forward_hooks), len(m._forward_pre_hooks), m.__dict__.get("_observer")]
