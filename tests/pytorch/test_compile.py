@@ -383,7 +383,7 @@ def test_a_plan_of_more_results_than_any_module_has():
         flags = _core.VALUE_RESULT | _core.VALUE_LEADING
         y = graph.value(f"output_{number}", code, shape, flags)
         norm = Norm(_core.NORM_RMSNORM, code, 10.0 ** -(number % 4))
-        graph.add_norm(norm, (x, -1, -1), y, 0)
+        graph.add_norm(norm, (x, -1, -1), y)
     plan = graph.make(_core.DIRECTION_FORWARD)
     inp = torch.randn(6, WIDTH)
 

@@ -10,7 +10,7 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.common.graphs import CallSpec, LinearSpec
+from transformer_engine.common.graphs import CallSpec, LinearFlags, LinearSpec
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import call_plans
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -91,7 +91,7 @@ def test_unknown_stage_and_missing_function(device):
         16,
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
-        0,
+        LinearFlags(weight=_core.VALUE_PARAMETER),
         external=external_steps({"gemm_output": None})[0],
     )
     plan = call_plans(CallSpec((spec,))).forward
@@ -114,7 +114,7 @@ def _gather(device, seed):
         48,
         *[_core.DTYPE_F32] * 5,
         quantization_of(DelayedScaling()),
-        0,
+        LinearFlags(weight=_core.VALUE_PARAMETER),
         external=external_steps({"gather_input": None})[0],
         gather=world,
     )
@@ -150,7 +150,13 @@ def test_gather_between_quantize_and_gemm_equals_one_process(seed):
         group.close()
     x, w, scale = _gather_problem(seed)
     history = torch.zeros(4, 256)
-    spec = LinearSpec(32, 48, *[_core.DTYPE_F32] * 5, quantization_of(DelayedScaling()), 0)
+    spec = LinearSpec(
+        32,
+        48,
+        *[_core.DTYPE_F32] * 5,
+        quantization_of(DelayedScaling()),
+        LinearFlags(weight=_core.VALUE_PARAMETER),
+    )
     plan = call_plans(CallSpec((spec,))).forward
     expected, _ = _core.run(plan.native, 0, 0, x, w, scale, history)
     for out, amax in results:
