@@ -19,9 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    Float8CurrentScaling,
-)
+from transformer_engine.common.recipe import Float8CurrentScaling
 
 RECIPES = {
     **EVERY_RECIPE,

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.main_gradients import dummy_grad, main_grad_of
 from transformer_engine.pytorch.scaling_state import reduction, scaling
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
@@ -225,7 +226,7 @@ class ModuleCall:
         if plans.returned_grad:
             found[0] = quantized.returned(self, results, plans.returned_grad, gradient=True)
         for i, place in main:
-            found[place] = _dummy_grad(weights[i])
+            found[place] = dummy_grad(weights[i])
         for split in self.splits:
             found = split.spread(found)
         return None, *found
@@ -374,27 +375,3 @@ class CallRun:
             return found
         begin, end = self.call.first_module
         return tuple([g if i == 1 or begin <= i < end else None for i, g in enumerate(found)])
-
-
-def main_grad_of(weight: Parameter) -> Tensor:
-    """``weight.main_grad``; RuntimeError where there is none."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        raise RuntimeError(
-            "fuse_wgrad_accumulation=True, but the weight has no main_grad: assign a "
-            f"tensor of shape {tuple(weight.shape)} to weight.main_grad before the forward"
-        )
-    return main_grad
-
-
-def _dummy_grad(weight: Parameter) -> Tensor | None:
-    """Return the gradient for autograd where the real one went to main_grad.
-
-    A weight that has ``grad_added_to_main_grad`` belongs to a framework that counts gradient hooks:
-    it is told, and gets a tensor so that the hooks run.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype, device=weight.device)

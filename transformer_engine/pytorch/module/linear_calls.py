@@ -31,7 +31,7 @@ from transformer_engine.pytorch.execution.thread_state import RegionState, curre
 from transformer_engine.pytorch.module import custom_quantizers, quantized, weight_cache
 from transformer_engine.pytorch.module.base import Fp8Module, Region
 from transformer_engine.pytorch.module.calibration import record_amaxes
-from transformer_engine.pytorch.module.call import CallRun, LastCall, ModuleCall, main_grad_of
+from transformer_engine.pytorch.module.call import CallRun, LastCall, ModuleCall
 from transformer_engine.pytorch.module.call_key import (
     KeptCall,
     call_key,
@@ -40,6 +40,7 @@ from transformer_engine.pytorch.module.call_key import (
     key_of_quantized,
 )
 from transformer_engine.pytorch.module.joined import SplitTensors
+from transformer_engine.pytorch.module.main_gradients import TO_MAIN_GRAD, flag_of
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
     LinearTensors,
@@ -59,11 +60,6 @@ from transformer_engine.pytorch.torchside.modes import (
     forward_gradients,
     without_memory,
 )
-
-_MAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-_TO_MAIN_GRAD = _core.VALUE_ACCUMULATE | _core.VALUE_OVERWRITE
-"""Flags of a weight whose gradient goes to its ``main_grad``."""
 
 _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
@@ -424,7 +420,7 @@ class LinearCalls(Fp8Module):
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
         for (converted_weights, biases), weight, f in zip(parts, weights, flags, strict=True):
-            into_main = f.weight & _TO_MAIN_GRAD
+            into_main = f.weight & TO_MAIN_GRAD
             dtype = converted_weights[0].dtype
             dtypes.append(dtype)
             dtypes.append(biases[0].dtype if biases else dtype)
@@ -456,7 +452,7 @@ class LinearCalls(Fp8Module):
             call.domain = (region.replay or region.state).domain
             returned = returns is not None and returns.input > 0
             call.unused_pairs = plans.unused_pairs(casts, returned) if region.repeats else ()
-        if any(f.weight & (_TO_MAIN_GRAD | _core.VALUE_DEFER) for f in flags):
+        if any(f.weight & (TO_MAIN_GRAD | _core.VALUE_DEFER) for f in flags):
             call.weights = weights
             call.queue = self._wgrads
         return call
@@ -494,14 +490,7 @@ class LinearCalls(Fp8Module):
         """Flags that say where the gradient of a weight goes."""
         flags = _core.VALUE_DEFER if self.delay_wgrad_compute else 0
         if self.fuse_wgrad_accumulation:
-            main = main_grad_of(weight).dtype
-            if main not in _MAIN_DTYPES:
-                raise TypeError(
-                    f"{type(self).__name__}: main_grad is {main}, expected torch.float32, "
-                    "torch.float16 or torch.bfloat16"
-                )
-            overwrite = is_first_microbatch or getattr(weight, "overwrite_main_grad", False)
-            flags |= _core.VALUE_OVERWRITE if overwrite else _core.VALUE_ACCUMULATE
+            flags |= flag_of(type(self).__name__, weight, is_first_microbatch)
         return flags
 
     def _bind_state(

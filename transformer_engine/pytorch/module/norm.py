@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import (
-    Norm,
-)
+from transformer_engine.common.graphs import Norm
 from transformer_engine.common.plans import CallPlans, norm_plans
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import (
