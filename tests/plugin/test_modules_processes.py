@@ -65,6 +65,43 @@ def test_threads_that_come_while_plug_ins_are_looked_for():
     )
 
 
+def test_a_thread_that_comes_while_another_imports_the_policy():
+    """It waits until that module is whole, and asks it then."""
+    run("""
+    import threading
+    from importlib.machinery import PathFinder
+    name = "transformer_engine.plugin.core.policy"
+    entered, asked = threading.Event(), threading.Event()
+
+    class Slowly:
+        @staticmethod
+        def find_spec(wanted, path=None, target=None):
+            if wanted != name:
+                return None
+            spec = PathFinder.find_spec(wanted, path)
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                entered.set()
+                asked.wait(1)  # the other thread is at the module, or waits for it
+                execute(module)
+                module.set_global_policy(module.SelectionPolicy(prefer="reference"))
+
+            spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Slowly)
+    other = threading.Thread(target=__import__, args=(name,))
+    other.start()
+    assert entered.wait(30)
+    norm(x)
+    asked.set()
+    other.join()
+    from transformer_engine import plugin
+    assert plugin.counts() == {"rmsnorm_fwd/reference.torch": 1}
+    """)
+
+
 PLUGIN = """
 import transformer_engine.pytorch as te  # at its top, as plug-ins do
 from transformer_engine.plugin.core import BackendImplKind, OpImpl

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.overrides import of_forward
-from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
 from transformer_engine.pytorch.torchside.modes import (
+    begins_no_graph,
     exporting,
     forward_gradients,
     graph_task,

@@ -43,15 +43,20 @@ def _are_wanted() -> bool:
     return bool(entry_points(group=_GROUP))
 
 
+def _imported(name: str) -> Any:
+    """The module of a name, None where nobody imports it: waits for a thread that is at it."""
+    return importlib.import_module(name) if name in sys.modules else None
+
+
 def find() -> None:
     """Have modules obey the manager of the process, where there is one or a plug-in to load.
 
     The first run of a plan calls it. Where it finds nothing nobody is asked, until a program makes
     that manager.
     """
-    manager = sys.modules.get("transformer_engine.plugin.core.manager")
-    made = getattr(manager, "_default", None) is not None
-    policy = sys.modules.get("transformer_engine.plugin.core.policy")
+    manager = _imported("transformer_engine.plugin.core.manager")
+    made = manager is not None and manager._default is not None
+    policy = _imported("transformer_engine.plugin.core.policy")
     if made or (policy is not None and policy.is_used()) or _are_wanted():
         manager = importlib.import_module("transformer_engine.plugin.core.manager")  # it registers
         manager.obey_default_manager()

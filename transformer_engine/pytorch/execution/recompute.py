@@ -49,8 +49,7 @@ from transformer_engine.common.contexts import Context, active
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.execution.thread_state import current_state, in_region
-from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
-from transformer_engine.pytorch.torchside.modes import graph_task, top_saved_hooks
+from transformer_engine.pytorch.torchside.modes import begins_no_graph, graph_task, top_saved_hooks
 
 _QUEUE = Queue()
 """One for the process: backwards run in other threads than forwards."""

@@ -43,10 +43,10 @@ from transformer_engine.pytorch.module.weight_cache import (
     reads,
 )
 from transformer_engine.pytorch.scaling_state.scaling import Slots
-from transformer_engine.pytorch.torchside.graph_breaks import begins_no_graph
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
+    begins_no_graph,
     dispatch_modes,
     forward_gradients,
     only_forwards,

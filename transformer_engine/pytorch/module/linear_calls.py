@@ -51,9 +51,10 @@ from transformer_engine.pytorch.module.operands import (
 )
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import prepare_device
-from transformer_engine.pytorch.torchside.graph_breaks import Outside, begins_no_graph
+from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
+    begins_no_graph,
     constant_in_graphs,
     dispatch_modes,
     exporting,

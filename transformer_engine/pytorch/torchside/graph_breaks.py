@@ -5,26 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
-
-_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-
-
-def begins_no_graph(function: Callable) -> Callable:
-    """Let torch.compile begin no graph in a function or in what it calls (decorator).
-
-    A graph that begins before it may hold it. A module that torch could not trace, after an error
-    say, runs as eager code, and torch would begin graphs in code that is for eager mode alone.
-    """
-    set_code_exec_strategy(function.__code__, _SKIPPED)
-    return function
-
 
 class Outside:
     """A function that runs outside of the graph that is being traced, which ends before it.

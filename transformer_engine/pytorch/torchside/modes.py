@@ -17,6 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -122,6 +127,19 @@ def constant_in_graphs(function: Callable) -> Callable:
     A module can only be the ``self`` of a method: torch 2.11 takes none for an argument.
     """
     function._dynamo_marked_constant = True
+    return function
+
+
+_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def begins_no_graph(function: Callable) -> Callable:
+    """Let torch.compile begin no graph in a function or in what it calls (decorator).
+
+    A graph that begins before it may hold it. A module that torch could not trace, after an error
+    say, runs as eager code, and torch would begin graphs in code that is for eager mode alone.
+    """
+    set_code_exec_strategy(function.__code__, _SKIPPED)
     return function
 
 
