@@ -8,6 +8,7 @@ import torch
 
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
+
 class Outside:
     """A function that runs outside of the graph that is being traced, which ends before it.
 
