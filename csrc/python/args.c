@@ -55,6 +55,23 @@ int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **p
     return -1;
 }
 
+int tepy_require_callable(PyObject *object, tepy_site site)
+{
+    if (PyCallable_Check(object)) return 0;
+    return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
+}
+
+int tepy_optional_callable(PyObject *object, tepy_site site)
+{
+    return object == Py_None ? 0 : tepy_require_callable(object, site);
+}
+
+const char *tepy_text(PyObject *object, tepy_site site, Py_ssize_t *length)
+{
+    if (PyUnicode_Check(object)) return PyUnicode_AsUTF8AndSize(object, length);
+    return TEPY_FAIL(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(object));
+}
+
 int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high)
 {
     if (nargs >= low && nargs <= high) return 0;

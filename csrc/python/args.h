@@ -68,6 +68,12 @@ int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_
 int tepy_float(PyObject *object, tepy_site site, double *value);
 /* A file name, or None: *bytes (a new reference) holds what *path points to; both NULL for None. */
 int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **path);
+int tepy_require_callable(PyObject *object, tepy_site site);
+/* The same; None will do. */
+int tepy_optional_callable(PyObject *object, tepy_site site);
+/* The characters of a str, as long as it; *length, where not NULL, their number. NULL with an
+ * exception. */
+const char *tepy_text(PyObject *object, tepy_site site, Py_ssize_t *length);
 /* Number of positional arguments from low to high. */
 int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high);
 /* (device type, index) as two integers. */

@@ -111,14 +111,7 @@ PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssiz
     int64_t priority = 0;
     const char *name;
     te_status st;
-    if (tepy_count("register_backend", nargs, 4, 4) != 0 ||
-        tepy_require_torch(state, "register_backend") != 0) {
-        return NULL;
-    }
-    if (!PyUnicode_Check(args[0]))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"register_backend", "name"},
-                         "expected a str, got %R", Py_TYPE(args[0]));
-    name = PyUnicode_AsUTF8AndSize(args[0], NULL);
+    name = tepy_text(args[0], (tepy_site){"register_backend", "name"}, NULL);
     if (name == NULL || tepy_device_args("register_backend", args[1], NULL, &device) != 0 ||
         tepy_int(args[2], (tepy_site){"register_backend", "priority"}, INT32_MIN, INT32_MAX,
                  &priority) != 0) {
@@ -159,11 +152,8 @@ PyObject *tepy_unregister_backend(PyObject *module, PyObject *arg)
 {
     tepy_state *state = tepy_state_of(module);
     tepy_site site = {"unregister_backend", "name"};
-    const char *name;
+    const char *name = tepy_text(arg, site, NULL);
     te_status st;
-    if (!PyUnicode_Check(arg))
-        return TEPY_FAIL(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(arg));
-    name = PyUnicode_AsUTF8AndSize(arg, NULL);
     if (name == NULL) return NULL;
     for (tepy_backend **link = &state->backends; *link != NULL; link = &(*link)->next) {
         tepy_backend *backend = *link;

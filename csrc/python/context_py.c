@@ -6,23 +6,9 @@
  * use is refused instead of pulling it from under another thread.
  */
 #include "python/args.h"
-#include "python/dispatch_py.h"
+#include "python/types.h"
 
-static int context_traverse(PyObject *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    return 0;
-}
-
-static void context_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    PyObject_GC_UnTrack(self);
-    te_context_destroy(((tepy_context *)self)->context);
-    release(self);
-    Py_DECREF(type);
-}
+TEPY_HOLDER(context, tepy_context, TEPY_NOTHING, te_context_destroy(self->context))
 
 /* Where the program goes without CUDA an exception says so. */
 static int may_use(const tepy_state *state, te_device device)
@@ -38,17 +24,13 @@ static int may_use(const tepy_state *state, te_device device)
 
 PyObject *tepy_before_cuda(PyObject *module, PyObject *check)
 {
-    if (!PyCallable_Check(check))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"before_cuda", "check"},
-                         "expected a callable, got %R", Py_TYPE(check));
+    if (tepy_require_callable(check, (tepy_site){"before_cuda", "check"}) != 0) return NULL;
     tepy_set(&tepy_state_of(module)->before_cuda, Py_NewRef(check));
     return Py_NewRef(Py_None);
 }
 
 static tepy_context *context_make(const tepy_state *state, te_device device)
 {
-    PyTypeObject *type = (PyTypeObject *)state->context_type;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     te_context *context = NULL;
     tepy_context *self;
     te_status st;
@@ -57,14 +39,13 @@ static tepy_context *context_make(const tepy_state *state, te_device device)
     st = te_context_create(device, &context);
     Py_END_ALLOW_THREADS;
     if (tepy_check(st) != 0) return NULL;
-    self = (tepy_context *)allocate(type, 0);
+    self = (tepy_context *)TEPY_ALLOCATE((PyTypeObject *)state->context_type);
     if (self == NULL) {
         te_context_destroy(context);
         return NULL;
     }
     self->context = context;
     self->device = device;
-    self->users = 0;
     return self;
 }
 
@@ -99,20 +80,17 @@ static int context_shut(tepy_context *self)
 
 static PyObject *context_close(PyObject *self, PyObject *unused)
 {
-    (void)unused;
     return context_shut((tepy_context *)self) == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *context_device(PyObject *self, void *unused)
 {
     const tepy_context *context = (const tepy_context *)self;
-    (void)unused;
     return Py_BuildValue("(ii)", (int)context->device.type, (int)context->device.index);
 }
 
 static PyObject *context_closed(PyObject *self, void *unused)
 {
-    (void)unused;
     return PyBool_FromLong(((tepy_context *)self)->context == NULL);
 }
 
@@ -128,7 +106,7 @@ static PyGetSetDef context_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-TEPY_TYPE(PyObject *tepy_context_make_type, context, tepy_context, "Context", 0,
+TEPY_TYPE(context, context, tepy_context, "Context", 0,
           {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
           {Py_tp_new, context_new}, {Py_tp_methods, context_methods},
           {Py_tp_getset, context_getset})
@@ -234,7 +212,6 @@ int tepy_context_run(tepy_state *state, const char *function, te_device device,
 PyObject *tepy_close_contexts(PyObject *module, PyObject *unused)
 {
     tepy_state *state = tepy_state_of(module);
-    (void)unused;
     for (int i = 0; i < TEPY_DEVICES; i++) {
         PyObject *context = state->contexts[i];
         int failed;
@@ -254,8 +231,6 @@ PyObject *tepy_cuda_configure(PyObject *module, PyObject *const *args, Py_ssize_
     const char *path = NULL;
     int force;
     te_status st;
-    (void)module;
-    if (tepy_count("cuda_configure", nargs, 1, 2) != 0) return NULL;
     force = PyObject_IsTrue(args[0]);
     if (force < 0) return NULL;
     if (nargs > 1 &&
@@ -280,8 +255,7 @@ PyObject *tepy_tune_gemm(PyObject *module, PyObject *const *args, Py_ssize_t nar
     te_device device;
     int enabled;
     int failed;
-    if (tepy_count("tune_gemm", nargs, 3, 4) != 0 ||
-        tepy_device_args("tune_gemm", args[0], args[1], &device) != 0) {
+    if (tepy_device_args("tune_gemm", args[0], args[1], &device) != 0) {
         return NULL;
     }
     enabled = PyObject_IsTrue(args[2]);

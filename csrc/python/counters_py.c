@@ -10,8 +10,6 @@ PyObject *tepy_counters(PyObject *module, PyObject *unused)
     size_t capacity = 64, count = 0;
     PyObject *dict = NULL;
     te_status st;
-    (void)module;
-    (void)unused;
     for (;;) { /* a counter may appear between two reads */
         PyMem_Free(list);
         list = PyMem_Malloc(capacity * sizeof *list);
@@ -34,8 +32,6 @@ done:
 
 PyObject *tepy_reset_counters(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
     te_counters_reset();
     return Py_NewRef(Py_None);
 }

@@ -51,8 +51,7 @@ static PyObject *implementation_new(PyTypeObject *type, PyObject *args, PyObject
         !PyArg_ParseTupleAndKeywords(args, kwargs, "UUO|O:Implementation", names, &op, &impl_id,
                                      &function, &supports) ||
         tepy_require_callable(function, (tepy_site){"Implementation", "function"}) != 0 ||
-        (supports != Py_None &&
-         tepy_require_callable(supports, (tepy_site){"Implementation", "supports"}) != 0)) {
+        tepy_optional_callable(supports, (tepy_site){"Implementation", "supports"}) != 0) {
         return NULL;
     }
     self = (implementation *)TEPY_ALLOCATE(type);
@@ -77,7 +76,7 @@ static PyMemberDef implementation_members[] = {
 };
 #undef AT
 
-TEPY_TYPE(static PyObject *make_implementation, implementation, implementation, "Implementation", 0,
+TEPY_TYPE(implementation, implementation, implementation, "Implementation", 0,
           {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
                       "A function that an operator may call, and how often it was."},
           {Py_tp_new, implementation_new}, {Py_tp_clear, implementation_clear},
@@ -238,7 +237,6 @@ static PyObject *operator_described(PyObject *object, void *attribute)
 /* A copy is the operator itself, as it is of a function; `unused` is what deepcopy remembers. */
 static PyObject *operator_copy(PyObject *object, PyObject *unused)
 {
-    (void)unused;
     return Py_NewRef(object);
 }
 
@@ -261,7 +259,7 @@ static PyGetSetDef operator_getset[] = {
 };
 
 /* It is not cleared: the dispatcher breaks circles, and a call must find one. */
-TEPY_TYPE(static PyObject *make_operator, operator, operator_object, "Operator",
+TEPY_TYPE(operator, operator, operator_object, "Operator",
           Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_call, PyVectorcall_Call}, {Py_tp_repr, operator_repr},
           {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
@@ -301,8 +299,7 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (module == NULL ||
         !PyArg_ParseTupleAndKeywords(args, kwargs, "UO!|OO:Choice", names, &name, &PyTuple_Type,
                                      &implementations, &refuse, &keywords) ||
-        (refuse != Py_None &&
-         tepy_require_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0)) {
+        tepy_optional_callable(refuse, (tepy_site){"Choice", "refuse"}) != 0) {
         return NULL;
     }
     state = tepy_state_of(module);
@@ -323,7 +320,7 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-TEPY_TYPE(static PyObject *make_choice, choice, choice, "Choice", Py_TPFLAGS_HAVE_VECTORCALL,
+TEPY_TYPE(choice, choice, choice, "Choice", Py_TPFLAGS_HAVE_VECTORCALL,
           {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
                       "Calls the first implementation that takes a call."},
           {Py_tp_new, choice_new}, TEPY_CALLED(choice))
@@ -350,8 +347,7 @@ static PyObject *dispatcher_new(PyTypeObject *type, PyObject *args, PyObject *kw
                                      &describe) ||
         tepy_require_callable(resolve, (tepy_site){"Dispatcher", "resolve"}) != 0 ||
         tepy_require_callable(refuse, (tepy_site){"Dispatcher", "refuse"}) != 0 ||
-        (describe != Py_None &&
-         tepy_require_callable(describe, (tepy_site){"Dispatcher", "describe"}) != 0)) {
+        tepy_optional_callable(describe, (tepy_site){"Dispatcher", "describe"}) != 0) {
         return NULL;
     }
     self = (tepy_dispatcher *)TEPY_ALLOCATE(type);
@@ -379,7 +375,6 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
 
 static PyObject *dispatcher_table(PyObject *object, PyObject *unused)
 {
-    (void)unused;
     return tepy_table_in_force((tepy_dispatcher *)object, 0);
 }
 
@@ -403,7 +398,6 @@ static PyObject *dispatcher_operator(PyObject *object, PyObject *args)
 
 static PyObject *dispatcher_selection(PyObject *object, PyObject *unused)
 {
-    (void)unused;
     return tepy_scope_of_table((tepy_dispatcher *)object, NULL);
 }
 
@@ -419,45 +413,9 @@ static PyMethodDef dispatcher_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-TEPY_TYPE(static PyObject *make_dispatcher, dispatcher, tepy_dispatcher, "Dispatcher", 0,
+TEPY_TYPE(dispatcher, dispatcher, tepy_dispatcher, "Dispatcher", 0,
           {Py_tp_doc,
            "Dispatcher(resolve, refuse, describe=None)\n--\n\nOperators and the table that "
            "they call by."},
           {Py_tp_new, dispatcher_new}, {Py_tp_clear, dispatcher_clear},
           {Py_tp_methods, dispatcher_methods})
-
-/* ---- types -------------------------------------------------------------------------------- */
-
-/* Keeps a type that was made in *slot, and adds it to the module. */
-static int add_type(PyObject *module, const char *name, PyObject **slot, PyObject *made)
-{
-    *slot = made;
-    return made == NULL ? -1 : PyModule_AddObjectRef(module, name, made);
-}
-
-int tepy_dispatch_add(PyObject *module)
-{
-    tepy_state *s = tepy_state_of(module);
-    PyObject *choice_type = NULL, *leaving_type = NULL, *entering_type = NULL;
-    int failed;
-    s->frames = PyThread_tss_alloc();
-    if (s->frames == NULL || PyThread_tss_create(s->frames) != 0) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
-    failed =
-        add_type(module, "Operator", &s->operator_type, make_operator(module)) != 0 ||
-        add_type(module, "Scope", &s->scope_type, tepy_scope_make_type(module)) != 0 ||
-        add_type(module, "Selection", &s->selection_type, tepy_selection_make_type(module)) != 0 ||
-        add_type(module, "Dispatcher", &s->dispatcher_type, make_dispatcher(module)) != 0 ||
-        add_type(module, "Predicate", &s->predicate_type, tepy_predicate_make_type(module)) != 0 ||
-        add_type(module, "Implementation", &s->implementation_type, make_implementation(module)) !=
-            0 ||
-        add_type(module, "Choice", &choice_type, make_choice(module)) != 0 ||
-        add_type(module, "Leaving", &leaving_type, tepy_leaving_make_type(module)) != 0 ||
-        add_type(module, "Entering", &entering_type, tepy_entering_make_type(module)) != 0;
-    Py_XDECREF(choice_type);
-    Py_XDECREF(leaving_type);
-    Py_XDECREF(entering_type);
-    return failed ? -1 : 0;
-}

@@ -8,8 +8,7 @@
 
 #include "transformer_engine_plugin.h"
 
-#include "python/state.h"
-#include "python/vectorcall.h"
+#include "python/types.h"
 
 typedef struct tepy_dispatcher {
     PyObject_HEAD PyObject *resolve; /* resolve(policy or None): the table */
@@ -20,75 +19,6 @@ typedef struct tepy_dispatcher {
     tepy_state *state;
     PyObject *module; /* keeps the state */
 } tepy_dispatcher;
-
-#define TEPY_FREE(self) ((freefunc)PyType_GetSlot(Py_TYPE(self), Py_tp_free))(self)
-#define TEPY_ALLOCATE(type) ((allocfunc)PyType_GetSlot((type), Py_tp_alloc))((type), 0)
-/* The member by which objects of a struct are called, which has it as `call`. */
-#define TEPY_CALL_MEMBER(type)                                                                     \
-    {                                                                                              \
-        "__vectorcalloffset__", T_PYSSIZET, offsetof(type, call), READONLY, NULL                   \
-    }
-
-/* The end of a dealloc: drops the memory of an untracked instance of a heap type, and its reference
- * to that. */
-static inline void tepy_dispose(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    TEPY_FREE(object);
-    Py_DECREF(type);
-}
-
-/* clang-format off */
-/* Slots of the type of such objects that have no other members. */
-#define TEPY_CALLED(type)                                                                          \
-    {Py_tp_call, PyVectorcall_Call},                                                               \
-    {Py_tp_members, (PyMemberDef[]){TEPY_CALL_MEMBER(type), {NULL, 0, 0, 0, NULL}}}
-#define TEPY_VISIT(member) Py_VISIT(self->member);
-#define TEPY_DROP(member) Py_XDECREF((PyObject *)self->member);
-/* NAME_traverse and NAME_dealloc of objects of a struct that holds references in the members that
- * HELD(X) lists, of which some may be NULL. */
-#define TEPY_HOLDER(name, kind, HELD)                                                              \
-    static int name##_traverse(PyObject *object, visitproc visit, void *arg)                       \
-    {                                                                                              \
-        const kind *self = (const kind *)object;                                                   \
-        Py_VISIT(Py_TYPE(object));                                                                 \
-        HELD(TEPY_VISIT)                                                                           \
-        return 0;                                                                                  \
-    }                                                                                              \
-    static void name##_dealloc(PyObject *object)                                                   \
-    {                                                                                              \
-        const kind *self = (const kind *)object;                                                   \
-        PyObject_GC_UnTrack(object);                                                               \
-        HELD(TEPY_DROP)                                                                            \
-        tepy_dispose(object);                                                                      \
-    }
-/* clang-format on */
-
-/* Defines a function that makes the type TITLE, which has OWN_traverse, OWN_dealloc and the slots
- * that are given; new reference. */
-#define TEPY_TYPE(function, own, kind, title, more, ...)                                           \
-    function(PyObject *module)                                                                     \
-    {                                                                                              \
-        PyType_Slot slots[] = {{Py_tp_traverse, own##_traverse},                                   \
-                               {Py_tp_dealloc, own##_dealloc},                                     \
-                               __VA_ARGS__,                                                        \
-                               {0, NULL}};                                                         \
-        PyType_Spec spec = {                                                                       \
-            .name = "transformer_engine._core." title,                                             \
-            .basicsize = sizeof(kind),                                                             \
-            .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | (more),  \
-            .slots = slots,                                                                        \
-        };                                                                                         \
-        return PyType_FromModuleAndSpec(module, &spec, NULL);                                      \
-    }
-
-/* Create types; new references. */
-PyObject *tepy_predicate_make_type(PyObject *module);
-PyObject *tepy_leaving_make_type(PyObject *module);
-PyObject *tepy_entering_make_type(PyObject *module);
-PyObject *tepy_scope_make_type(PyObject *module);
-PyObject *tepy_selection_make_type(PyObject *module);
-PyObject *tepy_native_slot_make_type(PyObject *module);
 
 /* ---- predicate_py.c ---- */
 

@@ -83,6 +83,7 @@ static void add_note(te_op op, const void *args)
     PyErr_Restore(type, value, traceback);
 }
 
+/* The stream is torch's current one, on which the function works anyway. */
 te_status tepy_call_function(void *self, te_context *context, const void *args, void *stream)
 {
     const tepy_function_slot *record = self;
@@ -90,7 +91,6 @@ te_status tepy_call_function(void *self, te_context *context, const void *args, 
     PyObject *function, *dict = NULL, *result = NULL;
     PyGILState_STATE gil;
     te_status st = TE_OK;
-    (void)stream; /* torch's current stream, on which the function works anyway */
     gil = PyGILState_Ensure();
     function = record->function;
     if (function == NULL) {

@@ -98,9 +98,6 @@ PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     l2norm_call call = {.state = state, .args = {.size = sizeof(te_l2norm_args)}};
     PyObject *result = NULL;
     int per_tensor;
-    if (tepy_require_torch(state, "l2norm") != 0 || tepy_count("l2norm", nargs, 4, 4) != 0) {
-        return NULL;
-    }
     per_tensor = PyObject_IsTrue(args[3]);
     if (per_tensor >= 0 && take_tensors(&call, args[0]) == 0 &&
         take_elements(&call, args[1], args[2]) == 0 && make_results(&call, per_tensor) == 0 &&

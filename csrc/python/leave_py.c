@@ -9,7 +9,6 @@
  * Entering where its Python function fails.
  */
 #include "python/dispatch_py.h"
-#include "python/vectorcall.h"
 
 typedef struct leaving {
     PyObject_HEAD vectorcallfunc call;
@@ -38,7 +37,6 @@ static PyObject *leaving_get(PyObject *object, PyObject *context, PyObject *owne
 {
     const leaving *self = (leaving *)object;
     PyObject *const members[3] = {self->function, context, self->outer};
-    (void)owner;
     if (context == NULL || context == Py_None) return Py_NewRef(object);
     return make(Py_TYPE(object), self->call, members);
 }
@@ -254,11 +252,11 @@ static PyMemberDef leaving_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-#define KIND(function, new, title, doc)                                                            \
-    TEPY_TYPE(function, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL, {Py_tp_doc, doc},     \
+#define KIND(type, new, title, doc)                                                                \
+    TEPY_TYPE(type, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL, {Py_tp_doc, doc},         \
               {Py_tp_new, new}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, leaving_get},   \
               {Py_tp_members, leaving_members})
-KIND(PyObject *tepy_leaving_make_type, leaving_new, "Leaving",
+KIND(leaving, leaving_new, "Leaving",
      "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted.")
-KIND(PyObject *tepy_entering_make_type, entering_new, "Entering",
+KIND(entering, entering_new, "Entering",
      "Entering(function)\n--\n\nAn __enter__ that is undone where it fails.")

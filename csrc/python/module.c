@@ -6,8 +6,7 @@
  * version, and a module object that can be made twice and collected. m_free runs m_clear, so exec
  * just fails.
  */
-#include "python/dispatch_py.h"
-#include "python/state.h"
+#include "python/args.h"
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
@@ -105,42 +104,41 @@ static int add_constants(PyObject *module)
 
 static int module_exec(PyObject *module)
 {
+    static const char *const keys[] = {
+#define X(NAME, text) text,
+        TEPY_KEYS(X)
+#undef X
+    };
     tepy_state *state = tepy_state_of(module);
-    if ((state->key_dtype = PyUnicode_InternFromString("dtype")) == NULL) return -1;
-    state->key_requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (state->key_requires_grad == NULL) return -1;
-    if ((state->key_device = PyUnicode_InternFromString("device")) == NULL) return -1;
-    if (tepy_modules_add(state) != 0) return -1;
-    if ((state->context_type = tepy_context_make_type(module)) == NULL) return -1;
-    if (PyModule_AddObjectRef(module, "Context", state->context_type) != 0) return -1;
-    if ((state->plan_type = tepy_plan_make_type(module)) == NULL) return -1;
-    if (PyModule_AddObjectRef(module, "Plan", state->plan_type) != 0) return -1;
+    for (int key = 0; key < TEPY_KEY_COUNT; key++) {
+        if ((state->keys[key] = PyUnicode_InternFromString(keys[key])) == NULL) return -1;
+    }
+#define X(name, stage, title)                                                                      \
+    if ((state->name = tepy_make_##name(module)) == NULL ||                                        \
+        PyModule_AddObjectRef(module, title, state->name) != 0) {                                  \
+        return -1;                                                                                 \
+    }
+    TEPY_TYPES(X)
+#undef X
+    state->frames = PyThread_tss_alloc();
+    if (state->frames == NULL || PyThread_tss_create(state->frames) != 0) return tepy_no_memory();
     if (tepy_records_add(module) != 0) return -1;
-    if (tepy_dispatch_add(module) != 0) return -1;
-    if ((state->native_slot_type = tepy_native_slot_make_type(module)) == NULL) return -1;
-    if (PyModule_AddObjectRef(module, "NativeSlot", state->native_slot_type) != 0) return -1;
     if (add_constants(module) != 0 || tepy_operators_add(module) != 0) return -1;
     return tepy_state_verify(state, TEPY_INIT);
 }
 
 PyObject *tepy_op_names(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
     return TEPY_NAMES(TE_OPS);
 }
 
 PyObject *tepy_activation_names(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
     return TEPY_NAMES(TE_ACTIVATIONS);
 }
 
 PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
 #ifdef TE_WITH_CUDA
     return Py_NewRef(Py_True);
 #else
@@ -148,14 +146,29 @@ PyObject *tepy_has_cuda(PyObject *module, PyObject *unused)
 #endif
 }
 
+#define X(name, takes_tensors, low, high, parameters)                                              \
+    static PyObject *call_##name TEPY_PARAMS_FAST                                                  \
+    {                                                                                              \
+        if ((takes_tensors) && tepy_require_torch(tepy_state_of(module), #name) != 0) return NULL; \
+        return tepy_count(#name, nargs, low, high) != 0 ? NULL : tepy_##name(module, args, nargs); \
+    }
+TEPY_CHECKED_FUNCTIONS(X)
+#undef X
+
 /* Every convention's function goes through a PyCFunction in the table, as CPython wants it. */
 static PyMethodDef module_methods[] = {
-#define X(name, convention, parameters, doc)                                                       \
-    {#name, (PyCFunction)(void (*)(void))tepy_##name, TEPY_FLAGS_##convention,                     \
-     #name "($module, " parameters ")\n--\n\n" doc},
-    TEPY_FUNCTIONS(X)
+#define METHOD(name, function, flags, parameters)                                                  \
+    {#name, (PyCFunction)(void (*)(void))(function), flags,                                        \
+     #name "($module, " parameters ")\n--\n\n"},
+#define X(name, takes_tensors, low, high, parameters)                                              \
+    METHOD(name, call_##name, METH_FASTCALL, parameters)
+    TEPY_CHECKED_FUNCTIONS(X)
 #undef X
-        {NULL, NULL, 0, NULL},
+#define X(name, convention, parameters)                                                            \
+    METHOD(name, tepy_##name, TEPY_FLAGS_##convention, parameters)
+        TEPY_FUNCTIONS(X)
+#undef X
+            {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot module_slots[] = {

@@ -476,7 +476,6 @@ PyObject *tepy_op_fields(PyObject *module, PyObject *name)
     const int op = tepy_op_by_name(name, (tepy_site){"op_fields", "name"});
     const te_op_info *info = op < 0 ? NULL : te_op_describe((te_op)op);
     PyObject *list, *tuple;
-    (void)module;
     if (info == NULL) return NULL;
     list = PyList_New(0);
     for (int i = 0; list != NULL && i < info->field_count; i++) {

@@ -6,16 +6,15 @@
 #include "python/records_py.h"
 
 /* The arguments of make_plan and write_graph; the caller releases the graph, on failure too. */
-static int take_graph(const char *function, PyObject *const *args, Py_ssize_t nargs,
-                      te_direction *direction, te_graph_desc *graph)
+static int take_graph(const char *function, PyObject *const *args, te_direction *direction,
+                      te_graph_desc *graph)
 {
     const te_record *record = te_record_describe(TE_RECORD_GRAPH);
     int64_t number = 0;
     te_record_initial(record, graph);
     graph->size = sizeof *graph;
-    if (tepy_count(function, nargs, 2, 2) != 0 ||
-        tepy_int(args[0], (tepy_site){function, "direction"}, 0, TE_DIRECTION_COUNT - 1, &number) !=
-            0) {
+    if (tepy_int(args[0], (tepy_site){function, "direction"}, 0, TE_DIRECTION_COUNT - 1, &number) !=
+        0) {
         return -1;
     }
     *direction = (te_direction)number;
@@ -28,7 +27,7 @@ PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nar
     te_direction direction = TE_DIRECTION_FORWARD;
     te_plan *plan = NULL;
     te_status st = TE_ERROR_CALLBACK; /* an exception is set */
-    if (take_graph("make_plan", args, nargs, &direction, &graph) == 0) {
+    if (take_graph("make_plan", args, &direction, &graph) == 0) {
         st = te_plan_make(&graph, direction, &plan);
     }
     te_graph_release(&graph);
@@ -43,8 +42,7 @@ PyObject *tepy_write_graph(PyObject *module, PyObject *const *args, Py_ssize_t n
     size_t length = 0;
     char *text = NULL;
     te_status st = TE_ERROR_CALLBACK;
-    (void)module;
-    if (take_graph("write_graph", args, nargs, &direction, &graph) == 0) {
+    if (take_graph("write_graph", args, &direction, &graph) == 0) {
         st = te_graph_write(&graph, direction, NULL, 0, &length);
         if (st == TE_OK) text = PyMem_Malloc(length + 1);
         if (text != NULL) st = te_graph_write(&graph, direction, text, length + 1, &length);
@@ -61,13 +59,8 @@ PyObject *tepy_read_graph(PyObject *module, PyObject *arg)
     te_graph_desc graph;
     te_direction direction = TE_DIRECTION_FORWARD;
     PyObject *made;
-    Py_ssize_t length = 0;
-    const char *text;
+    const char *text = tepy_text(arg, (tepy_site){"read_graph", "text"}, NULL);
     te_status st;
-    if (!PyUnicode_Check(arg))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"read_graph", "text"},
-                         "expected a str, got %R", Py_TYPE(arg));
-    text = PyUnicode_AsUTF8AndSize(arg, &length);
     if (text == NULL) return NULL;
     st = te_graph_read(text, &graph, &direction); /* ends at a null character, as damaged */
     if (st != TE_OK) return tepy_raise(st);

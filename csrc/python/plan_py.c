@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "python/records_py.h"
+#include "python/types.h"
 
 /* ---- the type ---- */
 
@@ -39,19 +40,10 @@ static int examine(tepy_plan *plan)
     return 0;
 }
 
-static void plan_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    te_plan_release(((tepy_plan *)self)->plan);
-    PyMem_Free(((tepy_plan *)self)->parted);
-    release(self);
-    Py_DECREF(type);
-}
+TEPY_HOLDER(plan, tepy_plan, TEPY_NOTHING, te_plan_release(self->plan), PyMem_Free(self->parted))
 
 static PyObject *plan_id(PyObject *self, void *unused)
 {
-    (void)unused;
     return PyLong_FromLongLong(((const tepy_plan *)self)->info.id);
 }
 
@@ -60,30 +52,13 @@ static PyGetSetDef plan_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot plan_slots[] = {
-    {Py_tp_doc, "A plan of make_plan, which lives as long as somebody holds it."},
-    {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_getset, plan_getset},
-    {0, NULL},
-};
-
-static PyType_Spec plan_spec = {
-    .name = "transformer_engine._core.Plan",
-    .basicsize = sizeof(tepy_plan),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = plan_slots,
-};
-
-PyObject *tepy_plan_make_type(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &plan_spec, NULL);
-}
+TEPY_TYPE(plan, plan, tepy_plan, "Plan", Py_TPFLAGS_DISALLOW_INSTANTIATION,
+          {Py_tp_doc, "A plan of make_plan, which lives as long as somebody holds it."},
+          {Py_tp_getset, plan_getset})
 
 PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan)
 {
-    PyTypeObject *type = (PyTypeObject *)state->plan_type;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    tepy_plan *self = (tepy_plan *)allocate(type, 0);
+    tepy_plan *self = (tepy_plan *)TEPY_ALLOCATE((PyTypeObject *)state->plan_type);
     if (self == NULL) {
         te_plan_release(plan);
         return NULL;
@@ -107,8 +82,6 @@ tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *f
 
 PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
     return PyLong_FromLongLong(te_plan_count());
 }
 
@@ -146,7 +119,6 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
     int64_t *offsets;
     PyObject *tuple;
     te_status st;
-    if (tepy_count("plan_infer", nargs, 2, 2) != 0) return NULL;
     plan = tepy_plan_of(tepy_state_of(module), args[0], "plan_infer");
     if (plan == NULL || take_sizes(args[1], "plan_infer", &given) != 0) return NULL;
     offsets = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *offsets);
@@ -171,7 +143,6 @@ PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t 
     size_t bytes = 0;
     te_sizes sizes;
     te_status st;
-    if (tepy_count("plan_scratch", nargs, 3, 4) != 0) return NULL;
     plan = tepy_plan_of(state, args[0], "plan_scratch");
     if (plan == NULL || take_sizes(args[1], "plan_scratch", &sizes) != 0 ||
         tepy_device_args("plan_scratch", args[2], nargs > 3 ? args[3] : NULL, &device) != 0) {

@@ -8,7 +8,6 @@
  */
 #include "python/args.h"
 #include "python/dispatch_py.h"
-#include "python/vectorcall.h"
 
 typedef struct native_slot {
     PyObject_HEAD vectorcallfunc call;
@@ -49,18 +48,8 @@ static PyObject *native_slot_supports(PyObject *object, PyObject *const *args, P
 
 /* ---- the type ----------------------------------------------------------------------------- */
 
-static int native_slot_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    return 0;
-}
-
-static void native_slot_dealloc(PyObject *object)
-{
-    PyObject_GC_UnTrack(object); /* what a plug-in does at its end may collect garbage */
-    te_plugin_release(((native_slot *)object)->plugin);
-    tepy_dispose(object);
-}
+/* Untracked first: what a plug-in does at its end may collect garbage. */
+TEPY_HOLDER(native_slot, native_slot, TEPY_NOTHING, te_plugin_release(self->plugin))
 
 static const te_plugin_slot *slot_of(PyObject *object)
 {
@@ -117,7 +106,7 @@ static PyMethodDef native_slot_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-TEPY_TYPE(PyObject *tepy_native_slot_make_type, native_slot, native_slot, "NativeSlot",
+TEPY_TYPE(native_slot, native_slot, native_slot, "NativeSlot",
           Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_doc,
            "An operator of a plug-in: a call runs it, with the arguments that the function of "

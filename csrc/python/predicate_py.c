@@ -50,9 +50,10 @@ static PyObject *attribute_or_null(PyObject *object, PyObject *name)
 /* By its attributes: 1 or 0, -1 with an exception, 2: it is no tensor, or none that tells. */
 static int ask(const predicate *self, PyObject *object)
 {
-    PyObject *dtype = attribute_or_null(object, self->state->key_dtype), *device = NULL, *answer;
+    PyObject *dtype = attribute_or_null(object, self->state->keys[TEPY_KEY_DTYPE]), *device = NULL,
+             *answer;
     int result;
-    if (dtype != NULL) device = attribute_or_null(object, self->state->key_device);
+    if (dtype != NULL) device = attribute_or_null(object, self->state->keys[TEPY_KEY_DEVICE]);
     if (device == NULL) {
         Py_XDECREF(dtype);
         return PyErr_Occurred() ? -1 : 2;
@@ -79,7 +80,7 @@ static int key_of_tensor(const predicate *self, PyObject *tensor, uint64_t *key)
         return 0;
     }
     get = (descrgetfunc)PyType_GetSlot(Py_TYPE(getter), Py_tp_descr_get);
-    dtype = get == NULL ? PyObject_GetAttr(tensor, self->state->key_dtype)
+    dtype = get == NULL ? PyObject_GetAttr(tensor, self->state->keys[TEPY_KEY_DTYPE])
                         : get(getter, tensor, (PyObject *)Py_TYPE(tensor));
     if (dtype == NULL) return -1;
     *key = (uint64_t)(uintptr_t)dtype;
@@ -182,8 +183,7 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         !PyArg_ParseTupleAndKeywords(args, kwargs, "O|Op:Predicate", names, &fits, &supports,
                                      &by_device) ||
         tepy_require_callable(fits, (tepy_site){"Predicate", "fits"}) != 0 ||
-        (supports != Py_None &&
-         tepy_require_callable(supports, (tepy_site){"Predicate", "supports"}) != 0)) {
+        tepy_optional_callable(supports, (tepy_site){"Predicate", "supports"}) != 0) {
         return NULL;
     }
     self = (predicate *)TEPY_ALLOCATE(type);
@@ -197,8 +197,7 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return (PyObject *)self;
 }
 
-TEPY_TYPE(PyObject *tepy_predicate_make_type, predicate, predicate, "Predicate",
-          Py_TPFLAGS_HAVE_VECTORCALL,
+TEPY_TYPE(predicate, predicate, predicate, "Predicate", Py_TPFLAGS_HAVE_VECTORCALL,
           {Py_tp_doc,
            "Predicate(fits, supports=None, by_device=True)\n--\n\n"
            "Tells whether a call is taken: fits(dtype, device) of its first tensor, asked once for "

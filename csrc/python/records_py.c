@@ -12,11 +12,7 @@
 static int take_name(PyObject *object, tepy_site site, char *name)
 {
     Py_ssize_t length = 0;
-    const char *text;
-    if (!PyUnicode_Check(object)) {
-        return tepy_fail(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(object));
-    }
-    text = PyUnicode_AsUTF8AndSize(object, &length);
+    const char *text = tepy_text(object, site, &length);
     if (text == NULL) return -1;
     if (strlen(text) != (size_t)length) {
         return tepy_fail(PyExc_ValueError, site, "embedded null character");

@@ -387,9 +387,6 @@ static int make_results(tepy_run_call *run)
 /* The exchange allocator's own report is dropped: torch.empty is tried next and says it better. */
 static void ignore_error(void *context, const char *kind, const char *message)
 {
-    (void)context;
-    (void)kind;
-    (void)message;
 }
 
 static void *align_up(void *data)

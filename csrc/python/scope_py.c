@@ -235,7 +235,6 @@ static PyObject *scope_enter(PyObject *object, PyObject *unused)
     const scope *self = (const scope *)object;
     tepy_state *state = self->state;
     tepy_frame *frame;
-    (void)unused;
     if (state->frames == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "__enter__: the module is being finalized");
         return NULL;
@@ -262,7 +261,6 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
 {
     const scope *self = (const scope *)object;
     tepy_frame *frame = innermost(self->state);
-    (void)args;
     if (frame == NULL || frame->owner != object) {
         PyErr_SetString(PyExc_RuntimeError,
                         "__exit__: the scope is not the innermost one of this thread: leave scopes "
@@ -277,7 +275,6 @@ static PyObject *scope_exit(PyObject *object, PyObject *args)
 static PyObject *scope_selection(PyObject *object, void *unused)
 {
     const scope *self = (scope *)object;
-    (void)unused;
     if (self->table == NULL || PyTuple_Size(self->table) == 0) return Py_NewRef(Py_None);
     return Py_NewRef(PyTuple_GetItem(self->table, 0));
 }
@@ -298,7 +295,7 @@ static PyGetSetDef scope_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-TEPY_TYPE(PyObject *tepy_scope_make_type, scope, scope, "Scope", 0,
+TEPY_TYPE(scope, scope, scope, "Scope", 0,
           {Py_tp_doc,
            "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
           {Py_tp_new, scope_new}, {Py_tp_methods, scope_methods}, {Py_tp_members, scope_members},
@@ -327,6 +324,5 @@ PyObject *tepy_scope_of_table(tepy_dispatcher *dispatcher, PyObject *given)
 PyObject *tepy_policy_in_force(PyObject *module, PyObject *unused)
 {
     const tepy_frame *frame = innermost(tepy_state_of(module));
-    (void)unused;
     return Py_NewRef(frame == NULL ? Py_None : ((scope *)frame->owner)->policy);
 }

@@ -129,10 +129,7 @@ static int make_backends(selection *self)
     }
     self->backends = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof *self->backends);
     self->ordered = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof(te_backend *));
-    if (self->backends == NULL || self->ordered == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
+    if (self->backends == NULL || self->ordered == NULL) return tepy_no_memory();
     for (int b = 0; b < layers * TE_DEVICE_COUNT; b++) {
         self->backends[b] = (te_backend){.size = sizeof(te_backend), .name = "a selection"};
         self->backends[b].device = (te_device_type)(b % TE_DEVICE_COUNT);
@@ -187,7 +184,7 @@ static PyMemberDef selection_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-TEPY_TYPE(PyObject *tepy_selection_make_type, selection, selection, "Selection", 0,
+TEPY_TYPE(selection, selection, selection, "Selection", 0,
           {Py_tp_doc, "Selection(slots)\n--\n\n"
                       "Functions that runs of plans ask before the backends that are registered."},
           {Py_tp_new, selection_new}, {Py_tp_clear, selection_clear},
@@ -249,9 +246,7 @@ PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
 PyObject *tepy_find_selections(PyObject *module, PyObject *find)
 {
     tepy_state *state = tepy_state_of(module);
-    if (!PyCallable_Check(find))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"find_selections", "find"},
-                         "expected a callable, got %R", Py_TYPE(find));
+    if (tepy_require_callable(find, (tepy_site){"find_selections", "find"}) != 0) return NULL;
     tepy_set(&state->find_dispatcher, Py_NewRef(find));
     return Py_NewRef(Py_None);
 }
@@ -261,7 +256,6 @@ PyObject *tepy_selected(PyObject *module, PyObject *unused)
     int failed;
     tepy_dispatcher *dispatcher = obeyed(tepy_state_of(module), &failed);
     PyObject *scope;
-    (void)unused;
     if (dispatcher == NULL) return failed ? NULL : Py_NewRef(Py_None);
     scope = tepy_scope_of_table(dispatcher, NULL);
     Py_DECREF((PyObject *)dispatcher);
@@ -272,7 +266,6 @@ PyObject *tepy_unselected(PyObject *module, PyObject *unused)
 {
     tepy_dispatcher *dispatcher = (tepy_dispatcher *)tepy_state_of(module)->dispatcher;
     PyObject *table, *scope;
-    (void)unused;
     if (dispatcher == NULL || tepy_obeys_nobody(dispatcher)) return Py_NewRef(Py_None);
     table = PyTuple_Pack(1, Py_None);
     scope = table == NULL ? NULL : tepy_scope_of_table(dispatcher, table);
@@ -285,7 +278,6 @@ PyObject *tepy_selection_number(PyObject *module, PyObject *unused)
     const te_selection *native;
     PyObject *object;
     int64_t number;
-    (void)unused;
     if (tepy_selection_in_force(tepy_state_of(module), &object, &native) != 0) return NULL;
     number = native == NULL ? 0 : native->number;
     Py_XDECREF(object);

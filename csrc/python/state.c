@@ -6,7 +6,7 @@
 
 int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 {
-#define X(name, when)                                                                              \
+#define X(name, when, ...)                                                                         \
     if (stage == TEPY_##when && state->name == NULL) {                                             \
         PyErr_SetString(PyExc_SystemError,                                                         \
                         "_core: reference " #name " was not made when the module was");            \
@@ -28,7 +28,7 @@ int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 
 int tepy_state_visit(tepy_state *state, visitproc visit, void *arg)
 {
-#define X(name, when) Py_VISIT(state->name);
+#define X(name, ...) Py_VISIT(state->name);
     TEPY_STATE_REFS(X)
 #undef X
 #define X(name, count, when)                                                                       \
@@ -41,7 +41,7 @@ int tepy_state_visit(tepy_state *state, visitproc visit, void *arg)
 void tepy_state_clear(tepy_state *state)
 {
     state->exchange = NULL; /* its capsule goes below */
-#define X(name, when) Py_CLEAR(state->name);
+#define X(name, ...) Py_CLEAR(state->name);
     TEPY_STATE_REFS(X)
 #undef X
 #define X(name, count, when)                                                                       \

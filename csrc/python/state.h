@@ -23,36 +23,61 @@
 /* When a slot is filled: INIT by the module's exec, BIND by bind_torch, LAZY at first use. */
 typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
 
-#define TEPY_MODULE_NAMES 10
+/* X(name, stage, title): the types that the module has under their titles. */
+#define TEPY_TYPES(X)                                                                              \
+    X(context_type, INIT, "Context")                                                               \
+    X(plan_type, INIT, "Plan")                                                                     \
+    X(operator_type, INIT, "Operator")                                                             \
+    X(scope_type, INIT, "Scope")                                                                   \
+    X(selection_type, INIT, "Selection")                                                           \
+    X(dispatcher_type, INIT, "Dispatcher")                                                         \
+    X(predicate_type, INIT, "Predicate")                                                           \
+    X(implementation_type, INIT, "Implementation")                                                 \
+    X(choice_type, INIT, "Choice")                                                                 \
+    X(leaving_type, INIT, "Leaving")                                                               \
+    X(entering_type, INIT, "Entering")                                                             \
+    X(native_slot_type, INIT, "NativeSlot")
 
-/* X(name, stage) */
+/* X(name, stage, ...) */
 #define TEPY_STATE_REFS(X)                                                                         \
-    X(context_type, INIT)                                                                          \
-    X(plan_type, INIT)                                                                             \
-    X(operator_type, INIT)                                                                         \
-    X(scope_type, INIT)                                                                            \
-    X(selection_type, INIT)                                                                        \
-    X(dispatcher_type, INIT)                                                                       \
-    X(implementation_type, INIT)                                                                   \
-    X(native_slot_type, INIT)                                                                      \
-    X(plugins, LAZY) /* {address of a te_plugin: its NativeSlots} */                               \
-    X(predicate_type, INIT)                                                                        \
-    X(dispatcher, LAZY)        /* whose selections runs of plans obey */                           \
-    X(find_dispatcher, LAZY)   /* callable that looks for one */                                   \
-    X(before_cuda, LAZY)       /* callable that raises where CUDA is not to be used */             \
-    X(labels, LAZY)            /* a threading.local: where threads show the scopes they are in */  \
-    X(key_dtype, INIT)         /* "dtype" */                                                       \
-    X(key_requires_grad, INIT) /* "requires_grad" */                                               \
-    X(key_device, INIT)        /* "device" */                                                      \
-    X(empty_like, BIND)        /* torch.empty_like */                                              \
-    X(empty, BIND)             /* torch.empty */                                                   \
-    X(device_type, BIND)       /* torch.device */                                                  \
-    X(tensor_type, BIND)       /* torch.Tensor */                                                  \
-    X(parameter_type, BIND)    /* torch.nn.Parameter */                                            \
-    X(dtype_getter, BIND)      /* the descriptor torch.Tensor.dtype */                             \
-    X(is_neg, BIND)            /* torch.Tensor.is_neg, unbound */                                  \
-    X(exchange_capsule, BIND)  /* keeps `exchange` alive */                                        \
-    X(classify, BIND)          /* callable for subclasses, or None */
+    TEPY_TYPES(X)                                                                                  \
+    X(plugins, LAZY)          /* {address of a te_plugin: its NativeSlots} */                      \
+    X(dispatcher, LAZY)       /* whose selections runs of plans obey */                            \
+    X(find_dispatcher, LAZY)  /* callable that looks for one */                                    \
+    X(before_cuda, LAZY)      /* callable that raises where CUDA is not to be used */              \
+    X(labels, LAZY)           /* a threading.local: where threads show the scopes they are in */   \
+    X(empty_like, BIND)       /* torch.empty_like */                                               \
+    X(empty, BIND)            /* torch.empty */                                                    \
+    X(device_type, BIND)      /* torch.device */                                                   \
+    X(tensor_type, BIND)      /* torch.Tensor */                                                   \
+    X(parameter_type, BIND)   /* torch.nn.Parameter */                                             \
+    X(dtype_getter, BIND)     /* the descriptor torch.Tensor.dtype */                              \
+    X(is_neg, BIND)           /* torch.Tensor.is_neg, unbound */                                   \
+    X(exchange_capsule, BIND) /* keeps `exchange` alive */                                         \
+    X(classify, BIND)         /* callable for subclasses, or None */
+
+/* X(NAME, text): keywords, and attributes that are read, interned. */
+#define TEPY_KEYS(X)                                                                               \
+    X(DTYPE, "dtype")                                                                              \
+    X(DEVICE, "device")                                                                            \
+    X(REQUIRES_GRAD, "requires_grad")                                                              \
+    X(MODULE, "__module__")                                                                        \
+    X(CALL, "__call__")                                                                            \
+    X(PLANNED, "IS_PLANNED")                                                                       \
+    X(OWN_FORWARD, "_FORWARD")                                                                     \
+    X(FORWARD, "forward")                                                                          \
+    X(COMPILED, "_compiled_call_impl")                                                             \
+    X(HOOKS, "_forward_hooks") /* from here on those of modules */                                 \
+    X(PRE_HOOKS, "_forward_pre_hooks")                                                             \
+    X(BACKWARD_HOOKS, "_backward_hooks")                                                           \
+    X(BACKWARD_PRE_HOOKS, "_backward_pre_hooks")
+
+typedef enum tepy_key {
+#define X(NAME, text) TEPY_KEY_##NAME,
+    TEPY_KEYS(X)
+#undef X
+        TEPY_KEY_COUNT
+} tepy_key;
 
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \
@@ -61,15 +86,15 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
     X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
-    X(field_names, TE_OP_COUNT, INIT)        /* names of the fields of each operator, interned */  \
-    X(record_types, TE_RECORD_COUNT, INIT)   /* named tuples by te_record_number */                \
-    X(module_names, TEPY_MODULE_NAMES, INIT) /* attributes of modules (modules_py.c), interned */
+    X(field_names, TE_OP_COUNT, INIT)      /* names of the fields of each operator, interned */    \
+    X(record_types, TE_RECORD_COUNT, INIT) /* named tuples by te_record_number */                  \
+    X(keys, TEPY_KEY_COUNT, INIT)
 
 typedef struct tepy_backend tepy_backend; /* backend_py.c */
 typedef struct tepy_frame tepy_frame;     /* scope_py.c */
 
 typedef struct tepy_state {
-#define X(name, stage) PyObject *name;
+#define X(name, ...) PyObject *name;
     TEPY_STATE_REFS(X)
 #undef X
 #define X(name, count, stage) PyObject *name[count];
@@ -187,25 +212,19 @@ void tepy_context_release(tepy_context *context); /* NULL is legal */
 int tepy_context_run(tepy_state *state, const char *function, te_device device,
                      te_status (*run)(te_context *context, const void *args, void *stream),
                      const void *args);
-/* Creates the type of Context; new reference. */
-PyObject *tepy_context_make_type(PyObject *module);
 
 /* ---- what the families give to module.c ---- */
 
-/* Creates the type of Plan; new reference. */
-PyObject *tepy_plan_make_type(PyObject *module);
+/* Create types; new references. */
+#define X(name, stage, title) PyObject *tepy_make_##name(PyObject *module);
+TEPY_TYPES(X)
+#undef X
 int tepy_records_add(PyObject *module);
-int tepy_modules_add(tepy_state *state);
 int tepy_backends_visit(tepy_state *state, visitproc visit, void *arg);
 void tepy_backends_clear(tepy_state *state);
 /* Adds a function per operator; what they are made of lives in the state for as long as they do. */
 int tepy_operators_add(PyObject *module);
 void tepy_operators_free(tepy_state *state);
-
-/* ---- dispatch_py.c ---- */
-
-/* Adds the types of operators whose implementations are chosen from Python. */
-int tepy_dispatch_add(PyObject *module);
 
 /* ---- scope_py.c ---- */
 
@@ -243,7 +262,29 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
 PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
                              PyObject *const *given, Py_ssize_t nargs, PyObject *names);
 
-/* Calling conventions of TEPY_FUNCTIONS: parameters of the C function and flags of its method. */
+#define TEPY_MOST_HEADS 3 /* tensors of facts_of_heads */
+
+/* X(name, takes tensors, fewest arguments, most, parameters): functions of the module that are
+ * called when torch is bound, if they take tensors, and with so many arguments. _core.pyi says what
+ * each does. */
+#define TEPY_CHECKED_FUNCTIONS(X)                                                                  \
+    X(bind_torch, 0, 1, 2, "torch_module, classify=None, /")                                       \
+    X(tensors_of_call, 1, 2, 2, "inp, places, /")                                                  \
+    X(facts_of_heads, 1, 1, TEPY_MOST_HEADS, "/, *tensors")                                        \
+    X(only_forward, 0, 3, 3, "modules, call, prefix, /")                                           \
+    X(make_plan, 0, 2, 2, "direction, graph, /")                                                   \
+    X(write_graph, 0, 2, 2, "direction, graph, /")                                                 \
+    X(plan_infer, 0, 2, 2, "plan, rows, /")                                                        \
+    X(plan_scratch, 0, 3, 4, "plan, rows, device_type, device_index=0, /")                         \
+    X(lie_in, 1, 3, 3, "tensor, parts, rows, /")                                                   \
+    X(split_storage, 1, 2, 2, "tensor, rows, /")                                                   \
+    X(cuda_configure, 0, 1, 2, "force_source, cache_dir=None, /")                                  \
+    X(tune_gemm, 0, 3, 4, "device_type, device_index, enabled, cache_file=None, /")                \
+    X(update, 1, 7, 8, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /")   \
+    X(l2norm, 1, 4, 4, "tensors, factor, flag, per_tensor, /")                                     \
+    X(register_backend, 1, 4, 4, "name, device_type, priority, functions, /")
+
+/* Calling conventions of the others: parameters of the C function and flags of its method. */
 #define TEPY_PARAMS_FAST (PyObject * module, PyObject *const *args, Py_ssize_t nargs)
 #define TEPY_PARAMS_ONE (PyObject * module, PyObject * arg)
 #define TEPY_PARAMS_NONE (PyObject * module, PyObject * unused)
@@ -251,80 +292,41 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *b
 #define TEPY_FLAGS_ONE METH_O
 #define TEPY_FLAGS_NONE METH_NOARGS
 
-/* X(name, convention, parameters, documentation): every function of the module but the operators;
- * _core.pyi says more. */
+/* X(name, convention, parameters): all others but the operators. */
 #define TEPY_FUNCTIONS(X)                                                                          \
-    X(bind_torch, FAST, "torch_module, classify=None, /",                                          \
-      "Take from torch what the entry points need; classify(tensor) is asked about subclasses.")   \
-    X(tensors_of_call, FAST, "inp, places, /",                                                     \
-      "((dtype, device or -1, last size, flags), (inp, parameter or None, ...)) of a module's "    \
-      "call.")                                                                                     \
-    X(facts_of_heads, FAST, "/, *tensors",                                                         \
-      "Facts that decide an attention of these tensors, as bytes; None where a call is by "        \
-      "itself.")                                                                                   \
-    X(only_forward, FAST, "modules, call, prefix, /",                                              \
-      "Whether calls of modules run nothing but the forwards of their classes.")                   \
-    X(dtype_code, ONE, "dtype, /", "DTYPE_* code of a torch dtype.")                               \
-    X(torch_dtype, ONE, "code, /", "The torch dtype of a DTYPE_* code.")                           \
-    X(dtype_names, NONE, "/", "Names of the dtypes, by code.")                                     \
-    X(op_names, NONE, "/", "Names of the operators, in the order of the operator table.")          \
-    X(activation_names, NONE, "/", "Names of the activations, in the order of their numbers.")     \
-    X(has_cuda, NONE, "/", "True where the library was built with its CUDA backend.")              \
-    X(make_plan, FAST, "direction, graph, /", "A plan of a graph, which all who make it share.")   \
-    X(write_graph, FAST, "direction, graph, /", "A graph as text, for read_graph.")                \
-    X(read_graph, ONE, "text, /", "(direction, graph) of a text of write_graph.")                  \
-    X(plan_count, NONE, "/", "How many plans somebody in the process holds.")                      \
-    X(plan_describe, ONE, "plan, /", "Buffers and stages of a plan, in plan order.")               \
-    X(plan_infer, FAST, "plan, rows, /",                                                           \
-      "(saved bytes, own scratch bytes, offsets per buffer); pure arithmetic.")                    \
-    X(plan_scratch, FAST, "plan, rows, device_type, device_index=0, /",                            \
-      "Bytes of scratch that a run on this device takes, operator workspaces included.")           \
-    X(run, FAST, "plan, slot_fwd, slot_bwd, /, *tensors",                                          \
-      "Run a plan: (outputs..., packed saved tensor or None).")                                    \
-    X(run_consuming, FAST, "plan, slot_fwd, slot_bwd, /, *tensors",                                \
-      "run() of a later plan, that may write over the saved tensor.")                              \
+    X(dtype_code, ONE, "dtype, /")                                                                 \
+    X(torch_dtype, ONE, "code, /")                                                                 \
+    X(dtype_names, NONE, "/")                                                                      \
+    X(op_names, NONE, "/")                                                                         \
+    X(activation_names, NONE, "/")                                                                 \
+    X(has_cuda, NONE, "/")                                                                         \
+    X(read_graph, ONE, "text, /")                                                                  \
+    X(plan_count, NONE, "/")                                                                       \
+    X(plan_describe, ONE, "plan, /")                                                               \
+    X(run, FAST, "plan, slot_fwd, slot_bwd, /, *tensors")                                          \
+    X(run_consuming, FAST, "plan, slot_fwd, slot_bwd, /, *tensors")                                \
     X(run_staged, FAST,                                                                            \
-      "plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, *tensors",                  \
-      "run() whose external stages are functions, a dict by name of f(buffers).")                  \
-    X(lie_in, FAST, "tensor, parts, rows, /",                                                      \
-      "Tell whether the parts are consecutive rows of a tensor, as split_storage made them.")      \
-    X(split_storage, FAST, "tensor, rows, /",                                                      \
-      "Consecutive rows of a tensor as tensors with storages of their own over its memory.")       \
-    X(cuda_configure, FAST, "force_source, cache_dir=None, /",                                     \
-      "Where the CUDA backend gets its device code, from the next context on.")                    \
-    X(tune_gemm, FAST, "device_type, device_index, enabled, cache_file=None, /",                   \
-      "Time the candidates of each new GEMM problem on the module's contexts of a device.")        \
-    X(update, FAST, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /",      \
-      "One pass over lists of tensors: a step of an optimizer, or products with a number.")        \
-    X(l2norm, FAST, "tensors, factor, flag, per_tensor, /",                                        \
-      "(norm of all elements, norms of the tensors) of a list.")                                   \
-    X(close_contexts, NONE, "/", "Close the module's own contexts; the next use makes new ones.")  \
-    X(op_fields, ONE, "name, /",                                                                   \
-      "(name, type, access, required) of each field of an operator, workspaces left out.")         \
-    X(obeying, ONE, "name, /",                                                                     \
-      "The function of an operator that asks first what runs of plans ask.")                       \
-    X(register_backend, FAST, "name, device_type, priority, functions, /",                         \
-      "Put Python functions into the operator table, by operator name.")                           \
-    X(unregister_backend, ONE, "name, /", "Take a backend of register_backend out again.")         \
-    X(load_plugin, ONE, "path, /",                                                                 \
-      "The operators that a shared object registers, a NativeSlot each.")                          \
-    X(obey, ONE, "dispatcher, /",                                                                  \
-      "Have runs of plans ask what a Dispatcher's tables have at place 0; None: nobody.")          \
-    X(find_selections, ONE, "find, /",                                                             \
-      "Call find() before the first run that obeys nobody: it may call obey().")                   \
-    X(before_cuda, ONE, "check, /",                                                                \
-      "Call check() before a context of a CUDA device is made: it may raise.")                     \
-    X(selected, NONE, "/",                                                                         \
-      "A Scope of what runs of this thread obey, for a backward; None where they obey nobody.")    \
-    X(unselected, NONE, "/", "The same of runs that obey nobody, whoever came since.")             \
-    X(selection_number, NONE, "/", "Number of the Selection that runs of this thread obey, or 0.") \
-    X(label_scopes, ONE, "labels, /",                                                              \
-      "Have each thread show the Scope that it is in as an attribute \"scope\" of this object.")   \
-    X(policy_in_force, NONE, "/", "The policy of the innermost Scope of this thread, or None.")    \
-    X(counters, NONE, "/", "Counts of what ran since the last reset, without zeros.")              \
-    X(reset_counters, NONE, "/", "Set all counters to 0.")
+      "plan, slot_fwd, slot_bwd, functions, observer, make_buffers, /, *tensors")                  \
+    X(close_contexts, NONE, "/")                                                                   \
+    X(op_fields, ONE, "name, /")                                                                   \
+    X(obeying, ONE, "name, /")                                                                     \
+    X(unregister_backend, ONE, "name, /")                                                          \
+    X(load_plugin, ONE, "path, /")                                                                 \
+    X(obey, ONE, "dispatcher, /")                                                                  \
+    X(find_selections, ONE, "find, /")                                                             \
+    X(before_cuda, ONE, "check, /")                                                                \
+    X(selected, NONE, "/")                                                                         \
+    X(unselected, NONE, "/")                                                                       \
+    X(selection_number, NONE, "/")                                                                 \
+    X(label_scopes, ONE, "labels, /")                                                              \
+    X(policy_in_force, NONE, "/")                                                                  \
+    X(counters, NONE, "/")                                                                         \
+    X(reset_counters, NONE, "/")
 
-#define X(name, convention, ...) PyObject *tepy_##name TEPY_PARAMS_##convention;
+#define X(name, ...) PyObject *tepy_##name TEPY_PARAMS_FAST;
+TEPY_CHECKED_FUNCTIONS(X)
+#undef X
+#define X(name, convention, parameters) PyObject *tepy_##name TEPY_PARAMS_##convention;
 TEPY_FUNCTIONS(X)
 #undef X
 

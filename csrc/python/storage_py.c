@@ -121,8 +121,7 @@ PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t
     int64_t taken = 0, row_bytes;
     Py_ssize_t count;
     PyObject *parts;
-    if (tepy_require_torch(state, "split_storage") != 0 ||
-        tepy_count("split_storage", nargs, 2, 2) != 0 || dense_view(state, args[0], &view) != 0) {
+    if (dense_view(state, args[0], &view) != 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[1]))
@@ -171,8 +170,7 @@ PyObject *tepy_lie_in(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     tepy_dl_tensor whole;
     const char *address;
     Py_ssize_t count;
-    if (tepy_require_torch(state, "lie_in") != 0 || tepy_count("lie_in", nargs, 3, 3) != 0 ||
-        dense_view(state, args[0], &whole) != 0) {
+    if (dense_view(state, args[0], &whole) != 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||

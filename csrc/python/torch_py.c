@@ -112,7 +112,6 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     const tepy_dl_exchange *exchange;
     PyObject *result = NULL;
     memset(&found, 0, sizeof found);
-    if (tepy_count("bind_torch", nargs, 1, 2) != 0) return NULL;
     if (classify != Py_None && !PyCallable_Check(classify))
         return TEPY_FAIL(PyExc_TypeError, (tepy_site){"bind_torch", "classify"},
                          "expected a callable or None, got %R", Py_TYPE(classify));
@@ -181,8 +180,6 @@ PyObject *tepy_torch_dtype(PyObject *module, PyObject *arg)
 
 PyObject *tepy_dtype_names(PyObject *module, PyObject *unused)
 {
-    (void)module;
-    (void)unused;
     return TEPY_NAMES(TE_DTYPES);
 }
 
@@ -210,8 +207,8 @@ static PyObject *empty_kwargs(tepy_state *state, te_device device, te_dtype dtyp
     if (torch_device == NULL) return NULL;
     kwargs = PyDict_New();
     if (kwargs == NULL) return NULL;
-    if (PyDict_SetItem(kwargs, state->key_dtype, state->dtypes[dtype]) != 0 ||
-        PyDict_SetItem(kwargs, state->key_device, torch_device) != 0) {
+    if (PyDict_SetItem(kwargs, state->keys[TEPY_KEY_DTYPE], state->dtypes[dtype]) != 0 ||
+        PyDict_SetItem(kwargs, state->keys[TEPY_KEY_DEVICE], torch_device) != 0) {
         Py_DECREF(kwargs);
         return NULL;
     }
@@ -280,7 +277,7 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
         if (tensor == NULL || PyTuple_SetItem(tensors, i, Py_NewRef(tensor)) != 0) return -1;
         if (place == Py_None) continue;
         if (state->exchange->view(tensor, i == 0 ? inp : &dl) != 0) return -1;
-        flag = PyObject_GetAttr(tensor, state->key_requires_grad);
+        flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
         if (flag == NULL) return -1;
         facts->flags = (int64_t)((uint64_t)facts->flags << 1 | (flag == Py_True));
         Py_DECREF(flag);
@@ -306,10 +303,6 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     PyObject *tensors;
     tepy_dl_tensor inp;
     call_facts facts;
-    if (tepy_require_torch(state, "tensors_of_call") != 0 ||
-        tepy_count("tensors_of_call", nargs, 2, 2) != 0) {
-        return NULL;
-    }
     if (!PyTuple_Check(args[1]))
         return TEPY_FAIL(PyExc_TypeError, (tepy_site){"tensors_of_call", "places"},
                          "expected a tuple, got %R", Py_TYPE(args[1]));
@@ -340,8 +333,6 @@ typedef struct heads_facts {
     int32_t inner[3];
 } heads_facts;
 
-#define MOST_HEADS 3
-
 static int32_t leading_bits(const tepy_dl_tensor *dl, const tepy_dl_tensor *first,
                             const tepy_dl_tensor *last, int count)
 {
@@ -365,7 +356,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
         dl->device.type > TEPY_DL_CUDA_HOST) {
         return -1;
     }
-    flag = PyObject_GetAttr(tensor, state->key_requires_grad);
+    flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
     if (flag == NULL) return -1;
     Py_DECREF(flag);
     leading = dl->ndim == 3 ? 1 : 2;
@@ -383,12 +374,8 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
 PyObject *tepy_facts_of_heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_state *state = tepy_state_of(module);
-    heads_facts facts[MOST_HEADS];
-    tepy_dl_tensor dl[MOST_HEADS];
-    if (tepy_require_torch(state, "facts_of_heads") != 0 ||
-        tepy_count("facts_of_heads", nargs, 1, MOST_HEADS) != 0) {
-        return NULL;
-    }
+    heads_facts facts[TEPY_MOST_HEADS];
+    tepy_dl_tensor dl[TEPY_MOST_HEADS];
     memset(facts, 0, sizeof facts);
     for (Py_ssize_t i = 0; i < nargs; i++) {
         const tepy_dl_tensor *last = i == 0 ? &dl[0] : &dl[i - 1];

@@ -160,8 +160,7 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     update_call call = {.state = state, .args = {.size = sizeof(te_update_args)}};
     int64_t kind = 0, flags = 0;
     int failed;
-    if (tepy_require_torch(state, "update") != 0 || tepy_count("update", nargs, 7, 8) != 0 ||
-        tepy_int(args[0], site_of("kind"), 0, TE_UPDATE_KIND_COUNT - 1, &kind) != 0 ||
+    if (tepy_int(args[0], site_of("kind"), 0, TE_UPDATE_KIND_COUNT - 1, &kind) != 0 ||
         tepy_int(args[1], site_of("flags"), 0, INT32_MAX, &flags) != 0 ||
         tepy_int(args[5], site_of("step"), INT64_MIN, INT64_MAX, &call.args.step) != 0) {
         return NULL;
