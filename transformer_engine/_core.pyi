@@ -111,9 +111,7 @@ def has_cuda() -> bool:
 class Plan:
     """A plan of `make_plan`, which is freed when nobody in the process holds it any more."""
 
-    @property
-    def id(self) -> int:
-        """The same for the same graph in every process."""
+    id: Final[int]  # the same for the same graph in every process
 
 # The records are the structs of transformer_engine_plans.h, which says what each member means. Members
 # that are not given have the values that they have in C. Functions take any object with these attributes,
@@ -223,10 +221,7 @@ class Context:
     """
 
     def __new__(cls, device_type: int, index: int = 0) -> Context: ...
-    @property
-    def device(self) -> tuple[int, int]:
-        """(device type, index)."""
-
+    device: Final[tuple[int, int]]  # (device type, index)
     @property
     def closed(self) -> bool: ...
     def close(self) -> None:
@@ -245,12 +240,9 @@ class Implementation:
         function: Callable[..., Any],
         supports: Callable[..., Any] | None = None,
     ) -> Implementation: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def impl_id(self) -> str: ...
-    @property
-    def function(self) -> Callable[..., Any]: ...
+    op: Final[str]
+    impl_id: Final[str]
+    function: Final[Callable[..., Any]]
     @property
     def calls(self) -> int:
         """How often it was called."""
@@ -283,12 +275,9 @@ class Operator:
     call the dispatcher's `refuse` raises.
     """
 
-    @property
-    def __name__(self) -> str: ...
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The function that has its signature and its docstring, by the dispatcher's `describe`."""
-
+    __name__: Final[str]
+    __wrapped__: Final[Callable[..., Any]]
+    """The function that has its signature and its docstring, by the dispatcher's `describe`."""
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Scope:
@@ -298,12 +287,9 @@ class Scope:
     """
 
     def __new__(cls, policy: Any) -> Scope: ...
-    @property
-    def policy(self) -> Any: ...
-    @property
-    def selection(self) -> Selection | None:
-        """Table that runs of plans ask in a scope of a table; None for a scope of a policy."""
-
+    policy: Final[Any]
+    selection: Final[Selection | None]
+    """Table that runs of plans ask in a scope of a table; None for a scope of a policy."""
     def __enter__(self) -> Any:
         """Returns the policy."""
 
@@ -349,20 +335,12 @@ class NativeSlot:
     NotImplementedError for a call that it does not take. Other errors say whose they are.
     """
 
-    @property
-    def op(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def vendor(self) -> str | None: ...
-    @property
-    def kind(self) -> str:
-        """Kind of its source: "vendor", "default" or "reference"."""
-
-    @property
-    def device(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
+    op: Final[str]
+    backend: Final[str]
+    vendor: Final[str | None]
+    kind: Final[str]  # kind of its source: "vendor", "default" or "reference"
+    device: Final[int]
+    priority: Final[int]
     @property
     def calls(self) -> int:
         """How often it ran without an error, in this process, whoever called it."""
@@ -409,9 +387,7 @@ class Selection:
     def __new__(
         cls, slots: tuple[tuple[str, Callable[..., Any], tuple[str, ...] | None], ...]
     ) -> Selection: ...
-    @property
-    def number(self) -> int:
-        """A number that no other one of the process has."""
+    number: Final[int]  # a number that no other one of the process has
 
 @final
 class Dispatcher:

@@ -442,13 +442,14 @@ te_status te_op_workspace_in(te_op_candidates candidates, te_context *context, t
     }
 }
 
-/* Of a call within a call. */
-__attribute__((noinline)) static te_status run_acquired(te_context *context, te_op op,
+/* Of a call within a call, and of one that asks a selection. */
+__attribute__((noinline)) static te_status run_acquired(te_context *context,
+                                                        const te_selection *selection, te_op op,
                                                         const void *args, void *stream)
 {
     const te_device_type device = te_context_device(context).type;
     te_op_table *table = te_op_table_acquire(device);
-    te_status st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
+    te_status st = run_checked((te_op_candidates){selection, table}, context, op, args, stream);
     te_op_table_release(table);
     if (st == TE_OK) te_count_op(device, op);
     return st;
@@ -460,36 +461,27 @@ te_status te_op_run_checked(te_context *context, te_op op, const void *args, voi
     te_holder *holder = te_holder_of_thread();
     const te_op_table *table = hold(holder, device);
     te_status st;
-    if (table == NULL) return run_acquired(context, op, args, stream);
+    if (table == NULL) return run_acquired(context, NULL, op, args, stream);
     st = run_checked((te_op_candidates){NULL, table}, context, op, args, stream);
     if (st == TE_OK) te_holder_count(holder, device, op);
     release_held(holder);
     return st;
 }
 
-te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
-{
-    te_any_args whole;
-    TE_TRY(te_check_size(op, args, &whole, &args));
-    TE_TRY(check_call(context, op, args));
-    TE_TRY(te_check_memory(op, args));
-    return te_op_run_checked(context, op, args, stream);
-}
-
 te_status te_op_run_selected(te_context *context, const te_selection *selection, te_op op,
                              const void *args, void *stream)
 {
     te_any_args whole;
-    te_op_table *table;
-    te_status st;
     TE_TRY(te_check_size(op, args, &whole, &args));
     TE_TRY(check_call(context, op, args));
     TE_TRY(te_check_memory(op, args));
-    table = te_op_table_acquire(te_context_device(context).type);
-    st = run_checked((te_op_candidates){selection, table}, context, op, args, stream);
-    te_op_table_release(table);
-    if (st == TE_OK) te_count_op(te_context_device(context).type, op);
-    return st;
+    return selection == NULL ? te_op_run_checked(context, op, args, stream)
+                             : run_acquired(context, selection, op, args, stream);
+}
+
+te_status te_op_run(te_context *context, te_op op, const void *args, void *stream)
+{
+    return te_op_run_selected(context, NULL, op, args, stream);
 }
 
 te_status te_op_workspace_selected(te_context *context, const te_selection *selection, te_op op,

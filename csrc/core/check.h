@@ -12,14 +12,6 @@
 
 #include "core/fields.h"
 
-/* The args struct of any operator. */
-typedef union te_any_args {
-    size_t size;
-#define X(NAME, name) te_##name##_args name;
-    TE_OPS(X)
-#undef X
-} te_any_args;
-
 /* Makes args of the size that this library knows. *whole is args itself, or *buffer: that of a
  * caller that knows fewer fields has their initial values, that of one that knows more must be 0
  * there. */

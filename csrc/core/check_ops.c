@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * check_ops.c - how the fields of one call agree: a list of rules per operator, and for what no
- * rule says a function (check_operand.c, check_layer.c, check_attention.c).
+ * rule says a function (check_operand.c, check_attention.c).
  */
 #include <float.h>
 

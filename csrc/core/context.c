@@ -40,8 +40,8 @@ te_status te_cuda_configure(int force_source, const char *cache_dir)
 
 te_status te_context_create(te_device device, te_context **out)
 {
-    te_status st = TE_OK;
-    te_context *context = NULL;
+    te_status st;
+    te_context *context;
     const te_device_driver *driver;
     TE_FAIL_IF(out == NULL, TE_ERROR_INVALID, "out is NULL");
     *out = NULL;
@@ -58,18 +58,15 @@ te_status te_context_create(te_device device, te_context **out)
     context->driver = driver;
     if (pthread_mutex_init(&context->lock, NULL) != 0) {
         st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a lock");
-        goto done;
-    }
-    st = driver->open(device.index, &context->state);
-    if (st != TE_OK) {
+    } else if ((st = driver->open(device.index, &context->state)) != TE_OK) {
         (void)pthread_mutex_destroy(&context->lock);
-        goto done;
+    }
+    if (st != TE_OK) {
+        free(context);
+        return st;
     }
     *out = context;
-    context = NULL;
-done:
-    free(context);
-    return st;
+    return TE_OK;
 }
 
 void te_context_destroy(te_context *context)

@@ -22,9 +22,8 @@
 #define MIXED_AT EMULATED_AT(TE_SCALING_COUNT) /* operands that no GEMM reads together */
 #define COUNTERS (MIXED_AT + 1)
 
+/* Less what threads had kept of them at the last reset. */
 static _Atomic int64_t counts[COUNTERS];
-/* What threads had run of the operators at the last reset: their own numbers only grow. */
-static _Atomic int64_t forgotten[TE_DEVICE_COUNT][TE_OP_COUNT];
 
 /* The pairs of operand dtypes that a GEMM accepts. */
 #define GEMM_PAIRS(X, DEVICE, device)                                                              \
@@ -124,26 +123,18 @@ void te_count_mixed(void)
     count(MIXED_AT);
 }
 
-/* What all threads have run. */
-static int64_t sum_of_op(int device, int op)
+/* The part of a counter that threads keep: what they have run of an operator. It only grows. */
+static int64_t kept_by_threads(int at)
 {
     int64_t sum = 0;
-    for (const te_holder *one = te_holders_all(); one != NULL; one = one->next) {
-        sum += atomic_load_explicit(&one->ran[device][op], memory_order_relaxed);
-    }
-    return sum;
-}
-
-/* The part of a counter that threads keep. */
-static int64_t ran_since_reset(int at)
-{
     for (int device = 0; device < TE_DEVICE_COUNT; device++) {
         const int op = at - OP_AT(device, 0);
         if (op < 0 || op >= TE_OP_COUNT) continue;
-        return sum_of_op(device, op) -
-               atomic_load_explicit(&forgotten[device][op], memory_order_relaxed);
+        for (const te_holder *one = te_holders_all(); one != NULL; one = one->next) {
+            sum += atomic_load_explicit(&one->ran[device][op], memory_order_relaxed);
+        }
     }
-    return 0;
+    return sum;
 }
 
 te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)
@@ -151,7 +142,7 @@ te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)
     *found = 0;
     for (int at = 0; at < COUNTERS; at++) {
         int64_t value = atomic_load_explicit(&counts[at], memory_order_relaxed);
-        value += ran_since_reset(at);
+        value += kept_by_threads(at);
         if (value == 0 || names[at] == NULL) continue;
         if (out != NULL && *found < capacity) out[*found] = (te_counter){names[at], value};
         ++*found;
@@ -162,12 +153,6 @@ te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)
 void te_counters_reset(void)
 {
     for (int at = 0; at < COUNTERS; at++) {
-        atomic_store_explicit(&counts[at], 0, memory_order_relaxed);
-    }
-    for (int device = 0; device < TE_DEVICE_COUNT; device++) {
-        for (int op = 0; op < TE_OP_COUNT; op++) {
-            atomic_store_explicit(&forgotten[device][op], sum_of_op(device, op),
-                                  memory_order_relaxed);
-        }
+        atomic_store_explicit(&counts[at], -kept_by_threads(at), memory_order_relaxed);
     }
 }

@@ -42,11 +42,9 @@ _Static_assert(_Generic((te_norm_kind)0, uint32_t : 1) &&
      .initial = start},
 
 #define X(NAME, op)                                                                                \
-    static const te_field op##_fields[] = {TE_FIELDS_##op(X_FIELD)};                               \
+    static const te_field op##_fields[] = {TE_ALL_FIELDS(X_FIELD, op)};                            \
     _Static_assert((int)te_field_count_##op <= (int)TE_OP_MAX_FIELDS,                              \
-                   "TE_OP_MAX_FIELDS is too low");                                                 \
-    _Static_assert((int)te_at_##op##_workspace == (int)te_field_count_##op - 1,                    \
-                   "a list ends with its workspace");
+                   "TE_OP_MAX_FIELDS is too low");
 TE_OPS(X)
 #undef X
 

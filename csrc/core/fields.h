@@ -19,7 +19,6 @@
 #define TE_OPT_OUT(X, op, name, form, dtypes) X(op, name, name, 0, WRITE, form, dtypes, 0, 0)
 #define TE_NUMBER(X, op, name, initial) X(op, name, name, 0, READ, NONE, ANY, 0, initial)
 #define TE_BIT(X, op, name, bit) X(op, name, flags, 0, READ, NONE, ANY, bit, 0)
-#define TE_WORKSPACE(X, op) X(op, workspace, workspace, 0, WRITE, NONE, ANY, 0, 0)
 
 /* The forms of an operand that is read; `prefix` is part of the names. */
 #define TE_OPERAND(X, op, prefix, member)                                                          \
@@ -80,27 +79,24 @@
     TE_CAST_TO_FP8(X, quantize)                                                                    \
     TE_CAST_MICRO(X, quantize)                                                                     \
     TE_OPT_OUT(X, quantize, bias_grad, VECTOR, NUMBERS)                                            \
-    X(quantize, noop, noop, 0, READ, NONE, F32, 1, 0)                                              \
-    TE_WORKSPACE(X, quantize)
+    X(quantize, noop, noop, 0, READ, NONE, F32, 1, 0)
 
 #define TE_SUMMARY_dequantize                                                                      \
     "output = data / scale, from `row`, or from `column` where that is None."
 #define TE_FIELDS_dequantize(X)                                                                    \
     TE_OUT(X, dequantize, output, MATRIX, NUMBERS)                                                 \
-    TE_OPERAND(X, dequantize, , input)                                                             \
-    TE_WORKSPACE(X, dequantize)
+    TE_OPERAND(X, dequantize, , input)
 
 #define TE_SUMMARY_amax "Write AMAX_PARTIALS partial maxima of |input|."
 #define TE_FIELDS_amax(X)                                                                          \
     TE_IN(X, amax, input, MATRIX, NUMBERS)                                                         \
     X(amax, partials, partials, 1, WRITE, NONE, F32, TE_AMAX_PARTIALS, 0)                          \
-    TE_NUMBER(X, amax, hadamard, 0)                                                                \
-    TE_WORKSPACE(X, amax)
+    TE_NUMBER(X, amax, hadamard, 0)
 
 #define TE_SUMMARY_transpose "Transpose one-byte elements."
 #define TE_FIELDS_transpose(X)                                                                     \
     TE_IN(X, transpose, input, MATRIX, ANY)                                                        \
-    TE_OUT(X, transpose, output, MATRIX, ANY) TE_WORKSPACE(X, transpose)
+    TE_OUT(X, transpose, output, MATRIX, ANY)
 
 #define TE_SUMMARY_gemm                                                                            \
     "d = epilogue(a b + bias), in FP8 from `a_row`, `b_row`, ... or in high precision."
@@ -121,25 +117,22 @@
     TE_BIT(X, gemm, accumulate, TE_GEMM_ACCUMULATE)                                                \
     TE_BIT(X, gemm, fast_accumulation, TE_GEMM_FAST_ACCUMULATION)                                  \
     TE_BIT(X, gemm, allow_tf32, TE_GEMM_ALLOW_TF32)                                                \
-    TE_BIT(X, gemm, multiplied_out, TE_GEMM_MULTIPLIED_OUT)                                        \
-    TE_WORKSPACE(X, gemm)
+    TE_BIT(X, gemm, multiplied_out, TE_GEMM_MULTIPLIED_OUT)
 
 #define TE_SUMMARY_scaling_update "Update a chunk of delayed-scaling slots in place."
 #define TE_FIELDS_scaling_update(X)                                                                \
     X(scaling_update, scale, scale, 1, WRITE, VECTOR, F32, 0, 0)                                   \
     X(scaling_update, history, history, 1, UPDATE, MATRIX, F32, 0, 0)                              \
     X(scaling_update, fp8_max, fp8_max, 1, READ, NONE, ANY, 0, 0)                                  \
-    TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)                                                \
-    TE_WORKSPACE(X, scaling_update)
+    TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)
 
 #define TE_SUMMARY_fill "Set every element."
 #define TE_FIELDS_fill(X)                                                                          \
     TE_OUT(X, fill, output, MATRIX, ANY)                                                           \
-    X(fill, value, value, 1, READ, NONE, ANY, 0, 0) TE_WORKSPACE(X, fill)
+    X(fill, value, value, 1, READ, NONE, ANY, 0, 0)
 
 #define TE_SUMMARY_cast "Convert and copy between strided matrices."
-#define TE_FIELDS_cast(X)                                                                          \
-    TE_IN(X, cast, input, MATRIX, ANY) TE_OUT(X, cast, output, MATRIX, ANY) TE_WORKSPACE(X, cast)
+#define TE_FIELDS_cast(X) TE_IN(X, cast, input, MATRIX, ANY) TE_OUT(X, cast, output, MATRIX, ANY)
 
 #define TE_SUMMARY_norm "Normalize rows, times gamma plus beta; to high precision and (or) FP8."
 #define TE_FIELDS_norm(X)                                                                          \
@@ -152,8 +145,7 @@
     TE_CAST_ANY(X, norm)                                                                           \
     TE_NUMBER(X, norm, eps, 1e-5)                                                                  \
     TE_BIT(X, norm, zero_centered, TE_NORM_ZERO_CENTERED)                                          \
-    TE_BIT(X, norm, statistics_given, TE_NORM_STATISTICS_GIVEN)                                    \
-    TE_WORKSPACE(X, norm)
+    TE_BIT(X, norm, statistics_given, TE_NORM_STATISTICS_GIVEN)
 
 #define TE_SUMMARY_norm_backward "Gradients of norm."
 #define TE_FIELDS_norm_backward(X)                                                                 \
@@ -168,8 +160,7 @@
     TE_OPT_OUT(X, norm_backward, grad_input, DIMS, NUMBERS)                                        \
     TE_OPT_OUT(X, norm_backward, gamma_grad, VECTOR, NUMBERS)                                      \
     TE_OPT_OUT(X, norm_backward, beta_grad, VECTOR, NUMBERS)                                       \
-    TE_BIT(X, norm_backward, zero_centered, TE_NORM_ZERO_CENTERED)                                 \
-    TE_WORKSPACE(X, norm_backward)
+    TE_BIT(X, norm_backward, zero_centered, TE_NORM_ZERO_CENTERED)
 
 #define TE_SUMMARY_activation                                                                      \
     "Activate rows (gated: two halves to one); to high precision and (or) FP8."
@@ -177,8 +168,7 @@
     TE_IN(X, activation, input, MATRIX, NUMBERS)                                                   \
     TE_KIND(X, activation)                                                                         \
     TE_CAST_ANY(X, activation)                                                                     \
-    TE_ACTIVATION_PARAMS(X, activation)                                                            \
-    TE_WORKSPACE(X, activation)
+    TE_ACTIVATION_PARAMS(X, activation)
 
 #define TE_SUMMARY_activation_backward                                                             \
     "Gradient of activation, to high precision and (or) FP8, and its column sums."
@@ -188,8 +178,7 @@
     TE_KIND(X, activation_backward)                                                                \
     TE_CAST_ANY(X, activation_backward)                                                            \
     TE_OPT_OUT(X, activation_backward, bias_grad, VECTOR, NUMBERS)                                 \
-    TE_ACTIVATION_PARAMS(X, activation_backward)                                                   \
-    TE_WORKSPACE(X, activation_backward)
+    TE_ACTIVATION_PARAMS(X, activation_backward)
 
 #define TE_SUMMARY_softcap                                                                         \
     "cap tanh(input / cap), or its gradient from grad_output; to high precision and (or) FP8."
@@ -197,8 +186,7 @@
     TE_IN(X, softcap, input, MATRIX, NUMBERS)                                                      \
     X(softcap, cap, cap, 1, READ, NONE, ANY, 0, 0)                                                 \
     TE_OPT(X, softcap, grad_output, MATRIX, NUMBERS)                                               \
-    TE_CAST_ANY(X, softcap)                                                                        \
-    TE_WORKSPACE(X, softcap)
+    TE_CAST_ANY(X, softcap)
 
 #define TE_SUMMARY_softmax                                                                         \
     "Softmax of scale * input + bias over the keys that a query may attend, with dropout."
@@ -215,8 +203,7 @@
     TE_NUMBER(X, softmax, dropout, 0)                                                              \
     TE_NUMBER(X, softmax, window_left, -1)                                                         \
     TE_NUMBER(X, softmax, window_right, -1)                                                        \
-    TE_NUMBER(X, softmax, diagonal, 0)                                                             \
-    TE_WORKSPACE(X, softmax)
+    TE_NUMBER(X, softmax, diagonal, 0)
 
 #define TE_SUMMARY_softmax_backward "Gradient of softmax."
 #define TE_FIELDS_softmax_backward(X)                                                              \
@@ -228,8 +215,7 @@
     TE_OPT_OUT(X, softmax_backward, grad_sinks, VECTOR, F32)                                       \
     TE_RNG(X, softmax_backward)                                                                    \
     TE_NUMBER(X, softmax_backward, scale, 1)                                                       \
-    TE_NUMBER(X, softmax_backward, dropout, 0)                                                     \
-    TE_WORKSPACE(X, softmax_backward)
+    TE_NUMBER(X, softmax_backward, dropout, 0)
 
 /* What attention and its gradient read. */
 #define TE_ATTENDED(X, op, name) X(op, name, problem.name, 1, READ, DIMS, FLOATS, 0, 0)
@@ -271,8 +257,7 @@
     TE_SCALE_OF(X, attention, output_scale)                                                        \
     TE_AMAX_OF(X, attention, output_amax)                                                          \
     TE_AMAX_OF(X, attention, weights_amax)                                                         \
-    TE_NUMBER(X, attention, softcap, 0)                                                            \
-    TE_WORKSPACE(X, attention)
+    TE_NUMBER(X, attention, softcap, 0)
 
 #define TE_SUMMARY_attention_backward "Gradients of attention."
 #define TE_FIELDS_attention_backward(X)                                                            \
@@ -296,8 +281,7 @@
     TE_SCALE_OF(X, attention_backward, grads_scale)                                                \
     TE_AMAX_OF(X, attention_backward, grad_scores_amax)                                            \
     TE_AMAX_OF(X, attention_backward, grads_amax)                                                  \
-    TE_NUMBER(X, attention_backward, softcap, 0)                                                   \
-    TE_WORKSPACE(X, attention_backward)
+    TE_NUMBER(X, attention_backward, softcap, 0)
 
 #define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."
 #define TE_FIELDS_dropout_add(X)                                                                   \
@@ -305,16 +289,14 @@
     TE_OUT(X, dropout_add, output, MATRIX, NUMBERS)                                                \
     TE_OPT(X, dropout_add, bias, VECTOR, NUMBERS)                                                  \
     TE_OPT(X, dropout_add, residual, MATRIX, NUMBERS)                                              \
-    TE_DROPS(X, dropout_add)                                                                       \
-    TE_WORKSPACE(X, dropout_add)
+    TE_DROPS(X, dropout_add)
 
 #define TE_SUMMARY_dropout_backward "Gradients of dropout_add with respect to input and bias."
 #define TE_FIELDS_dropout_backward(X)                                                              \
     TE_IN(X, dropout_backward, grad_output, MATRIX, NUMBERS)                                       \
     TE_OPT_OUT(X, dropout_backward, grad_input, MATRIX, NUMBERS)                                   \
     TE_OPT_OUT(X, dropout_backward, bias_grad, VECTOR, NUMBERS)                                    \
-    TE_DROPS(X, dropout_backward)                                                                  \
-    TE_WORKSPACE(X, dropout_backward)
+    TE_DROPS(X, dropout_backward)
 
 #define TE_SUMMARY_rope "Rotary position embedding, or its transposed map, of up to three tensors."
 #define TE_ROPE_PART(X, name, i)                                                                   \
@@ -333,8 +315,7 @@
     TE_NUMBER(X, rope, cp_size, 1)                                                                 \
     TE_NUMBER(X, rope, cp_rank, 0)                                                                 \
     TE_NUMBER(X, rope, interleaved, 0)                                                             \
-    TE_NUMBER(X, rope, backward, 0)                                                                \
-    TE_WORKSPACE(X, rope)
+    TE_NUMBER(X, rope, backward, 0)
 
 #define TE_CACHE(X, op, access)                                                                    \
     X(op, key_cache, cache.key, 1, access, DIMS, NUMBERS, 0, 0)                                    \
@@ -348,8 +329,7 @@
     TE_IN(X, cache_append, starts, VECTOR, I32)                                                    \
     TE_OPT(X, cache_append, counts, VECTOR, I32)                                                   \
     TE_OPT(X, cache_append, cu_seqlens, VECTOR, I32)                                               \
-    X(cache_append, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)                      \
-    TE_WORKSPACE(X, cache_append)
+    X(cache_append, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
 
 #define TE_SUMMARY_cache_gather "The keys and values in a cache, each sequence's in a row."
 #define TE_FIELDS_cache_gather(X)                                                                  \
@@ -357,12 +337,15 @@
     TE_IN(X, cache_gather, lengths, VECTOR, I32)                                                   \
     TE_OUT(X, cache_gather, key, DIMS, NUMBERS)                                                    \
     TE_OUT(X, cache_gather, value, DIMS, NUMBERS)                                                  \
-    X(cache_gather, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)                      \
-    TE_WORKSPACE(X, cache_gather)
+    X(cache_gather, page_table, cache.page_table, 0, READ, MATRIX, I32, 0, 0)
+
+/* All fields of an operator: the last one is its workspace. */
+#define TE_ALL_FIELDS(X, op)                                                                       \
+    TE_FIELDS_##op(X) X(op, workspace, workspace, 0, WRITE, NONE, ANY, 0, 0)
 
 /* Positions in the lists: te_at_norm_gamma, ... */
 #define X_AT(op, name, ...) te_at_##op##_##name,
-#define X(NAME, op) enum { TE_FIELDS_##op(X_AT) te_field_count_##op };
+#define X(NAME, op) enum { TE_ALL_FIELDS(X_AT, op) te_field_count_##op };
 TE_OPS(X)
 #undef X
 

@@ -32,16 +32,11 @@ te_scale_layout te_scale_layout_of(te_scaling_mode mode, int64_t rows, int64_t c
         layout.along_step = layout.shape[1];
         return layout;
     case TE_SCALING_BLOCK_2D:
-        layout.ndim = 2;
-        layout.shape[0] = te_ceil_div(rows, layout.across);
-        layout.shape[1] = te_round_up(te_ceil_div(columns, layout.along), 4);
-        layout.across_step = layout.shape[1];
-        layout.along_step = 1;
-        return layout;
     case TE_SCALING_MXFP8:
     case TE_SCALING_NVFP4:
         layout.ndim = 2;
-        layout.shape[0] = te_round_up(rows, TE_SCALES_ROWS);
+        layout.shape[0] = te_ceil_div(rows, layout.across);
+        if (te_scales_micro(mode)) layout.shape[0] = te_round_up(rows, TE_SCALES_ROWS);
         layout.shape[1] = te_round_up(te_ceil_div(columns, layout.along), TE_SCALES_COLUMNS);
         layout.across_step = layout.shape[1];
         layout.along_step = 1;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * update.c - te_update: its checks, and the device that runs it.
+ * update.c - te_update and te_l2norm: their checks, and the device that runs them.
  */
 #include "core/update.h"
 
@@ -71,7 +71,10 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
 
 #define LISTED(...) TE_FAIL(TE_ERROR_INVALID, "%s %lld: " __VA_ARGS__)
 
-te_status te_check_listed(const char *name, int64_t i, const te_tensor *tensor, te_device device)
+/* Number `i` of a list, `name` ("update: grad") in texts: dense, on the device, and with memory
+ * where it has elements. */
+static te_status check_listed(const char *name, int64_t i, const te_tensor *tensor,
+                              te_device device)
 {
     int64_t dense = 1;
     if (tensor->ndim < 0 || tensor->ndim > TE_MAX_DIMS) {
@@ -103,7 +106,7 @@ static te_status check_tensor(const te_update_args *args, te_device device, int 
     const te_tensor *tensor = &args->lists[list][i];
     const char *name = list_names[list];
     int64_t wanted, elements;
-    TE_TRY(te_check_listed(name, i, tensor, device));
+    TE_TRY(check_listed(name, i, tensor, device));
     wanted = te_tensor_numel(&args->lists[TE_UPDATE_GRAD][i]);
     elements = te_tensor_numel(tensor);
     if (elements != wanted) {
@@ -204,4 +207,57 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     TE_TRY(check_casts(args, device));
     if ((args->flags & TE_UPDATE_CHECK) != 0U) return TE_OK;
     return te_context_driver(context)->update(context, args, stream);
+}
+
+/* ---- l2norm ------------------------------------------------------------------------------- */
+
+#define NORM_REFUSED_IF(condition, ...)                                                            \
+    TE_FAIL_IF(condition, TE_ERROR_INVALID, "l2norm: " __VA_ARGS__)
+
+static te_status check_norm_args(const te_l2norm_args *args)
+{
+    NORM_REFUSED_IF(args == NULL, "args is NULL");
+    NORM_REFUSED_IF(args->size != sizeof *args, "args->size = %zu, expected %zu", args->size,
+                    sizeof *args);
+    NORM_REFUSED_IF(args->count < 0, "count = %lld is negative", (long long)args->count);
+    NORM_REFUSED_IF(args->count > 0 && args->tensors == NULL, "tensors: is NULL");
+    return TE_OK;
+}
+
+static te_status check_norm_tensors(const te_l2norm_args *args, te_device device)
+{
+    for (int64_t i = 0; i < args->count; i++) {
+        TE_TRY(check_listed("l2norm: tensors", i, &args->tensors[i], device));
+        TE_FAIL_IF(!te_dtype_is_high_precision(args->tensors[i].dtype), TE_ERROR_TYPE,
+                   "l2norm: tensors %lld: dtype %s, expected f32, f16 or bf16", (long long)i,
+                   te_dtype_name(args->tensors[i].dtype));
+    }
+    return TE_OK;
+}
+
+te_status te_l2norm_workspace(const te_l2norm_args *args, size_t *bytes)
+{
+    int64_t chunks = 0;
+    NORM_REFUSED_IF(bytes == NULL, "bytes is NULL");
+    *bytes = 0;
+    TE_TRY(check_norm_args(args));
+    for (int64_t i = 0; i < args->count; i++) chunks += te_l2norm_chunks(&args->tensors[i]);
+    *bytes = (size_t)chunks * sizeof(float);
+    return TE_OK;
+}
+
+te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *stream)
+{
+    size_t needed;
+    TE_TRY(te_context_check(context));
+    TE_TRY(check_norm_args(args));
+    TE_TRY(check_norm_tensors(args, te_context_device(context)));
+    TE_TRY(te_l2norm_workspace(args, &needed));
+    NORM_REFUSED_IF(args->total == NULL, "total: is NULL");
+    NORM_REFUSED_IF(args->workspace_size < needed || (args->workspace == NULL && needed > 0),
+                    "workspace: %zu bytes at %p, expected %zu or more", args->workspace_size,
+                    args->workspace, needed);
+    NORM_REFUSED_IF((uintptr_t)args->workspace % sizeof(float) != 0,
+                    "workspace: %p, expected a multiple of 4", args->workspace);
+    return te_context_driver(context)->l2norm(context, args, stream);
 }

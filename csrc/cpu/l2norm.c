@@ -2,7 +2,7 @@
  *
  * l2norm.c - roots of sums of squares over a list of tensors, in the order of l2norm_order.h.
  */
-#include "core/l2norm.h"
+#include "core/update.h"
 
 #include <math.h>
 #include <stddef.h>

@@ -2,7 +2,7 @@
  *
  * l2norm.c - host side of norms: many tensors in few launches, then the roots.
  */
-#include "core/l2norm.h"
+#include "core/update.h"
 
 #include "core/status.h"
 #include "cuda/kernels/l2norm.h"

@@ -246,19 +246,18 @@ typedef struct te_cast_request {
     float *amax_partials;  /* device float[TE_AMAX_PARTIALS] to write, as te_amax does; or NULL */
     float amax_epsilon;
     int32_t power_2_scale;
-    int32_t
-        square; /* MXFP8, NVFP4: squares of 32 x 32 or 16 x 16 values have one scale, repeated */
+    int32_t square; /* MXFP8, NVFP4: squares of 32 x 32 or 16 x 16 values share a scale, repeated */
     /* NVFP4: groups of 16 values of the column-wise form are transformed before they are cast:
      * negated by TE_HADAMARD_SIGNS, times the Hadamard matrix H16 / 4, all in bf16. A product of
      * two operands so made is that of the operands. Not with `square`. */
     int32_t hadamard;             /* te_hadamard */
     const float *column_partials; /* NVFP4: partials of the column-wise values, where they are
                                      others: te_amax with `hadamard`; NULL: the same */
-    const int64_t
-        *rng;       /* NVFP4: rounds stochastically, by device int64[2] {seed, offset}; element
-                       (r, c) of `row` takes word c % 4 of counter offset + (r * roundup(columns,
-                       16) + c) / 4, those of `column` come after; NULL: to nearest even */
-    int32_t margin; /* MXFP8: powers of two left free below the largest number */
+    /* NVFP4: rounds stochastically, by device int64[2] {seed, offset}; element (r, c) of `row`
+     * takes word c % 4 of counter offset + (r * roundup(columns, 16) + c) / 4, those of `column`
+     * come after; NULL: to nearest even. */
+    const int64_t *rng;
+    int32_t margin;        /* MXFP8: powers of two left free below the largest number */
     int32_t four_over_six; /* NVFP4: te_four_over_six: a group's largest magnitude becomes 4 instead
                               of 6 where that loses less; to nearest, and nothing transformed */
     int32_t row_scaled;    /* NVFP4: `row` has an amax for each row, which the cast finds; of

@@ -68,6 +68,14 @@ typedef struct te_op_info {
 
 enum { TE_OP_MAX_FIELDS = 48 };
 
+/* Room for the args struct of any operator. */
+typedef union te_any_args {
+    size_t size;
+#define X(NAME, name) te_##name##_args name;
+    TE_OPS(X)
+#undef X
+} te_any_args;
+
 /* Fields of an operator in the order of its args struct, but that the workspace comes behind those
  * which a version has appended; NULL for a bad number. */
 TE_API const te_op_info *te_op_describe(te_op op);

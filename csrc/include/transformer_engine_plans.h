@@ -348,10 +348,8 @@ typedef enum te_function_step {
     TE_FUNCTION_STEPS
 } te_function_step;
 
-enum { /* te_graph_desc.flags */
-       TE_GRAPH_RECOMPUTE =
-           1, /* save inputs, scales and statistics; the backward repeats the rest */
-};
+/* te_graph_desc.flags: save inputs, scales and statistics; the backward repeats the rest. */
+enum { TE_GRAPH_RECOMPUTE = 1 };
 
 #define TE_GRAPH_NODES 1024 /* at most: the builder follows chains of them */
 #define TE_GRAPH_VALUES 8192
@@ -529,8 +527,7 @@ typedef struct te_plan_call {
     void *saved;              /* packed saved buffer, 16-byte aligned */
     void *scratch;            /* packed scratch, 256-byte aligned */
     size_t scratch_size;
-    const int32_t
-        *slots; /* two per owner: its first slot in the forward and in the backward chunk */
+    const int32_t *slots;    /* two per owner: its first one in the forward and backward chunk */
     te_stage_function stage; /* NULL where no stage is external */
     void *stage_self;
     int32_t observed;

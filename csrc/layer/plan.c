@@ -64,11 +64,7 @@ te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name,
 {
     /* Takes what is said of a stage that there is no memory for. */
     static _Thread_local te_stage nowhere;
-    static _Thread_local union {
-#define X(NAME, name) te_##name##_args name;
-        TE_OPS(X)
-#undef X
-    } no_args;
+    static _Thread_local te_any_args no_args;
     te_stage *stages, *added;
     nowhere = (te_stage){.op = op, .args = &no_args};
     if (plan->status != TE_OK) return &nowhere;

@@ -32,12 +32,6 @@ typedef struct run_state {
     size_t workspace_size;
 } run_state;
 
-typedef union stage_args {
-#define X(NAME, name) te_##name##_args name;
-    TE_OPS(X)
-#undef X
-} stage_args;
-
 static te_op_candidates candidates_of(const run_state *run)
 {
     return (te_op_candidates){run->selection, run->table};
@@ -91,7 +85,7 @@ static void put_tensor(te_tensor *field, const te_tensor *tensor, te_field_form 
     }
 }
 
-static void bind(const run_state *run, const te_stage *stage, stage_args *args)
+static void bind(const run_state *run, const te_stage *stage, te_any_args *args)
 {
     const te_op_info *info = te_op_describe(stage->op);
     char *workspace;
@@ -233,7 +227,7 @@ static te_status tell(run_state *run, const te_plan_call *call, int32_t s, te_st
 static te_status run_stage(run_state *run, const te_plan_call *call, int32_t s, void *stream)
 {
     const te_stage *stage = &run->plan->stages[s];
-    stage_args args;
+    te_any_args args;
     if (stage->external) return tell(run, call, s, TE_STAGE_RUN);
     bind(run, stage, &args);
     return te_op_run_in(candidates_of(run), run->context, stage->op, &args, stream);
@@ -311,7 +305,7 @@ static te_status measure(te_context *context, const te_plan *plan, const te_size
 {
     static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
-    stage_args args;
+    te_any_args args;
     size_t largest = 0;
     te_status st = begin(&run, context, plan, sizes, consumes_saved, selection);
     if (st != TE_OK) goto done;

@@ -17,7 +17,7 @@ int tepy_int(PyObject *object, tepy_site site, int64_t low, int64_t high, int64_
     if (index == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
         PyErr_Clear();
-        return tepy_fail(PyExc_TypeError, site, "expected an int, got %R", Py_TYPE(object));
+        return tepy_expected(site, "an int", object);
     }
     *value = PyLong_AsLongLongAndOverflow(index, &overflow);
     if (*value == -1 && PyErr_Occurred()) {
@@ -36,7 +36,7 @@ int tepy_float(PyObject *object, tepy_site site, double *value)
     if (*value != -1.0 || !PyErr_Occurred()) return 0;
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
-    return tepy_fail(PyExc_TypeError, site, "expected a float, got %R", Py_TYPE(object));
+    return tepy_expected(site, "a float", object);
 }
 
 int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **path)
@@ -47,7 +47,7 @@ int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **p
     if (!PyUnicode_FSConverter(object, bytes)) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
         PyErr_Clear();
-        return tepy_fail(PyExc_TypeError, site, "expected a path or None, got %R", Py_TYPE(object));
+        return tepy_expected(site, "a path or None", object);
     }
     *path = PyBytes_AsString(*bytes);
     if (*path != NULL) return 0;
@@ -58,7 +58,7 @@ int tepy_path(PyObject *object, tepy_site site, PyObject **bytes, const char **p
 int tepy_require_callable(PyObject *object, tepy_site site)
 {
     if (PyCallable_Check(object)) return 0;
-    return tepy_fail(PyExc_TypeError, site, "expected a callable, got %R", Py_TYPE(object));
+    return tepy_expected(site, "a callable", object);
 }
 
 int tepy_optional_callable(PyObject *object, tepy_site site)
@@ -69,7 +69,7 @@ int tepy_optional_callable(PyObject *object, tepy_site site)
 const char *tepy_text(PyObject *object, tepy_site site, Py_ssize_t *length)
 {
     if (PyUnicode_Check(object)) return PyUnicode_AsUTF8AndSize(object, length);
-    return TEPY_FAIL(PyExc_TypeError, site, "expected a str, got %R", Py_TYPE(object));
+    return TEPY_EXPECTED(site, "a str", object);
 }
 
 int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_t high)
@@ -128,8 +128,7 @@ static PyObject *plain_tensor(const tepy_state *state, PyObject *object, tepy_si
     if (type == state->tensor_type || type == state->parameter_type) return object;
     instance = PyObject_IsInstance(object, state->tensor_type);
     if (instance < 0) return NULL;
-    if (instance == 0)
-        return TEPY_FAIL(PyExc_TypeError, site, "expected a torch.Tensor, got %R", type);
+    if (instance == 0) return TEPY_EXPECTED(site, "a torch.Tensor", object);
     if (state->classify == Py_None)
         return TEPY_FAIL(PyExc_TypeError, site,
                          "tensors of %R are not supported: pass a plain torch.Tensor", type);
@@ -180,7 +179,6 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
 {
     const tepy_site site = spec->site;
     PyObject *torch_dtype;
-    int64_t elements = 1;
     memset(dl, 0, sizeof *dl);
     if (state->exchange->view(tensor, dl) != 0) {
         return tepy_fail_from_current(PyExc_TypeError, site,
@@ -204,8 +202,7 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
                          "DLPack device type %d is not supported: pass a CPU or CUDA tensor",
                          (int)dl->device.type);
     }
-    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
-    if (dl->data == NULL && elements > 0) {
+    if (dl->data == NULL && tepy_dl_elements(dl) > 0) {
         return tepy_fail(
             PyExc_TypeError, site,
             "this %R has a shape and no memory (fake, wrapped or transformed tensor): pass "
@@ -257,9 +254,9 @@ static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
  * Strides that reach nothing (one element, no elements) become those of a dense tensor. */
 static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
 {
-    int64_t dense = 1, elements = 1;
+    const int64_t elements = tepy_dl_elements(dl);
+    int64_t dense = 1;
     int strange = 0;
-    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
     view->ndim = dl->ndim;
     for (int32_t i = dl->ndim - 1; i >= 0; i--) {
         int64_t stride = elements > 0 && dl->shape[i] > 1 ? tepy_dl_stride(dl, i) : dense;
@@ -274,12 +271,10 @@ static int keep_dims(const tepy_dl_tensor *dl, te_tensor *view)
 /* A vector of all elements. Returns 1 where the tensor is not dense. */
 static int flatten(const tepy_dl_tensor *dl, te_tensor *view)
 {
-    int64_t elements = 1;
-    for (int32_t i = 0; i < dl->ndim; i++) elements *= dl->shape[i];
     view->ndim = 1;
-    view->shape[0] = elements;
+    view->shape[0] = tepy_dl_elements(dl);
     view->strides[0] = 1;
-    return elements > 0 && !tepy_dl_is_dense(dl);
+    return view->shape[0] > 0 && !tepy_dl_is_dense(dl);
 }
 
 static int is_dims(tepy_form form)
@@ -389,22 +384,20 @@ int tepy_view_elements(const tepy_state *state, PyObject *object, const tepy_ele
     PyObject *tensor = plain_tensor(state, object, spec->site, held);
     tepy_dl_tensor dl;
     te_tensor view;
-    int64_t elements = 1;
     if (tensor == NULL || raw_view(state, tensor, &plain, &dl, &view) != 0) return -1;
     for (int32_t i = 0; i < dl.ndim; i++) {
         if (spec->count > 1 && dl.shape[i] > 1 && (dl.ndim > 1 || tepy_dl_stride(&dl, i) != 1)) {
             return tepy_fail(PyExc_ValueError, spec->site, "expected a dense tensor of one dim");
         }
-        elements *= dl.shape[i];
     }
     if (view.dtype != spec->dtype) {
         return tepy_fail(PyExc_TypeError, spec->site,
                          "dtype %s, expected %s: convert it with .to()", te_dtype_name(view.dtype),
                          te_dtype_name(spec->dtype));
     }
-    if (elements < spec->count) {
+    if (tepy_dl_elements(&dl) < spec->count) {
         return tepy_fail(PyExc_ValueError, spec->site, "%lld elements, expected at least %lld",
-                         (long long)elements, (long long)spec->count);
+                         (long long)tepy_dl_elements(&dl), (long long)spec->count);
     }
     if (tepy_same_device(spec->site, view.device, spec->device) != 0) return -1;
     *data = view.data;

@@ -58,13 +58,13 @@ void tepy_backends_clear(tepy_state *state)
 
 /* ---- registration ---- */
 
-/* One item of `functions` into its record. */
-static int take_function(tepy_backend *backend, const tepy_state *state, PyObject *item)
+/* A function into its record. */
+static int take_function(tepy_backend *backend, const tepy_state *state, PyObject *name,
+                         PyObject *function)
 {
     tepy_site site = {"register_backend", "functions"};
-    PyObject *key = PyTuple_GetItem(item, 0), *function = PyTuple_GetItem(item, 1);
-    int op;
-    if (key == NULL || function == NULL || (op = tepy_op_by_name(key, site)) < 0) return -1;
+    const int op = tepy_op_by_name(name, site);
+    if (op < 0) return -1;
     if (!PyCallable_Check(function)) {
         site.argument = te_op_name((te_op)op);
         return tepy_fail_showing(PyExc_TypeError, site, "%U is not callable", function);
@@ -76,30 +76,20 @@ static int take_function(tepy_backend *backend, const tepy_state *state, PyObjec
 
 static int take_functions(tepy_backend *backend, const tepy_state *state, PyObject *functions)
 {
-    tepy_site site = {"register_backend", "functions"};
-    PyObject *items = PyMapping_Items(functions);
-    int failed = 0;
-    if (items == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError) &&
-            !PyErr_ExceptionMatches(PyExc_TypeError)) {
-            return -1;
-        }
+    PyObject *own = PyDict_New(), *name, *function;
+    Py_ssize_t at = 0;
+    int failed = own == NULL || PyDict_Update(own, functions) != 0;
+    if (failed &&
+        (PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
         PyErr_Clear();
-        return tepy_fail(PyExc_TypeError, site,
-                         "expected a mapping of operator names to callables, got %R",
-                         Py_TYPE(functions));
+        (void)tepy_expected((tepy_site){"register_backend", "functions"},
+                            "a mapping of operator names to callables", functions);
     }
-    for (Py_ssize_t i = 0; !failed && i < PyList_Size(items); i++) {
-        PyObject *item = PyList_GetItem(items, i);
-        if (item == NULL || !PyTuple_Check(item)) {
-            failed = tepy_fail(PyExc_TypeError, site, "items() gave %R, expected pairs",
-                               item == NULL ? Py_TYPE(items) : Py_TYPE(item));
-        } else {
-            failed = take_function(backend, state, item);
-        }
+    while (!failed && PyDict_Next(own, &at, &name, &function)) {
+        failed = take_function(backend, state, name, function) != 0;
     }
-    Py_DECREF(items);
-    return failed;
+    Py_XDECREF(own);
+    return failed ? -1 : 0;
 }
 
 PyObject *tepy_register_backend(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -95,8 +95,7 @@ static PyObject *context_closed(PyObject *self, void *unused)
 }
 
 static PyMethodDef context_methods[] = {
-    {"close", context_close, METH_NOARGS,
-     "close($self, /)\n--\n\nRelease what it holds; a second call does nothing."},
+    {"close", context_close, METH_NOARGS, "close($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -107,9 +106,8 @@ static PyGetSetDef context_getset[] = {
 };
 
 TEPY_TYPE(context, context, tepy_context, "Context", 0,
-          {Py_tp_doc, "Context(device_type, index=0)\n--\n\nHost objects of one device."},
-          {Py_tp_new, context_new}, {Py_tp_methods, context_methods},
-          {Py_tp_getset, context_getset})
+          {Py_tp_doc, "Context(device_type, index=0)\n--\n\n"}, {Py_tp_new, context_new},
+          {Py_tp_methods, context_methods}, {Py_tp_getset, context_getset})
 
 /* Neither closed nor of a process of which this one is a forked child. */
 static int is_usable(const tepy_context *self)
@@ -169,8 +167,7 @@ tepy_context *tepy_context_acquire(tepy_state *state, const char *function, PyOb
         return context;
     }
     if ((PyObject *)Py_TYPE(given) != state->context_type)
-        return TEPY_FAIL(PyExc_TypeError, site, "expected a Context or None, got %R",
-                         Py_TYPE(given));
+        return TEPY_EXPECTED(site, "a Context or None", given);
     if (context->context == NULL)
         return TEPY_FAIL(PyExc_RuntimeError, site, "it is closed: make a new Context");
     if (!tepy_same(context->device, device))

@@ -77,8 +77,7 @@ static PyMemberDef implementation_members[] = {
 #undef AT
 
 TEPY_TYPE(implementation, implementation, implementation, "Implementation", 0,
-          {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"
-                      "A function that an operator may call, and how often it was."},
+          {Py_tp_doc, "Implementation(op, impl_id, function, supports=None)\n--\n\n"},
           {Py_tp_new, implementation_new}, {Py_tp_clear, implementation_clear},
           {Py_tp_members, implementation_members})
 
@@ -111,15 +110,8 @@ done:
 static void add_note(const implementation *from, PyObject *const *args, size_t nargsf,
                      PyObject *names)
 {
-    PyObject *type, *value, *traceback, *note, *done = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    note = describe(from, args, nargsf, names);
-    if (note != NULL) done = PyObject_CallMethod(value, "add_note", "O", note);
-    if (done == NULL) PyErr_Clear(); /* the error itself matters more */
-    Py_XDECREF(note);
-    Py_XDECREF(done);
-    PyErr_Restore(type, value, traceback);
+    PyObject *error = tepy_take_error();
+    tepy_set_error_noted(error, describe(from, args, nargsf, names));
 }
 
 /* Whether an implementation takes a call: 1, 0, or -1 with an exception. */
@@ -321,8 +313,7 @@ static PyObject *choice_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 TEPY_TYPE(choice, choice, choice, "Choice", Py_TPFLAGS_HAVE_VECTORCALL,
-          {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"
-                      "Calls the first implementation that takes a call."},
+          {Py_tp_doc, "Choice(name, implementations, refuse=None, keywords=None)\n--\n\n"},
           {Py_tp_new, choice_new}, TEPY_CALLED(choice))
 
 /* ---- dispatchers -------------------------------------------------------------------------- */
@@ -365,7 +356,7 @@ static PyObject *dispatcher_publish(PyObject *object, PyObject *table)
     tepy_dispatcher *self = (tepy_dispatcher *)object;
     const tepy_site site = {"publish", "table"};
     if (table != Py_None && !PyTuple_Check(table))
-        return TEPY_FAIL(PyExc_TypeError, site, "expected a tuple or None, got %R", Py_TYPE(table));
+        return TEPY_EXPECTED(site, "a tuple or None", table);
     if (table != Py_None && tepy_check_table(self, table, site) != 0) return NULL;
     self->version++;
     self->state->published++;
@@ -402,20 +393,14 @@ static PyObject *dispatcher_selection(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef dispatcher_methods[] = {
-    {"publish", dispatcher_publish, METH_O,
-     "publish($self, table, /)\n--\n\nPut a table in force; None: it is made at the next call."},
-    {"table", dispatcher_table, METH_NOARGS,
-     "table($self, /)\n--\n\nThe table that calls of this thread read."},
-    {"operator", dispatcher_operator, METH_VARARGS,
-     "operator($self, index, name, /)\n--\n\nThe operator at a place of the table."},
-    {"selection", dispatcher_selection, METH_NOARGS,
-     "selection($self, /)\n--\n\nA Scope of the table in force, for any thread, at any time."},
+    {"publish", dispatcher_publish, METH_O, "publish($self, table, /)\n--\n\n"},
+    {"table", dispatcher_table, METH_NOARGS, "table($self, /)\n--\n\n"},
+    {"operator", dispatcher_operator, METH_VARARGS, "operator($self, index, name, /)\n--\n\n"},
+    {"selection", dispatcher_selection, METH_NOARGS, "selection($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 TEPY_TYPE(dispatcher, dispatcher, tepy_dispatcher, "Dispatcher", 0,
-          {Py_tp_doc,
-           "Dispatcher(resolve, refuse, describe=None)\n--\n\nOperators and the table that "
-           "they call by."},
+          {Py_tp_doc, "Dispatcher(resolve, refuse, describe=None)\n--\n\n"},
           {Py_tp_new, dispatcher_new}, {Py_tp_clear, dispatcher_clear},
           {Py_tp_methods, dispatcher_methods})

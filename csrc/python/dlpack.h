@@ -43,6 +43,13 @@ typedef struct tepy_dl_tensor {
     uint64_t byte_offset;
 } tepy_dl_tensor;
 
+static inline int64_t tepy_dl_elements(const tepy_dl_tensor *dl)
+{
+    int64_t count = 1;
+    for (int32_t i = 0; i < dl->ndim; i++) count *= dl->shape[i];
+    return count;
+}
+
 static inline int64_t tepy_dl_stride(const tepy_dl_tensor *dl, int32_t dim)
 {
     int64_t stride = 1;

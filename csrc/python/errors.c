@@ -10,30 +10,16 @@
 
 PyObject *tepy_raise(te_status status)
 {
-    PyObject *exception = PyExc_RuntimeError; /* STATE, DEVICE, and a callback that set none */
+    PyObject *exception = status == TE_ERROR_INVALID       ? PyExc_ValueError
+                          : status == TE_ERROR_TYPE        ? PyExc_TypeError
+                          : status == TE_ERROR_UNSUPPORTED ? PyExc_NotImplementedError
+                          : status == TE_ERROR_MEMORY      ? PyExc_MemoryError
+                                                           : PyExc_RuntimeError;
+    const char *text = te_last_error();
     PyObject *decoded;
-    const char *text;
-    switch (status) {
-    case TE_ERROR_INVALID:
-        exception = PyExc_ValueError;
-        break;
-    case TE_ERROR_TYPE:
-        exception = PyExc_TypeError;
-        break;
-    case TE_ERROR_UNSUPPORTED:
-        exception = PyExc_NotImplementedError;
-        break;
-    case TE_ERROR_MEMORY:
-        exception = PyExc_MemoryError;
-        break;
-    case TE_ERROR_CALLBACK:
-    case TE_ERROR_INTERRUPTED:
-        if (PyErr_Occurred()) return NULL;
-        break;
-    default:
-        break;
+    if ((status == TE_ERROR_CALLBACK || status == TE_ERROR_INTERRUPTED) && PyErr_Occurred()) {
+        return NULL;
     }
-    text = te_last_error();
     /* It may be cut off within a character, and a plug-in's may be in any encoding. */
     decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
     if (decoded != NULL) PyErr_SetObject(exception, decoded);
@@ -67,6 +53,11 @@ int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...)
     return -1;
 }
 
+int tepy_expected(tepy_site site, const char *what, PyObject *object)
+{
+    return tepy_fail(PyExc_TypeError, site, "expected %s, got %R", what, Py_TYPE(object));
+}
+
 int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, PyObject *object)
 {
     int plain = object == Py_None || PyUnicode_Check(object) || PyLong_Check(object) ||
@@ -79,24 +70,38 @@ int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, P
     return -1;
 }
 
-int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix)
+PyObject *tepy_take_error(void)
 {
-    PyObject *type = NULL, *cause = NULL, *trace = NULL, *new_type = NULL, *new_value = NULL,
-             *new_trace = NULL;
-    PyErr_Fetch(&type, &cause, &trace);
-    PyErr_NormalizeException(&type, &cause, &trace);
-    (void)tepy_fail(exception, site, "%s", fix);
-    if (cause == NULL) return -1;
-    if (trace != NULL) (void)PyException_SetTraceback(cause, trace);
-    PyErr_Fetch(&new_type, &new_value, &new_trace);
-    PyErr_NormalizeException(&new_type, &new_value, &new_trace);
-    if (new_value != NULL) {
-        PyException_SetCause(new_value, cause); /* takes the reference */
-        cause = NULL;
-    }
-    PyErr_Restore(new_type, new_value, new_trace);
-    Py_XDECREF(cause);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (type != NULL) PyErr_NormalizeException(&type, &error, &trace);
+    if (trace != NULL) (void)PyException_SetTraceback(error, trace);
     Py_XDECREF(type);
     Py_XDECREF(trace);
+    return error;
+}
+
+void tepy_set_error(PyObject *error)
+{
+    PyErr_Clear();
+    if (error == NULL) return;
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
+}
+
+void tepy_set_error_noted(PyObject *error, PyObject *note)
+{
+    PyObject *done = note == NULL ? NULL : PyObject_CallMethod(error, "add_note", "O", note);
+    Py_XDECREF(note);
+    Py_XDECREF(done);
+    tepy_set_error(error); /* whatever came of the note: the error itself matters more */
+}
+
+int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix)
+{
+    PyObject *cause = tepy_take_error(), *error;
+    (void)tepy_fail(exception, site, "%s", fix);
+    error = tepy_take_error();
+    PyException_SetCause(error, cause); /* takes the reference */
+    tepy_set_error(error);
     return -1;
 }

@@ -71,16 +71,11 @@ static PyObject *lend_args(const tepy_function_slot *record, const void *args, t
 /* Lets the error that a function raised say of which call: the operator, and its tensors. */
 static void add_note(te_op op, const void *args)
 {
-    PyObject *type, *value, *traceback, *done = NULL;
+    PyObject *error = tepy_take_error();
     char text[600];
     const size_t length = (size_t)snprintf(text, sizeof text, "in te_%s: ", te_op_name(op));
     te_op_shapes(op, args, text + length, sizeof text - length);
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (value != NULL) done = PyObject_CallMethod(value, "add_note", "s", text);
-    if (done == NULL) PyErr_Clear(); /* the error itself matters more */
-    Py_XDECREF(done);
-    PyErr_Restore(type, value, traceback);
+    tepy_set_error_noted(error, PyUnicode_FromString(text));
 }
 
 /* The stream is torch's current one, on which the function works anyway. */

@@ -17,11 +17,6 @@ typedef struct leaving {
     PyObject *outer;   /* the name "_outer" */
 } leaving;
 
-/* Objects (type, value, traceback) of an exception that waits for others to be undone. */
-typedef struct pending {
-    PyObject *type, *value, *traceback;
-} pending;
-
 static PyObject *make(PyTypeObject *type, vectorcallfunc call, PyObject *const members[3])
 {
     leaving *self = (leaving *)TEPY_ALLOCATE(type);
@@ -94,17 +89,13 @@ static int set_again(PyObject *target, PyObject *names, PyObject *values)
  * interrupted: it is called once more, and the interrupt goes on. */
 static int call_again(PyObject *function, PyObject *arguments)
 {
-    pending first;
-    PyObject *result = PyObject_Call(function, arguments, NULL);
-    if (result != NULL) {
-        Py_DECREF(result);
-        return 0;
-    }
-    PyErr_Fetch(&first.type, &first.value, &first.traceback);
+    PyObject *first, *result = PyObject_Call(function, arguments, NULL);
+    Py_XDECREF(result);
+    if (result != NULL) return 0;
+    first = tepy_take_error();
     result = PyObject_Call(function, arguments, NULL);
     Py_XDECREF(result);
-    PyErr_Clear();
-    PyErr_Restore(first.type, first.value, first.traceback);
+    tepy_set_error(first);
     return -1;
 }
 
@@ -124,25 +115,23 @@ static int undo(PyObject *record)
 /* Undoes all records of `_outer`, which becomes None; 0, or -1 with the first exception. */
 static int restore(PyObject *context, PyObject *name, PyObject *outer)
 {
-    pending first = {NULL, NULL, NULL};
-    PyObject *records = PyTuple_Check(outer) ? outer : NULL;
+    PyObject *first = NULL, *records = PyTuple_Check(outer) ? outer : NULL;
     Py_ssize_t count = records == NULL ? 1 : PyTuple_Size(records);
     const int inside = count < 1 || records == NULL ? 0 : is_inside(context, name, outer);
-    int failed = inside < 0;
-    if (inside < 0) PyErr_Fetch(&first.type, &first.value, &first.traceback);
+    if (inside < 0) first = tepy_take_error();
     if (inside > 0) count = 0; /* another context undoes it */
     for (Py_ssize_t i = 0; i <= count; i++) {
         const int status = i == count        ? PyObject_SetAttr(context, name, Py_None)
                            : records == NULL ? undo(outer)
                                              : undo(PyTuple_GetItem(records, i));
-        if (status != 0 && first.type == NULL)
-            PyErr_Fetch(&first.type, &first.value, &first.traceback);
+        if (status != 0 && first == NULL)
+            first = tepy_take_error();
         else if (status != 0)
             PyErr_Clear();
-        failed |= status != 0;
     }
-    if (first.type != NULL) PyErr_Restore(first.type, first.value, first.traceback);
-    return failed ? -1 : 0;
+    if (first == NULL) return 0;
+    tepy_set_error(first);
+    return -1;
 }
 
 /* ---- calls -------------------------------------------------------------------------------------
@@ -198,22 +187,18 @@ static PyObject *leave(PyObject *object, PyObject *const *args, size_t nargsf, P
 static PyObject *enter(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     const leaving *self = (leaving *)object;
-    PyObject *context = context_of(self, args, nargsf), *before, *result, *outer;
-    pending error;
+    PyObject *context = context_of(self, args, nargsf), *before, *result, *outer, *error;
+    int entered;
     if (context == NULL || (before = PyObject_GetAttr(context, self->outer)) == NULL) return NULL;
-    if (before != Py_None) { /* another entry made them */
-        Py_DECREF(before);
-        return call_function(self, args, nargsf, names);
-    }
+    entered = before != Py_None; /* another entry made the records */
     Py_DECREF(before);
     result = call_function(self, args, nargsf, names);
-    if (result != NULL) return result;
-    PyErr_Fetch(&error.type, &error.value, &error.traceback);
+    if (result != NULL || entered) return result;
+    error = tepy_take_error();
     outer = PyObject_GetAttr(context, self->outer);
     if (outer != NULL && outer != Py_None) (void)restore(context, self->outer, outer);
     Py_XDECREF(outer);
-    PyErr_Clear();
-    PyErr_Restore(error.type, error.value, error.traceback);
+    tepy_set_error(error);
     return NULL;
 }
 
@@ -256,7 +241,5 @@ static PyMemberDef leaving_members[] = {
     TEPY_TYPE(type, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL, {Py_tp_doc, doc},         \
               {Py_tp_new, new}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, leaving_get},   \
               {Py_tp_members, leaving_members})
-KIND(leaving, leaving_new, "Leaving",
-     "Leaving(function)\n--\n\nAn __exit__ that restores before it can be interrupted.")
-KIND(entering, entering_new, "Entering",
-     "Entering(function)\n--\n\nAn __enter__ that is undone where it fails.")
+KIND(leaving, leaving_new, "Leaving", "Leaving(function)\n--\n\n")
+KIND(entering, entering_new, "Entering", "Entering(function)\n--\n\n")

@@ -57,8 +57,8 @@ PyObject *tepy_only_forward(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *const *keys = tepy_state_of(module)->keys;
     int result = 1;
     if (!PyTuple_Check(args[0]) || !PyUnicode_Check(args[2]))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"only_forward", "modules"},
-                         "expected a tuple, a function and a str, got %R", Py_TYPE(args[0]));
+        return TEPY_EXPECTED((tepy_site){"only_forward", "modules"},
+                             "a tuple, a function and a str", args[0]);
     for (Py_ssize_t i = 0; result && i < PyTuple_Size(args[0]); i++) {
         PyObject *each = PyTuple_GetItem(args[0], i), *kind = (PyObject *)Py_TYPE(each);
         PyObject *own = PyObject_GenericGetDict(each, NULL);

@@ -11,7 +11,7 @@ static PyObject *call_obeying(PyObject *module, te_op op, PyObject *const *args,
     tepy_slot_call by = {.slot = NULL};
     PyObject *selection, *result;
     if (tepy_selection_in_force(tepy_state_of(module), &selection, &by.selection) != 0) return NULL;
-    result = tepy_call_operator(module, op, selection == NULL ? NULL : &by, args, nargs, names);
+    result = tepy_call_operator(module, op, by, args, nargs, names);
     Py_XDECREF(selection);
     return result;
 }

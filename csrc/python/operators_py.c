@@ -17,16 +17,12 @@ typedef struct op_call {
     te_op op;
     const te_op_info *info;
     const char *function;
-    const tepy_slot_call *by; /* NULL: the operator table */
-    te_device device;         /* of the first tensor; all are on it */
+    tepy_slot_call by;
+    te_device device; /* of the first tensor; all are on it */
     int device_known;
     PyObject *values[TE_OP_MAX_FIELDS + 1]; /* by field, then the context; NULL: not given */
     PyObject *held[TE_OP_MAX_FIELDS];       /* by field: what its pointer needs, or NULL */
-    union {
-#define X(NAME, name) te_##name##_args name;
-        TE_OPS(X)
-#undef X
-    } args;
+    te_any_args args;
 } op_call;
 
 typedef PyObject *(*operator_function)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
@@ -177,20 +173,18 @@ static int take_value(op_call *call, int at)
 
 static te_status workspace_of(const op_call *call, te_context *context, size_t *bytes)
 {
-    const tepy_slot_call *by = call->by;
-    if (by == NULL) return te_op_workspace(context, call->op, &call->args, bytes);
-    if (by->slot == NULL)
-        return te_op_workspace_selected(context, by->selection, call->op, &call->args, bytes);
-    return te_slot_workspace(by->slot, context, call->op, &call->args, bytes);
+    const tepy_slot_call *by = &call->by;
+    return by->slot != NULL
+               ? te_slot_workspace(by->slot, context, call->op, &call->args, bytes)
+               : te_op_workspace_selected(context, by->selection, call->op, &call->args, bytes);
 }
 
 static te_status run_by(const op_call *call, te_context *context, void *stream)
 {
-    const tepy_slot_call *by = call->by;
-    if (by == NULL) return te_op_run(context, call->op, &call->args, stream);
-    if (by->slot == NULL)
-        return te_op_run_selected(context, by->selection, call->op, &call->args, stream);
-    return te_slot_run(by->slot, context, call->op, &call->args, stream);
+    const tepy_slot_call *by = &call->by;
+    return by->slot != NULL
+               ? te_slot_run(by->slot, context, call->op, &call->args, stream)
+               : te_op_run_selected(context, by->selection, call->op, &call->args, stream);
 }
 
 /* Asks how much workspace the call needs, and lends it a tensor of that size. */
@@ -203,16 +197,14 @@ static int make_workspace(op_call *call, te_context *context)
         size_t size;
     } workspace = {NULL, 0};
     int64_t length;
-    tepy_elements spec = {{call->function, field->name}, TE_DTYPE_U8, 0, call->device};
-    PyObject *copy = NULL;
-    te_status st;
-    st = workspace_of(call, context, &workspace.size);
+    const te_status st = workspace_of(call, context, &workspace.size);
     if (tepy_check(st) != 0) return -1;
     if (workspace.size == 0) return 0;
-    length = spec.count = (int64_t)workspace.size;
+    length = (int64_t)workspace.size;
     call->held[at] = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
     if (call->held[at] == NULL ||
-        tepy_view_elements(call->state, call->held[at], &spec, &workspace.data, &copy) != 0) {
+        tepy_fresh_data(call->state, call->held[at], (tepy_site){call->function, field->name},
+                        &workspace.data) != 0) {
         return -1;
     }
     memcpy((char *)&call->args + field->offset, &workspace, sizeof workspace);
@@ -259,7 +251,7 @@ static int ask(op_call *call)
         call->state, call->function, call->values[call->info->field_count], call->device);
     te_status st;
     if (context == NULL) return -1;
-    st = te_slot_supports(call->by->slot, context->context, call->op, &call->args);
+    st = te_slot_supports(call->by.slot, context->context, call->op, &call->args);
     tepy_context_release(context);
     if (st == TE_OK || st == TE_ERROR_UNSUPPORTED) return st == TE_OK;
     (void)tepy_raise(st);
@@ -269,11 +261,9 @@ static int ask(op_call *call)
 /* Whether the tensors are where the slot runs; 1, 0, or -1 with an exception. */
 static int reaches(const op_call *call)
 {
-    te_device slot = {TE_DEVICE_CPU, 0};
-    if (call->by == NULL || call->by->slot == NULL) return 1;
-    slot.type = call->by->device;
-    if (slot.type == call->device.type) return 1;
-    if (call->by->asked) return 0;
+    const te_device slot = {call->by.device, 0};
+    if (call->by.slot == NULL || slot.type == call->device.type) return 1;
+    if (call->by.asked) return 0;
     PyErr_Format(PyExc_NotImplementedError, "%s: this slot is of %s, and the tensors are on %s",
                  call->function, tepy_device_name(slot), tepy_device_name(call->device));
     return -1;
@@ -284,27 +274,35 @@ static int perform(op_call *call)
 {
     const int near = reaches(call);
     if (near <= 0) return near;
-    if (call->by != NULL && call->by->asked) return ask(call);
+    if (call->by.asked) return ask(call);
     return run(call) != 0 ? -1 : 1;
 }
 
-PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
-                             PyObject *const *given, Py_ssize_t nargs, PyObject *names)
+/* Fills the args; what `held` has got is the caller's to drop, on failure too. */
+static int take_values(op_call *call, PyObject *const *given, Py_ssize_t nargs, PyObject *names)
+{
+    if (sort_values(call, given, nargs, names) != 0) return -1;
+    te_op_initial(call->op, &call->args);
+    for (int i = 0; i < call->info->field_count; i++) {
+        if (take_value(call, i) != 0) return -1;
+    }
+    return 0;
+}
+
+PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyObject *const *given,
+                             Py_ssize_t nargs, PyObject *names)
 {
     op_call call = {.state = tepy_state_of(module),
                     .op = op,
                     .info = te_op_describe(op),
                     .function = te_op_name(op),
                     .by = by};
-    int result, failed = tepy_require_torch(call.state, call.function) != 0 ||
-                         sort_values(&call, given, nargs, names) != 0;
-    if (failed) return NULL;
-    te_op_initial(op, &call.args);
-    for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
-    result = failed ? -1 : perform(&call);
+    int result = -1;
+    if (tepy_require_torch(call.state, call.function) != 0) return NULL;
+    if (take_values(&call, given, nargs, names) == 0) result = perform(&call);
     for (int i = 0; i < call.info->field_count; i++) Py_XDECREF(call.held[i]);
     if (result < 0) return NULL;
-    return by != NULL && by->asked ? PyBool_FromLong(result) : Py_NewRef(Py_None);
+    return by.asked ? PyBool_FromLong(result) : Py_NewRef(Py_None);
 }
 
 int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields, void *args,
@@ -316,7 +314,7 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
                     .function = te_op_name(op)};
     PyObject *given[TE_OP_MAX_FIELDS + 1] = {first}, *own, *names, *name, *value;
     Py_ssize_t at = 0, count = 0;
-    int failed = 0;
+    int failed;
     if (!PyDict_Check(fields) || PyDict_Size(fields) > TE_OP_MAX_FIELDS) {
         return tepy_fail(PyExc_TypeError, (tepy_site){call.function, "fields"},
                          "expected a dict of the operator's fields");
@@ -334,9 +332,7 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
         given[1 + count] = value;
         (void)PyTuple_SetItem(names, count++, Py_NewRef(name));
     }
-    failed = sort_values(&call, given, 1, names) != 0;
-    te_op_initial(op, &call.args);
-    for (int i = 0; !failed && i < call.info->field_count; i++) failed = take_value(&call, i) != 0;
+    failed = take_values(&call, given, 1, names) != 0;
     Py_DECREF(names);
     memcpy(args, &call.args, call.info->size);
     for (int i = 0; i < call.info->field_count; i++) {
@@ -351,7 +347,8 @@ int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields
     static PyObject *call_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs,        \
                                  PyObject *names)                                                  \
     {                                                                                              \
-        return tepy_call_operator(module, TE_OP_##NAME, NULL, args, nargs, names);                 \
+        return tepy_call_operator(module, TE_OP_##NAME, (tepy_slot_call){.slot = NULL}, args,      \
+                                  nargs, names);                                                   \
     }
 TE_OPS(X)
 #undef X

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_py.c - the Plan type: a te_plan, held as long as the object; describing and sizing plans.
+ * plan_py.c - the Plan type: a te_plan, held as long as the object; making, describing and sizing
+ * plans; texts of graphs.
  */
 #include "python/plan_py.h"
 
@@ -14,7 +15,7 @@
 static int examine(tepy_plan *plan)
 {
     plan->makes_saved = plan->info.direction == TE_DIRECTION_FORWARD;
-    plan->lead[0] = plan->lead[1] = -1;
+    plan->sized_by[0] = plan->sized_by[1] = -1;
     plan->seen_sizes.of[TE_SYMBOL_ROWS] = -1;
     for (int32_t i = 0; i < plan->info.stage_count; i++) {
         plan->external |= plan->info.stages[i].external;
@@ -24,8 +25,9 @@ static int examine(tepy_plan *plan)
         plan->has_saved |= info->role == TE_ROLE_SAVED;
         plan->output_count += info->role == TE_ROLE_OUTPUT;
         plan->arg_count += info->role <= TE_ROLE_STATE;
-        if (info->role == TE_ROLE_INPUT && info->leading && plan->lead[tepy_sequence(info)] < 0) {
-            plan->lead[tepy_sequence(info)] = i;
+        if (info->role == TE_ROLE_INPUT && info->leading &&
+            plan->sized_by[tepy_sequence(info)] < 0) {
+            plan->sized_by[tepy_sequence(info)] = i;
         }
     }
     plan->parted = PyMem_Calloc((size_t)plan->arg_count + 1, 1);
@@ -56,7 +58,8 @@ TEPY_TYPE(plan, plan, tepy_plan, "Plan", Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_doc, "A plan of make_plan, which lives as long as somebody holds it."},
           {Py_tp_getset, plan_getset})
 
-PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan)
+/* New reference to a plan that the caller holds, and no longer. */
+static PyObject *wrap(const tepy_state *state, te_plan *plan)
 {
     tepy_plan *self = (tepy_plan *)TEPY_ALLOCATE((PyTypeObject *)state->plan_type);
     if (self == NULL) {
@@ -75,14 +78,79 @@ PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan)
 tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *function)
 {
     if ((PyObject *)Py_TYPE(object) == state->plan_type) return (tepy_plan *)object;
-    (void)tepy_fail(PyExc_TypeError, (tepy_site){function, "plan"},
-                    "expected a Plan, of make_plan, got %R", Py_TYPE(object));
+    (void)tepy_expected((tepy_site){function, "plan"}, "a Plan, of make_plan", object);
     return NULL;
 }
 
 PyObject *tepy_plan_count(PyObject *module, PyObject *unused)
 {
     return PyLong_FromLongLong(te_plan_count());
+}
+
+/* ---- graphs ---- */
+
+/* The arguments of make_plan and write_graph; the caller releases the graph, on failure too. */
+static int take_graph(const char *function, PyObject *const *args, te_direction *direction,
+                      te_graph_desc *graph)
+{
+    const te_record *record = te_record_describe(TE_RECORD_GRAPH);
+    int64_t number = 0;
+    te_record_initial(record, graph);
+    graph->size = sizeof *graph;
+    if (tepy_int(args[0], (tepy_site){function, "direction"}, 0, TE_DIRECTION_COUNT - 1, &number) !=
+        0) {
+        return -1;
+    }
+    *direction = (te_direction)number;
+    return tepy_take_record(function, record, args[1], graph);
+}
+
+PyObject *tepy_make_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    te_graph_desc graph;
+    te_direction direction = TE_DIRECTION_FORWARD;
+    te_plan *plan = NULL;
+    te_status st = TE_ERROR_CALLBACK; /* an exception is set */
+    if (take_graph("make_plan", args, &direction, &graph) == 0) {
+        st = te_plan_make(&graph, direction, &plan);
+    }
+    te_graph_release(&graph);
+    return st == TE_OK ? wrap(tepy_state_of(module), plan) : tepy_raise(st);
+}
+
+PyObject *tepy_write_graph(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    te_graph_desc graph;
+    te_direction direction = TE_DIRECTION_FORWARD;
+    PyObject *made = NULL;
+    size_t length = 0;
+    char *text = NULL;
+    te_status st = TE_ERROR_CALLBACK;
+    if (take_graph("write_graph", args, &direction, &graph) == 0) {
+        st = te_graph_write(&graph, direction, NULL, 0, &length);
+        if (st == TE_OK) text = PyMem_Malloc(length + 1);
+        if (text != NULL) st = te_graph_write(&graph, direction, text, length + 1, &length);
+        if (text != NULL && st == TE_OK) made = PyUnicode_FromString(text);
+    }
+    te_graph_release(&graph);
+    PyMem_Free(text);
+    if (st != TE_OK) return tepy_raise(st);
+    return made != NULL || PyErr_Occurred() ? made : PyErr_NoMemory();
+}
+
+PyObject *tepy_read_graph(PyObject *module, PyObject *arg)
+{
+    te_graph_desc graph;
+    te_direction direction = TE_DIRECTION_FORWARD;
+    PyObject *made;
+    const char *text = tepy_text(arg, (tepy_site){"read_graph", "text"}, NULL);
+    te_status st;
+    if (text == NULL) return NULL;
+    st = te_graph_read(text, &graph, &direction); /* ends at a null character, as damaged */
+    if (st != TE_OK) return tepy_raise(st);
+    made = tepy_give_record(tepy_state_of(module), TE_RECORD_GRAPH, &graph);
+    te_graph_release(&graph);
+    return made == NULL ? NULL : Py_BuildValue("(iN)", (int)direction, made);
 }
 
 /* ---- describing and sizing ---- */

@@ -14,17 +14,15 @@ typedef struct tepy_plan {
     int external;    /* a stage is external: run() refuses the plan */
     int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
     int has_saved;
-    int32_t lead[TE_SEQUENCES]; /* the first input with leading dims of each sequence, or -1;
-                                   without one of the tokens rows are an argument */
-    int32_t arg_count;          /* inputs, parameters and state: buffers from 0 on */
-    int32_t output_count;       /* buffers behind them, in order of the results */
+    int32_t sized_by[TE_SEQUENCES]; /* the input whose leading dims are the sizes of a sequence: the
+                                       first that has them, or -1; then rows are an argument */
+    int32_t arg_count;              /* inputs, parameters and state: buffers from 0 on */
+    int32_t output_count;           /* buffers behind them, in order of the results */
     unsigned char *parted; /* of each argument: it is read by parts, which lie in a dense buffer */
     te_sizes seen_sizes;   /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
 } tepy_plan;
 
-/* New reference to a plan that the caller holds, and no longer; NULL with an exception. */
-PyObject *tepy_plan_wrap(const tepy_state *state, te_plan *plan);
 /* The argument, borrowed; NULL with an exception. */
 tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *function);
 

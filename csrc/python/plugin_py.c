@@ -29,7 +29,7 @@ static PyObject *call_slot(const native_slot *self, int asked, PyObject *const *
     PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)(uintptr_t)self)), *result;
     if (module == NULL) return NULL;
     (void)Py_NewRef(module); /* tensors of the caller may drop the rest */
-    result = tepy_call_operator(module, self->slot->op, &by, args, nargs, names);
+    result = tepy_call_operator(module, self->slot->op, by, args, nargs, names);
     Py_DECREF(module);
     return result;
 }
@@ -62,24 +62,19 @@ static PyObject *native_slot_repr(PyObject *object)
                                 slot_of(object)->backend);
 }
 
-static PyObject *text_of(const char *text)
-{
-    return text == NULL ? Py_NewRef(Py_None) : PyUnicode_FromString(text);
-}
-
 /* What an attribute tells; `which` is the first letter of its name. */
 static PyObject *get_attribute(PyObject *object, void *which)
 {
     const te_plugin_slot *slot = slot_of(object);
     switch (*(const char *)which) {
     case 'o':
-        return text_of(te_op_name(slot->op));
+        return PyUnicode_FromString(te_op_name(slot->op));
     case 'b':
-        return text_of(slot->backend);
+        return PyUnicode_FromString(slot->backend);
     case 'v':
-        return text_of(slot->vendor);
+        return Py_BuildValue("z", slot->vendor);
     case 'k':
-        return text_of(kinds[slot->kind]);
+        return PyUnicode_FromString(kinds[slot->kind]);
     case 'd':
         return PyLong_FromLong((long)slot->device);
     case 'p':
@@ -102,7 +97,7 @@ static PyGetSetDef native_slot_getset[] = {
 
 static PyMethodDef native_slot_methods[] = {
     {"supports", (PyCFunction)(void (*)(void))native_slot_supports, METH_FASTCALL | METH_KEYWORDS,
-     "supports($self, /, *args, **kwargs)\n--\n\nWhether it takes a call of these arguments."},
+     "supports($self, /, *args, **kwargs)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -198,8 +198,5 @@ static PyObject *predicate_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 TEPY_TYPE(predicate, predicate, predicate, "Predicate", Py_TPFLAGS_HAVE_VECTORCALL,
-          {Py_tp_doc,
-           "Predicate(fits, supports=None, by_device=True)\n--\n\n"
-           "Tells whether a call is taken: fits(dtype, device) of its first tensor, asked once for "
-           "each pair (without by_device for each dtype), and supports(*its arguments)."},
+          {Py_tp_doc, "Predicate(fits, supports=None, by_device=True)\n--\n\n"},
           {Py_tp_new, predicate_new}, TEPY_CALLED(predicate))

@@ -105,8 +105,7 @@ static int take_member(const char *function, const te_member *member, PyObject *
         return take_item(site, member, object, te_member_items(member, memory));
     }
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
-        return tepy_fail(PyExc_TypeError, site, "expected a tuple or a list, got %R",
-                         Py_TYPE(object));
+        return tepy_expected(site, "a tuple or a list", object);
     }
     items = PySequence_Tuple(object); /* nobody changes it meanwhile */
     if (items == NULL) return -1;

@@ -17,23 +17,15 @@
 
 static int begin(tepy_run_call *run, PyObject *module, const char *function)
 {
+    memset(run, 0, offsetof(tepy_run_call, leading));
+    for (int i = 0; i < TE_SEQUENCES; i++) run->leading[i].count = 0;
     run->state = tepy_state_of(module);
     run->function = function;
-    run->device = (te_device){TE_DEVICE_CPU, 0}; /* of a plan without tensors */
-    run->device_known = 0;
-    run->context = NULL;
-    run->scratch = NULL;
-    run->scratch_object = run->saved = run->saved_given = run->outputs = NULL;
-    run->plan = NULL;
-    run->held_count = 0;
-    for (int i = 0; i < TE_SEQUENCES; i++) run->leading[i].count = 0;
     run->slots = run->few_slots;
-    memset(run->few_slots, 0, sizeof run->few_slots); /* without owners the functions are told 0 */
     run->buffers = run->few_buffers;
     run->held = run->few_held;
     run->plain = run->few_plain;
-    run->call = (te_plan_call){.size = sizeof run->call};
-    run->selection = NULL;
+    run->call.size = sizeof run->call;
     return tepy_require_torch(run->state, function);
 }
 
@@ -49,12 +41,11 @@ static int take_plan(tepy_run_call *run, PyObject *plan)
         run->slots = PyMem_Calloc(2 * (size_t)run->plan->info.owners, sizeof *run->slots);
         if (run->slots == NULL) return tepy_no_memory();
     }
-    if (count > TEPY_FEW_BUFFERS) {
-        run->buffers = PyMem_Calloc(count, sizeof *run->buffers);
-        run->plain = PyMem_Calloc(count, sizeof(PyObject *));
-        run->held = PyMem_Calloc(2 * count + 2, sizeof(PyObject *));
-        if (run->buffers == NULL || run->plain == NULL || run->held == NULL)
-            return tepy_no_memory();
+    if (count > TEPY_FEW_BUFFERS) { /* all three in one piece */
+        run->buffers = PyMem_Calloc(count + 1, sizeof *run->buffers + 3 * sizeof(PyObject *));
+        if (run->buffers == NULL) return tepy_no_memory();
+        run->plain = (PyObject **)(void *)(run->buffers + count);
+        run->held = run->plain + count;
     }
     run->call.buffers = run->buffers;
     return 0;
@@ -68,19 +59,20 @@ static void end(tepy_run_call *run)
     Py_XDECREF(run->saved);
     Py_XDECREF(run->outputs);
     Py_XDECREF(run->selection);
-    for (int i = 0; run->held != NULL && i < run->held_count; i++) Py_DECREF(run->held[i]);
+    for (int i = 0; i < run->held_count; i++) Py_DECREF(run->held[i]);
     if (run->buffers != run->few_buffers) PyMem_Free(run->buffers);
-    if (run->plain != run->few_plain) PyMem_Free(run->plain);
-    if (run->held != run->few_held) PyMem_Free(run->held);
     if (run->slots != run->few_slots) PyMem_Free(run->slots);
 }
 
 /* The first slot of each owner in the chunks of one direction: an int for one, else a tuple. */
-static int take_slots_of(tepy_run_call *run, PyObject *object, const char *name, int way)
+static int take_slots(tepy_run_call *run, PyObject *forward, PyObject *backward)
 {
-    const tepy_site site = {run->function, name};
+    const int way = run->plan->info.direction != TE_DIRECTION_FORWARD;
+    const tepy_site site = {run->function, way ? "slot_bwd" : "slot_fwd"};
+    PyObject *object = way ? backward : forward;
     Py_ssize_t owners = run->plan->info.owners, count = 1;
     int tuple = PyTuple_Check(object);
+    run->call.slots = run->slots;
     if (tuple) count = PyTuple_Size(object);
     if (count < owners) {
         return tepy_fail(PyExc_ValueError, site, "%zd slots, expected those of %zd modules", count,
@@ -93,14 +85,6 @@ static int take_slots_of(tepy_run_call *run, PyObject *object, const char *name,
         if (i < owners) run->slots[2 * i + way] = (int32_t)value;
     }
     return 0;
-}
-
-static int take_slots(tepy_run_call *run, PyObject *forward, PyObject *backward)
-{
-    const int backward_too = run->plan->info.direction != TE_DIRECTION_FORWARD;
-    PyObject *other = backward_too ? backward : forward;
-    run->call.slots = run->slots;
-    return take_slots_of(run, other, backward_too ? "slot_bwd" : "slot_fwd", backward_too);
 }
 
 /* A view of one argument; all of them are on one device. */
@@ -116,14 +100,12 @@ static int take_tensor(tepy_run_call *run, PyObject *object, const tepy_spec *sp
     return 0;
 }
 
-/* A packed byte buffer given by the caller; NULL or None where it may be absent. */
-static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, int64_t minimum,
-                      void **data, size_t *size)
+/* The packed saved buffer of at least so many bytes; where it has none, NULL or None will do. */
+static int take_saved(tepy_run_call *run, PyObject *object, int64_t minimum)
 {
-    tepy_spec spec = {.site = {run->function, name}, .form = TEPY_VECTOR, .access = TEPY_WRITE};
+    tepy_spec spec = {.site = {run->function, "saved"}, .form = TEPY_VECTOR, .access = TEPY_WRITE};
     te_tensor view;
-    *data = NULL;
-    *size = 0;
+    run->saved_given = object;
     if (object == NULL || object == Py_None) {
         if (minimum == 0) return 0;
         return tepy_fail(PyExc_TypeError, spec.site,
@@ -140,8 +122,7 @@ static int take_bytes(tepy_run_call *run, PyObject *object, const char *name, in
                          (long long)view.shape[0], (long long)minimum,
                          (long long)run->call.sizes.of[TE_SYMBOL_ROWS]);
     }
-    *data = view.data;
-    *size = (size_t)view.shape[0];
+    run->call.saved = view.data;
     return 0;
 }
 
@@ -164,11 +145,11 @@ static int check_shape(const tepy_run_call *run, int32_t at)
         if (view->shape[i] == expected || (expected == TE_ANY_LENGTH && view->shape[i] > 0))
             continue;
         if (info->leading && i == 0 && info->ndim < 4) {
-            int32_t lead = run->plan->lead[tepy_sequence(info)];
+            const int32_t input = run->plan->sized_by[tepy_sequence(info)];
             return tepy_fail(PyExc_ValueError, site,
                              "its leading dims hold %lld rows, expected %lld as in %s",
                              (long long)view->shape[i], (long long)expected,
-                             lead < 0 ? "rows" : run->plan->info.buffers[lead].name);
+                             input < 0 ? "rows" : run->plan->info.buffers[input].name);
         }
         if (expected == TE_ANY_LENGTH) {
             return tepy_fail(PyExc_ValueError, site, "dim %d has size 0, expected at least 1",
@@ -199,18 +180,19 @@ static int take_sizes(tepy_run_call *run, int sequence)
 {
     const tepy_plan *plan = run->plan;
     tepy_leading *leading = &run->leading[sequence];
-    const int32_t lead = plan->lead[sequence];
+    const int32_t input = plan->sized_by[sequence];
     const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
+    const te_buffer_info *info;
     const te_tensor *view;
     int64_t ranks;
-    if (lead < 0) return 0;
-    view = &run->buffers[lead];
-    if (view->ndim != plan->info.buffers[lead].ndim) return check_shape(run, lead);
+    if (input < 0) return 0;
+    info = &plan->info.buffers[input];
+    view = &run->buffers[input];
+    if (view->ndim != info->ndim) return check_shape(run, input);
     run->call.sizes.of[rows] = view->shape[0] * (view->ndim == 4 ? view->shape[1] : 1);
-    ranks = plan->info.buffers[lead].shape[0].multiply; /* whose rows lie behind each other */
+    ranks = info->shape[0].multiply; /* whose rows lie behind each other */
     if (ranks > 1 && (leading->count == 0 || leading->dims[0] % ranks != 0)) {
-        return tepy_fail(PyExc_ValueError,
-                         (tepy_site){run->function, plan->info.buffers[lead].name},
+        return tepy_fail(PyExc_ValueError, (tepy_site){run->function, info->name},
                          "the first dim has size %lld, expected a multiple of %lld",
                          (long long)(leading->count == 0 ? 1 : leading->dims[0]), (long long)ranks);
     }
@@ -220,8 +202,7 @@ static int take_sizes(tepy_run_call *run, int sequence)
     }
     if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
     if (leading->count != 2) {
-        return tepy_fail(PyExc_ValueError,
-                         (tepy_site){run->function, plan->info.buffers[lead].name},
+        return tepy_fail(PyExc_ValueError, (tepy_site){run->function, info->name},
                          "%d dims, expected 3", (int)leading->count + 1);
     }
     for (int i = 0; i < 2; i++) run->call.sizes.of[rows + 1 + i] = leading->dims[i];
@@ -251,9 +232,8 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
 {
     const tepy_plan *plan = run->plan;
     Py_ssize_t extra = nargs - plan->arg_count;
-    int reads_saved = !plan->makes_saved && plan->has_saved, takes_rows = plan->lead[0] < 0;
+    int reads_saved = !plan->makes_saved && plan->has_saved, takes_rows = plan->sized_by[0] < 0;
     PyObject *saved = NULL;
-    size_t size;
     if (extra < reads_saved + takes_rows || extra > !plan->makes_saved + takes_rows) {
         PyErr_Format(PyExc_TypeError, "%s: expected %d tensors%s%s, got %zd arguments for them",
                      run->function, (int)plan->arg_count, reads_saved ? ", the saved tensor" : "",
@@ -268,7 +248,7 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
         tepy_spec spec = tepy_argument_spec(run->function, plan, i);
         int held = run->held_count;
         for (int q = 0; q < TE_SEQUENCES; q++) {
-            if (i == plan->lead[q]) spec.leading = &run->leading[q];
+            if (i == plan->sized_by[q]) spec.leading = &run->leading[q];
         }
         if (take_tensor(run, args[i], &spec, &run->buffers[i]) != 0) return -1;
         run->plain[i] = run->held_count == held ? args[i] : NULL;
@@ -279,31 +259,11 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
         if (check_shape(run, i) != 0) return -1;
     }
     if (extra > takes_rows) saved = args[plan->arg_count];
-    if (reads_saved) {
-        run->saved_given = saved;
-        return take_bytes(run, saved, "saved", saved_bytes_of(run), &run->call.saved, &size);
-    }
+    if (reads_saved) return take_saved(run, saved, saved_bytes_of(run));
     if (saved != NULL && saved != Py_None) {
         return tepy_fail(PyExc_TypeError, (tepy_site){run->function, "saved"},
                          "this plan saves nothing: pass None");
     }
-    return 0;
-}
-
-/* Address of a tensor that torch.empty just made. */
-static int fresh_data(const tepy_run_call *run, PyObject *tensor, const char *name,
-                      int64_t elements, void **data)
-{
-    tepy_dl_tensor dl;
-    if (run->state->exchange->view(tensor, &dl) != 0) return -1;
-    if (dl.data == NULL && elements > 0) {
-        return tepy_fail(
-            PyExc_TypeError, (tepy_site){run->function, name},
-            "torch.empty gave %R without memory (a fake tensor mode is on): trace through "
-            "the registered operators instead",
-            Py_TYPE(tensor));
-    }
-    *data = dl.data == NULL ? NULL : (char *)dl.data + dl.byte_offset;
     return 0;
 }
 
@@ -324,7 +284,7 @@ static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info
     for (int32_t at = 0; info->ndim > 1 && at < run->plan->arg_count; at++) {
         const te_buffer_info *other = &run->plan->info.buffers[at];
         if (other->leading == info->leading && are_alike(&run->buffers[at], output) &&
-            (!info->leading || info->ndim > 2 || at == run->plan->lead[tepy_sequence(info)])) {
+            (!info->leading || info->ndim > 2 || at == run->plan->sized_by[tepy_sequence(info)])) {
             return run->plain[at];
         }
     }
@@ -347,7 +307,7 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
         view->strides[i] = elements;
         elements *= view->shape[i];
     }
-    if (info->leading && info->ndim < 3 && run->plan->lead[tepy_sequence(info)] >= 0) {
+    if (info->leading && info->ndim < 3 && run->plan->sized_by[tepy_sequence(info)] >= 0) {
         for (; ndim < leading->count; ndim++) shape[ndim] = leading->dims[ndim];
         if (ndim > 0) shape[0] *= info->shape[0].multiply; /* rows of several ranks */
         d = 1;
@@ -358,7 +318,7 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
                            : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;
     if (PyTuple_SetItem(run->outputs, index, tensor) != 0) return -1; /* takes the reference */
-    return fresh_data(run, tensor, info->name, elements, &view->data);
+    return tepy_fresh_data(run->state, tensor, (tepy_site){run->function, info->name}, &view->data);
 }
 
 /* The result tuple with its tensors: outputs, then the saved buffer or None. */
@@ -371,14 +331,13 @@ static int make_results(tepy_run_call *run)
     for (int32_t i = 0; i < plan->output_count; i++) {
         if (make_output(run, plan->arg_count + i, i) != 0) return -1;
     }
-    if (plan->makes_saved && plan->has_saved) {
-        saved_bytes = saved_bytes_of(run);
-    }
+    if (plan->makes_saved && plan->has_saved) saved_bytes = saved_bytes_of(run);
     if (saved_bytes == 0)
         return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(Py_None));
     run->saved = tepy_empty(run->state, run->device, TE_DTYPE_U8, &saved_bytes, 1);
     if (run->saved == NULL ||
-        fresh_data(run, run->saved, "saved", saved_bytes, &run->call.saved) != 0) {
+        tepy_fresh_data(run->state, run->saved, (tepy_site){run->function, "saved"},
+                        &run->call.saved) != 0) {
         return -1;
     }
     return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(run->saved));
@@ -413,7 +372,8 @@ static int make_scratch(tepy_run_call *run, int kept)
         PyErr_Clear();
         run->scratch_object = tepy_empty(run->state, run->device, TE_DTYPE_U8, &bytes, 1);
         if (run->scratch_object == NULL ||
-            fresh_data(run, run->scratch_object, "scratch", bytes, &data) != 0) {
+            tepy_fresh_data(run->state, run->scratch_object, (tepy_site){run->function, "scratch"},
+                            &data) != 0) {
             return -1;
         }
     }
@@ -519,8 +479,7 @@ PyObject *tepy_run_staged(PyObject *module, PyObject *const *args, Py_ssize_t na
                             "make_buffers and tensors, got %zd arguments",
                             nargs);
     if (!PyDict_Check(args[3]))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"run_staged", "functions"},
-                         "expected a dict, got %R", Py_TYPE(args[3]));
+        return TEPY_EXPECTED((tepy_site){"run_staged", "functions"}, "a dict", args[3]);
     if (take_plan(&run, args[0]) == 0 && tepy_staged_begin(&staged, &run, args) == 0 &&
         take_slots(&run, args[1], args[2]) == 0) {
         result = run_whole(&run, args + 6, nargs - 6, 1);

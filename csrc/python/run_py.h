@@ -20,7 +20,6 @@ typedef struct tepy_run_call {
     te_plan_call call;
     te_device device;
     int device_known;
-    tepy_leading leading[TE_SEQUENCES];
     tepy_context *context;
     tepy_dl_managed *scratch; /* from the exchange allocator */
     PyObject *scratch_object; /* or from torch.empty */
@@ -29,11 +28,12 @@ typedef struct tepy_run_call {
     PyObject *outputs;        /* the result */
     PyObject *selection;      /* keeps that of the call */
     int held_count;
-    int32_t *slots; /* two per owner */
-    int32_t few_slots[2 * TEPY_FEW_OWNERS];
+    int32_t *slots;  /* two per owner; without owners functions at stages are told 0 */
     PyObject **held; /* what views point into */
     te_tensor *buffers;
     PyObject **plain; /* borrowed: the argument itself, where its view is dense */
+    int32_t few_slots[2 * TEPY_FEW_OWNERS];
+    tepy_leading leading[TE_SEQUENCES]; /* from here on what a run begins with is not 0 */
     PyObject *few_held[2 * TEPY_FEW_BUFFERS + 2];
     te_tensor few_buffers[TEPY_FEW_BUFFERS];
     PyObject *few_plain[TEPY_FEW_BUFFERS];

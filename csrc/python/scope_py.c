@@ -81,8 +81,7 @@ int tepy_check_implementations(const tepy_state *state, PyObject *entry, tepy_si
     for (Py_ssize_t i = 0; i < PyTuple_Size(entry); i++) {
         PyObject *item = PyTuple_GetItem(entry, i);
         if (Py_TYPE(item) != (PyTypeObject *)state->implementation_type)
-            return tepy_fail(PyExc_TypeError, site, "expected Implementations, got %R",
-                             Py_TYPE(item));
+            return tepy_expected(site, "Implementations", item);
     }
     return 0;
 }
@@ -104,7 +103,7 @@ static PyObject *make_table(const tepy_dispatcher *self, PyObject *policy)
     const tepy_site site = {"Dispatcher", "resolve"};
     if (table == NULL) return NULL;
     if (!PyTuple_Check(table)) {
-        (void)tepy_fail(PyExc_TypeError, site, "expected a tuple from it, got %R", Py_TYPE(table));
+        (void)tepy_expected(site, "a tuple from it", table);
     } else if (tepy_check_table(self, table, site) == 0) {
         return table;
     }
@@ -280,7 +279,7 @@ static PyObject *scope_selection(PyObject *object, void *unused)
 }
 
 static PyMethodDef scope_methods[] = {
-    {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturns the policy."},
+    {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\n"},
     {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
@@ -295,9 +294,7 @@ static PyGetSetDef scope_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-TEPY_TYPE(scope, scope, scope, "Scope", 0,
-          {Py_tp_doc,
-           "Scope(policy)\n--\n\nPuts a policy in force for a thread, as a context manager."},
+TEPY_TYPE(scope, scope, scope, "Scope", 0, {Py_tp_doc, "Scope(policy)\n--\n\n"},
           {Py_tp_new, scope_new}, {Py_tp_methods, scope_methods}, {Py_tp_members, scope_members},
           {Py_tp_getset, scope_getset})
 

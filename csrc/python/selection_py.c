@@ -86,8 +86,7 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
     PyObject *name, *function, *fields;
     int op;
     if (!PyTuple_Check(item) || PyTuple_Size(item) != 3)
-        return tepy_fail(PyExc_TypeError, site, "expected (operator, function, fields), got %R",
-                         Py_TYPE(item));
+        return tepy_expected(site, "(operator, function, fields)", item);
     name = PyTuple_GetItem(item, 0);
     function = PyTuple_GetItem(item, 1);
     fields = PyTuple_GetItem(item, 2);
@@ -184,9 +183,7 @@ static PyMemberDef selection_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-TEPY_TYPE(selection, selection, selection, "Selection", 0,
-          {Py_tp_doc, "Selection(slots)\n--\n\n"
-                      "Functions that runs of plans ask before the backends that are registered."},
+TEPY_TYPE(selection, selection, selection, "Selection", 0, {Py_tp_doc, "Selection(slots)\n--\n\n"},
           {Py_tp_new, selection_new}, {Py_tp_clear, selection_clear},
           {Py_tp_members, selection_members})
 
@@ -235,8 +232,7 @@ PyObject *tepy_obey(PyObject *module, PyObject *dispatcher)
 {
     tepy_state *state = tepy_state_of(module);
     if (dispatcher != Py_None && Py_TYPE(dispatcher) != (PyTypeObject *)state->dispatcher_type)
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"obey", "dispatcher"},
-                         "expected a Dispatcher or None, got %R", Py_TYPE(dispatcher));
+        return TEPY_EXPECTED((tepy_site){"obey", "dispatcher"}, "a Dispatcher or None", dispatcher);
     state->found_dispatcher = 0;
     state->told_dispatcher++;
     tepy_set(&state->dispatcher, dispatcher == Py_None ? NULL : Py_NewRef(dispatcher));

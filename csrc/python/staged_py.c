@@ -108,10 +108,10 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
     tepy_staged *staged = self;
     const te_stage_info *info = &staged->run->plan->info.stages[stage];
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *name = NULL, *given, *result = NULL;
+    PyObject *error = NULL, *name = NULL, *given, *result = NULL;
     const int abandoned = event == TE_STAGE_ABANDON;
     if (abandoned) {
-        PyErr_Fetch(&type, &value, &trace); /* of the stage that raised, if one has */
+        error = tepy_take_error(); /* of the stage that raised, if one has */
         name = PyUnicode_FromString(info->name);
     }
     staged->views = buffers;
@@ -127,7 +127,7 @@ static te_status call_python(void *self, int32_t stage, te_stage_event event, te
     if (abandoned) {
         if (result == NULL) PyErr_WriteUnraisable(name); /* nobody catches it besides the first */
         Py_XDECREF(name);
-        PyErr_Restore(type, value, trace);
+        tepy_set_error(error);
     }
     PyGILState_Release(gil);
     if (result != NULL) return TE_OK;

@@ -26,26 +26,19 @@ int tepy_state_verify(const tepy_state *state, tepy_stage stage)
     return 0;
 }
 
+/* All references are the first members of the state, one behind the other. */
+#define REFERENCES (offsetof(tepy_state, exchange) / sizeof(PyObject *))
+
 int tepy_state_visit(tepy_state *state, visitproc visit, void *arg)
 {
-#define X(name, ...) Py_VISIT(state->name);
-    TEPY_STATE_REFS(X)
-#undef X
-#define X(name, count, when)                                                                       \
-    for (int i = 0; i < (count); i++) Py_VISIT(state->name[i]);
-    TEPY_STATE_ARRAYS(X)
-#undef X
+    PyObject **references = (PyObject **)(void *)state;
+    for (size_t i = 0; i < REFERENCES; i++) Py_VISIT(references[i]);
     return 0;
 }
 
 void tepy_state_clear(tepy_state *state)
 {
+    PyObject **references = (PyObject **)(void *)state;
     state->exchange = NULL; /* its capsule goes below */
-#define X(name, ...) Py_CLEAR(state->name);
-    TEPY_STATE_REFS(X)
-#undef X
-#define X(name, count, when)                                                                       \
-    for (int i = 0; i < (count); i++) Py_CLEAR(state->name[i]);
-    TEPY_STATE_ARRAYS(X)
-#undef X
+    for (size_t i = 0; i < REFERENCES; i++) Py_CLEAR(references[i]);
 }

@@ -3,9 +3,9 @@
  * state.h - the module's state and what the files of csrc/python share.
  *
  * Every Python object that the module keeps is in one of the two lists below. They generate the
- * struct, the visit, the clear and the check that a stage of the set-up left none of its slots
- * empty, so the four can not drift apart. There is no process-wide state in here: two instances of
- * the module share nothing but what libtransformer_engine itself shares.
+ * head of the struct, which is visited and cleared, and the check that a stage of the set-up left
+ * none of its slots empty, so these can not drift apart. There is no process-wide state in here:
+ * two instances of the module share nothing but what libtransformer_engine itself shares.
  */
 #ifndef TE_PYTHON_STATE_H
 #define TE_PYTHON_STATE_H
@@ -156,6 +156,15 @@ int tepy_fail(PyObject *exception, tepy_site site, const char *format, ...);
 int tepy_fail_showing(PyObject *exception, tepy_site site, const char *format, PyObject *object);
 /* The same with the exception that is set as its cause. */
 int tepy_fail_from_current(PyObject *exception, tepy_site site, const char *fix);
+/* TypeError "expected `what`, got" the class of an object. */
+int tepy_expected(tepy_site site, const char *what, PyObject *object);
+#define TEPY_EXPECTED(...) (tepy_expected(__VA_ARGS__), (void *)NULL)
+/* The exception that is set, which is cleared: a new reference, or NULL; and set again, which takes
+ * the reference. The limited API has both from 3.12 on. */
+PyObject *tepy_take_error(void);
+void tepy_set_error(PyObject *error);
+/* Sets it again with a note, which may be NULL; both references are taken. */
+void tepy_set_error_noted(PyObject *error, PyObject *note);
 
 /* ---- state.c ---- */
 
@@ -185,6 +194,8 @@ int tepy_device_slot(te_device device);
 /* New reference: torch.empty of this shape. */
 PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
                      int32_t ndim);
+/* Address of a tensor that torch.empty just made; -1 with an exception where it has no memory. */
+int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, void **data);
 
 /* ---- storage_py.c ---- */
 
@@ -245,9 +256,9 @@ int tepy_op_by_name(PyObject *name, tepy_site site);
 /* New reference: what a field has for a value; None for a field that is no number. */
 PyObject *tepy_number(const te_field *field, double value);
 
-/* A call of one slot instead of the operator table, or of a selection before that. */
+/* Who runs a call: one slot, or (NULL) the operator table, and before that a selection, if any. */
 typedef struct tepy_slot_call {
-    const te_op_slot *slot; /* NULL: the selection, and no more than that is set */
+    const te_op_slot *slot;
     const te_selection *selection;
     te_device_type device; /* that it runs on */
     int asked;             /* it is not run: the result is whether it would be */
@@ -257,10 +268,10 @@ typedef struct tepy_slot_call {
  * of the others. *held becomes a new reference to a list of what its pointers need, or NULL. */
 int tepy_take_args(PyObject *module, te_op op, PyObject *first, PyObject *fields, void *args,
                    PyObject **held);
-/* Runs an operator with arguments as its function of the module takes them; `by` NULL: by the
- * operator table. New reference: None, or a bool where that is asked. */
-PyObject *tepy_call_operator(PyObject *module, te_op op, const tepy_slot_call *by,
-                             PyObject *const *given, Py_ssize_t nargs, PyObject *names);
+/* Runs an operator with arguments as its function of the module takes them. New reference: None, or
+ * a bool where that is asked. */
+PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyObject *const *given,
+                             Py_ssize_t nargs, PyObject *names);
 
 #define TEPY_MOST_HEADS 3 /* tensors of facts_of_heads */
 

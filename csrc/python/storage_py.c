@@ -38,8 +38,7 @@ static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *
 {
     const tepy_site site = {"split_storage", "tensor"};
     if ((PyObject *)Py_TYPE(whole) != state->tensor_type) {
-        return tepy_fail(PyExc_TypeError, site, "expected a plain torch.Tensor, got %R",
-                         Py_TYPE(whole));
+        return tepy_expected(site, "a plain torch.Tensor", whole);
     }
     memset(view, 0, sizeof *view);
     if (state->exchange->view(whole, view) != 0) {
@@ -124,9 +123,7 @@ PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t
     if (dense_view(state, args[0], &view) != 0) {
         return NULL;
     }
-    if (!PyTuple_Check(args[1]))
-        return TEPY_FAIL(PyExc_TypeError, site, "expected a tuple of int, got %R",
-                         Py_TYPE(args[1]));
+    if (!PyTuple_Check(args[1])) return TEPY_EXPECTED(site, "a tuple of int", args[1]);
     count = PyTuple_Size(args[1]);
     row_bytes = view.dtype.bits * view.dtype.lanes / 8;
     for (int32_t i = 1; i < view.ndim; i++) row_bytes *= view.shape[i];
@@ -159,8 +156,7 @@ static int is_part(const tepy_dl_tensor *whole, const tepy_dl_tensor *part, cons
         !tepy_dl_is_dense(part)) {
         return 0;
     }
-    *bytes = part->dtype.bits * part->dtype.lanes / 8;
-    for (int32_t i = 0; i < part->ndim; i++) *bytes *= part->shape[i];
+    *bytes = tepy_dl_elements(part) * (part->dtype.bits * part->dtype.lanes / 8);
     return 1;
 }
 

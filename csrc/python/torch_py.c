@@ -113,8 +113,7 @@ PyObject *tepy_bind_torch(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyObject *result = NULL;
     memset(&found, 0, sizeof found);
     if (classify != Py_None && !PyCallable_Check(classify))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"bind_torch", "classify"},
-                         "expected a callable or None, got %R", Py_TYPE(classify));
+        return TEPY_EXPECTED((tepy_site){"bind_torch", "classify"}, "a callable or None", classify);
     if (collect(&found, args[0]) != 0) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             (void)tepy_fail_from_current(PyExc_TypeError, (tepy_site){"bind_torch", "torch_module"},
@@ -233,6 +232,18 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
     return tensor;
 }
 
+int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, void **data)
+{
+    tepy_dl_tensor dl;
+    if (state->exchange->view(tensor, &dl) != 0) return -1;
+    *data = dl.data == NULL ? NULL : (char *)dl.data + dl.byte_offset;
+    if (dl.data != NULL || tepy_dl_elements(&dl) == 0) return 0;
+    return tepy_fail(PyExc_TypeError, site,
+                     "torch.empty gave %R without memory (a fake tensor mode is on): trace "
+                     "through the registered operators instead",
+                     Py_TYPE(tensor));
+}
+
 /* ---- what a call is found by ------------------------------------------------------------------
  */
 
@@ -304,8 +315,7 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     tepy_dl_tensor inp;
     call_facts facts;
     if (!PyTuple_Check(args[1]))
-        return TEPY_FAIL(PyExc_TypeError, (tepy_site){"tensors_of_call", "places"},
-                         "expected a tuple, got %R", Py_TYPE(args[1]));
+        return TEPY_EXPECTED((tepy_site){"tensors_of_call", "places"}, "a tuple", args[1]);
     tensors = PyTuple_New(1 + PyTuple_Size(args[1]));
     if (tensors == NULL) return NULL;
     memset(&facts, 0, sizeof facts);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * update_py.c - te_update from Python: lists of tensors as arrays of views.
+ * update_py.c - te_update and te_l2norm from Python: lists of tensors as arrays of views.
  */
 #include "python/args.h"
 
@@ -16,6 +16,23 @@ static const char *const list_names[TE_UPDATE_LIST_COUNT] = {
 #undef X
 };
 
+/* Views of the tensors of a tuple; `held` gets what they need besides that. */
+static int take_views(const tepy_state *state, PyObject *tuple, const tepy_spec *spec,
+                      te_tensor *views, PyObject **held)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++) {
+        if (tepy_view(state, PyTuple_GetItem(tuple, i), spec, &views[i], &held[i]) != 0) return -1;
+    }
+    return 0;
+}
+
+static void drop(PyObject **objects, size_t count)
+{
+    for (size_t i = 0; objects != NULL && i < count; i++) Py_XDECREF(objects[i]);
+}
+
+/* ---- update ------------------------------------------------------------------------------- */
+
 /* A call: views of all tensors, list by list, and what holds copies of gradients. */
 typedef struct update_call {
     const tepy_state *state;
@@ -29,17 +46,12 @@ typedef struct update_call {
     te_device device;
 } update_call;
 
-static tepy_site site_of(const char *argument)
-{
-    return (tepy_site){"update", argument};
-}
-
 /* Takes the lists as sequences of one length. */
 static int take_lists(update_call *call, PyObject *lists)
 {
     if (!PyTuple_Check(lists) || PyTuple_Size(lists) != TE_UPDATE_LIST_COUNT) {
-        return tepy_fail(PyExc_TypeError, site_of("lists"), "expected a tuple of %d lists or None",
-                         TE_UPDATE_LIST_COUNT);
+        return tepy_fail(PyExc_TypeError, (tepy_site){"update", "lists"},
+                         "expected a tuple of %d lists or None", TE_UPDATE_LIST_COUNT);
     }
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         PyObject *given = PyTuple_GetItem(lists, list); /* borrowed */
@@ -49,7 +61,7 @@ static int take_lists(update_call *call, PyObject *lists)
         if (call->lists[list] == NULL) return -1;
         length = PyTuple_Size(call->lists[list]);
         if (call->lists[0] == NULL || length != PyTuple_Size(call->lists[0])) {
-            return tepy_fail(PyExc_ValueError, site_of(list_names[list]),
+            return tepy_fail(PyExc_ValueError, (tepy_site){"update", list_names[list]},
                              "%zd tensors, expected as many as there are gradients", length);
         }
         call->args.count = length;
@@ -65,17 +77,14 @@ static int take_tensors(update_call *call)
     if (call->views == NULL || call->held == NULL) return tepy_no_memory();
     for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) {
         const int reads = list == TE_UPDATE_GRAD && (call->args.flags & TE_UPDATE_WRITE_GRAD) == 0U;
-        const tepy_spec spec = {.site = site_of(list_names[list]),
+        const tepy_spec spec = {.site = {"update", list_names[list]},
                                 .form = TEPY_FLAT,
                                 .access = reads ? TEPY_READ : TEPY_WRITE};
         if (call->lists[list] == NULL) continue;
         call->args.lists[list] = call->views + (size_t)list * count;
-        for (size_t i = 0; i < count; i++) {
-            const size_t at = (size_t)list * count + i;
-            PyObject *tensor = PyTuple_GetItem(call->lists[list], (Py_ssize_t)i);
-            if (tepy_view(call->state, tensor, &spec, &call->views[at], &call->held[at]) != 0) {
-                return -1;
-            }
+        if (take_views(call->state, call->lists[list], &spec, call->views + (size_t)list * count,
+                       call->held + (size_t)list * count) != 0) {
+            return -1;
         }
     }
     call->device = call->views[0].device;
@@ -88,12 +97,11 @@ static int take_numbers(update_call *call, PyObject *numbers)
         &call->args.lr,       &call->args.beta1,     &call->args.beta2,
         &call->args.eps,      &call->args.decay,     &call->args.grad_scale,
         &call->args.momentum, &call->args.dampening, &call->args.top};
-    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != NUMBERS) {
-        return tepy_fail(PyExc_TypeError, site_of("numbers"), "expected a tuple of %d floats",
-                         NUMBERS);
-    }
+    const tepy_site site = {"update", "numbers"};
+    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != NUMBERS)
+        return tepy_fail(PyExc_TypeError, site, "expected a tuple of %d floats", NUMBERS);
     for (int i = 0; i < NUMBERS; i++) {
-        if (tepy_float(PyTuple_GetItem(numbers, i), site_of("numbers"), fields[i]) != 0) return -1;
+        if (tepy_float(PyTuple_GetItem(numbers, i), site, fields[i]) != 0) return -1;
     }
     return 0;
 }
@@ -102,7 +110,7 @@ static int take_numbers(update_call *call, PyObject *numbers)
 static int take_element(update_call *call, PyObject *tensor, int at, const char *name,
                         te_dtype dtype, void *field)
 {
-    const tepy_elements spec = {site_of(name), dtype, 1, call->device};
+    const tepy_elements spec = {{"update", name}, dtype, 1, call->device};
     void *data;
     if (tepy_view_optional(call->state, tensor, &spec, &data, &call->numbers[at]) != 0) return -1;
     memcpy(field, &data, sizeof data);
@@ -113,7 +121,7 @@ static int take_device_numbers(update_call *call, PyObject *flag, PyObject *numb
 {
     te_update_args *args = &call->args;
     if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != DEVICE_NUMBERS) {
-        return tepy_fail(PyExc_TypeError, site_of("device_numbers"),
+        return tepy_fail(PyExc_TypeError, (tepy_site){"update", "device_numbers"},
                          "expected a tuple of %d tensors or None", DEVICE_NUMBERS);
     }
     if (take_element(call, flag, 0, "flag", TE_DTYPE_I32, &args->flag) != 0 ||
@@ -131,7 +139,7 @@ static int take_casts(update_call *call, PyObject *module, PyObject *casts)
     const Py_ssize_t count = (Py_ssize_t)call->args.count;
     if (casts == Py_None) return 0;
     if (!PyTuple_Check(casts) || PyTuple_Size(casts) != count) {
-        return tepy_fail(PyExc_TypeError, site_of("casts"),
+        return tepy_fail(PyExc_TypeError, (tepy_site){"update", "casts"},
                          "expected None, or a tuple of %zd dicts", count);
     }
     if (call->lists[TE_UPDATE_VALUE] == NULL) return 0; /* te_update says so */
@@ -149,7 +157,7 @@ static int take_casts(update_call *call, PyObject *module, PyObject *casts)
     return 0;
 }
 
-static te_status run(te_context *context, const void *args, void *stream)
+static te_status run_update(te_context *context, const void *args, void *stream)
 {
     return te_update(context, args, stream);
 }
@@ -160,9 +168,10 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     update_call call = {.state = state, .args = {.size = sizeof(te_update_args)}};
     int64_t kind = 0, flags = 0;
     int failed;
-    if (tepy_int(args[0], site_of("kind"), 0, TE_UPDATE_KIND_COUNT - 1, &kind) != 0 ||
-        tepy_int(args[1], site_of("flags"), 0, INT32_MAX, &flags) != 0 ||
-        tepy_int(args[5], site_of("step"), INT64_MIN, INT64_MAX, &call.args.step) != 0) {
+    if (tepy_int(args[0], (tepy_site){"update", "kind"}, 0, TE_UPDATE_KIND_COUNT - 1, &kind) != 0 ||
+        tepy_int(args[1], (tepy_site){"update", "flags"}, 0, INT32_MAX, &flags) != 0 ||
+        tepy_int(args[5], (tepy_site){"update", "step"}, INT64_MIN, INT64_MAX, &call.args.step) !=
+            0) {
         return NULL;
     }
     call.args.kind = (te_update_kind)kind;
@@ -170,19 +179,110 @@ PyObject *tepy_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     failed = take_numbers(&call, args[4]) != 0 || take_lists(&call, args[2]) != 0 ||
              take_tensors(&call) != 0 || take_device_numbers(&call, args[3], args[6]) != 0 ||
              (nargs == 8 && take_casts(&call, module, args[7]) != 0) ||
-             tepy_context_run(state, "update", call.device, run, &call.args) != 0;
-    for (size_t i = 0; call.cast_held != NULL && i < (size_t)call.args.count; i++) {
-        Py_XDECREF(call.cast_held[i]);
-    }
-    for (size_t i = 0; call.held != NULL && i < (size_t)call.args.count * TE_UPDATE_LIST_COUNT;
-         i++) {
-        Py_XDECREF(call.held[i]);
-    }
-    for (int i = 0; i < DEVICE_NUMBERS + 1; i++) Py_XDECREF(call.numbers[i]);
-    for (int list = 0; list < TE_UPDATE_LIST_COUNT; list++) Py_XDECREF(call.lists[list]);
+             tepy_context_run(state, "update", call.device, run_update, &call.args) != 0;
+    drop(call.cast_held, (size_t)call.args.count);
+    drop(call.held, (size_t)call.args.count * TE_UPDATE_LIST_COUNT);
+    drop(call.numbers, DEVICE_NUMBERS + 1);
+    drop(call.lists, TE_UPDATE_LIST_COUNT);
     free(call.casts);
     free(call.cast_held);
     free(call.views);
     free(call.held);
     return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- l2norm ------------------------------------------------------------------------------- */
+
+/* What holds the tensors of a call besides the caller: its own, and copies of elements. */
+enum { TOTAL, EACH, WORKSPACE, FACTOR, FLAG, HELD };
+
+typedef struct l2norm_call {
+    tepy_state *state;
+    te_l2norm_args args;
+    PyObject *list; /* new reference: a tuple */
+    te_tensor *views;
+    PyObject **held; /* by tensor: its copy */
+    PyObject *kept[HELD];
+    te_device device;
+} l2norm_call;
+
+static int take_list(l2norm_call *call, PyObject *given)
+{
+    const tepy_spec spec = {.site = {"l2norm", "tensors"}, .form = TEPY_FLAT, .access = TEPY_READ};
+    Py_ssize_t count;
+    call->list = PySequence_Tuple(given);
+    if (call->list == NULL) return -1;
+    count = PyTuple_Size(call->list);
+    if (count == 0)
+        return tepy_fail(PyExc_ValueError, (tepy_site){"l2norm", "tensors"}, "none: expected some");
+    call->views = calloc((size_t)count, sizeof *call->views);
+    call->held = calloc((size_t)count, sizeof(PyObject *));
+    if (call->views == NULL || call->held == NULL) return tepy_no_memory();
+    call->args.count = count;
+    call->args.tensors = call->views;
+    if (take_views(call->state, call->list, &spec, call->views, call->held) != 0) return -1;
+    call->device = call->views[0].device;
+    return 0;
+}
+
+static int take_elements(l2norm_call *call, PyObject *factor, PyObject *flag)
+{
+    const tepy_elements of_factor = {{"l2norm", "factor"}, TE_DTYPE_F32, 1, call->device};
+    const tepy_elements of_flag = {{"l2norm", "flag"}, TE_DTYPE_I32, 1, call->device};
+    PyObject **kept = call->kept;
+    void *data[2];
+    if (tepy_view_optional(call->state, factor, &of_factor, &data[0], &kept[FACTOR]) != 0 ||
+        tepy_view_optional(call->state, flag, &of_flag, &data[1], &kept[FLAG]) != 0) {
+        return -1;
+    }
+    call->args.factor = data[0];
+    call->args.flag = data[1];
+    return 0;
+}
+
+/* A new tensor of fp32, kept as number `at`, and its memory. */
+static float *make(l2norm_call *call, int64_t count, int at)
+{
+    void *data = NULL;
+    call->kept[at] = tepy_empty(call->state, call->device, TE_DTYPE_F32, &count, 1);
+    if (call->kept[at] == NULL) return NULL;
+    (void)tepy_fresh_data(call->state, call->kept[at], (tepy_site){"l2norm", "results"}, &data);
+    return data;
+}
+
+/* The norms of tensors have no elements where nobody asks for them. */
+static int make_results(l2norm_call *call, int per_tensor)
+{
+    te_l2norm_args *args = &call->args;
+    const te_status st = te_l2norm_workspace(args, &args->workspace_size);
+    if (tepy_check(st) != 0) return -1;
+    args->total = make(call, 1, TOTAL);
+    args->each = make(call, per_tensor ? args->count : 0, EACH);
+    args->workspace = make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE);
+    if (!per_tensor) args->each = NULL;
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+static te_status run_l2norm(te_context *context, const void *args, void *stream)
+{
+    return te_l2norm(context, args, stream);
+}
+
+PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    tepy_state *state = tepy_state_of(module);
+    l2norm_call call = {.state = state, .args = {.size = sizeof(te_l2norm_args)}};
+    PyObject *result = NULL;
+    const int per_tensor = PyObject_IsTrue(args[3]);
+    if (per_tensor >= 0 && take_list(&call, args[0]) == 0 &&
+        take_elements(&call, args[1], args[2]) == 0 && make_results(&call, per_tensor) == 0 &&
+        tepy_context_run(state, "l2norm", call.device, run_l2norm, &call.args) == 0) {
+        result = PyTuple_Pack(2, call.kept[TOTAL], call.kept[EACH]);
+    }
+    drop(call.held, (size_t)call.args.count);
+    drop(call.kept, HELD);
+    Py_XDECREF(call.list);
+    free(call.views);
+    free(call.held);
+    return result;
 }
