@@ -52,6 +52,35 @@ te_status te_check_dtype(const te_check_site *site, const char *name, te_dtype d
 /* The tensor is there; `why` it has to be. */
 te_status te_check_missing(const te_check_site *site, const char *name, const te_tensor *tensor,
                            const char *why);
+/* Operators of which the rules do not say all. */
+#define TE_CHECKED_OPS(X)                                                                          \
+    X(QUANTIZE, quantize)                                                                          \
+    X(DEQUANTIZE, dequantize)                                                                      \
+    X(TRANSPOSE, transpose)                                                                        \
+    X(CAST, cast)                                                                                  \
+    X(GEMM, gemm)                                                                                  \
+    X(NORM, norm)                                                                                  \
+    X(NORM_BACKWARD, norm_backward)                                                                \
+    X(ACTIVATION, activation)                                                                      \
+    X(ACTIVATION_BACKWARD, activation_backward)                                                    \
+    X(SOFTMAX, softmax)                                                                            \
+    X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
+    X(ATTENTION, attention)                                                                        \
+    X(ATTENTION_BACKWARD, attention_backward)                                                      \
+    X(ROPE, rope)                                                                                  \
+    X(CACHE_APPEND, cache_append)                                                                  \
+    X(CACHE_GATHER, cache_gather)
+
+/* What no rule of check_ops.c says of these. */
+#define X(NAME, name)                                                                              \
+    te_status te_check_##name(const te_check_site *site, const te_##name##_args *args);
+TE_CHECKED_OPS(X)
+#undef X
+
+/* What is asked of values of [rows, columns]. */
+te_status te_check_cast_request(const te_check_site *site, const te_cast_request *cast,
+                                int64_t rows, int64_t columns);
+
 /* A failure names operator, argument, value and expectation. */
 #define INVALID(name, ...)                                                                         \
     te_check_fail(site, name, TE_ERROR_INVALID, __FILE__, __LINE__, __VA_ARGS__)

@@ -3,7 +3,7 @@
  * check_attention.c - checks of attention, rotary embeddings and caches that no rule says.
  */
 #include "core/attention.h"
-#include "core/check_ops.h"
+#include "core/check.h"
 #include "core/status.h"
 
 /* Packed sequences: one batch entry, offsets for both sides, bounds, and what goes with them. */

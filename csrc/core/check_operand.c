@@ -3,7 +3,7 @@
  * check_operand.c - how operands are checked: quantized forms and their scales, what a cast is
  * asked for, and the operators that cast (norms and activations, too) and multiply.
  */
-#include "core/check_ops.h"
+#include "core/check.h"
 #include "core/operand.h"
 #include "core/scales.h"
 #include "core/status.h"

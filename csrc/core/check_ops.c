@@ -5,7 +5,7 @@
  */
 #include <float.h>
 
-#include "core/check_ops.h"
+#include "core/check.h"
 #include "core/operand.h"
 #include "core/status.h"
 

@@ -69,6 +69,15 @@ te_update_numbers te_update_numbers_of(const te_update_args *args)
 
 #define REFUSED_IF(condition, ...) TE_FAIL_IF(condition, TE_ERROR_INVALID, "update: " __VA_ARGS__)
 
+static te_status check_size(const char *function, const void *args, size_t expected)
+{
+    const size_t size = args == NULL ? 0 : *(const size_t *)args;
+    TE_FAIL_IF(args == NULL, TE_ERROR_INVALID, "%s: args is NULL", function);
+    if (size == expected) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID, "%s: args->size = %zu, expected %zu", function, size,
+                   expected);
+}
+
 #define LISTED(...) TE_FAIL(TE_ERROR_INVALID, "%s %lld: " __VA_ARGS__)
 
 /* Number `i` of a list, `name` ("update: grad") in texts: dense, on the device, and with memory
@@ -192,9 +201,7 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
 {
     te_device device;
     TE_TRY(te_context_check(context));
-    REFUSED_IF(args == NULL, "args is NULL");
-    REFUSED_IF(args->size != sizeof *args, "args->size = %zu, expected %zu", args->size,
-               sizeof *args);
+    TE_TRY(check_size("update", args, sizeof *args));
     REFUSED_IF((unsigned)args->kind >= TE_UPDATE_KIND_COUNT, "kind = %d, expected 0 to %d",
                (int)args->kind, TE_UPDATE_KIND_COUNT - 1);
     REFUSED_IF(args->flags >= 2U * TE_UPDATE_CHECK, "flags = 0x%x, expected bits of 0x%x",
@@ -216,9 +223,7 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
 
 static te_status check_norm_args(const te_l2norm_args *args)
 {
-    NORM_REFUSED_IF(args == NULL, "args is NULL");
-    NORM_REFUSED_IF(args->size != sizeof *args, "args->size = %zu, expected %zu", args->size,
-                    sizeof *args);
+    TE_TRY(check_size("l2norm", args, sizeof *args));
     NORM_REFUSED_IF(args->count < 0, "count = %lld is negative", (long long)args->count);
     NORM_REFUSED_IF(args->count > 0 && args->tensors == NULL, "tensors: is NULL");
     return TE_OK;

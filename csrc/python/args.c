@@ -356,23 +356,19 @@ int tepy_view(const tepy_state *state, PyObject *object, const tepy_spec *spec, 
         }
     }
     if (check_form(&dl, spec) != 0) return -1;
-    if (fit(&dl, spec->form, view) == 0 && !is_unfit(spec, view)) return 0;
-    if (spec->access == TEPY_WRITE) {
-        return tepy_fail(PyExc_ValueError, spec->site,
-                         "its strides are not those of %s and it is written to: pass a contiguous "
-                         "tensor",
-                         spec->form == TEPY_FLAT ? "a dense tensor"
-                         : is_dims(spec->form)   ? "a tensor with a unit last stride"
-                                                 : "a matrix with dense rows");
+    for (int i = 0; i < 2; i++) { /* what is contiguous may begin at a wrong place: it is cloned */
+        if (fit(&dl, spec->form, view) == 0 && !is_unfit(spec, view)) return 0;
+        if (spec->access == TEPY_WRITE) {
+            return tepy_fail(PyExc_ValueError, spec->site,
+                             "its strides are not those of %s and it is written to: pass a "
+                             "contiguous tensor",
+                             spec->form == TEPY_FLAT ? "a dense tensor"
+                             : is_dims(spec->form)   ? "a tensor with a unit last stride"
+                                                     : "a matrix with dense rows");
+        }
+        tensor = replace(tensor, i == 0 ? "contiguous" : "clone", held);
+        if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
     }
-    tensor = replace(tensor, "contiguous", held);
-    if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
-    if (fit(&dl, spec->form, view) != 0) {
-        return tepy_fail(PyExc_ValueError, spec->site, "contiguous() gave other strides");
-    }
-    if (!is_unfit(spec, view)) return 0;
-    tensor = replace(tensor, "clone", held); /* it begins at another place */
-    if (tensor == NULL || raw_view(state, tensor, spec, &dl, view) != 0) return -1;
     (void)fit(&dl, spec->form, view);
     return 0;
 }

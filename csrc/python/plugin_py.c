@@ -136,8 +136,7 @@ static PyObject *make_slots(const tepy_state *state, te_plugin *plugin)
     const Py_ssize_t count = (Py_ssize_t)te_plugin_slot_count(plugin);
     PyObject *slots = PyTuple_New(count);
     for (Py_ssize_t i = 0; slots != NULL && i < count; i++) {
-        PyObject *slot = make_slot(state, plugin, te_plugin_slot_at(plugin, (size_t)i));
-        if (slot == NULL || PyTuple_SetItem(slots, i, slot) != 0) Py_CLEAR(slots);
+        tepy_fill(&slots, i, make_slot(state, plugin, te_plugin_slot_at(plugin, (size_t)i)));
     }
     return slots;
 }
@@ -172,16 +171,10 @@ PyObject *tepy_load_plugin(PyObject *module, PyObject *arg)
     te_status st;
     if (tepy_path(arg, site, &bytes, &path) != 0) return NULL;
     if (path == NULL) return TEPY_FAIL(PyExc_TypeError, site, "expected a path, got None");
-    Py_BEGIN_ALLOW_THREADS /* it may wait for another thread's loading, and take the GIL itself */
-        st = te_plugin_load(path, &plugin);
-    Py_END_ALLOW_THREADS if (st == TE_OK)
-    {
-        slots = slots_of(tepy_state_of(module), plugin);
-    }
-    else
-    {
-        (void)tepy_raise(st);
-    }
+    Py_BEGIN_ALLOW_THREADS; /* it may wait for another thread's loading, and take the GIL itself */
+    st = te_plugin_load(path, &plugin);
+    Py_END_ALLOW_THREADS;
+    if (tepy_check(st) == 0) slots = slots_of(tepy_state_of(module), plugin);
     te_plugin_release(plugin);
     Py_DECREF(bytes);
     return slots;

@@ -25,10 +25,13 @@ static int take_name(PyObject *object, tepy_site site, char *name)
     return 0;
 }
 
-static int take_number(PyObject *object, tepy_site site, te_member_kind kind, void *item)
+static int take_item(tepy_site site, const te_member *member, PyObject *object, void *item)
 {
     int64_t whole = 0;
-    switch (kind) {
+    double real = 0;
+    switch (member->kind) {
+    case TE_MEMBER_NAME:
+        return take_name(object, site, item);
     case TE_MEMBER_INT32:
         if (tepy_int(object, site, INT32_MIN, INT32_MAX, &whole) != 0) return -1;
         *(int32_t *)item = (int32_t)whole;
@@ -37,40 +40,19 @@ static int take_number(PyObject *object, tepy_site site, te_member_kind kind, vo
         if (tepy_int(object, site, 0, UINT32_MAX, &whole) != 0) return -1;
         *(uint32_t *)item = (uint32_t)whole;
         return 0;
-    default:
+    case TE_MEMBER_INT64:
         return tepy_int(object, site, INT64_MIN, INT64_MAX, item);
-    }
-}
-
-static int take_real(PyObject *object, tepy_site site, te_member_kind kind, void *item)
-{
-    double value = 0;
-    if (tepy_float(object, site, &value) != 0) return -1;
-    if (kind == TE_MEMBER_FLOAT) {
-        *(float *)item = (float)value;
-    } else {
-        *(double *)item = value;
-    }
-    return 0;
-}
-
-static int take_item(tepy_site site, const te_member *member, PyObject *object, void *item)
-{
-    switch (member->kind) {
-    case TE_MEMBER_NAME:
-        return take_name(object, site, item);
     case TE_MEMBER_FLOAT:
+        if (tepy_float(object, site, &real) != 0) return -1;
+        *(float *)item = (float)real;
+        return 0;
     case TE_MEMBER_DOUBLE:
-        return take_real(object, site, member->kind, item);
+        return tepy_float(object, site, item);
     case TE_MEMBER_RECORD:
         if (member->record == te_record_describe(TE_RECORD_EXTENT) && PyLong_Check(object)) {
             return tepy_int(object, site, 1, INT32_MAX, &((te_extent *)item)->add);
         }
         return tepy_take_record(site.function, member->record, object, item);
-    case TE_MEMBER_INT32:
-    case TE_MEMBER_BITS:
-    case TE_MEMBER_INT64:
-        return take_number(object, site, member->kind, item);
     default:
         return tepy_fail(PyExc_TypeError, site, "it is not given");
     }
@@ -159,16 +141,10 @@ int tepy_take_record(const char *function, const te_record *record, PyObject *ob
 
 static PyObject *give(const tepy_state *state, const te_record *record, const void *memory);
 
-static PyObject *give_enum(const te_member *member, const void *item)
-{
-    const int32_t value = *(const int32_t *)item;
-    return member->names == NULL ? PyLong_FromLong(value)
-                                 : PyUnicode_FromString(member->names[value]);
-}
-
 static PyObject *give_item(const tepy_state *state, const te_member *member, const void *item)
 {
     const char *text;
+    int32_t value;
     switch (member->kind) {
     case TE_MEMBER_NAME:
         return PyUnicode_FromString(item);
@@ -180,7 +156,9 @@ static PyObject *give_item(const tepy_state *state, const te_member *member, con
     case TE_MEMBER_BITS:
         return PyLong_FromUnsignedLong(*(const uint32_t *)item);
     case TE_MEMBER_ENUM:
-        return give_enum(member, item);
+        value = *(const int32_t *)item;
+        return member->names == NULL ? PyLong_FromLong(value)
+                                     : PyUnicode_FromString(member->names[value]);
     case TE_MEMBER_INT64:
         return PyLong_FromLongLong(*(const int64_t *)item);
     case TE_MEMBER_FLOAT:
@@ -268,21 +246,16 @@ int tepy_records_add(PyObject *module)
 {
     tepy_state *state = tepy_state_of(module);
     PyObject *collections = PyImport_ImportModule("collections"), *named_tuple = NULL;
-    int result = -1;
+    int failed;
     if (collections != NULL) named_tuple = PyObject_GetAttrString(collections, "namedtuple");
-    for (int number = 0; named_tuple != NULL; number++) {
+    failed = named_tuple == NULL;
+    for (int number = 0; !failed && number < TE_RECORD_COUNT; number++) {
         const te_record *record = te_record_describe((te_record_number)number);
-        PyObject *type;
-        if (record == NULL) {
-            result = 0;
-            break;
-        }
-        type = make_type(state, named_tuple, record); /* those of its members are there */
-        if (type == NULL) break;
+        PyObject *type = make_type(state, named_tuple, record); /* those of its members are there */
         state->record_types[number] = type;
-        if (PyModule_AddObjectRef(module, record->name, type) != 0) break;
+        failed = type == NULL || PyModule_AddObjectRef(module, record->name, type) != 0;
     }
     Py_XDECREF(named_tuple);
     Py_XDECREF(collections);
-    return result;
+    return failed ? -1 : 0;
 }

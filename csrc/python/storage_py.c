@@ -128,21 +128,16 @@ PyObject *tepy_split_storage(PyObject *module, PyObject *const *args, Py_ssize_t
     row_bytes = view.dtype.bits * view.dtype.lanes / 8;
     for (int32_t i = 1; i < view.ndim; i++) row_bytes *= view.shape[i];
     parts = PyTuple_New(count);
-    if (parts == NULL) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; parts != NULL && i < count; i++) {
         int64_t rows = 0;
-        PyObject *made;
-        if (tepy_int(PyTuple_GetItem(args[1], i), site, 1, view.shape[0] - taken, &rows) != 0) {
-            goto failed;
+        PyObject *given = PyTuple_GetItem(args[1], i), *made = NULL;
+        if (tepy_int(given, site, 1, view.shape[0] - taken, &rows) == 0) {
+            made = make_part(state, args[0], &view, rows, (uint64_t)(taken * row_bytes));
         }
-        made = make_part(state, args[0], &view, rows, (uint64_t)(taken * row_bytes));
-        if (made == NULL || PyTuple_SetItem(parts, i, made) != 0) goto failed;
+        tepy_fill(&parts, i, made);
         taken += rows;
     }
     return parts;
-failed:
-    Py_DECREF(parts);
-    return NULL;
 }
 
 /* Dense, of the same kind of elements and of this address and number of rows? */

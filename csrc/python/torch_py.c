@@ -204,14 +204,9 @@ static PyObject *empty_kwargs(tepy_state *state, te_device device, te_dtype dtyp
     if (*entry != NULL) return *entry;
     torch_device = device_object(state, device, slot);
     if (torch_device == NULL) return NULL;
-    kwargs = PyDict_New();
-    if (kwargs == NULL) return NULL;
-    if (PyDict_SetItem(kwargs, state->keys[TEPY_KEY_DTYPE], state->dtypes[dtype]) != 0 ||
-        PyDict_SetItem(kwargs, state->keys[TEPY_KEY_DEVICE], torch_device) != 0) {
-        Py_DECREF(kwargs);
-        return NULL;
-    }
-    tepy_set(entry, kwargs);
+    kwargs = Py_BuildValue("{OOOO}", state->keys[TEPY_KEY_DTYPE], state->dtypes[dtype],
+                           state->keys[TEPY_KEY_DEVICE], torch_device);
+    if (kwargs != NULL) tepy_set(entry, kwargs);
     return kwargs;
 }
 
