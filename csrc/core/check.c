@@ -58,33 +58,29 @@ te_status te_check_missing(const te_check_site *site, const char *name, const te
 }
 /* ---- one field ---------------------------------------------------------------------------- */
 
+#define BIT(NAME) (1U << TE_DTYPE_##NAME)
+#define NUMBERS (BIT(F32) | BIT(F16) | BIT(BF16))
+#define FP8 (BIT(E4M3) | BIT(E5M2))
+
 static te_status check_dtype(const te_check_site *site, const te_field *field, te_dtype dtype)
 {
-    static const char *const expected[] = {
-        [TE_DTYPES_ANY] = "a dtype",
-        [TE_DTYPES_NUMBERS] = "f32, f16 or bf16",
-        [TE_DTYPES_CODES] = "e4m3 or e5m2 (nvfp4: u8)",
-        [TE_DTYPES_SCALES] = "f32 or u8",
-        [TE_DTYPES_F32] = "f32",
-        [TE_DTYPES_I32] = "i32",
-        [TE_DTYPES_MASK] = "u8",
-        [TE_DTYPES_FLOATS] = "f32, f16 or bf16, or FP8",
+    static const struct {
+        uint32_t legal;
+        const char *names;
+    } expected[] = {
+        [TE_DTYPES_ANY] = {(1U << TE_DTYPE_COUNT) - 1U, "a dtype"},
+        [TE_DTYPES_NUMBERS] = {NUMBERS, "f32, f16 or bf16"},
+        [TE_DTYPES_CODES] = {FP8 | BIT(U8), "e4m3 or e5m2 (nvfp4: u8)"},
+        [TE_DTYPES_SCALES] = {BIT(F32) | BIT(U8), "f32 or u8"},
+        [TE_DTYPES_F32] = {BIT(F32), "f32"},
+        [TE_DTYPES_I32] = {BIT(I32), "i32"},
+        [TE_DTYPES_MASK] = {BIT(U8), "u8"},
+        [TE_DTYPES_FLOATS] = {NUMBERS | FP8, "f32, f16 or bf16, or FP8"},
     };
-    static const uint32_t legal[] = {
-        [TE_DTYPES_ANY] = (1U << TE_DTYPE_COUNT) - 1U,
-        [TE_DTYPES_NUMBERS] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16,
-        [TE_DTYPES_CODES] = 1U << TE_DTYPE_E4M3 | 1U << TE_DTYPE_E5M2 | 1U << TE_DTYPE_U8,
-        [TE_DTYPES_SCALES] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_U8,
-        [TE_DTYPES_F32] = 1U << TE_DTYPE_F32,
-        [TE_DTYPES_I32] = 1U << TE_DTYPE_I32,
-        [TE_DTYPES_MASK] = 1U << TE_DTYPE_U8,
-        [TE_DTYPES_FLOATS] = 1U << TE_DTYPE_F32 | 1U << TE_DTYPE_F16 | 1U << TE_DTYPE_BF16 |
-                             1U << TE_DTYPE_E4M3 | 1U << TE_DTYPE_E5M2,
-    };
-    if ((unsigned)dtype < TE_DTYPE_COUNT && (legal[field->dtypes] >> dtype & 1U) != 0U)
+    if ((unsigned)dtype < TE_DTYPE_COUNT && (expected[field->dtypes].legal >> dtype & 1U) != 0U)
         return TE_OK;
     return WRONG_TYPE(field->name, "dtype %s, expected %s", te_dtype_name(dtype),
-                      expected[field->dtypes]);
+                      expected[field->dtypes].names);
 }
 
 /* No element is written twice: seen from the smallest stride up, every dim steps over the whole of

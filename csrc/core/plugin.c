@@ -71,19 +71,17 @@ static _Thread_local int releasing;          /* and in how many calls of `releas
 /* ---- registration ------------------------------------------------------------------------- */
 
 /* Copies a struct that begins with its size. What a later version has appended must be 0. */
-static te_status take_struct(const char *what, const void *given, size_t least, void *own,
-                             size_t size)
+static te_status take_struct(const char *what, const void *given, void *own, size_t size)
 {
     const size_t has = given == NULL ? 0 : *(const size_t *)given;
-    TE_FAIL_IF(has < least, TE_ERROR_INVALID, "%s: size = %zu, expected %zu", what, has, size);
+    TE_FAIL_IF(has < size, TE_ERROR_INVALID, "%s: size = %zu, expected %zu", what, has, size);
     for (size_t i = size; i < has; i++) {
         if (((const char *)given)[i] == 0 && has < 16 * size) continue;
         return TE_FAIL(TE_ERROR_UNSUPPORTED,
                        "%s: it sets what this library (%s) does not know, in byte %zu of %zu", what,
                        TE_VERSION, i, has);
     }
-    memset(own, 0, size);
-    memcpy(own, given, has < size ? has : size);
+    memcpy(own, given, size);
     *(size_t *)own = size;
     return TE_OK;
 }
@@ -176,7 +174,7 @@ static te_status make_records(const te_plugin_backend *given, registered_backend
         TE_FAIL_IF(*(const size_t *)at != stride, TE_ERROR_INVALID,
                    "backend %s: operators have sizes %zu and %zu", given->name, stride,
                    *(const size_t *)at);
-        TE_TRY(take_struct("operator", at, sizeof own, &own, sizeof own));
+        TE_TRY(take_struct("operator", at, &own, sizeof own));
         TE_TRY(te_plugin_record_make(&made->backend, &own, record));
         for (size_t i = 0; i < made->count; i++) {
             if (made->records[i].slot.op != record->slot.op) continue;
@@ -195,7 +193,7 @@ static te_status register_backend(const te_plugin_backend *backend)
     TE_FAIL_IF(plugin == NULL, TE_ERROR_STATE,
                "register_backend: called outside of te_plugin_init, or in another thread: "
                "register in te_plugin_init");
-    TE_TRY(take_struct("backend", backend, sizeof own, &own, sizeof own));
+    TE_TRY(take_struct("backend", backend, &own, sizeof own));
     TE_TRY(check_backend(plugin, &own));
     made = make_backend(&own);
     if (made == NULL) {

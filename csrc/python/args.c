@@ -213,8 +213,8 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
     return 0;
 }
 
-/* Reads the dims as the form says. Returns 1 where the strides are those of no such view. */
-static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
+/* Reads the dims as those of a matrix. Returns 1 where the strides are those of no such view. */
+static int fold(const tepy_dl_tensor *dl, te_tensor *view)
 {
     int32_t last = dl->ndim - 1;
     int64_t columns = dl->shape[last];
@@ -231,12 +231,6 @@ static int fold(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
             }
         }
         rows *= dl->shape[i];
-    }
-    if (form == TEPY_VECTOR) {
-        view->ndim = 1;
-        view->shape[0] = columns;
-        view->strides[0] = 1;
-        return !dense;
     }
     if (rows == 0 || columns == 0) {
         dense = 1;
@@ -284,8 +278,8 @@ static int is_dims(tepy_form form)
 
 static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
 {
-    if (form == TEPY_FLAT) return flatten(dl, view);
-    return is_dims(form) ? keep_dims(dl, view) : fold(dl, form, view);
+    if (form == TEPY_FLAT || form == TEPY_VECTOR) return flatten(dl, view);
+    return is_dims(form) ? keep_dims(dl, view) : fold(dl, view);
 }
 
 static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)

@@ -17,23 +17,23 @@ typedef struct leaving {
     PyObject *outer;   /* the name "_outer" */
 } leaving;
 
-static PyObject *make(PyTypeObject *type, vectorcallfunc call, PyObject *const members[3])
+static PyObject *make(PyTypeObject *type, vectorcallfunc call, PyObject *function,
+                      PyObject *context, PyObject *outer)
 {
     leaving *self = (leaving *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->call = call;
-    self->function = Py_NewRef(members[0]);
-    self->context = Py_XNewRef(members[1]);
-    self->outer = Py_NewRef(members[2]);
+    self->function = Py_NewRef(function);
+    self->context = Py_XNewRef(context);
+    self->outer = Py_NewRef(outer);
     return (PyObject *)self;
 }
 
 static PyObject *leaving_get(PyObject *object, PyObject *context, PyObject *owner)
 {
     const leaving *self = (leaving *)object;
-    PyObject *const members[3] = {self->function, context, self->outer};
     if (context == NULL || context == Py_None) return Py_NewRef(object);
-    return make(Py_TYPE(object), self->call, members);
+    return make(Py_TYPE(object), self->call, self->function, context, self->outer);
 }
 
 /* ---- undoing -----------------------------------------------------------------------------------
@@ -208,22 +208,12 @@ static PyObject *enter(PyObject *object, PyObject *const *args, size_t nargsf, P
 static PyObject *new_of(PyTypeObject *type, vectorcallfunc call, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"function", NULL};
-    PyObject *members[3] = {NULL, NULL, NULL}, *made;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &members[0])) return NULL;
-    members[2] = PyUnicode_InternFromString("_outer");
-    made = members[2] == NULL ? NULL : make(type, call, members);
-    Py_XDECREF(members[2]);
+    PyObject *function, *outer, *made;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &function)) return NULL;
+    outer = PyUnicode_InternFromString("_outer");
+    made = outer == NULL ? NULL : make(type, call, function, NULL, outer);
+    Py_XDECREF(outer);
     return made;
-}
-
-static PyObject *leaving_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    return new_of(type, leave, args, kwargs);
-}
-
-static PyObject *entering_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    return new_of(type, enter, args, kwargs);
 }
 
 #define HELD(X) X(function) X(context) X(outer)
@@ -237,9 +227,14 @@ static PyMemberDef leaving_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-#define KIND(type, new, title, doc)                                                                \
-    TEPY_TYPE(type, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL, {Py_tp_doc, doc},         \
-              {Py_tp_new, new}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, leaving_get},   \
+#define KIND(name, title, call)                                                                    \
+    static PyObject *name##_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)              \
+    {                                                                                              \
+        return new_of(type, call, args, kwargs);                                                   \
+    }                                                                                              \
+    TEPY_TYPE(name, leaving, leaving, title, Py_TPFLAGS_HAVE_VECTORCALL,                           \
+              {Py_tp_doc, title "(function)\n--\n\n"}, {Py_tp_new, name##_new},                    \
+              {Py_tp_call, PyVectorcall_Call}, {Py_tp_descr_get, leaving_get},                     \
               {Py_tp_members, leaving_members})
-KIND(leaving, leaving_new, "Leaving", "Leaving(function)\n--\n\n")
-KIND(entering, entering_new, "Entering", "Entering(function)\n--\n\n")
+KIND(leaving, "Leaving", leave)
+KIND(entering, "Entering", enter)

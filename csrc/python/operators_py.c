@@ -211,51 +211,37 @@ static int make_workspace(op_call *call, te_context *context)
     return 0;
 }
 
+_Static_assert(TE_OP_COUNT <= 64, "ops_met has a bit per operator");
+
 /* Runs the operator on torch's current stream. On the CPU the kernel runs in the call, without the
  * GIL; on CUDA only the first call of an operator on a context waits for anything (libraries and
  * device code are loaded), the others are a launch. */
-static int run(op_call *call)
+static int run(op_call *call, tepy_context *context)
 {
     const uint64_t bit = UINT64_C(1) << call->op;
-    tepy_context *context = tepy_context_acquire(
-        call->state, call->function, call->values[call->info->field_count], call->device);
     tepy_without_gil without = {NULL, {NULL, NULL}};
     void *stream = NULL;
-    te_status st = TE_ERROR_INVALID;
-    int failed = -1;
-    if (context == NULL) return -1;
-    if (make_workspace(call, context->context) == 0 &&
-        tepy_stream(call->state, call->device, &stream) == 0) {
-        if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
-            tepy_leave_gil(&without);
-        }
-        st = run_by(call, context->context, stream);
-        tepy_retake_gil(&without);
-        if (st == TE_OK) {
-            context->ops_met |= bit;
-            failed = 0;
-        } else {
-            (void)tepy_raise(st);
-        }
+    te_status st;
+    if (make_workspace(call, context->context) != 0 ||
+        tepy_stream(call->state, call->device, &stream) != 0) {
+        return -1;
     }
-    tepy_context_release(context);
-    return failed;
+    if (call->device.type == TE_DEVICE_CPU || (context->ops_met & bit) == 0) {
+        tepy_leave_gil(&without);
+    }
+    st = run_by(call, context->context, stream);
+    tepy_retake_gil(&without);
+    if (tepy_check(st) != 0) return -1;
+    context->ops_met |= bit;
+    return 1;
 }
 
-_Static_assert(TE_OP_COUNT <= 64, "ops_met has a bit per operator");
-
 /* Whether the slot takes the call: 1, 0, or -1 with an exception. */
-static int ask(op_call *call)
+static int ask(const op_call *call, te_context *context)
 {
-    tepy_context *context = tepy_context_acquire(
-        call->state, call->function, call->values[call->info->field_count], call->device);
-    te_status st;
-    if (context == NULL) return -1;
-    st = te_slot_supports(call->by.slot, context->context, call->op, &call->args);
-    tepy_context_release(context);
+    const te_status st = te_slot_supports(call->by.slot, context, call->op, &call->args);
     if (st == TE_OK || st == TE_ERROR_UNSUPPORTED) return st == TE_OK;
-    (void)tepy_raise(st);
-    return -1;
+    return tepy_check(st);
 }
 
 /* Whether the tensors are where the slot runs; 1, 0, or -1 with an exception. */
@@ -272,10 +258,15 @@ static int reaches(const op_call *call)
 /* Runs it, or asks whether it would: 1, 0, or -1 with an exception. */
 static int perform(op_call *call)
 {
-    const int near = reaches(call);
-    if (near <= 0) return near;
-    if (call->by.asked) return ask(call);
-    return run(call) != 0 ? -1 : 1;
+    int result = reaches(call);
+    tepy_context *context;
+    if (result <= 0) return result;
+    context = tepy_context_acquire(call->state, call->function,
+                                   call->values[call->info->field_count], call->device);
+    if (context == NULL) return -1;
+    result = call->by.asked ? ask(call, context->context) : run(call, context);
+    tepy_context_release(context);
+    return result;
 }
 
 /* Fills the args; what `held` has got is the caller's to drop, on failure too. */

@@ -44,19 +44,14 @@ static int examine(tepy_plan *plan)
 
 TEPY_HOLDER(plan, tepy_plan, TEPY_NOTHING, te_plan_release(self->plan), PyMem_Free(self->parted))
 
-static PyObject *plan_id(PyObject *self, void *unused)
-{
-    return PyLong_FromLongLong(((const tepy_plan *)self)->info.id);
-}
-
-static PyGetSetDef plan_getset[] = {
-    {"id", plan_id, NULL, "The same for the same graph in every process.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef plan_members[] = {
+    {"id", T_LONGLONG, offsetof(tepy_plan, info.id), READONLY, "Of the graph, in every process."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 TEPY_TYPE(plan, plan, tepy_plan, "Plan", Py_TPFLAGS_DISALLOW_INSTANTIATION,
           {Py_tp_doc, "A plan of make_plan, which lives as long as somebody holds it."},
-          {Py_tp_getset, plan_getset})
+          {Py_tp_members, plan_members})
 
 /* New reference to a plan that the caller holds, and no longer. */
 static PyObject *wrap(const tepy_state *state, te_plan *plan)

@@ -124,7 +124,6 @@ static int make_backends(selection *self)
     for (Py_ssize_t i = 0; i < self->count; i++) {
         int *count = &counts[self->slots[i].op];
         if (++*count > layers) layers = *count;
-        counts[self->slots[i].op] = *count;
     }
     self->backends = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof *self->backends);
     self->ordered = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof(te_backend *));

@@ -6,21 +6,17 @@
 
 int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 {
-#define X(name, when, ...)                                                                         \
-    if (stage == TEPY_##when && state->name == NULL) {                                             \
+#define REQUIRE(reference, name, when)                                                             \
+    if (stage == TEPY_##when && (reference) == NULL) {                                             \
         PyErr_SetString(PyExc_SystemError,                                                         \
                         "_core: reference " #name " was not made when the module was");            \
         return -1;                                                                                 \
     }
+#define X(name, when, ...) REQUIRE(state->name, name, when)
     TEPY_STATE_REFS(X)
 #undef X
 #define X(name, count, when)                                                                       \
-    for (int i = 0; stage == TEPY_##when && i < (count); i++) {                                    \
-        if (state->name[i] != NULL) continue;                                                      \
-        PyErr_SetString(PyExc_SystemError,                                                         \
-                        "_core: reference " #name " was not made when the module was");            \
-        return -1;                                                                                 \
-    }
+    for (int i = 0; i < (count); i++) REQUIRE(state->name[i], name, when)
     TEPY_STATE_ARRAYS(X)
 #undef X
     return 0;

@@ -106,31 +106,30 @@ static int take_numbers(update_call *call, PyObject *numbers)
     return 0;
 }
 
-/* One element on the device of the call, or NULL for None. */
-static int take_element(update_call *call, PyObject *tensor, int at, const char *name,
-                        te_dtype dtype, void *field)
-{
-    const tepy_elements spec = {{"update", name}, dtype, 1, call->device};
-    void *data;
-    if (tepy_view_optional(call->state, tensor, &spec, &data, &call->numbers[at]) != 0) return -1;
-    memcpy(field, &data, sizeof data);
-    return 0;
-}
-
+/* Elements on the device of the call, NULL for None: the flag, then those of `numbers`. */
 static int take_device_numbers(update_call *call, PyObject *flag, PyObject *numbers)
 {
-    te_update_args *args = &call->args;
+    static const struct {
+        const char *name;
+        te_dtype dtype;
+        size_t offset;
+    } elements[] = {{"flag", TE_DTYPE_I32, offsetof(te_update_args, flag)},
+                    {"lr", TE_DTYPE_F32, offsetof(te_update_args, lr_at)},
+                    {"grad_scale", TE_DTYPE_F32, offsetof(te_update_args, grad_scale_at)},
+                    {"step", TE_DTYPE_I32, offsetof(te_update_args, step_at)}};
     if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != DEVICE_NUMBERS) {
         return tepy_fail(PyExc_TypeError, (tepy_site){"update", "device_numbers"},
                          "expected a tuple of %d tensors or None", DEVICE_NUMBERS);
     }
-    if (take_element(call, flag, 0, "flag", TE_DTYPE_I32, &args->flag) != 0 ||
-        take_element(call, PyTuple_GetItem(numbers, 0), 1, "lr", TE_DTYPE_F32, &args->lr_at) != 0 ||
-        take_element(call, PyTuple_GetItem(numbers, 1), 2, "grad_scale", TE_DTYPE_F32,
-                     &args->grad_scale_at) != 0) {
-        return -1;
+    for (int i = 0; i <= DEVICE_NUMBERS; i++) {
+        PyObject *given = i == 0 ? flag : PyTuple_GetItem(numbers, i - 1);
+        const tepy_elements spec = {
+            {"update", elements[i].name}, elements[i].dtype, 1, call->device};
+        void *data;
+        if (tepy_view_optional(call->state, given, &spec, &data, &call->numbers[i]) != 0) return -1;
+        memcpy((char *)&call->args + elements[i].offset, &data, sizeof data);
     }
-    return take_element(call, PyTuple_GetItem(numbers, 2), 3, "step", TE_DTYPE_I32, &args->step_at);
+    return 0;
 }
 
 /* `casts`: None, or as many dicts of fields of quantize as there are tensors. */
