@@ -53,13 +53,12 @@ def bind_torch(torch_module: Any, classify: Callable[[Any], Tensor] | None = Non
 def tensors_of_call(
     inp: torch.Tensor, places: tuple[tuple[dict, str] | None, ...], /
 ) -> tuple[tuple[int, int, int, int, bytes | None] | None, tuple[torch.Tensor | None, ...]]:
-    """((dtype, device or -1, last size, flags, dtypes), (inp, parameter or None, ...)) of a module's
-    call.
+    """((dtype, device or -1, last size, flags, dtypes), (inp, parameter or None, ...)) of a call.
 
-    `places` are those of its parameters, (dict, key), or None for one that it lacks. (None, ()) where
-    inp or a parameter is no plain tensor with memory or one is missing: such a call is decided by
-    itself. The flags say which of them require a gradient. The dtypes are None where all have that of
-    inp, else two bytes for each.
+    `places` are those of the module's parameters, (dict, key), or None for one that it lacks. (None,
+    ()) where inp or a parameter is no plain tensor with memory or one is missing: such a call is
+    decided by itself. The flags say which of them require a gradient. The dtypes are None where all
+    have that of inp, else two bytes for each.
     """
 
 def facts_of_heads(*tensors: torch.Tensor) -> bytes | None:
@@ -193,11 +192,10 @@ def run_staged(
 
     functions: ``f(buffers)`` by stage name, one for each external stage; of a second half
     ``f(buffers, started)``, with what the first one has returned, also where the run fails in
-    between. observer:
-    ``f(stage number, buffers, done)``, called before and after every stage. What they raise ends the
-    run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)` is the
-    argument or the output of that buffer, or a tensor over its packed memory, which it keeps. `lend` is
-    for functions while they run, slot the first one in the chunk of the plan's direction.
+    between. observer: ``f(stage number, buffers, done)``, called before and after every stage. What
+    they raise ends the run. buffers: what ``make_buffers(lend, rows, slot)`` gave, once; `lend(number)`
+    is the argument or the output of that buffer, or a tensor over its packed memory, which it keeps.
+    `lend` is for functions while they run, slot the first one in the chunk of the plan's direction.
     """
 
 def lie_in(tensor: Tensor, parts: tuple[Tensor, ...], rows: tuple[int, ...], /) -> bool:
@@ -290,9 +288,7 @@ class Scope:
     policy: Final[Any]
     selection: Final[Selection | None]
     """Table that runs of plans ask in a scope of a table; None for a scope of a policy."""
-    def __enter__(self) -> Any:
-        """Returns the policy."""
-
+    def __enter__(self) -> Any: ...  # the policy
     def __exit__(self, *error: Any) -> None: ...
 
 @final
@@ -345,9 +341,7 @@ class NativeSlot:
     def calls(self) -> int:
         """How often it ran without an error, in this process, whoever called it."""
 
-    def supports(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether it takes a call of these arguments."""
-
+    def supports(self, *args: Any, **kwargs: Any) -> bool: ...  # whether it takes this call
     def __call__(self, *args: Any, **kwargs: Any) -> None: ...
 
 def load_plugin(path: str | PathLike[str] | bytes, /) -> tuple[NativeSlot, ...]:
@@ -488,10 +482,10 @@ def update(
     rounded values and remainders (bf16 over their 16 bits), None where there is none; tensors are
     dense, of float32, float16 or bfloat16, one dtype for a list; a gradient of other strides is
     copied. `flag` is int32 [1]. The `numbers`: lr, beta1, beta2, eps, weight decay, factor of
-    gradients, momentum, dampening, largest number of a dtype. `device_numbers` (lr, factor of gradients: float32 [1]; step:
-    int32 [1]) come in place of those where they are not None. `casts` are fields of `quantize` for
-    each tensor: its new values are cast so, with one scale in the same pass. The formulas:
-    transformer_engine_updates.h. ValueError, TypeError: a number, size or dtype that can not be.
+    gradients, momentum, dampening, largest number of a dtype. `device_numbers` (lr, factor of
+    gradients: float32 [1]; step: int32 [1]) come in place of those where they are not None. `casts`
+    are fields of `quantize` for each tensor: its new values are cast so, with one scale in the same
+    pass. The formulas: transformer_engine_updates.h.
     """
 
 def l2norm(
