@@ -25,28 +25,22 @@ enum {
 /* Rows wherever they lie, of up to three dims. */
 typedef struct norm_rows {
     te_cpu_matrix row; /* without data: not there */
+    te_cpu_tensor4 all;
     int64_t count, columns;
-    int64_t inner, middle;                             /* lengths of the last two dims of rows */
-    int64_t outer_stride, middle_stride, inner_stride; /* in bytes */
+    int64_t inner, middle; /* lengths of the last two dims of rows */
 } norm_rows;
 
 static norm_rows rows_of(const te_tensor *tensor)
 {
     const int32_t last = tensor->ndim - 1;
-    norm_rows rows = {.row = te_cpu_matrix_of(tensor), .count = 1, .inner = 1, .middle = 1};
-    int64_t bytes = (int64_t)rows.row.bytes;
+    norm_rows rows = {.row = te_cpu_matrix_of(tensor),
+                      .all = te_cpu_tensor4_of(tensor),
+                      .count = 1,
+                      .inner = last > 0 ? tensor->shape[last - 1] : 1,
+                      .middle = last > 1 ? tensor->shape[last - 2] : 1};
     rows.columns = rows.row.columns;
     rows.row.rows = 1;
     for (int32_t i = 0; i < last; i++) rows.count *= tensor->shape[i];
-    if (last > 0) {
-        rows.inner = tensor->shape[last - 1];
-        rows.inner_stride = tensor->strides[last - 1] * bytes;
-    }
-    if (last > 1) {
-        rows.middle = tensor->shape[last - 2];
-        rows.middle_stride = tensor->strides[last - 2] * bytes;
-    }
-    if (last > 2) rows.outer_stride = tensor->strides[0] * bytes;
     return rows;
 }
 
@@ -54,8 +48,7 @@ static te_cpu_matrix row_at(const norm_rows *rows, int64_t row)
 {
     te_cpu_matrix at = rows->row;
     int64_t lines = row / rows->inner;
-    at.data += row % rows->inner * rows->inner_stride + lines % rows->middle * rows->middle_stride +
-               lines / rows->middle * rows->outer_stride;
+    at.data = te_cpu_at4(&rows->all, lines / rows->middle, lines % rows->middle, row % rows->inner);
     return at;
 }
 

@@ -165,14 +165,4 @@ TE_CPU_ACTIVATION_LOOP(clamped_gradient,
 TE_CPU_ACTIVATION_LOOP(clamped_gate_gradient,
                        grads[i] * clamped_value(first[i], &p) * clamped_gate_slope(second[i], &p))
 
-/* Initialisers of a te_cpu_kernels from what is above. */
-#define TE_CPU_ACTIVATION_PLAIN(NAME, name)                                                        \
-    [TE_ACTIVATION_##NAME] = {plain_##name, plain_##name##_gradient, NULL},
-#define TE_CPU_ACTIVATION_GATED(NAME, name)                                                        \
-    [TE_ACTIVATION_##NAME] = {gated_##name, gated_##name##_gradient, gated_##name##_gate},
-#define TE_CPU_ACTIVATION_KERNELS                                                                  \
-    .activation = {TE_CPU_PLAIN_ACTIVATIONS(TE_CPU_ACTIVATION_PLAIN) TE_CPU_GATED_ACTIVATIONS(     \
-                       TE_CPU_ACTIVATION_GATED)[TE_ACTIVATION_CLAMPED_SWIGLU] = {                  \
-                       clamped, clamped_gradient, clamped_gate_gradient}}
-
 #endif

@@ -147,11 +147,4 @@ static void rotate_pairs(float *restrict x, const te_cpu_angles *angles, int64_t
     }
 }
 
-/* Initialisers of a te_cpu_kernels from what is above. */
-#define TE_CPU_LAYER_KERNELS                                                                       \
-    .largest = largest, .exponentials = exponentials, .normalize = normalize, .forbid = forbid,    \
-    .dot = dot, .cap = soft_cap, .follow = follow, .softmax_backward = softmax_backward,           \
-    .attention_backward = attention_backward, .decide = decide, .keep = keep_some,                 \
-    .rotate = {rotate_halves, rotate_pairs}
-
 #endif

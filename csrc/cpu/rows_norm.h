@@ -113,11 +113,4 @@ static void norm_gradient(const te_cpu_norm_row *row, const float *restrict dz,
     }
 }
 
-/* Initialisers of a te_cpu_kernels from what is above. */
-#define TE_CPU_NORM_KERNELS_APPLY(NAME, name, storage, load, store) [TE_DTYPE_##NAME] = norm_##name,
-#define TE_CPU_NORM_KERNELS                                                                        \
-    .row_sum = row_sum, .row_moments = row_moments,                                                \
-    .norm = {TE_CPU_INPUT_TYPES(TE_CPU_NORM_KERNELS_APPLY)},                                       \
-    .norm_gradient_sums = norm_gradient_sums, .norm_gradient = norm_gradient
-
 #endif
