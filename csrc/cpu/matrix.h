@@ -9,6 +9,7 @@
 #include <omp.h>
 #endif
 #include <stdint.h>
+#include <string.h>
 
 #include "core/fork.h"
 #include "core/interrupt.h"
@@ -47,6 +48,15 @@ static inline unsigned char *te_cpu_at(const te_cpu_matrix *matrix, int64_t row,
 {
     int64_t offset = row * matrix->row_stride + column * matrix->column_stride;
     return matrix->data + offset * (int64_t)matrix->bytes;
+}
+
+/* Zeroes the columns of a matrix of bytes from `first` on. */
+static inline void te_cpu_zero_columns(const te_cpu_matrix *matrix, int64_t first)
+{
+    if (matrix->data == NULL || matrix->columns <= first) return;
+    for (int64_t r = 0; r < matrix->rows; r++) {
+        memset(te_cpu_at(matrix, r, first), 0, (size_t)(matrix->columns - first));
+    }
 }
 
 /* A tensor of up to four dims, whose last one is the last; a dim that is not there, or of 1 and

@@ -15,13 +15,6 @@ enum { ROWS = TE_CPU_MICRO_ROWS, COLUMNS = TE_CPU_MICRO_COLUMNS };
 
 /* ---- begin -------------------------------------------------------------------------------- */
 
-static void clear(const te_cpu_matrix *matrix)
-{
-    for (int64_t r = 0; r < matrix->rows && matrix->columns > 0; r++) {
-        memset(te_cpu_at(matrix, r, 0), 0, (size_t)matrix->columns * matrix->bytes);
-    }
-}
-
 /* `partials` NULL: the amax of each row is there. */
 static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
                                  const te_tensor *scales, const te_tensor *amax,
@@ -31,8 +24,8 @@ static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
     if (!te_tensor_requested(data)) return form;
     form.data = te_cpu_matrix_of(data);
     form.scales = te_cpu_matrix_of(scales);
-    clear(&form.scales);
-    clear(&form.data);
+    te_cpu_zero_columns(&form.scales, 0);
+    te_cpu_zero_columns(&form.data, 0);
     if (mode != TE_SCALING_NVFP4) return form;
     if (partials == NULL) {
         form.row_amax = amax->data;

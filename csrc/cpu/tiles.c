@@ -263,14 +263,6 @@ int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
 
 /* ---- end ---------------------------------------------------------------------------------- */
 
-void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first)
-{
-    if (output->data == NULL || output->columns <= first) return;
-    for (int64_t r = 0; r < output->rows; r++) {
-        memset(te_cpu_at(output, r, first), 0, (size_t)(output->columns - first));
-    }
-}
-
 void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax)
 {
     const te_cast_request *cast = request->cast;

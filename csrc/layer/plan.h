@@ -78,6 +78,8 @@ te_extent te_multiple(int32_t symbol, int64_t multiply);
 
 /* ---- making (plan.c) ---- */
 
+/* An array with space for one more element; NULL, and the plan's status, where there is none. */
+void *te_plan_grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size);
 /* Adds a buffer and returns its number. Failures of memory are remembered in plan->status. */
 int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
 /* Adds a stage named prefix + name; valid until the next one is added. */
