@@ -6,7 +6,6 @@
 #include "cpu/rows.h"
 #include "cpu/rows_activation.h"
 #include "cpu/rows_layer.h"
-#include "cpu/rows_norm.h"
 
 #define TO_F32(NAME, name, storage, load, store) [TE_DTYPE_##NAME] = to_f32_##name,
 #define FROM_F32(NAME, name, storage, load, store) [TE_DTYPE_##NAME] = from_f32_##name,

@@ -78,25 +78,17 @@ TE_INLINE float srelu_slope(float x)
     return 2.0F * relu_value(x);
 }
 
-TE_INLINE float silu_value(float x)
-{
-    return swish_value(x, 1.0F);
-}
-
-TE_INLINE float silu_slope(float x)
-{
-    return swish_slope(x, 1.0F);
-}
-
-TE_INLINE float qgelu_value(float x)
-{
-    return swish_value(x, 1.702F);
-}
-
-TE_INLINE float qgelu_slope(float x)
-{
-    return swish_slope(x, 1.702F);
-}
+#define TE_CPU_SWISH(name, alpha)                                                                  \
+    TE_INLINE float name##_value(float x)                                                          \
+    {                                                                                              \
+        return swish_value(x, alpha);                                                              \
+    }                                                                                              \
+    TE_INLINE float name##_slope(float x)                                                          \
+    {                                                                                              \
+        return swish_slope(x, alpha);                                                              \
+    }
+TE_CPU_SWISH(silu, 1.0F)
+TE_CPU_SWISH(qgelu, 1.702F)
 
 TE_INLINE float glu_value(float x)
 {

@@ -13,14 +13,6 @@
 
 /* ---- values ------------------------------------------------------------------------------- */
 
-int te_wide_wanted(const te_build *build, int32_t value)
-{
-    if (build->direction != TE_DIRECTION_FORWARD) return 0;
-    if (te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER) return 0;
-    return (te_value(build, value)->flags & TE_VALUE_RESULT) != 0 || te_is_read(build, value, 0) ||
-           te_links_has(&build->saved, TE_LINK_VALUE, value);
-}
-
 /* Whether a node casts this input of its, so that it need not be there in high precision. */
 static int reads_forms(const te_node_desc *node, int input)
 {
@@ -253,7 +245,7 @@ static int field_number(te_build *build, const te_stage *stage, const char *name
 void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer)
 {
     if (buffer == TE_NO_BUFFER) return;
-    te_stage_use(&build->plan, stage, field_number(build, stage, field), buffer);
+    te_stage_use_at(&build->plan, stage, field_number(build, stage, field), buffer, 0, 0);
 }
 
 void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value)

@@ -106,6 +106,9 @@ te_status te_check_quantization(const te_node_desc *node, const char *what);
 /* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside; for attention
  * also a value of heads, which the slice is all of. */
 te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
+/* The output is the dense matrix of so many heads, with the rows and the dtype of input 0. */
+te_status te_check_output(const te_graph_desc *graph, int32_t node, const char *what, int32_t heads,
+                          int32_t channels);
 /* Input 0 is one, and the output the dense matrix of its heads. */
 te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *what);
 /* Whether a value is a random pair (seed, offset), i64 [2], where one is wanted, and else none. */
@@ -215,12 +218,6 @@ static inline int64_t te_slice_width(const te_slice *slice)
 {
     return te_slice_together(slice) * slice->channels;
 }
-/* Slice without gaps: the heads one after the other. */
-static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
-{
-    te_slice slice = {heads, channels, 0, channels, 1};
-    return slice;
-}
 
 /* ---- values ---- */
 
@@ -237,8 +234,6 @@ static inline int te_value_is_shared(const te_build *build, int32_t value)
 }
 /* Does a node read the value in FP8, or one in high precision? */
 int te_is_read(const te_build *build, int32_t value, int quantized);
-/* Is it to be written in high precision with the cast that is being added? */
-int te_wide_wanted(const te_build *build, int32_t value);
 /* It in high precision: given, made already, made now by whoever it is pending at, in a backward
  * saved or repeated. */
 int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);

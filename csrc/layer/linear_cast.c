@@ -155,12 +155,20 @@ void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from
     te_ask_cast(build, stage, &cast);
 }
 
-/* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
+/* The high-precision form, where a forward has it not yet and somebody reads it besides this cast:
+ * written in the first pass. */
 static int32_t wide_besides(te_build *build, const te_linear_source *from)
 {
-    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND) return TE_NO_BUFFER;
-    if (!te_wide_wanted(build, from->value)) return TE_NO_BUFFER;
-    return te_get(build, TE_LINK_VALUE, from->value);
+    const int32_t value = from->value;
+    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND ||
+        build->direction != TE_DIRECTION_FORWARD ||
+        te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER) {
+        return TE_NO_BUFFER;
+    }
+    return (te_value(build, value)->flags & TE_VALUE_RESULT) != 0 || te_is_read(build, value, 0) ||
+                   te_links_has(&build->saved, TE_LINK_VALUE, value)
+               ? te_get(build, TE_LINK_VALUE, value)
+               : TE_NO_BUFFER;
 }
 
 /* A pass that finds the largest magnitude; `transformed`: of the

@@ -41,7 +41,8 @@ static int32_t heads_of_input(te_build *build, int32_t n, int i)
 static int32_t heads_of_output(te_build *build, int32_t n, int32_t matrix)
 {
     const te_node_desc *node = te_node(build, n);
-    te_slice dense = te_dense_heads(node->slices[QUERY].heads, node->slices[VALUE].channels);
+    const int32_t channels = node->slices[VALUE].channels;
+    const te_slice dense = {node->slices[QUERY].heads, channels, 0, channels, 1};
     return te_heads_of(build, n, matrix, &dense);
 }
 
@@ -253,7 +254,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
-    const te_value_desc *x, *y = &graph->values[node->output];
+    const te_value_desc *x;
     TE_FAIL_IF(node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
                    !(node->numbers[DROPOUT] >= 0.0 && node->numbers[DROPOUT] <= 1.0) ||
                    !is_window(node->numbers[WINDOW_LEFT]) ||
@@ -287,11 +288,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
                TE_ERROR_INVALID,
                "attention: query of %d heads of %d channels, key of %d of %d, value of %d",
                q->heads, q->channels, k->heads, k->channels, v->heads);
-    TE_FAIL_IF(y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != te_rows_symbol(x) ||
-                   y->shape[0].multiply != 1 || y->shape[0].align != 1 ||
-                   y->shape[1].add != (int64_t)q->heads * v->channels,
-               TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels", y->name,
-               q->heads, v->channels);
+    TE_TRY(te_check_output(graph, n, "attention", q->heads, v->channels));
     for (int i = SINK; i <= SLOPES; i++) {
         if (node->inputs[i] < 0 || is_of_heads(&graph->values[node->inputs[i]], i, q->heads)) {
             continue;

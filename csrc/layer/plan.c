@@ -112,11 +112,6 @@ void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written)
     add_use(plan, stage, (te_use){TE_NO_FIELD, buffer, written, 0, 0});
 }
 
-void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer)
-{
-    if (buffer != TE_NO_BUFFER) te_stage_use_at(plan, stage, field, buffer, 0, 0);
-}
-
 void te_plan_clear(te_plan *plan)
 {
     te_layout *layout = plan->layouts;
