@@ -93,47 +93,30 @@ static float larger(float a, float b)
     return b > a || isnan(b) ? b : a;
 }
 
-/* Turns the scores of a query and a block of keys into weights, and scales down what was summed
- * before. */
-static void weigh(const te_cpu_attention_job *c, forward_block *block,
-                  const te_cpu_meeting *meeting, int64_t r)
+/* Raises the largest score of a query to that of n more, and scales down what was summed before;
+ * 0 while no score is above -Inf. */
+static int raise_top(const te_cpu_attention_job *c, forward_block *block, int64_t r,
+                     const float *values, int64_t n)
 {
     const te_cpu_kernels *kernels = c->scores.kernels;
-    const te_cpu_row *row = &block->queries.rows[r];
-    int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
-    float *scores = block->scores + r * TE_CPU_KEYS, old = block->top[r], top = -INFINITY;
-    int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
-    int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
-    float *values = scores + (begin - meeting->key);
-    if (n > 0) {
-        te_cpu_finish_scores(&c->scores, row, begin, n, values, NULL);
-        top = kernels->largest(values, n);
-        block->largest = larger(block->largest, top);
-        if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
-        if (top <= old || isnan(old)) top = old;
-    }
-    if (n <= 0 || top == -INFINITY) {
-        memset(scores, 0, (size_t)meeting->keys * sizeof *scores);
-        return;
-    }
+    float old = block->top[r], top = kernels->largest(values, n);
+    block->largest = larger(block->largest, top);
+    if (top == INFINITY) top = NAN; /* Inf - Inf, in every key and not only in this one */
+    if (top <= old || isnan(old)) top = old;
+    if (top == -INFINITY) return 0;
     if (!(top == old)) {
         (void)kernels->exponentials(&old, top, 1);
         block->sum[r] *= old;
         kernels->multiply(block->output + r * c->d_v_tiled, old, c->d_v);
         block->top[r] = top;
     }
-    block->sum[r] += kernels->exponentials(values, top, n);
-    if (c->scores.dropout.active) {
-        te_cpu_drop(kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, values,
-                    n, decisions);
-    }
-    memset(scores, 0, (size_t)(values - scores) * sizeof *scores);
-    memset(values + n, 0, (size_t)(scores + meeting->keys - values - n) * sizeof *scores);
+    return 1;
 }
 
-/* The same with the statistics of all keys, cast to FP8. */
-static void weigh_and_cast(const te_cpu_attention_job *c, forward_block *block,
-                           const te_cpu_meeting *meeting, int64_t r)
+/* Turns the scores of a query and a block of keys into weights; those that are cast go by the
+ * statistics of all keys. */
+static void weigh(const te_cpu_attention_job *c, forward_block *block,
+                  const te_cpu_meeting *meeting, int64_t r, forward_pass pass)
 {
     const te_cpu_kernels *kernels = c->scores.kernels;
     const te_cpu_row *row = &block->queries.rows[r];
@@ -142,19 +125,29 @@ static void weigh_and_cast(const te_cpu_attention_job *c, forward_block *block,
     int64_t begin = row->begin < meeting->key ? meeting->key : row->begin;
     int64_t n = te_cpu_min(row->end, meeting->key + meeting->keys) - begin;
     float *values = scores + (begin - meeting->key);
-    if (n <= 0 || block->sum[r] == 0.0F) {
-        memset(scores, 0, (size_t)meeting->keys * sizeof *scores);
+    int attends = n > 0;
+    if (attends) {
+        te_cpu_finish_scores(&c->scores, row, begin, n, values, NULL);
+        attends = pass == CAST ? block->sum[r] != 0.0F : raise_top(c, block, r, values, n);
+    }
+    if (!attends) {
+        te_cpu_clear_around(scores, meeting->keys, 0, 0);
         return;
     }
-    te_cpu_finish_scores(&c->scores, row, begin, n, values, NULL);
-    (void)kernels->exponentials(values, block->top[r] + logf(block->sum[r]), n);
+    if (pass == CAST) {
+        (void)kernels->exponentials(values, block->top[r] + logf(block->sum[r]), n);
+    } else {
+        block->sum[r] += kernels->exponentials(values, block->top[r], n);
+    }
     if (c->scores.dropout.active) {
         te_cpu_drop(kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, values,
                     n, decisions);
     }
-    te_cpu_fp8_round(kernels, TE_DTYPE_E4M3, c->scales.weights, values, n, &block->weights_amax);
-    memset(scores, 0, (size_t)(values - scores) * sizeof *scores);
-    memset(values + n, 0, (size_t)(scores + meeting->keys - values - n) * sizeof *scores);
+    if (pass == CAST) {
+        te_cpu_fp8_round(kernels, TE_DTYPE_E4M3, c->scales.weights, values, n,
+                         &block->weights_amax);
+    }
+    te_cpu_clear_around(scores, meeting->keys, begin - meeting->key, n);
 }
 
 static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
@@ -171,9 +164,7 @@ static void attend_keys(const te_cpu_attention_job *c, forward_block *block,
         kernels, te_cpu_tokens(&c->value, q->batch, kv_head, meeting->key, meeting->keys, c->d_v),
         0, block->value);
     te_cpu_product(kernels, query, meeting->from, meeting->to, &key, block->scores, TE_CPU_KEYS, 0);
-    for (int64_t r = meeting->from; r < meeting->to; r++) {
-        (pass == CAST ? weigh_and_cast : weigh)(c, block, meeting, r);
-    }
+    for (int64_t r = meeting->from; r < meeting->to; r++) weigh(c, block, meeting, r, pass);
     if (pass == STATISTICS) return;
     te_cpu_panels weights =
         te_cpu_pack_left(kernels,
@@ -256,8 +247,8 @@ static float attend(forward_job *job, int64_t batch, int64_t head, int64_t first
     pass_over(c, &block, &query, c->scales.fp8 ? STATISTICS : RUNNING);
     if (c->scales.fp8) pass_over(c, &block, &query, CAST);
     finish(job, &block);
-    te_cpu_fp8_record(job->weights_amax, block.weights_amax);
-    te_cpu_fp8_record(job->output_amax, block.output_amax);
+    te_cpu_record_amax(job->weights_amax, block.weights_amax);
+    te_cpu_record_amax(job->output_amax, block.output_amax);
     return block.largest;
 }
 
@@ -294,7 +285,7 @@ static void begin_output(const te_attention_args *args, forward_job *job)
                             ? *args->output_scale
                             : ((const float *)scales->data)[TE_SCALES_SCALE] *
                                   te_attention_kept(args->problem.dropout);
-    te_cpu_fp8_write_scales(&args->output_scales, job->output_scale);
+    te_cpu_write_scales(&args->output_scales, job->output_scale);
 }
 
 te_status te_cpu_attention(const te_attention_args *args)

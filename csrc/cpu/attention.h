@@ -12,6 +12,7 @@
 
 #include "core/interrupt.h"
 #include "cpu/matrix.h"
+#include "cpu/record.h"
 #include "cpu/scores.h"
 
 /* One part of a buffer: where it goes, and its floats. */
@@ -109,6 +110,8 @@ int te_cpu_meet(const te_cpu_attention_job *attention, const te_cpu_queries *que
 /* Tokens [first, first + count) of one head of [batch, tokens, heads, dim], as a matrix. */
 te_cpu_matrix te_cpu_tokens(const te_cpu_tensor4 *x, int64_t batch, int64_t head, int64_t first,
                             int64_t count, int64_t dim);
+/* Sets all of a line of `keys` elements to 0 but n from `first` on. */
+void te_cpu_clear_around(float *line, int64_t keys, int64_t first, int64_t n);
 /* A dense fp32 matrix. */
 te_cpu_matrix te_cpu_floats(float *data, int64_t rows, int64_t columns, int64_t stride);
 
@@ -128,14 +131,10 @@ void te_cpu_product(const te_cpu_kernels *kernels, const te_cpu_panels *a, int64
 
 /* Reads the scales of the operands; the scores are scaled by those of queries and keys. */
 void te_cpu_fp8_begin(const te_attention_problem *problem, te_cpu_attention_job *attention);
-/* {1 / scale, scale}, where they are wanted. */
-void te_cpu_fp8_write_scales(const te_tensor *scales, float scale);
 /* Raises *amax to the largest magnitude; NaN is ignored. */
 void te_cpu_fp8_measure(const float *values, int64_t n, float *amax);
 /* Measures values, and replaces them by what is read after a cast of values * scale. */
 void te_cpu_fp8_round(const te_cpu_kernels *kernels, te_dtype dtype, float scale, float *values,
                       int64_t n, float *amax);
-/* Raises an amax that all threads share; NULL: nobody wants it. */
-void te_cpu_fp8_record(float *amax, float found);
 
 #endif

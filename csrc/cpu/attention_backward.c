@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "core/counters.h"
+#include "core/operand.h"
 #include "core/status.h"
 #include "cpu/attention.h"
 #include "cpu/ops.h"
@@ -157,6 +158,7 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     const te_cpu_meeting *meeting = &block->meeting;
     const float scale = of == BIASED ? 1.0F : job->scale;
     int32_t decisions[TE_CPU_DECISIONS(TE_CPU_KEYS)];
+    const int32_t *keep = NULL;
     float of_cap[TE_CPU_KEYS];
     float *weights = block->weights + r * TE_CPU_KEYS, *grads = block->grads + r * TE_CPU_KEYS;
     const int64_t at = te_cpu_statistic(c, row);
@@ -168,14 +170,12 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
     te_cpu_finish_scores(&c->scores, row, begin, n, weights + skipped, of_cap);
     (void)kernels->exponentials(weights + skipped, job->statistics[at], n);
     if (c->scores.dropout.active && n > 0) {
-        const int32_t *keep = te_cpu_decide_run(
-            kernels, &c->scores.dropout, row->number * c->scores.shape[3] + begin, n, decisions);
+        keep = te_cpu_decide_run(kernels, &c->scores.dropout,
+                                 row->number * c->scores.shape[3] + begin, n, decisions);
         kernels->keep(grads + skipped, keep, c->scores.dropout.factor, n);
-        kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
-        kernels->keep(weights + skipped, keep, c->scores.dropout.factor, n);
-    } else {
-        kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
     }
+    kernels->attention_backward(grads + skipped, weights + skipped, job->means[at], scale, n);
+    if (keep != NULL) kernels->keep(weights + skipped, keep, c->scores.dropout.factor, n);
     if (c->scores.cap > 0.0F && of == PRODUCTS) kernels->follow(grads + skipped, of_cap, n);
     if (c->scales.fp8) {
         float unused = 0.0F;
@@ -183,11 +183,8 @@ static void differentiate_row(const backward_job *job, backward_block *block, in
         te_cpu_fp8_round(kernels, job->grad_output.dtype, job->scores_scale, grads + skipped, n,
                          &block->scores_amax);
     }
-    size_t before = (size_t)skipped, after = (size_t)(meeting->keys - skipped - n);
-    memset(weights, 0, before * sizeof *weights);
-    memset(grads, 0, before * sizeof *grads);
-    memset(weights + skipped + n, 0, after * sizeof *weights);
-    memset(grads + skipped + n, 0, after * sizeof *grads);
+    te_cpu_clear_around(weights, meeting->keys, skipped, n);
+    te_cpu_clear_around(grads, meeting->keys, skipped, n);
 }
 
 static void differentiate(const backward_job *job, backward_block *block, differentiated of)
@@ -466,8 +463,8 @@ static void run_keys_and_queries(backward_job *job)
             int64_t rest = task / key_blocks;
             do_keys(job, &block, rest / kv_heads, rest % kv_heads, task % key_blocks * TE_CPU_KEYS);
         }
-        te_cpu_fp8_record(job->scores_amax, block.scores_amax);
-        te_cpu_fp8_record(job->grads_amax, block.grads_amax);
+        te_cpu_record_amax(job->scores_amax, block.scores_amax);
+        te_cpu_record_amax(job->grads_amax, block.grads_amax);
     }
 }
 
@@ -495,11 +492,6 @@ static void write_sink_gradient(const backward_job *job, float *grad)
     }
 }
 
-static float inverse_of(const te_tensor *scales)
-{
-    return ((const float *)scales->data)[TE_SCALES_INVERSE];
-}
-
 /* What FP8 is read and cast with. */
 static void begin_scales(const te_attention_backward_args *args, backward_job *job)
 {
@@ -508,11 +500,11 @@ static void begin_scales(const te_attention_backward_args *args, backward_job *j
     job->scores_amax = args->grad_scores_amax;
     job->grads_amax = args->grads_amax;
     if (!job->common.scales.fp8) return;
-    job->read_grad = inverse_of(&args->grad_output_scales);
-    job->read_output = inverse_of(&args->output_scales);
+    job->read_grad = *te_inverse_scale(&args->grad_output_scales);
+    job->read_output = *te_inverse_scale(&args->output_scales);
     job->scores_scale = *args->grad_scores_scale;
     job->grads_scale = *args->grads_scale;
-    te_cpu_fp8_write_scales(&args->grads_scales, job->grads_scale);
+    te_cpu_write_scales(&args->grads_scales, job->grads_scale);
 }
 
 te_status te_cpu_attention_backward(const te_attention_backward_args *args)

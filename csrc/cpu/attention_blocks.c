@@ -182,16 +182,14 @@ int64_t te_cpu_statistic(const te_cpu_attention_job *attention, const te_cpu_row
 
 void te_cpu_clear_gaps(const te_cpu_side *side, int64_t batch, const te_tensor *heads)
 {
-    const size_t element = te_dtype_bytes(heads->dtype);
+    const te_cpu_tensor4 x = te_cpu_tensor4_of(heads);
     int64_t token = 0;
     if (side->offsets == NULL || heads->data == NULL) return;
     for (int64_t b = 0; b <= batch; b++) {
         const int64_t end = b < batch ? side->offsets[b] : side->tokens;
         for (; token < end; token++) {
             for (int64_t head = 0; head < heads->shape[2]; head++) {
-                const int64_t at = token * heads->strides[1] + head * heads->strides[2];
-                memset((unsigned char *)heads->data + (size_t)at * element, 0,
-                       (size_t)heads->shape[3] * element);
+                memset(te_cpu_at4(&x, 0, token, head), 0, (size_t)(heads->shape[3] * x.bytes));
             }
         }
         if (b < batch) token += te_cpu_length(side, b);
@@ -232,14 +230,19 @@ te_cpu_matrix te_cpu_tokens(const te_cpu_tensor4 *x, int64_t batch, int64_t head
                             int64_t count, int64_t dim)
 {
     if (x->offsets != NULL) first += x->offsets[batch]; /* and there is one batch entry */
-    int64_t offset = batch * x->strides[0] + first * x->strides[1] + head * x->strides[2];
-    return (te_cpu_matrix){.data = x->data + offset * x->bytes,
+    return (te_cpu_matrix){.data = te_cpu_at4(x, batch, first, head),
                            .rows = count,
                            .columns = dim,
                            .row_stride = x->strides[1],
                            .column_stride = 1,
                            .bytes = (size_t)x->bytes,
                            .dtype = x->dtype};
+}
+
+void te_cpu_clear_around(float *line, int64_t keys, int64_t first, int64_t n)
+{
+    memset(line, 0, (size_t)first * sizeof *line);
+    memset(line + first + n, 0, (size_t)(keys - first - n) * sizeof *line);
 }
 
 te_cpu_matrix te_cpu_floats(float *data, int64_t rows, int64_t columns, int64_t stride)

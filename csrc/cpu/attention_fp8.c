@@ -6,10 +6,7 @@
  * The bytes of an operand are packed as they are, and what they are to be multiplied with becomes
  * part of the scale of the scores or of a factor of the result.
  */
-#include <stdatomic.h>
-
 #include "core/attention.h"
-#include "core/scaling_math.h"
 #include "cpu/attention.h"
 
 enum { PIECE = 256 };
@@ -30,14 +27,6 @@ void te_cpu_fp8_begin(const te_attention_problem *problem, te_cpu_attention_job 
     attention->scores.scale *= s->query * s->key;
 }
 
-void te_cpu_fp8_write_scales(const te_tensor *scales, float scale)
-{
-    float *pair = scales->data;
-    if (pair == NULL) return;
-    pair[TE_SCALES_INVERSE] = 1.0F / scale;
-    pair[TE_SCALES_SCALE] = scale;
-}
-
 void te_cpu_fp8_measure(const float *values, int64_t n, float *amax)
 {
     for (int64_t i = 0; i < n; i++) {
@@ -56,17 +45,5 @@ void te_cpu_fp8_round(const te_cpu_kernels *kernels, te_dtype dtype, float scale
         kernels->multiply(values + i, scale, count);
         kernels->from_f32[dtype](values + i, bytes, count);
         kernels->to_f32[dtype](bytes, values + i, count);
-    }
-}
-
-void te_cpu_fp8_record(float *amax, float found)
-{
-    /* The bits of magnitudes are ordered as these are. */
-    _Atomic uint32_t *bits = (_Atomic uint32_t *)(void *)amax;
-    uint32_t old;
-    if (amax == NULL) return;
-    old = atomic_load(bits);
-    while (te_bits_float(old) < found &&
-           !atomic_compare_exchange_weak(bits, &old, te_float_bits(found))) {
     }
 }

@@ -16,58 +16,41 @@
 typedef struct cache_job {
     const char *op;
     const te_cache *cache;
-    te_tensor key,
-        value; /* of tokens: [batch, tokens, heads, channels]; packed: of one batch entry */
+    const te_tensor *key, *value; /* of tokens: [batch, tokens, heads, channels]; packed: without
+                                     the first */
     const int32_t *starts, *counts, *cu_seqlens; /* NULL: 0; all tokens; not packed */
-    int64_t batch, tokens, heads;
+    int64_t batch, tokens;
     int64_t page_size, capacity; /* of a page; of a sequence */
 } cache_job;
 
-static unsigned char *head_of(const te_tensor *heads, int64_t a, int64_t b, int64_t c)
-{
-    const int64_t *s = heads->strides;
-    return (unsigned char *)heads->data +
-           (a * s[0] + b * s[1] + c * s[2]) * (int64_t)te_dtype_bytes(heads->dtype);
-}
-
+/* Keys or values of all heads of a token; 0 without `from`. */
 static void copy_heads(const te_tensor *to, const int64_t to_at[2], const te_tensor *from,
-                       const int64_t from_at[2], int64_t heads)
+                       const int64_t from_at[2])
 {
-    const size_t bytes = (size_t)to->shape[3] * te_dtype_bytes(to->dtype);
-    for (int64_t h = 0; h < heads && bytes > 0; h++) {
-        unsigned char *head = head_of(to, to_at[0], to_at[1], h);
+    const size_t bytes = (size_t)to->shape[to->ndim - 1] * te_dtype_bytes(to->dtype);
+    const te_cpu_tensor4 target = te_cpu_tensor4_of(to);
+    const te_cpu_tensor4 source = te_cpu_tensor4_of(from == NULL ? to : from);
+    for (int64_t h = 0; h < to->shape[to->ndim - 2] && bytes > 0; h++) {
+        unsigned char *head = te_cpu_at4(&target, to_at[0], to_at[1], h);
         if (from == NULL) {
             memset(head, 0, bytes);
         } else {
-            memcpy(head, head_of(from, from_at[0], from_at[1], h), bytes);
+            memcpy(head, te_cpu_at4(&source, from_at[0], from_at[1], h), bytes);
         }
     }
 }
 
-/* A tensor of packed tokens as that of one batch entry. */
-static te_tensor with_batch(te_tensor tokens)
-{
-    if (tokens.ndim == 4) return tokens;
-    memmove(tokens.shape + 1, tokens.shape, 3 * sizeof *tokens.shape);
-    memmove(tokens.strides + 1, tokens.strides, 3 * sizeof *tokens.strides);
-    tokens.ndim = 4;
-    tokens.shape[0] = 1;
-    tokens.strides[0] = 0;
-    return tokens;
-}
-
-static cache_job describe(const char *op, const te_cache *cache, te_tensor key, te_tensor value,
-                          int64_t batch)
+static cache_job describe(const char *op, const te_cache *cache, const te_tensor *key,
+                          const te_tensor *value, int64_t batch)
 {
     const int paged = te_tensor_requested(&cache->page_table);
     cache_job job = {.op = op,
                      .cache = cache,
-                     .key = with_batch(key),
-                     .value = with_batch(value),
+                     .key = key,
+                     .value = value,
                      .batch = batch,
-                     .page_size = cache->key.shape[1],
-                     .heads = cache->key.shape[2]};
-    job.tokens = job.key.shape[1];
+                     .tokens = key->shape[key->ndim - 3],
+                     .page_size = cache->key.shape[1]};
     job.capacity = job.page_size * (paged ? cache->page_table.shape[1] : 1);
     return job;
 }
@@ -127,7 +110,8 @@ typedef void (*each_token)(const cache_job *job, int64_t i, int64_t j);
 
 static te_status run_tokens(const cache_job *job, each_token run)
 {
-    int threads = te_cpu_threads(job->batch * job->tokens, job->heads * job->key.shape[3]);
+    int threads = te_cpu_threads(job->batch * job->tokens,
+                                 job->cache->key.shape[2] * job->cache->key.shape[3]);
     (void)threads;
     TE_TRY(check_job(job));
 #pragma omp parallel for num_threads(threads)
@@ -143,14 +127,14 @@ static void append_token(const cache_job *job, int64_t i, int64_t j)
     if (j >= tokens_of(job, i, &first)) return;
     const int64_t from[] = {job->cu_seqlens == NULL ? i : 0, first + j};
     const int64_t to[] = {page_of(job, i, position), position % job->page_size};
-    copy_heads(&job->cache->key, to, &job->key, from, job->heads);
-    copy_heads(&job->cache->value, to, &job->value, from, job->heads);
+    copy_heads(&job->cache->key, to, job->key, from);
+    copy_heads(&job->cache->value, to, job->value, from);
 }
 
 te_status te_cpu_cache_append(const te_cache_append_args *args)
 {
     cache_job job =
-        describe("cache_append", &args->cache, args->key, args->value, args->starts.shape[0]);
+        describe("cache_append", &args->cache, &args->key, &args->value, args->starts.shape[0]);
     job.starts = args->starts.data;
     job.counts = args->counts.data;
     job.cu_seqlens = args->cu_seqlens.data;
@@ -162,14 +146,14 @@ static void gather_token(const cache_job *job, int64_t i, int64_t j)
     const int64_t to[] = {i, j};
     const int inside = j < job->counts[i];
     const int64_t from[] = {inside ? page_of(job, i, j) : 0, j % job->page_size};
-    copy_heads(&job->key, to, inside ? &job->cache->key : NULL, from, job->heads);
-    copy_heads(&job->value, to, inside ? &job->cache->value : NULL, from, job->heads);
+    copy_heads(job->key, to, inside ? &job->cache->key : NULL, from);
+    copy_heads(job->value, to, inside ? &job->cache->value : NULL, from);
 }
 
 te_status te_cpu_cache_gather(const te_cache_gather_args *args)
 {
     cache_job job =
-        describe("cache_gather", &args->cache, args->key, args->value, args->key.shape[0]);
+        describe("cache_gather", &args->cache, &args->key, &args->value, args->key.shape[0]);
     job.counts = args->lengths.data;
     return run_tokens(&job, gather_token);
 }

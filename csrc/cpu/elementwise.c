@@ -80,10 +80,9 @@ te_status te_cpu_cast(const te_cast_args *args)
             convert_row(kernels, te_cpu_at(&input, r, c), input.dtype, te_cpu_at(&output, r, c),
                         output.dtype, step);
         }
-        for (int64_t c = converted; c < output.columns;) {
-            int64_t n = te_cpu_min(zero_step, output.columns - c);
-            memset(te_cpu_at(&output, r, c), 0, (size_t)n * output.bytes);
-            c += n;
+        for (int64_t c = converted; c < output.columns; c += zero_step) {
+            size_t n = (size_t)te_cpu_min(zero_step, output.columns - c);
+            memset(te_cpu_at(&output, r, c), 0, n * output.bytes);
         }
     }
     return TE_OK;

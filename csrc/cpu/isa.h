@@ -85,7 +85,6 @@ typedef struct te_cpu_kernels {
     /* x *= factor where keep is all ones, 0 where it is 0 */
     void (*keep)(float *x, const int32_t *keep, float factor, int64_t n);
     te_cpu_rotate rotate[2]; /* of halves; of pairs */
-    /* Of rows_norm.h */
     float (*row_sum)(const float *x, int64_t n);
     /* Sums of x - shift and of its square. */
     void (*row_moments)(const float *x, float shift, int64_t n, float moments[2]);

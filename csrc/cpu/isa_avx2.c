@@ -13,21 +13,12 @@
 #endif
 #include <immintrin.h>
 
-#include "cpu/rows.h"
-#include "cpu/rows_activation.h"
-#include "cpu/rows_layer.h"
-#include "cpu/rows_norm.h"
-
 enum { ROWS = 4, VECTORS = 3, LANES = 8 };
 #define VECTOR __m256
 #define SIMD(name) _mm256_##name
 #include "cpu/rows_gemm.h"
-
-const te_cpu_kernels te_cpu_kernels_avx2 = {
-    TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,
-    TE_CPU_ACTIVATION_KERNELS, .gemm_tile = gemm_tile, .tile_rows = ROWS,
-    .tile_columns = COLUMNS,
-};
+#define TABLE te_cpu_kernels_avx2
+#include "cpu/isa_table.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

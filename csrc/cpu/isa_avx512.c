@@ -15,21 +15,12 @@
 #endif
 #include <immintrin.h>
 
-#include "cpu/rows.h"
-#include "cpu/rows_activation.h"
-#include "cpu/rows_layer.h"
-#include "cpu/rows_norm.h"
-
 enum { ROWS = 12, VECTORS = 2, LANES = 16 };
 #define VECTOR __m512
 #define SIMD(name) _mm512_##name
 #include "cpu/rows_gemm.h"
-
-const te_cpu_kernels te_cpu_kernels_avx512 = {
-    TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,
-    TE_CPU_ACTIVATION_KERNELS, .gemm_tile = gemm_tile, .tile_rows = ROWS,
-    .tile_columns = COLUMNS,
-};
+#define TABLE te_cpu_kernels_avx512
+#include "cpu/isa_table.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -3,10 +3,6 @@
  * isa_portable.c - the inner loops for any processor.
  */
 #include "cpu/isa.h"
-#include "cpu/rows.h"
-#include "cpu/rows_activation.h"
-#include "cpu/rows_layer.h"
-#include "cpu/rows_norm.h"
 
 enum { ROWS = 4, COLUMNS = 8 };
 
@@ -33,8 +29,5 @@ static void gemm_tile(int64_t k, const float *restrict a, const float *restrict 
     }
 }
 
-const te_cpu_kernels te_cpu_kernels_portable = {
-    TE_CPU_ROW_KERNELS,        TE_CPU_LAYER_KERNELS,   TE_CPU_NORM_KERNELS,
-    TE_CPU_ACTIVATION_KERNELS, .gemm_tile = gemm_tile, .tile_rows = ROWS,
-    .tile_columns = COLUMNS,
-};
+#define TABLE te_cpu_kernels_portable
+#include "cpu/isa_table.h"

@@ -9,6 +9,7 @@
 #include <omp.h>
 #endif
 #include <stdint.h>
+#include <string.h>
 
 #include "core/fork.h"
 #include "core/interrupt.h"
@@ -47,6 +48,43 @@ static inline unsigned char *te_cpu_at(const te_cpu_matrix *matrix, int64_t row,
 {
     int64_t offset = row * matrix->row_stride + column * matrix->column_stride;
     return matrix->data + offset * (int64_t)matrix->bytes;
+}
+
+/* Zeroes the columns of a matrix of bytes from `first` on. */
+static inline void te_cpu_zero_columns(const te_cpu_matrix *matrix, int64_t first)
+{
+    if (matrix->data == NULL || matrix->columns <= first) return;
+    for (int64_t r = 0; r < matrix->rows; r++) {
+        memset(te_cpu_at(matrix, r, first), 0, (size_t)(matrix->columns - first));
+    }
+}
+
+/* A tensor of up to four dims, whose last one is the last; a dim that is not there, or of 1 and
+ * stands for all, has stride 0. */
+typedef struct te_cpu_tensor4 {
+    unsigned char *data; /* NULL: absent */
+    int64_t strides[4];
+    const int32_t *offsets; /* of packed sequences: the index in dim 1 with which each begins; else
+                               NULL */
+    int64_t bytes;          /* of an element */
+    te_dtype dtype;
+} te_cpu_tensor4;
+
+static inline te_cpu_tensor4 te_cpu_tensor4_of(const te_tensor *tensor)
+{
+    te_cpu_tensor4 x = {.data = tensor->data,
+                        .bytes = (int64_t)te_dtype_bytes(tensor->dtype),
+                        .dtype = tensor->dtype};
+    for (int dim = 0; x.data != NULL && dim < tensor->ndim; dim++) {
+        x.strides[4 - tensor->ndim + dim] = tensor->shape[dim] == 1 ? 0 : tensor->strides[dim];
+    }
+    return x;
+}
+
+/* The first element at indices of the first three dims. */
+static inline unsigned char *te_cpu_at4(const te_cpu_tensor4 *x, int64_t a, int64_t b, int64_t c)
+{
+    return x->data + (a * x->strides[0] + b * x->strides[1] + c * x->strides[2]) * x->bytes;
 }
 
 static inline int64_t te_cpu_min(int64_t a, int64_t b)

@@ -9,24 +9,11 @@
 
 #include "core/fp8.h"
 #include "core/microscale.h"
+#include "cpu/record.h"
 
 enum { ROWS = TE_CPU_MICRO_ROWS, COLUMNS = TE_CPU_MICRO_COLUMNS };
 
 /* ---- begin -------------------------------------------------------------------------------- */
-
-static void clear(const te_cpu_matrix *matrix)
-{
-    for (int64_t r = 0; r < matrix->rows && matrix->columns > 0; r++) {
-        memset(te_cpu_at(matrix, r, 0), 0, (size_t)matrix->columns * matrix->bytes);
-    }
-}
-
-static float largest_of(const float *partials)
-{
-    float amax = 0.0F;
-    for (int i = 0; i < TE_AMAX_PARTIALS; i++) amax = te_max_ignoring_nan(amax, partials[i]);
-    return te_nvfp4_amax(amax);
-}
 
 /* `partials` NULL: the amax of each row is there. */
 static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
@@ -37,14 +24,14 @@ static te_cpu_micro_form form_of(te_scaling_mode mode, const te_tensor *data,
     if (!te_tensor_requested(data)) return form;
     form.data = te_cpu_matrix_of(data);
     form.scales = te_cpu_matrix_of(scales);
-    clear(&form.scales);
-    clear(&form.data);
+    te_cpu_zero_columns(&form.scales, 0);
+    te_cpu_zero_columns(&form.data, 0);
     if (mode != TE_SCALING_NVFP4) return form;
     if (partials == NULL) {
         form.row_amax = amax->data;
         return form;
     }
-    form.amax = largest_of(partials);
+    form.amax = te_nvfp4_amax(te_cpu_largest_partial(partials));
     *(float *)amax->data = form.amax;
     return form;
 }

@@ -25,28 +25,22 @@ enum {
 /* Rows wherever they lie, of up to three dims. */
 typedef struct norm_rows {
     te_cpu_matrix row; /* without data: not there */
+    te_cpu_tensor4 all;
     int64_t count, columns;
-    int64_t inner, middle;                             /* lengths of the last two dims of rows */
-    int64_t outer_stride, middle_stride, inner_stride; /* in bytes */
+    int64_t inner, middle; /* lengths of the last two dims of rows */
 } norm_rows;
 
 static norm_rows rows_of(const te_tensor *tensor)
 {
     const int32_t last = tensor->ndim - 1;
-    norm_rows rows = {.row = te_cpu_matrix_of(tensor), .count = 1, .inner = 1, .middle = 1};
-    int64_t bytes = (int64_t)rows.row.bytes;
+    norm_rows rows = {.row = te_cpu_matrix_of(tensor),
+                      .all = te_cpu_tensor4_of(tensor),
+                      .count = 1,
+                      .inner = last > 0 ? tensor->shape[last - 1] : 1,
+                      .middle = last > 1 ? tensor->shape[last - 2] : 1};
     rows.columns = rows.row.columns;
     rows.row.rows = 1;
     for (int32_t i = 0; i < last; i++) rows.count *= tensor->shape[i];
-    if (last > 0) {
-        rows.inner = tensor->shape[last - 1];
-        rows.inner_stride = tensor->strides[last - 1] * bytes;
-    }
-    if (last > 1) {
-        rows.middle = tensor->shape[last - 2];
-        rows.middle_stride = tensor->strides[last - 2] * bytes;
-    }
-    if (last > 2) rows.outer_stride = tensor->strides[0] * bytes;
     return rows;
 }
 
@@ -54,8 +48,7 @@ static te_cpu_matrix row_at(const norm_rows *rows, int64_t row)
 {
     te_cpu_matrix at = rows->row;
     int64_t lines = row / rows->inner;
-    at.data += row % rows->inner * rows->inner_stride + lines % rows->middle * rows->middle_stride +
-               lines / rows->middle * rows->outer_stride;
+    at.data = te_cpu_at4(&rows->all, lines / rows->middle, lines % rows->middle, row % rows->inner);
     return at;
 }
 
@@ -207,7 +200,7 @@ typedef struct backward_job {
     const te_norm_backward_args *args;
     te_cpu_matrix grad_output, grad_add, grad_residual; /* data NULL: none */
     norm_rows input, grad_input;                        /* data NULL: not requested */
-    float *gamma_sums, *beta_sums;                      /* [strips, columns] each, or NULL */
+    float *sums[2]; /* of gamma and beta: [strips, columns] each, or NULL */
 } backward_job;
 
 /* A piece of a row. */
@@ -261,6 +254,12 @@ static void join_residual(const backward_job *job, int64_t row, int64_t column, 
         values, te_cpu_numbers(job->kernels, &job->grad_residual, row, column, n, residual), n);
 }
 
+/* Where column sums of gamma (0) or beta (1) are added up. */
+static float *sums_at(const backward_job *job, int which, int64_t at, backward_piece *piece)
+{
+    return job->sums[which] != NULL ? job->sums[which] + at : piece->discarded[which];
+}
+
 /* One row whose column sums, where requested, are added up from `sums` on. piece->weight holds for
  * the whole row if it has one piece only. */
 static void backward_row(const backward_job *job, int64_t row, int64_t sums, backward_piece *piece)
@@ -276,10 +275,8 @@ static void backward_row(const backward_job *job, int64_t row, int64_t sums, bac
     te_cpu_matrix grad_input;
     for (int64_t first = 0; first < columns; first += GRADIENT_PIECE) {
         int64_t width = te_cpu_min(GRADIENT_PIECE, columns - first);
-        values.gamma_sums = piece->discarded[0];
-        values.beta_sums = piece->discarded[1];
-        if (job->gamma_sums != NULL) values.gamma_sums = job->gamma_sums + sums + first;
-        if (job->beta_sums != NULL) values.beta_sums = job->beta_sums + sums + first;
+        values.gamma_sums = sums_at(job, 0, sums + first, piece);
+        values.beta_sums = sums_at(job, 1, sums + first, piece);
         load_piece(job, row, first, width, piece);
         if (columns > GRADIENT_PIECE) {
             make_weight(job->kernels, &args->gamma, args->flags, first, width, piece->weight);
@@ -312,9 +309,8 @@ static void backward_strip(const backward_job *job, int64_t strip)
     size_t bytes = (size_t)columns * sizeof(float);
     for (int i = 0; i < 2; i++) {
         memset(piece.discarded[i], 0, (size_t)te_cpu_min(columns, GRADIENT_PIECE) * sizeof(float));
+        if (job->sums[i] != NULL) memset(job->sums[i] + sums, 0, bytes);
     }
-    if (job->gamma_sums != NULL) memset(job->gamma_sums + sums, 0, bytes);
-    if (job->beta_sums != NULL) memset(job->beta_sums + sums, 0, bytes);
     if (columns <= GRADIENT_PIECE) {
         make_weight(job->kernels, &job->args->gamma, job->args->flags, 0, columns, piece.weight);
     }
@@ -333,20 +329,17 @@ te_status te_cpu_norm_backward(const te_norm_backward_args *args)
                         .grad_input = rows_of(&args->grad_input),
                         .grad_residual = te_cpu_matrix_of(&args->grad_residual)};
     int64_t strips = strips_of(job.input.count), sums = strips * job.input.columns;
-    int requested = (args->gamma_grad.data != NULL) + (args->beta_grad.data != NULL);
+    const te_tensor *grads[] = {&args->gamma_grad, &args->beta_grad};
+    int requested = (grads[0]->data != NULL) + (grads[1]->data != NULL);
     size_t needed = (size_t)(requested * sums) * sizeof(float);
     TE_TRY(te_check_workspace(TE_OP_NORM_BACKWARD, args->workspace, args->workspace_size, needed));
-    if (args->gamma_grad.data != NULL) job.gamma_sums = args->workspace;
-    if (args->beta_grad.data != NULL) {
-        job.beta_sums = (float *)args->workspace + (job.gamma_sums != NULL ? sums : 0);
-    }
+    if (grads[0]->data != NULL) job.sums[0] = args->workspace;
+    if (grads[1]->data != NULL) job.sums[1] = (float *)args->workspace + (requested - 1) * sums;
 #pragma omp parallel for num_threads(te_cpu_threads(job.input.count, job.input.columns))
     for (int64_t strip = 0; strip < strips; strip++) backward_strip(&job, strip);
-    if (args->gamma_grad.data != NULL) {
-        te_cpu_join_sums(job.kernels, job.gamma_sums, strips, &args->gamma_grad);
-    }
-    if (args->beta_grad.data != NULL) {
-        te_cpu_join_sums(job.kernels, job.beta_sums, strips, &args->beta_grad);
+    for (int i = 0; i < 2; i++) {
+        if (grads[i]->data == NULL) continue;
+        te_cpu_join_sums(job.kernels, job.sums[i], strips, grads[i]);
     }
     return TE_OK;
 }

@@ -18,18 +18,12 @@ enum { PIECE = 256 };
 
 #define LL(value) ((long long)(value))
 
-/* [batch, sequence, heads, dim]; packed tokens are one batch entry. Strides in bytes. */
-typedef struct rope_view {
-    unsigned char *data;
-    int64_t batch_stride, sequence_stride, head_stride;
-} rope_view;
-
 typedef struct rope_part {
-    rope_view input, output;
-    int64_t lines, width;      /* of a token: [heads, dim] as the tensors have them */
-    int64_t per_line, dim;     /* heads of a line, channels of a head */
-    int64_t rotary, positions; /* of freqs */
-    const float *freqs;        /* [positions, rotary]; NULL: rotary is 0 */
+    te_cpu_tensor4 input, output; /* [batch, sequence, heads, dim]; packed: without the first */
+    int64_t lines, width;         /* of a token: [heads, dim] as the tensors have them */
+    int64_t per_line, dim;        /* heads of a line, channels of a head */
+    int64_t rotary, positions;    /* of freqs */
+    const float *freqs;           /* [positions, rotary]; NULL: rotary is 0 */
     int in_place;
 } rope_part;
 
@@ -53,27 +47,11 @@ typedef struct rope_angles {
     float cos_a[PIECE], sin_a[PIECE], cos_b[PIECE], sin_b[PIECE];
 } rope_angles;
 
-static rope_view view(const te_tensor *tensor)
-{
-    int64_t bytes = (int64_t)te_dtype_bytes(tensor->dtype);
-    int first = tensor->ndim - 3; /* the dim of tokens */
-    rope_view x = {.data = tensor->data,
-                   .sequence_stride = tensor->strides[first] * bytes,
-                   .head_stride = tensor->strides[first + 1] * bytes};
-    if (first > 0) x.batch_stride = tensor->strides[0] * bytes;
-    return x;
-}
-
-static unsigned char *line_of(const rope_view *x, int64_t b, int64_t s, int64_t line)
-{
-    return x->data + b * x->batch_stride + s * x->sequence_stride + line * x->head_stride;
-}
-
 static rope_part describe_part(const te_rope_part *given, int64_t channels)
 {
     const te_tensor *input = &given->input;
-    rope_part part = {.input = view(input),
-                      .output = view(&given->output),
+    rope_part part = {.input = te_cpu_tensor4_of(input),
+                      .output = te_cpu_tensor4_of(&given->output),
                       .lines = input->shape[input->ndim - 2],
                       .width = input->shape[input->ndim - 1],
                       .per_line = 1};
@@ -85,7 +63,8 @@ static rope_part describe_part(const te_rope_part *given, int64_t channels)
         if (channels > 0) part.dim = channels;
         if (part.dim > 0) part.per_line = part.width / part.dim;
     }
-    part.in_place = memcmp(&part.input, &part.output, sizeof part.input) == 0;
+    part.in_place = part.input.data == part.output.data &&
+                    memcmp(part.input.strides, part.output.strides, sizeof part.input.strides) == 0;
     return part;
 }
 
@@ -226,8 +205,8 @@ static void copy_rest(const rope_job *job, const rope_part *part, int64_t b, int
     size_t size = (size_t)((part->dim - first) * job->bytes);
     if (part->in_place || size == 0) return;
     for (int64_t line = 0; line < part->lines; line++) {
-        unsigned char *to = line_of(&part->output, b, s, line);
-        const unsigned char *from = line_of(&part->input, b, s, line);
+        unsigned char *to = te_cpu_at4(&part->output, b, s, line);
+        const unsigned char *from = te_cpu_at4(&part->input, b, s, line);
         for (int64_t h = 0; h < part->per_line; h++) {
             int64_t at = (h * part->dim + first) * job->bytes;
             memcpy(to + at, from + at, size);
@@ -241,8 +220,8 @@ static void rotate_token(const rope_job *job, const rope_part *part, const rope_
 {
     const te_cpu_angles angles = {made->cos_a, made->sin_a, made->cos_b, made->sin_b};
     for (int64_t line = 0; line < part->lines; line++) {
-        const unsigned char *from = line_of(&part->input, b, s, line);
-        unsigned char *to = line_of(&part->output, b, s, line);
+        const unsigned char *from = te_cpu_at4(&part->input, b, s, line);
+        unsigned char *to = te_cpu_at4(&part->output, b, s, line);
         for (int64_t h = 0; h < part->per_line; h++) {
             int64_t at = h * part->dim * job->bytes;
             rotate_head(job, part, &angles, first, n, from + at, to + at);

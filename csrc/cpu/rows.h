@@ -146,18 +146,4 @@ static void gelu(float *x, int64_t n)
     for (int64_t i = 0; i < n; i++) x[i] = gelu_value(x[i]);
 }
 
-/* Initialisers of a te_cpu_kernels from what is above. */
-#define TE_CPU_ROW_KERNELS_TO(NAME, name, storage, load, store) [TE_DTYPE_##NAME] = to_f32_##name,
-#define TE_CPU_ROW_KERNELS_FROM(NAME, name, storage, load, store)                                  \
-    [TE_DTYPE_##NAME] = from_f32_##name,
-#define TE_CPU_ROW_KERNELS_QUANTIZE(NAME, name, storage, load, store)                              \
-    [TE_DTYPE_##NAME] = {{amax_##name, amax_sum_##name},                                           \
-                         {e4m3_##name, e4m3_sum_##name},                                           \
-                         {e5m2_##name, e5m2_sum_##name}},
-#define TE_CPU_ROW_KERNELS                                                                         \
-    .quantize = {TE_CPU_INPUT_TYPES(TE_CPU_ROW_KERNELS_QUANTIZE)},                                 \
-    .to_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_TO)},                                         \
-    .from_f32 = {TE_CPU_FLOAT_TYPES(TE_CPU_ROW_KERNELS_FROM)}, .multiply = multiply, .add = add,   \
-    .add_squares = add_squares, .gelu = gelu
-
 #endif

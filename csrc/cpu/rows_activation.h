@@ -78,25 +78,17 @@ TE_INLINE float srelu_slope(float x)
     return 2.0F * relu_value(x);
 }
 
-TE_INLINE float silu_value(float x)
-{
-    return swish_value(x, 1.0F);
-}
-
-TE_INLINE float silu_slope(float x)
-{
-    return swish_slope(x, 1.0F);
-}
-
-TE_INLINE float qgelu_value(float x)
-{
-    return swish_value(x, 1.702F);
-}
-
-TE_INLINE float qgelu_slope(float x)
-{
-    return swish_slope(x, 1.702F);
-}
+#define TE_CPU_SWISH(name, alpha)                                                                  \
+    TE_INLINE float name##_value(float x)                                                          \
+    {                                                                                              \
+        return swish_value(x, alpha);                                                              \
+    }                                                                                              \
+    TE_INLINE float name##_slope(float x)                                                          \
+    {                                                                                              \
+        return swish_slope(x, alpha);                                                              \
+    }
+TE_CPU_SWISH(silu, 1.0F)
+TE_CPU_SWISH(qgelu, 1.702F)
 
 TE_INLINE float glu_value(float x)
 {
@@ -164,15 +156,5 @@ TE_CPU_ACTIVATION_LOOP(clamped_gradient,
                        grads[i] * clamped_gate(second[i], &p) * clamped_slope(first[i], &p))
 TE_CPU_ACTIVATION_LOOP(clamped_gate_gradient,
                        grads[i] * clamped_value(first[i], &p) * clamped_gate_slope(second[i], &p))
-
-/* Initialisers of a te_cpu_kernels from what is above. */
-#define TE_CPU_ACTIVATION_PLAIN(NAME, name)                                                        \
-    [TE_ACTIVATION_##NAME] = {plain_##name, plain_##name##_gradient, NULL},
-#define TE_CPU_ACTIVATION_GATED(NAME, name)                                                        \
-    [TE_ACTIVATION_##NAME] = {gated_##name, gated_##name##_gradient, gated_##name##_gate},
-#define TE_CPU_ACTIVATION_KERNELS                                                                  \
-    .activation = {TE_CPU_PLAIN_ACTIVATIONS(TE_CPU_ACTIVATION_PLAIN) TE_CPU_GATED_ACTIVATIONS(     \
-                       TE_CPU_ACTIVATION_GATED)[TE_ACTIVATION_CLAMPED_SWIGLU] = {                  \
-                       clamped, clamped_gradient, clamped_gate_gradient}}
 
 #endif

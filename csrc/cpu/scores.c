@@ -7,24 +7,10 @@
 #include <math.h>
 #include <string.h>
 
-#include "cpu/matrix.h"
-
-te_cpu_tensor4 te_cpu_tensor4_of(const te_tensor *tensor)
-{
-    te_cpu_tensor4 x = {.data = tensor->data,
-                        .bytes = (int64_t)te_dtype_bytes(tensor->dtype),
-                        .dtype = tensor->dtype};
-    for (int dim = 0; x.data != NULL && dim < 4; dim++) {
-        x.strides[dim] = tensor->shape[dim] == 1 ? 0 : tensor->strides[dim];
-    }
-    return x;
-}
-
 unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_t key)
 {
-    int64_t offset = row->index[0] * x->strides[0] + row->index[1] * x->strides[1] +
-                     row->index[2] * x->strides[2] + key * x->strides[3];
-    return x->data + offset * x->bytes;
+    return te_cpu_at4(x, row->index[0], row->index[1], row->index[2]) +
+           key * x->strides[3] * x->bytes;
 }
 
 /* n elements from a key on: where they lie, or in `buffer` copies of one that stands for all. */

@@ -7,19 +7,10 @@
 #define TE_CPU_SCORES_H
 
 #include "cpu/isa.h"
+#include "cpu/matrix.h"
 #include "cpu/random.h"
 
 enum { TE_CPU_SCORES = 2048 }; /* of a row at a time */
-
-/* A tensor of four dims; a dim of 1 that stands for all has stride 0. */
-typedef struct te_cpu_tensor4 {
-    unsigned char *data; /* NULL: absent */
-    int64_t strides[4];
-    const int32_t *offsets; /* of packed sequences: the index in dim 1 with which each begins; else
-                               NULL */
-    int64_t bytes;          /* of an element */
-    te_dtype dtype;
-} te_cpu_tensor4;
 
 /* A row of a call: its index, the keys [begin, end) of its window, and that on its diagonal. */
 typedef struct te_cpu_row {
@@ -41,7 +32,6 @@ typedef struct te_cpu_scores {
     te_cpu_dropout dropout;
 } te_cpu_scores;
 
-te_cpu_tensor4 te_cpu_tensor4_of(const te_tensor *tensor);
 /* The element (row, key). */
 unsigned char *te_cpu_score_at(const te_cpu_tensor4 *x, const te_cpu_row *row, int64_t key);
 void te_cpu_set_window(te_cpu_scores *scores, int64_t left, int64_t right, int64_t diagonal);

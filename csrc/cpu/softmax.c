@@ -21,8 +21,9 @@ enum { PIECE = TE_CPU_SCORES };
 
 typedef struct softmax_job {
     te_cpu_scores scores;
-    te_cpu_tensor4 input, output, probabilities;
-    float *log_sum; /* of each row, or NULL */
+    te_cpu_tensor4 input, output, probabilities; /* of the gradient: grad_output, grad_input */
+    float *log_sum;                              /* of each row, or NULL */
+    float *grad_sinks;                           /* likewise */
 } softmax_job;
 
 /* scale * input + bias; -Inf where the mask forbids. */
@@ -127,73 +128,59 @@ te_status te_cpu_softmax(const te_softmax_args *args)
 
 /* ---- backward ----------------------------------------------------------------------------- */
 
-typedef struct backward_job {
-    const te_cpu_kernels *kernels;
-    te_cpu_tensor4 grad_output, probabilities, grad_input;
-    int64_t shape[4];
-    const float *sink, *log_sum; /* [heads]; of each row */
-    float *grad_sinks;           /* of each row, or NULL */
-    float scale;
-    te_cpu_dropout dropout;
-} backward_job;
-
 /* dp and p of n keys. */
-static void load_pair(const backward_job *job, const te_cpu_row *row, int64_t key, int64_t n,
+static void load_pair(const softmax_job *job, const te_cpu_row *row, int64_t key, int64_t n,
                       float *dp, float *p)
 {
+    const te_cpu_kernels *kernels = job->scores.kernels;
     int32_t decisions[TE_CPU_DECISIONS(PIECE)];
-    job->kernels->to_f32[job->grad_output.dtype](te_cpu_score_at(&job->grad_output, row, key), dp,
-                                                 n);
-    job->kernels->to_f32[job->probabilities.dtype](te_cpu_score_at(&job->probabilities, row, key),
-                                                   p, n);
-    if (job->dropout.active) {
-        te_cpu_drop(job->kernels, &job->dropout, row->number * job->shape[3] + key, dp, n,
+    kernels->to_f32[job->input.dtype](te_cpu_score_at(&job->input, row, key), dp, n);
+    kernels->to_f32[job->probabilities.dtype](te_cpu_score_at(&job->probabilities, row, key), p, n);
+    if (job->scores.dropout.active) {
+        te_cpu_drop(kernels, &job->scores.dropout, row->number * job->scores.shape[3] + key, dp, n,
                     decisions);
     }
 }
 
-static void backward_one(const backward_job *job, const te_cpu_row *row)
+static void backward_one(const softmax_job *job, const te_cpu_row *row)
 {
-    const te_cpu_kernels *kernels = job->kernels;
+    const te_cpu_kernels *kernels = job->scores.kernels;
     float dp[PIECE], p[PIECE], mean = 0.0F;
-    int64_t keys = job->shape[3];
+    int64_t keys = job->scores.shape[3];
     for (int64_t key = 0; key < keys; key += PIECE) {
         int64_t n = te_cpu_min(PIECE, keys - key);
         load_pair(job, row, key, n, dp, p);
         mean += kernels->dot(dp, p, n);
     }
     if (job->grad_sinks != NULL) {
-        float own = expf(job->sink[row->index[1]] - job->log_sum[row->number]);
+        float own = expf(job->scores.sink[row->index[1]] - job->log_sum[row->number]);
         job->grad_sinks[row->number] = -own * mean;
     }
     for (int64_t key = 0; key < keys; key += PIECE) {
         int64_t n = te_cpu_min(PIECE, keys - key);
         if (keys > PIECE) load_pair(job, row, key, n, dp, p);
-        kernels->softmax_backward(dp, p, mean, job->scale, n);
-        kernels->from_f32[job->grad_input.dtype](dp, te_cpu_score_at(&job->grad_input, row, key),
-                                                 n);
+        kernels->softmax_backward(dp, p, mean, job->scores.scale, n);
+        store(job, &job->output, row, key, dp, n);
     }
 }
 
 te_status te_cpu_softmax_backward(const te_softmax_backward_args *args)
 {
-    backward_job job = {.kernels = te_cpu_kernels_get(),
-                        .grad_output = te_cpu_tensor4_of(&args->grad_output),
-                        .probabilities = te_cpu_tensor4_of(&args->probabilities),
-                        .grad_input = te_cpu_tensor4_of(&args->grad_input),
-                        .sink = args->sink.data,
-                        .log_sum = args->log_sum.data,
-                        .grad_sinks = args->grad_sinks.data,
-                        .scale = args->scale,
-                        .dropout = te_cpu_dropout_of(args->rng, args->dropout)};
-    memcpy(job.shape, args->grad_output.shape, sizeof job.shape);
-    int64_t heads = job.shape[1], queries = job.shape[2];
-    int64_t rows = job.shape[0] * heads * queries;
-#pragma omp parallel for num_threads(te_cpu_threads(rows, job.shape[3]))
+    softmax_job job = {.scores = {.kernels = te_cpu_kernels_get(),
+                                  .sink = args->sink.data,
+                                  .scale = args->scale,
+                                  .dropout = te_cpu_dropout_of(args->rng, args->dropout)},
+                       .input = te_cpu_tensor4_of(&args->grad_output),
+                       .output = te_cpu_tensor4_of(&args->grad_input),
+                       .probabilities = te_cpu_tensor4_of(&args->probabilities),
+                       .log_sum = args->log_sum.data,
+                       .grad_sinks = args->grad_sinks.data};
+    const int64_t *shape = job.scores.shape;
+    memcpy(job.scores.shape, args->grad_output.shape, sizeof job.scores.shape);
+    int64_t rows = shape[0] * shape[1] * shape[2];
+#pragma omp parallel for num_threads(te_cpu_threads(rows, shape[3]))
     for (int64_t number = 0; number < rows; number++) {
-        te_cpu_row row = {
-            .index = {number / queries / heads, number / queries % heads, number % queries},
-            .number = number};
+        te_cpu_row row = te_cpu_row_of(&job.scores, number, shape[3], 0);
         backward_one(&job, &row);
     }
     return TE_OK;

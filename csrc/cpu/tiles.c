@@ -53,22 +53,11 @@ const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *
 
 static float make_scale(const te_cast_request *cast, te_dtype dtype)
 {
-    float amax = 0.0F;
     if (cast->scale != NULL && (cast->partials == NULL || *cast->scale != 0.0F)) {
         return *cast->scale;
     }
-    for (int i = 0; i < TE_AMAX_PARTIALS; i++) {
-        amax = te_max_ignoring_nan(amax, cast->partials[i]);
-    }
-    return te_current_scale(amax, te_dtype_max(dtype), cast->amax_epsilon, cast->power_2_scale);
-}
-
-static void write_scales(const te_tensor *scales, float scale)
-{
-    float *values = scales->data;
-    if (values == NULL) return;
-    values[TE_SCALES_INVERSE] = 1.0F / scale;
-    values[TE_SCALES_SCALE] = scale;
+    return te_current_scale(te_cpu_largest_partial(cast->partials), te_dtype_max(dtype),
+                            cast->amax_epsilon, cast->power_2_scale);
 }
 
 /* What measures by itself. */
@@ -104,8 +93,8 @@ static void begin_cast(te_cpu_tiles *tiles, const te_cast_request *cast)
         begin_scaled(tiles, cast);
     } else if (result->mode != TE_SCALING_NONE) {
         tiles->scale = make_scale(cast, te_operand_dtype(result));
-        write_scales(&result->row_scales, tiles->scale);
-        write_scales(&result->column_scales, tiles->scale);
+        te_cpu_write_scales(&result->row_scales, tiles->scale);
+        te_cpu_write_scales(&result->column_scales, tiles->scale);
     }
 }
 
@@ -274,14 +263,6 @@ int32_t te_cpu_all_tiles(const te_cpu_tiles *tiles, const void *self)
 
 /* ---- end ---------------------------------------------------------------------------------- */
 
-void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first)
-{
-    if (output->data == NULL || output->columns <= first) return;
-    for (int64_t r = 0; r < output->rows; r++) {
-        memset(te_cpu_at(output, r, first), 0, (size_t)(output->columns - first));
-    }
-}
-
 void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, int32_t amax)
 {
     const te_cast_request *cast = request->cast;
@@ -291,7 +272,7 @@ void te_cpu_tiles_end(const te_cpu_tiles *tiles, const te_cpu_request *request, 
         te_cpu_join_sums(tiles->kernels, tiles->sums, te_ceil_div(tiles->rows, tiles->tile_rows),
                          request->sums);
     }
-    if (cast->amax != NULL) te_cpu_record_amax(cast->amax, te_float_of(amax));
+    te_cpu_record_amax(cast->amax, te_float_of(amax));
     if (cast->amax_partials != NULL) {
         memset(cast->amax_partials, 0, TE_AMAX_PARTIALS * sizeof(float));
         cast->amax_partials[0] = te_float_of(amax);

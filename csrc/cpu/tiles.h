@@ -73,8 +73,6 @@ const float *te_cpu_numbers(const te_cpu_kernels *kernels, const te_cpu_matrix *
  * `column` on. */
 void te_cpu_write_columns(const te_cpu_matrix *output, int64_t row, int64_t column,
                           const te_cpu_matrix *bytes);
-/* Zeroes the columns of a matrix of bytes from `first` on. */
-void te_cpu_zero_columns(const te_cpu_matrix *output, int64_t first);
 
 /* Whether the cast sees all values of a tile before it casts one. */
 static inline int te_cpu_tiles_hold(const te_cpu_tiles *tiles)

@@ -45,16 +45,23 @@ static void bytes_16x16(const uint8_t *input, int64_t input_stride, uint8_t *out
     }
 }
 
+#define WHOLE(n, side) ((n) / (side) * (side))
+#else
+#define WHOLE(n, side) 0 /* all are edges */
+#endif
+
 void te_cpu_transpose_bytes(const uint8_t *input, int64_t input_stride, uint8_t *output,
                             int64_t output_stride, int64_t rows, int64_t columns)
 {
-    int64_t whole_rows = rows / 16 * 16, whole_columns = columns / 16 * 16;
+    int64_t whole_rows = WHOLE(rows, 16), whole_columns = WHOLE(columns, 16);
+#if defined(TE_CPU_X86)
     for (int64_t r = 0; r < whole_rows; r += 16) {
         for (int64_t c = 0; c < whole_columns; c += 16) {
             bytes_16x16(input + r * input_stride + c, input_stride, output + c * output_stride + r,
                         output_stride);
         }
     }
+#endif
     bytes_plain(input + whole_columns, input_stride, output + whole_columns * output_stride,
                 output_stride, whole_rows, columns - whole_columns);
     bytes_plain(input + whole_rows * input_stride, input_stride, output + whole_rows, output_stride,
@@ -64,7 +71,8 @@ void te_cpu_transpose_bytes(const uint8_t *input, int64_t input_stride, uint8_t 
 void te_cpu_transpose_floats(const float *const *input, float *output, int64_t output_stride,
                              int64_t rows, int64_t columns)
 {
-    int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+    int64_t whole_rows = WHOLE(rows, 4), whole_columns = WHOLE(columns, 4);
+#if defined(TE_CPU_X86)
     for (int64_t c = 0; c < whole_columns; c += 4) {
         for (int64_t r = 0; r < whole_rows; r += 4) {
             float *block = output + c * output_stride + r;
@@ -78,23 +86,9 @@ void te_cpu_transpose_floats(const float *const *input, float *output, int64_t o
             _mm_storeu_ps(block + 3 * output_stride, _mm_movehl_ps(high23, high01));
         }
     }
+#endif
     for (int64_t r = 0; r < rows; r++) {
         int64_t first = r < whole_rows ? whole_columns : 0;
         for (int64_t c = first; c < columns; c++) output[c * output_stride + r] = input[r][c];
     }
 }
-#else
-void te_cpu_transpose_bytes(const uint8_t *input, int64_t input_stride, uint8_t *output,
-                            int64_t output_stride, int64_t rows, int64_t columns)
-{
-    bytes_plain(input, input_stride, output, output_stride, rows, columns);
-}
-
-void te_cpu_transpose_floats(const float *const *input, float *output, int64_t output_stride,
-                             int64_t rows, int64_t columns)
-{
-    for (int64_t c = 0; c < columns; c++) {
-        for (int64_t r = 0; r < rows; r++) output[c * output_stride + r] = input[r][c];
-    }
-}
-#endif

@@ -6,7 +6,6 @@
 #include "layer/build.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/scales.h"
@@ -24,19 +23,12 @@ int te_links_has(const te_links *links, te_link link, int32_t of)
 
 static void add_link(te_build *build, te_links *links, te_link link, int32_t of)
 {
+    struct te_link_of *grown;
     if (te_links_has(links, link, of)) return;
-    if (links->count == links->capacity) {
-        int32_t wanted = links->capacity == 0 ? 16 : 2 * links->capacity;
-        void *grown = realloc(links->items, (size_t)wanted * sizeof *links->items);
-        if (grown == NULL) {
-            build->plan.status = TE_FAIL(TE_ERROR_MEMORY, "no memory for a plan");
-            return;
-        }
-        links->items = grown;
-        links->capacity = wanted;
-    }
-    links->items[links->count].link = link;
-    links->items[links->count++].of = of;
+    grown = te_plan_grow(&build->plan, links->items, links->count, &links->capacity, sizeof *grown);
+    if (grown == NULL) return;
+    links->items = grown;
+    grown[links->count++] = (struct te_link_of){link, of};
 }
 
 /* ---- buffers ------------------------------------------------------------------------------ */
@@ -333,10 +325,10 @@ int32_t te_get(te_build *build, te_link link, int32_t of)
 
 int32_t te_need(te_build *build, te_link link, int32_t of)
 {
-    te_buffer_role role = role_of(build, link, of);
-    int32_t found = te_find(build, link, of);
-    if (found != TE_NO_BUFFER) return found;
-    if (role != TE_ROLE_SCRATCH) return add(build, link, of, role);
+    if (build->direction == TE_DIRECTION_FORWARD || role_of(build, link, of) != TE_ROLE_SCRATCH ||
+        te_find(build, link, of) != TE_NO_BUFFER) {
+        return te_get(build, link, of);
+    }
     add_link(build, &build->saved, link, of);
     return add(build, link, of, TE_ROLE_SAVED);
 }

@@ -8,19 +8,10 @@
 #include <string.h>
 
 #include "core/fields.h"
-#include "core/scales.h"
 #include "core/status.h"
 #include "layer/recipe.h"
 
 /* ---- values ------------------------------------------------------------------------------- */
-
-int te_wide_wanted(const te_build *build, int32_t value)
-{
-    if (build->direction != TE_DIRECTION_FORWARD) return 0;
-    if (te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER) return 0;
-    return (te_value(build, value)->flags & TE_VALUE_RESULT) != 0 || te_is_read(build, value, 0) ||
-           te_links_has(&build->saved, TE_LINK_VALUE, value);
-}
 
 /* Whether a node casts this input of its, so that it need not be there in high precision. */
 static int reads_forms(const te_node_desc *node, int input)
@@ -142,9 +133,7 @@ int32_t te_grad_heads(te_build *build, int32_t node, int32_t value, const te_sli
 
 int te_grad_is_own(const te_build *build, int32_t value, int32_t buffer)
 {
-    const te_buffer_info *info;
-    if (build->plan.status != TE_OK) return 0;
-    info = &build->plan.buffers[buffer].info;
+    const te_buffer_info *info = &te_buffer_of(build, buffer)->info;
     if (info->role != TE_ROLE_SCRATCH || info->link != TE_LINK_GRADIENT || info->of != value) {
         return 0;
     }
@@ -256,7 +245,7 @@ static int field_number(te_build *build, const te_stage *stage, const char *name
 void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer)
 {
     if (buffer == TE_NO_BUFFER) return;
-    te_stage_use(&build->plan, stage, field_number(build, stage, field), buffer);
+    te_stage_use_at(&build->plan, stage, field_number(build, stage, field), buffer, 0, 0);
 }
 
 void te_use_value(te_build *build, te_stage *stage, const char *field, int32_t value)
@@ -277,6 +266,13 @@ void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t sy
                     0);
 }
 
+void te_convert(te_build *build, int32_t n, const char *name, int32_t input, int32_t output)
+{
+    te_stage *stage = te_add(build, n, te_node(build, n)->name, name, TE_OP_CAST);
+    te_use_as(build, stage, "input", input);
+    te_use_as(build, stage, "output", output);
+}
+
 void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output)
 {
     const char *name = residual == TE_NO_BUFFER ? "copy_gradient" : "add_gradients";
@@ -294,11 +290,12 @@ void te_set_number(te_build *build, te_stage *stage, const char *field, double v
 
 te_cast_to te_cast_nothing(void)
 {
-    te_cast_to cast = {.amax_epsilon = 0.0F};
-    cast.wide = cast.row = cast.row_scales = cast.column = cast.column_scales = cast.bias_grad =
-        cast.amax_partials = cast.scale = cast.history = cast.partials = cast.given =
-            cast.row_amax = cast.column_amax = cast.column_partials = cast.rng = TE_NO_BUFFER;
-    return cast;
+    return (te_cast_to){
+#define X(name) .name = TE_NO_BUFFER,
+        TE_CAST_BUFFERS(X)
+#undef X
+            .scale = TE_NO_BUFFER,
+        .history = TE_NO_BUFFER, .given = TE_NO_BUFFER};
 }
 
 static int has(const te_cast_to *cast, uint32_t option)
@@ -308,33 +305,22 @@ static int has(const te_cast_to *cast, uint32_t option)
 
 void te_ask_cast(te_build *build, te_stage *stage, const te_cast_to *cast)
 {
-    te_use_as(build, stage, "wide", cast->wide);
-    te_use_as(build, stage, "bias_grad", cast->bias_grad);
-    te_use_as(build, stage, "amax_partials", cast->amax_partials);
+#define X(name) te_use_as(build, stage, #name, cast->name);
+    TE_CAST_BUFFERS(X)
+#undef X
     if (cast->mode == TE_SCALING_NONE) return;
     te_set_number(build, stage, "mode", cast->mode);
-    te_use_as(build, stage, "row", cast->row);
-    te_use_as(build, stage, "column", cast->column);
-    te_use_as(build, stage, "row_scales", cast->row_scales);
-    te_use_as(build, stage, "column_scales", cast->column_scales);
-    te_use_as(build, stage, "partials", cast->partials);
     te_set_number(build, stage, "amax_epsilon", (double)cast->amax_epsilon);
     te_set_number(build, stage, "power_2_scale", has(cast, TE_CAST_POWER_2));
-    if (te_scales_micro(cast->mode)) {
-        te_use_as(build, stage, "row_amax", cast->row_amax);
-        te_use_as(build, stage, "column_amax", cast->column_amax);
-        te_use_as(build, stage, "column_partials", cast->column_partials);
-        te_use_as(build, stage, "rng", cast->rng);
-        te_set_number(build, stage, "square", cast->square);
-        te_set_number(build, stage, "hadamard", te_hadamard_of(cast->options));
-        te_set_number(build, stage, "margin", cast->margin);
-        te_set_number(build, stage, "four_over_six",
-                      !has(cast, TE_CAST_FOUR_OVER_SIX) ? TE_FOUR_OVER_SIX_NONE
-                      : has(cast, TE_CAST_SQUARED)      ? TE_FOUR_OVER_SIX_MSE
-                                                        : TE_FOUR_OVER_SIX_MAE);
-        te_set_number(build, stage, "scales_to_256", has(cast, TE_CAST_TO_256));
-        te_set_number(build, stage, "row_scaled", has(cast, TE_CAST_ROW_SCALED));
-    }
+    te_set_number(build, stage, "square", cast->square);
+    te_set_number(build, stage, "hadamard", te_hadamard_of(cast->options));
+    te_set_number(build, stage, "margin", cast->margin);
+    te_set_number(build, stage, "four_over_six",
+                  !has(cast, TE_CAST_FOUR_OVER_SIX) ? TE_FOUR_OVER_SIX_NONE
+                  : has(cast, TE_CAST_SQUARED)      ? TE_FOUR_OVER_SIX_MSE
+                                                    : TE_FOUR_OVER_SIX_MAE);
+    te_set_number(build, stage, "scales_to_256", has(cast, TE_CAST_TO_256));
+    te_set_number(build, stage, "row_scaled", has(cast, TE_CAST_ROW_SCALED));
     if (cast->given != TE_NO_BUFFER) {
         te_stage_use_at(&build->plan, stage, field_number(build, stage, "scale"), cast->given,
                         TE_SCALES_SCALE, 0);

@@ -79,7 +79,17 @@ struct te_node_rules {
     te_stage *(*produce_grad)(te_build *build, int32_t node, const char *prefix, const char *name);
 };
 
-/* ---- what the checks of nodes share (make.c) ---- */
+/* ---- checks (graph_check.c) ---- */
+
+/* By te_node_kind. */
+extern const te_node_rules *const te_rules[TE_NODE_KINDS];
+/* The sizes of a graph and of its lists, and the direction. */
+te_status te_check_head(const te_graph_desc *graph, te_direction direction);
+/* Values, nodes and their order, of a graph whose head was checked; fills what is known of each
+ * value. */
+te_status te_check_graph(const te_graph_desc *graph, te_value_state *values);
+
+/* ---- what the checks of nodes share (value.c) ---- */
 
 /* A parameter [rows, columns], or of `columns` elements where rows is 0; or none. */
 te_status te_check_parameter(const te_graph_desc *graph, int32_t value, const char *what,
@@ -96,14 +106,15 @@ te_status te_check_quantization(const te_node_desc *node, const char *what);
 /* Input i of a node is a matrix of rows of a sequence, whose slice i lies inside; for attention
  * also a value of heads, which the slice is all of. */
 te_status te_check_slice(const te_graph_desc *graph, int32_t node, int i);
+/* The output is the dense matrix of so many heads, with the rows and the dtype of input 0. */
+te_status te_check_output(const te_graph_desc *graph, int32_t node, const char *what, int32_t heads,
+                          int32_t channels);
 /* Input 0 is one, and the output the dense matrix of its heads. */
 te_status te_check_heads(const te_graph_desc *graph, int32_t node, const char *what);
 /* Whether a value is a random pair (seed, offset), i64 [2], where one is wanted, and else none. */
 int te_pair_fits(const te_graph_desc *graph, int32_t value, int wanted);
 /* The same of input i of a node. */
 te_status te_check_pair(const te_graph_desc *graph, int32_t node, int i, int wanted);
-/* Kind, eps, gamma and beta of a norm over so many columns (node_norm.c). */
-te_status te_check_affine(const te_graph_desc *graph, int32_t node, int64_t columns);
 
 extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules, te_softcap_rules,
     te_attention_rules, te_rope_rules, te_dropout_add_rules, te_head_norm_rules, te_function_rules,
@@ -148,6 +159,12 @@ static inline int te_is_of_heads(const te_value_desc *value)
 {
     return (value->flags & TE_VALUE_LEADING) != 0 && value->ndim > 2;
 }
+/* Whether two numbers of rows are the same. */
+static inline int te_is_alike(const te_extent *a, const te_extent *b)
+{
+    return a->symbol == b->symbol && a->align == b->align && a->multiply == b->multiply &&
+           a->add == b->add;
+}
 /* The symbol of the rows of a matrix or of heads. */
 static inline int32_t te_rows_symbol(const te_value_desc *value)
 {
@@ -163,11 +180,17 @@ int te_operand_is_transposed(const te_build *build, int32_t of);
 
 /* ---- buffers ---- */
 
+/* What a buffer is; nothing where the making of the plan has failed. */
+static inline const te_buffer *te_buffer_of(const te_build *build, int32_t number)
+{
+    static const te_buffer none;
+    return build->plan.status == TE_OK ? &build->plan.buffers[number] : &none;
+}
 /* The buffer, or TE_NO_BUFFER where the plan has none yet. */
 int32_t te_find(const te_build *build, te_link link, int32_t of);
 /* The buffer, added where it is not there. */
 int32_t te_get(te_build *build, te_link link, int32_t of);
-/* The same of what the forward has made; it is saved where it is not given. */
+/* The same of what the forward makes; in a later plan it is saved where it is not given. */
 int32_t te_need(te_build *build, te_link link, int32_t of);
 
 /* The same of what the backward has made for the deferred plan, which is being built. */
@@ -177,8 +200,11 @@ int32_t te_defer(te_build *build, te_link link, int32_t of);
  * memory. Heads that lie side by side are one. Of packed sequences with a batch of 1 for attention,
  * and without one for others. A buffer of heads is read as it is, in that order. */
 int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slice *slice);
-/* Part of a buffer; `view` has name, shape, base, offset and strides. */
-int32_t te_view(te_build *build, const te_buffer_info *view);
+/* Part of a buffer; `view` has shape, base, offset and strides. The name is printed. */
+__attribute__((format(printf, 3, 4))) int32_t te_view(te_build *build, const te_buffer_info *view,
+                                                      const char *format, ...);
+/* A dense matrix of heads as one of their rows. */
+int32_t te_rows_of_heads(te_build *build, int32_t matrix, const te_slice *slice, const char *name);
 /* Heads that lie side by side, and how often; in all they have as many elements of a row. */
 static inline int64_t te_slice_together(const te_slice *slice)
 {
@@ -191,12 +217,6 @@ static inline int64_t te_slice_blocks(const te_slice *slice)
 static inline int64_t te_slice_width(const te_slice *slice)
 {
     return te_slice_together(slice) * slice->channels;
-}
-/* Slice without gaps: the heads one after the other. */
-static inline te_slice te_dense_heads(int32_t heads, int32_t channels)
-{
-    te_slice slice = {heads, channels, 0, channels, 1};
-    return slice;
 }
 
 /* ---- values ---- */
@@ -214,8 +234,6 @@ static inline int te_value_is_shared(const te_build *build, int32_t value)
 }
 /* Does a node read the value in FP8, or one in high precision? */
 int te_is_read(const te_build *build, int32_t value, int quantized);
-/* Is it to be written in high precision with the cast that is being added? */
-int te_wide_wanted(const te_build *build, int32_t value);
 /* It in high precision: given, made already, made now by whoever it is pending at, in a backward
  * saved or repeated. */
 int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *name);
@@ -264,19 +282,37 @@ void te_use_slot(te_build *build, te_stage *stage, const char *field, int32_t bu
                  int32_t slot);
 /* Gives a number the value of a te_symbol. */
 void te_use_size(te_build *build, te_stage *stage, const char *field, int32_t symbol);
+/* output = input, in its own dtype: a stage of the node. */
+void te_convert(te_build *build, int32_t node, const char *name, int32_t input, int32_t output);
 /* output = residual + input; TE_NO_BUFFER: a copy. */
 void te_sum(te_build *build, int32_t input, int32_t residual, int32_t output);
 /* Sets a number, kind or flag. */
 void te_set_number(te_build *build, te_stage *stage, const char *field, double value);
 
+/* Buffers that a casting stage is asked for, by the fields that they fill: X(name). */
+#define TE_CAST_BUFFERS(X)                                                                         \
+    X(wide)                                                                                        \
+    X(bias_grad)                                                                                   \
+    X(amax_partials)                                                                               \
+    X(row)                                                                                         \
+    X(column)                                                                                      \
+    X(row_scales)                                                                                  \
+    X(column_scales)                                                                               \
+    X(partials)                                                                                    \
+    X(row_amax)                                                                                    \
+    X(column_amax)                                                                                 \
+    X(column_partials)                                                                             \
+    X(rng)
+
 /* What a casting stage is asked for; TE_NO_BUFFER where it is not wanted. */
 typedef struct te_cast_to {
-    int32_t wide, row, row_scales, column, column_scales, bias_grad, amax_partials;
-    int32_t row_amax, column_amax, column_partials, rng; /* of MXFP8 and NVFP4 */
-    int32_t square;
-    int32_t scale, history, partials; /* where the scale comes from: a chunk, or partial maxima */
-    int32_t given;                    /* or the scales of an earlier cast */
+#define X(name) int32_t name;
+    TE_CAST_BUFFERS(X)
+#undef X
+    int32_t scale, history; /* where the scale comes from, but for partials: a chunk */
+    int32_t given;          /* or the scales of an earlier cast */
     int32_t chunk, slot;
+    int32_t square;
     float amax_epsilon;
     uint32_t options; /* TE_CAST_* */
     int32_t margin;

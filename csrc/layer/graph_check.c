@@ -2,8 +2,6 @@
  *
  * graph_check.c - what a graph has to be before plans are made of it.
  */
-#include "layer/graph_check.h"
-
 #include <string.h>
 
 #include "core/status.h"

@@ -3,8 +3,10 @@
  * graph_text.c - graphs as text, by the tables of records.c. Numbers do not go by the locale of the
  * program, and are written with as few digits as are read to the same bits.
  */
+#define _POSIX_C_SOURCE 200809L /* uselocale */
+
+#include <locale.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,27 +20,16 @@ enum { NUMBER_CHARACTERS = 40 }; /* more than any number has */
 
 static const char *const directions[TE_DIRECTION_COUNT] = {"forward", "backward", "deferred"};
 
-/* What stands between the digits of a number in the locale of the program. */
-static size_t find_point(char *point, size_t size)
+/* Between these two, numbers do not go by the locale of the program in this thread. The one of C is
+ * built in: it can not fail. */
+static locale_t leave_locale(void)
 {
-    char text[NUMBER_CHARACTERS];
-    size_t length;
-    (void)snprintf(text, sizeof text, "%.1f", 0.5);
-    length = strlen(text) - 2;
-    if (length == 0 || length >= size) return 0;
-    memcpy(point, text + 1, length);
-    point[length] = '\0';
-    return length;
+    return uselocale(newlocale(LC_ALL_MASK, "C", (locale_t)0));
 }
 
-/* Replaces the first `from` in a text by `to`. */
-static void replace(char *text, size_t size, const char *from, const char *to)
+static void enter_locale(locale_t before)
 {
-    char *at = strstr(text, from);
-    size_t before = strlen(from), length = strlen(to);
-    if (at == NULL || strlen(text) - before + length >= size) return;
-    memmove(at + length, at + before, strlen(at + before) + 1);
-    for (size_t i = 0; i < length; i++) at[i] = to[i]; /* the text goes on behind them */
+    freelocale(uselocale(before));
 }
 
 /* ---- writing ------------------------------------------------------------------------------ */
@@ -64,7 +55,8 @@ static void put_integer(writer *to, int64_t value)
 
 static void put_real(writer *to, double value, int is_float)
 {
-    char text[NUMBER_CHARACTERS], point[8];
+    const locale_t before = leave_locale();
+    char text[NUMBER_CHARACTERS];
     int digits = is_float ? 6 : 15;
     const int most = is_float ? 9 : 17;
     for (; digits <= most; digits++) {
@@ -73,7 +65,7 @@ static void put_real(writer *to, double value, int is_float)
         again = strtod(text, NULL);
         if (is_float ? (float)again == (float)value : again == value) break;
     }
-    if (find_point(point, sizeof point) > 0) replace(text, sizeof text, point, ".");
+    enter_locale(before);
     put(to, text);
 }
 
@@ -93,6 +85,19 @@ static void put_name(writer *to, const char *name)
     put(to, "\"");
 }
 
+/* An integer of any kind. */
+static int64_t whole_of(const te_member *member, const void *item)
+{
+    if (member->kind == TE_MEMBER_INT64) return *(const int64_t *)item;
+    return member->kind == TE_MEMBER_BITS ? (int64_t) * (const uint32_t *)item
+                                          : (int64_t) * (const int32_t *)item;
+}
+
+static double real_of(const te_member *member, const void *item)
+{
+    return member->kind == TE_MEMBER_FLOAT ? (double)*(const float *)item : *(const double *)item;
+}
+
 static te_status put_record(writer *to, const te_record *record, const void *memory);
 
 static te_status put_item(writer *to, const te_member *member, const void *item)
@@ -102,19 +107,13 @@ static te_status put_item(writer *to, const te_member *member, const void *item)
         put_name(to, item);
         return TE_OK;
     case TE_MEMBER_INT32:
-        put_integer(to, *(const int32_t *)item);
-        return TE_OK;
     case TE_MEMBER_BITS:
-        put_integer(to, *(const uint32_t *)item);
-        return TE_OK;
     case TE_MEMBER_INT64:
-        put_integer(to, *(const int64_t *)item);
+        put_integer(to, whole_of(member, item));
         return TE_OK;
     case TE_MEMBER_FLOAT:
-        put_real(to, (double)*(const float *)item, 1);
-        return TE_OK;
     case TE_MEMBER_DOUBLE:
-        put_real(to, *(const double *)item, 0);
+        put_real(to, real_of(member, item), member->kind == TE_MEMBER_FLOAT);
         return TE_OK;
     case TE_MEMBER_RECORD:
         return put_record(to, member->record, item);
@@ -125,16 +124,13 @@ static te_status put_item(writer *to, const te_member *member, const void *item)
 
 static int is_initial(const te_member *member, const void *item)
 {
-    const double start = member->initial;
-    int64_t whole;
     int initial = 1;
     switch (member->kind) {
     case TE_MEMBER_NAME:
         return *(const char *)item == '\0';
     case TE_MEMBER_FLOAT:
-        return *(const float *)item == (float)start && !signbit(*(const float *)item);
     case TE_MEMBER_DOUBLE:
-        return *(const double *)item == start && !signbit(*(const double *)item);
+        return real_of(member, item) == member->initial && !signbit(real_of(member, item));
     case TE_MEMBER_RECORD:
         for (int32_t m = 0; m < member->record->member_count; m++) {
             const te_member *inner = &member->record->members[m];
@@ -147,16 +143,9 @@ static int is_initial(const te_member *member, const void *item)
             }
         }
         return initial;
-    case TE_MEMBER_INT64:
-        whole = *(const int64_t *)item;
-        break;
-    case TE_MEMBER_BITS:
-        whole = *(const uint32_t *)item;
-        break;
     default:
-        whole = *(const int32_t *)item;
+        return whole_of(member, item) == (int64_t)member->initial;
     }
-    return whole == (int64_t)start;
 }
 
 /* How many items are written: of numbers, and where all are there anyway, none that is initial at
@@ -291,10 +280,12 @@ static te_status read_integer(reader *from, int64_t low, int64_t high, int64_t *
 
 static te_status read_real(reader *from, double *value)
 {
-    char text[NUMBER_CHARACTERS + 8], point[8], *end;
+    char text[NUMBER_CHARACTERS], *end;
+    locale_t before;
     TE_TRY(read_word(from, is_of_number, text));
-    if (find_point(point, sizeof point) > 0) replace(text, sizeof text, ".", point);
+    before = leave_locale();
     *value = strtod(text, &end);
+    enter_locale(before);
     return *end == '\0' ? TE_OK : damaged(from, "a number before");
 }
 

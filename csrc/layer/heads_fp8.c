@@ -65,10 +65,7 @@ static int32_t buffer_of(te_build *build, int32_t n, te_link link, te_heads_role
         number = operand;
         link = link == TE_LINK_HEADS ? TE_LINK_ROW : TE_LINK_SCALES;
     }
-    if (of_forward && build->direction != TE_DIRECTION_FORWARD) {
-        return te_need(build, link, number);
-    }
-    return te_get(build, link, number);
+    return of_forward ? te_need(build, link, number) : te_get(build, link, number);
 }
 
 /* Of one cast: gradients have one for all. */
@@ -82,25 +79,20 @@ static int32_t scales_of(te_build *build, int32_t n, te_heads_role role)
 static int32_t columns_of(te_build *build, int32_t n, te_heads_role role, int32_t buffer)
 {
     const te_slice *slice = slice_of(build, n, role);
-    te_buffer_info view = {.ndim = 2, .base = buffer, .offset = slice->offset};
-    const te_buffer_info *base;
-    char name[2 * TE_NAME_BYTES];
-    if (build->plan.status != TE_OK) return 0;
-    base = &build->plan.buffers[buffer].info;
-    (void)snprintf(name, sizeof name, "%.24s_of_%.16s", build->plan.buffers[buffer].name,
-                   te_heads_name(role));
-    view.name = name;
-    view.strides[1] = te_constant(1);
+    const te_buffer *base = te_buffer_of(build, buffer);
+    const te_extent *shape = base->info.shape;
+    te_buffer_info view = {
+        .ndim = 2,
+        .base = buffer,
+        .offset = slice->offset,
+        .shape = {te_multiple(shape[0].symbol, slice->heads), te_constant(slice->channels)},
+        .strides = {te_constant(slice->stride), te_constant(1)}};
     if (slice->stride == slice->channels) {
-        view.shape[0] = base->shape[0];
+        view.shape[0] = shape[0];
         view.shape[1] = te_constant((int64_t)slice->heads * slice->channels);
-        view.strides[0] = te_constant(base->shape[1].add);
-    } else {
-        view.shape[0] = te_multiple(base->shape[0].symbol, slice->heads);
-        view.shape[1] = te_constant(slice->channels);
-        view.strides[0] = te_constant(slice->stride);
+        view.strides[0] = te_constant(shape[1].add);
     }
-    return te_view(build, &view);
+    return te_view(build, &view, "%.24s_of_%.16s", base->name, te_heads_name(role));
 }
 
 /* The FP8 matrix of a role as columns_of gives the wide one. */
@@ -108,13 +100,8 @@ static int32_t narrow_of(te_build *build, int32_t n, const te_heads_place *at)
 {
     const te_slice *slice = slice_of(build, n, at->matrix);
     const int32_t buffer = buffer_of(build, n, TE_LINK_HEADS, at->matrix);
-    te_buffer_info view = {.name = te_heads_name(at->matrix), .ndim = 2, .base = buffer};
-    if (build->plan.status != TE_OK || at->whole || slice->stride == slice->channels) return buffer;
-    view.shape[0] = te_multiple(build->plan.buffers[buffer].info.shape[0].symbol, slice->heads);
-    view.shape[1] = te_constant(slice->channels);
-    view.strides[0] = te_constant(slice->channels);
-    view.strides[1] = te_constant(1);
-    return te_view(build, &view);
+    if (at->whole || slice->stride == slice->channels) return buffer;
+    return te_rows_of_heads(build, buffer, slice, te_heads_name(at->matrix));
 }
 
 int32_t te_fp8_heads(te_build *build, int32_t n, te_heads_role role)

@@ -50,34 +50,24 @@ int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, ui
 /* ---- casts -------------------------------------------------------------------------------- */
 
 /* Stages of an operand's cast: `produce` writes it in high precision, `again` is the cast in a
- * later plan. Roles without such a stage have that of the cast there. */
+ * later plan; roles without such a stage have that of the cast there. And the slot that its scale
+ * is in, among those of the node in a chunk. */
+#define CAST_STAGES(NAME, PRODUCE, AGAIN, number)                                                  \
+    {                                                                                              \
+        TE_LINEAR_STAGE_##PRODUCE, TE_LINEAR_STAGE_AMAX_##NAME,                                    \
+            TE_LINEAR_STAGE_REDUCE_AMAX_##NAME, TE_LINEAR_STAGE_QUANTIZE_##NAME,                   \
+            TE_LINEAR_STAGE_##AGAIN, (number)                                                      \
+    }
 static const struct cast_stages {
     te_linear_stage produce, amax, reduce, quantize, again;
+    int32_t slot;
 } stages_of[] = {
-    [TE_INPUT_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_INPUT, TE_LINEAR_STAGE_AMAX_INPUT,
-                          TE_LINEAR_STAGE_REDUCE_AMAX_INPUT, TE_LINEAR_STAGE_QUANTIZE_INPUT,
-                          TE_LINEAR_STAGE_REQUANTIZE_INPUT},
-    [TE_WEIGHT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_WEIGHT, TE_LINEAR_STAGE_AMAX_WEIGHT,
-                           TE_LINEAR_STAGE_REDUCE_AMAX_WEIGHT, TE_LINEAR_STAGE_QUANTIZE_WEIGHT,
-                           TE_LINEAR_STAGE_REQUANTIZE_WEIGHT},
-    [TE_GRAD_OPERAND] = {TE_LINEAR_STAGE_PRODUCE_GRAD_OUTPUT, TE_LINEAR_STAGE_AMAX_GRAD_OUTPUT,
-                         TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT,
-                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT,
-                         TE_LINEAR_STAGE_QUANTIZE_GRAD_OUTPUT},
-    [TE_OUTPUT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_OUTPUT, TE_LINEAR_STAGE_AMAX_OUTPUT,
-                           TE_LINEAR_STAGE_REDUCE_AMAX_OUTPUT, TE_LINEAR_STAGE_QUANTIZE_OUTPUT,
-                           TE_LINEAR_STAGE_QUANTIZE_OUTPUT},
-    [TE_GRAD_INPUT_OPERAND] = {TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT, TE_LINEAR_STAGE_AMAX_GRAD_INPUT,
-                               TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_INPUT,
-                               TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT,
-                               TE_LINEAR_STAGE_QUANTIZE_GRAD_INPUT},
+    [TE_INPUT_OPERAND] = CAST_STAGES(INPUT, PRODUCE_INPUT, REQUANTIZE_INPUT, 0),
+    [TE_WEIGHT_OPERAND] = CAST_STAGES(WEIGHT, QUANTIZE_WEIGHT, REQUANTIZE_WEIGHT, 1),
+    [TE_GRAD_OPERAND] = CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, QUANTIZE_GRAD_OUTPUT, 0),
+    [TE_OUTPUT_OPERAND] = CAST_STAGES(OUTPUT, QUANTIZE_OUTPUT, QUANTIZE_OUTPUT, 2),
+    [TE_GRAD_INPUT_OPERAND] = CAST_STAGES(GRAD_INPUT, QUANTIZE_GRAD_INPUT, QUANTIZE_GRAD_INPUT, 1),
 };
-/* The slot that its scale is in, among those of the node in a chunk. */
-static const int32_t slots_of[] = {[TE_INPUT_OPERAND] = 0,
-                                   [TE_WEIGHT_OPERAND] = 1,
-                                   [TE_OUTPUT_OPERAND] = 2,
-                                   [TE_GRAD_OPERAND] = 0,
-                                   [TE_GRAD_INPUT_OPERAND] = 1};
 
 te_linear_source te_linear_source_of(te_build *build, int32_t k, te_operand_role role)
 {
@@ -165,12 +155,20 @@ void te_linear_sum_grad(te_build *build, int32_t k, const te_linear_source *from
     te_ask_cast(build, stage, &cast);
 }
 
-/* The high-precision form, where somebody reads it besides this cast: written in the first pass. */
+/* The high-precision form, where a forward has it not yet and somebody reads it besides this cast:
+ * written in the first pass. */
 static int32_t wide_besides(te_build *build, const te_linear_source *from)
 {
-    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND) return TE_NO_BUFFER;
-    if (!te_wide_wanted(build, from->value)) return TE_NO_BUFFER;
-    return te_get(build, TE_LINK_VALUE, from->value);
+    const int32_t value = from->value;
+    if (from->pending == TE_NOBODY || from->role == TE_GRAD_OPERAND ||
+        build->direction != TE_DIRECTION_FORWARD ||
+        te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER) {
+        return TE_NO_BUFFER;
+    }
+    return (te_value(build, value)->flags & TE_VALUE_RESULT) != 0 || te_is_read(build, value, 0) ||
+                   te_links_has(&build->saved, TE_LINK_VALUE, value)
+               ? te_get(build, TE_LINK_VALUE, value)
+               : TE_NO_BUFFER;
 }
 
 /* A pass that finds the largest magnitude; `transformed`: of the
@@ -212,13 +210,18 @@ static void measure_for(te_build *build, int32_t k, const te_linear_source *from
     if (apart) cast->column_partials = measure(build, k, from, wide, 1);
 }
 
+static int32_t form_if(te_build *build, int32_t k, te_operand_role role, te_link link, int wanted)
+{
+    return wanted ? te_linear_form(build, k, role, link) : TE_NO_BUFFER;
+}
+
 /* What a cast of an operand to these forms is asked for. */
 static te_cast_to cast_to(te_build *build, int32_t k, te_operand_role role, int forms)
 {
     te_cast_to cast = te_cast_nothing();
     cast.mode = te_linear_rule(build, k, role)->mode;
-    if ((forms & TE_FORM_ROW) != 0) cast.row = te_linear_form(build, k, role, TE_LINK_ROW);
-    if ((forms & TE_FORM_COLUMN) != 0) cast.column = te_linear_form(build, k, role, TE_LINK_COLUMN);
+    cast.row = form_if(build, k, role, TE_LINK_ROW, forms & TE_FORM_ROW);
+    cast.column = form_if(build, k, role, TE_LINK_COLUMN, forms & TE_FORM_COLUMN);
     return cast;
 }
 
@@ -236,7 +239,8 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     const te_quantization *q = &te_node(build, k)->quantization;
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
     const te_operand_role as = te_cast_as(role);
-    int shared = rule->row.scales == rule->column.scales;
+    const int row = forms & TE_FORM_ROW, column = forms & TE_FORM_COLUMN;
+    const int shared = rule->row.scales == rule->column.scales;
     cast->amax_epsilon = q->casts[as].amax_epsilon;
     cast->options = q->casts[as].options;
     cast->margin = q->casts[as].margin;
@@ -244,17 +248,10 @@ static void write_scales(te_build *build, int32_t k, te_operand_role role, int f
     if (te_cast_has(q, role, TE_CAST_STOCHASTIC)) {
         cast->rng = te_get(build, TE_LINK_VALUE, te_node(build, k)->inputs[pair_of(role)]);
     }
-    if (shared || (forms & TE_FORM_ROW) != 0) {
-        cast->row_scales = te_linear_form(build, k, role, rule->row.scales);
-    }
-    if (shared || (forms & TE_FORM_COLUMN) != 0) {
-        cast->column_scales = te_linear_form(build, k, role, rule->column.scales);
-    }
-    if (rule->row.amax == TE_LINK_VALUE) return;
-    if ((forms & TE_FORM_ROW) != 0) cast->row_amax = te_linear_form(build, k, role, rule->row.amax);
-    if ((forms & TE_FORM_COLUMN) != 0) {
-        cast->column_amax = te_linear_form(build, k, role, rule->column.amax);
-    }
+    cast->row_scales = form_if(build, k, role, rule->row.scales, shared || row);
+    cast->column_scales = form_if(build, k, role, rule->column.scales, shared || column);
+    cast->row_amax = form_if(build, k, role, rule->row.amax, row);
+    cast->column_amax = form_if(build, k, role, rule->column.amax, column);
 }
 
 /* The caller's stage, which writes these forms, in high precision. */
@@ -305,7 +302,7 @@ static void cast_source(te_build *build, int32_t k, te_linear_source from, int f
     }
     cast.bias_grad = bias_grad;
     cast.chunk = 2 * node->owner + gradient;
-    cast.slot = node->slots[gradient] + slots_of[role];
+    cast.slot = node->slots[gradient] + stages->slot;
     write_scales(build, k, role, forms, &cast);
     stage = stage_over(build, k, stages->quantize, &from, TE_OP_QUANTIZE, measured);
     te_ask_cast(build, stage, &cast);
@@ -438,9 +435,7 @@ static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, "row", row);
     te_use_as(build, stage, "row_scales", te_linear_form(build, k, role, rule->row.scales));
-    if (rule->row.amax != TE_LINK_VALUE) {
-        te_use_as(build, stage, "row_amax", te_linear_form(build, k, role, rule->row.amax));
-    }
+    te_use_as(build, stage, "row_amax", te_linear_form(build, k, role, rule->row.amax));
     te_use_as(build, stage, "output", output);
 }
 

@@ -53,11 +53,11 @@ static inline te_link te_linear_scales(const te_build *build, int32_t node, te_o
 {
     return te_linear_form_rule(build, node, role, form)->scales;
 }
-/* The buffer of a form, or of its scales or amax. */
+/* The buffer of a form, or of its scales or amax; TE_NO_BUFFER where a rule has none. */
 static inline int32_t te_linear_form(te_build *build, int32_t node, te_operand_role role,
                                      te_link link)
 {
-    return te_get(build, link, te_operand_of(node, role));
+    return link == TE_LINK_VALUE ? TE_NO_BUFFER : te_get(build, link, te_operand_of(node, role));
 }
 static inline int te_linear_arrives(const te_build *build, int32_t node, te_operand_role role)
 {

@@ -13,30 +13,22 @@ static te_status check_dtypes(const te_graph_desc *graph, const te_node_desc *no
     const te_value_desc *x = &graph->values[node->inputs[0]], *w = &graph->values[node->inputs[1]];
     const te_value_desc *y = &graph->values[node->output];
     const te_value_desc *b = node->inputs[2] < 0 ? NULL : &graph->values[node->inputs[2]];
-    const te_quantization *q = &node->quantization;
-    if (!te_is_quantized(q)) {
-        if (x->dtype == w->dtype && x->dtype == y->dtype && (b == NULL || b->dtype == x->dtype)) {
-            return TE_OK;
-        }
-        return TE_FAIL(TE_ERROR_TYPE,
-                       "linear: input %s, weight %s, bias %s, output %s: without a recipe all are "
-                       "one dtype",
-                       te_dtype_name((te_dtype)x->dtype), te_dtype_name((te_dtype)w->dtype),
-                       b == NULL ? "none" : te_dtype_name((te_dtype)b->dtype),
-                       te_dtype_name((te_dtype)y->dtype));
-    }
+    int one = x->dtype == w->dtype && x->dtype == y->dtype && (b == NULL || b->dtype == x->dtype);
+    TE_FAIL_IF(
+        !one && !te_is_quantized(&node->quantization), TE_ERROR_TYPE,
+        "linear: input %s, weight %s, bias %s, output %s: without a recipe all are one dtype",
+        te_dtype_name((te_dtype)x->dtype), te_dtype_name((te_dtype)w->dtype),
+        b == NULL ? "none" : te_dtype_name((te_dtype)b->dtype), te_dtype_name((te_dtype)y->dtype));
     return TE_OK;
 }
 
 static te_status check_weight(const te_graph_desc *graph, const te_node_desc *node)
 {
-    const te_value_desc *w = &graph->values[node->inputs[1]];
-    uint32_t main_grad = w->flags & (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE);
-    if (main_grad != (TE_VALUE_ACCUMULATE | TE_VALUE_OVERWRITE)) return TE_OK;
-    return TE_FAIL(
-        TE_ERROR_INVALID,
-        "linear: weight: flags 0x%x: TE_VALUE_ACCUMULATE or TE_VALUE_OVERWRITE, not both",
-        w->flags);
+    const uint32_t flags = graph->values[node->inputs[1]].flags;
+    TE_FAIL_IF(
+        (flags & TE_VALUE_ACCUMULATE) != 0 && (flags & TE_VALUE_OVERWRITE) != 0, TE_ERROR_INVALID,
+        "linear: weight: flags 0x%x: TE_VALUE_ACCUMULATE or TE_VALUE_OVERWRITE, not both", flags);
+    return TE_OK;
 }
 
 /* Options that a recipe has: those of scales that it finds, of tiles, and of NVFP4. */

@@ -7,7 +7,6 @@
 
 #include "core/status.h"
 #include "core/tensor.h"
-#include "layer/graph_check.h"
 #include "layer/linear_cast.h"
 
 /* ---- what is read of a graph ------------------------------------------------------------------
@@ -151,9 +150,7 @@ static void walk_deferred(te_build *build)
 /* Whether what holds the gradient of an input is the buffer of something else. */
 static int is_passed_on(const te_build *build, int32_t value)
 {
-    const te_buffer_info *info;
-    if (build->plan.status != TE_OK) return 0;
-    info = &build->plan.buffers[build->values[value].grad_alias].info;
+    const te_buffer_info *info = &te_buffer_of(build, build->values[value].grad_alias)->info;
     return info->link != TE_LINK_GRADIENT || info->of != value;
 }
 

@@ -6,18 +6,11 @@
 #include "core/status.h"
 #include "layer/build.h"
 
-static void convert(te_build *build, int32_t n, const char *name, int32_t from, int32_t to)
-{
-    te_stage *stage = te_add(build, n, te_node(build, n)->name, name, TE_OP_CAST);
-    te_use_as(build, stage, "input", from);
-    te_use_as(build, stage, "output", to);
-}
-
 static void forward(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     int32_t input = te_wide(build, node->inputs[0], node->name, "convert_input");
-    convert(build, n, "convert", input, te_get(build, TE_LINK_VALUE, node->output));
+    te_convert(build, n, "convert", input, te_get(build, TE_LINK_VALUE, node->output));
 }
 
 static void backward(te_build *build, int32_t n)
@@ -26,7 +19,7 @@ static void backward(te_build *build, int32_t n)
     int32_t x = node->inputs[0], grad;
     if (!build->values[x].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
-    convert(build, n, "convert_grad", grad, te_grad_target(build, x));
+    te_convert(build, n, "convert_grad", grad, te_grad_target(build, x));
 }
 
 static te_status check(const te_graph_desc *graph, int32_t n)

@@ -29,13 +29,6 @@ static int is_converted(const te_build *build, const te_node_desc *node, int32_t
     return te_value(build, value)->dtype != te_value(build, node->output)->dtype;
 }
 
-static void convert(te_build *build, int32_t n, const char *name, int32_t from, int32_t to)
-{
-    te_stage *stage = te_add(build, n, te_node(build, n)->name, name, TE_OP_CAST);
-    te_use_as(build, stage, "input", from);
-    te_use_as(build, stage, "output", to);
-}
-
 /* Scratch in the dtype of the output. */
 static int32_t converted(te_build *build, int32_t n, te_operand_role role)
 {
@@ -52,7 +45,8 @@ static int32_t term(te_build *build, int32_t n, int32_t value, te_operand_role r
     given = te_wide(build, value, node->name, name);
     if (!is_converted(build, node, value)) return given;
     wide = converted(build, n, role);
-    convert(build, n, role == TE_INPUT_OPERAND ? "convert_input" : "convert_residual", given, wide);
+    te_convert(build, n, role == TE_INPUT_OPERAND ? "convert_input" : "convert_residual", given,
+               wide);
     return wide;
 }
 
@@ -60,7 +54,7 @@ static int32_t term(te_build *build, int32_t n, int32_t value, te_operand_role r
 static void pass(te_build *build, int32_t n, int32_t value, int32_t grad, const char *name)
 {
     if (is_converted(build, te_node(build, n), value))
-        convert(build, n, name, grad, te_grad_target(build, value));
+        te_convert(build, n, name, grad, te_grad_target(build, value));
     else
         te_grad_pass(build, value, grad);
 }
@@ -106,7 +100,7 @@ static void backward(te_build *build, int32_t n)
     if (!drops(node))
         pass(build, n, x, grad, "convert_grad_input");
     else if (is_converted(build, node, x))
-        convert(build, n, "convert_grad_input", dropped, te_grad_target(build, x));
+        te_convert(build, n, "convert_grad_input", dropped, te_grad_target(build, x));
 }
 
 /* Whether all values of a term are some of the output. */
@@ -135,9 +129,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
                TE_ERROR_INVALID,
                "dropout + add: drop path drops samples, but the rows of %s are no tokens", y->name);
     if (x->shape[1].add == y->shape[1].add && holds(y, x) && holds(y, r) && r->ndim == 2 &&
-        r->shape[1].add == y->shape[1].add && r->shape[0].symbol == y->shape[0].symbol &&
-        r->shape[0].add == y->shape[0].add && r->shape[0].multiply == y->shape[0].multiply &&
-        r->shape[0].align == y->shape[0].align) {
+        r->shape[1].add == y->shape[1].add && te_is_alike(&r->shape[0], &y->shape[0])) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID, "dropout + add: %s, %s and %s of different shapes or dtypes",

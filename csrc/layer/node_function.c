@@ -69,12 +69,6 @@ static void backward(te_build *build, int32_t n)
     }
 }
 
-static int is_row_alike(const te_extent *a, const te_extent *b)
-{
-    return a->symbol == b->symbol && a->align == b->align && a->multiply == b->multiply &&
-           a->add == b->add;
-}
-
 static te_status check(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
@@ -93,7 +87,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
         }
         if (x->ndim == 2 && te_dtype_is_high_precision((te_dtype)x->dtype) &&
             (x->flags & TE_VALUE_PARAMETER) == 0 && x->shape[1].symbol == TE_SYMBOL_NONE &&
-            is_row_alike(&x->shape[0], &first->shape[0])) {
+            te_is_alike(&x->shape[0], &first->shape[0])) {
             continue;
         }
         return TE_FAIL(TE_ERROR_INVALID, "function: %s is no matrix with the rows of %s", x->name,

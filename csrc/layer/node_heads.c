@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * node_heads.c - attention, the rotary embedding and norms of heads as nodes. They read heads of
- * matrices where they lie, queries, keys and values of one projection say, and write gradients to
- * the same places.
+ * node_heads.c - attention and the rotary embedding as nodes. They read heads of matrices where
+ * they lie, queries, keys and values of one projection say, and write gradients to the same places.
  */
 #include <float.h>
-#include <stdio.h>
 
 #include "core/status.h"
 #include "layer/build.h"
@@ -43,7 +41,8 @@ static int32_t heads_of_input(te_build *build, int32_t n, int i)
 static int32_t heads_of_output(te_build *build, int32_t n, int32_t matrix)
 {
     const te_node_desc *node = te_node(build, n);
-    te_slice dense = te_dense_heads(node->slices[QUERY].heads, node->slices[VALUE].channels);
+    const int32_t channels = node->slices[VALUE].channels;
+    const te_slice dense = {node->slices[QUERY].heads, channels, 0, channels, 1};
     return te_heads_of(build, n, matrix, &dense);
 }
 
@@ -51,28 +50,21 @@ static int32_t heads_of_output(te_build *build, int32_t n, int32_t matrix)
 static int32_t statistics_of(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
-    int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
-    int32_t rows = te_value(build, node->output)->shape[0].symbol;
-    int32_t batch = rows + 1 + first, length = rows + 2 - first;
-    int64_t heads = node->slices[QUERY].heads;
-    te_buffer_info view = {.name = "statistics", .ndim = 3};
-    view.base = build->direction == TE_DIRECTION_FORWARD ? te_get(build, TE_LINK_STATISTICS, n)
-                                                         : te_need(build, TE_LINK_STATISTICS, n);
-    view.strides[2] = te_constant(1);
-    if (is_packed(node)) {
-        view.shape[0] = te_constant(1);
-        view.shape[1] = te_multiple(rows, 1);
-        view.shape[2] = te_constant(heads);
-        view.strides[0] = te_multiple(rows, heads);
-        view.strides[1] = te_constant(heads);
-        return te_view(build, &view);
-    }
-    view.shape[0] = te_multiple(batch, 1);
-    view.shape[1] = te_constant(heads);
-    view.shape[2] = te_multiple(length, 1);
-    view.strides[0] = te_multiple(length, heads);
-    view.strides[1] = te_multiple(length, 1);
-    return te_view(build, &view);
+    const int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
+    const int32_t rows = te_value(build, node->output)->shape[0].symbol;
+    const int32_t batch = rows + 1 + first, length = rows + 2 - first;
+    const int32_t base = te_need(build, TE_LINK_STATISTICS, n);
+    const te_extent heads = te_constant(node->slices[QUERY].heads), one = te_constant(1);
+    const te_buffer_info packed = {.ndim = 3,
+                                   .base = base,
+                                   .shape = {one, te_multiple(rows, 1), heads},
+                                   .strides = {te_multiple(rows, heads.add), heads, one}};
+    const te_buffer_info apart = {
+        .ndim = 3,
+        .base = base,
+        .shape = {te_multiple(batch, 1), heads, te_multiple(length, 1)},
+        .strides = {te_multiple(length, heads.add), te_multiple(length, 1), one}};
+    return te_view(build, is_packed(node) ? &packed : &apart, "statistics");
 }
 
 /* What an attention reads: heads where they lie, or with a recipe those that were cast. */
@@ -262,7 +254,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_slice *q = &node->slices[QUERY], *k = &node->slices[KEY], *v = &node->slices[VALUE];
-    const te_value_desc *x, *y = &graph->values[node->output];
+    const te_value_desc *x;
     TE_FAIL_IF(node->inputs[KEY] < 0 || node->inputs[VALUE] < 0 ||
                    !(node->numbers[DROPOUT] >= 0.0 && node->numbers[DROPOUT] <= 1.0) ||
                    !is_window(node->numbers[WINDOW_LEFT]) ||
@@ -296,11 +288,7 @@ static te_status check_attention(const te_graph_desc *graph, int32_t n)
                TE_ERROR_INVALID,
                "attention: query of %d heads of %d channels, key of %d of %d, value of %d",
                q->heads, q->channels, k->heads, k->channels, v->heads);
-    TE_FAIL_IF(y->ndim != 2 || y->dtype != x->dtype || y->shape[0].symbol != te_rows_symbol(x) ||
-                   y->shape[0].multiply != 1 || y->shape[0].align != 1 ||
-                   y->shape[1].add != (int64_t)q->heads * v->channels,
-               TE_ERROR_INVALID, "attention: %s is no matrix of %d heads of %d channels", y->name,
-               q->heads, v->channels);
+    TE_TRY(te_check_output(graph, n, "attention", q->heads, v->channels));
     for (int i = SINK; i <= SLOPES; i++) {
         if (node->inputs[i] < 0 || is_of_heads(&graph->values[node->inputs[i]], i, q->heads)) {
             continue;
@@ -447,112 +435,3 @@ const te_node_rules te_rope_rules = {.name = "rope",
                                      .check = check_rope,
                                      .forward = forward_rope,
                                      .backward = backward_rope};
-
-/* ---- norms of heads ------------------------------------------------------------------------- */
-
-/* The heads of a slice one by one, row by row: [rows, heads, channels], or [rows, blocks, together,
- * channels]. */
-static int32_t heads_by_row(te_build *build, int32_t matrix, const te_slice *slice)
-{
-    const int64_t together = te_slice_together(slice);
-    te_buffer_info view = {.ndim = together > 1 ? 4 : 3, .base = matrix, .offset = slice->offset};
-    char name[2 * TE_NAME_BYTES];
-    int last = view.ndim - 1;
-    if (build->plan.status != TE_OK) return 0;
-    (void)snprintf(name, sizeof name, "%.24s_heads_%lld", build->plan.buffers[matrix].name,
-                   (long long)slice->offset);
-    view.name = name;
-    view.shape[0] = te_multiple(build->plan.buffers[matrix].info.shape[0].symbol, 1);
-    view.strides[0] = te_constant(build->plan.buffers[matrix].info.shape[1].add);
-    view.shape[1] = te_constant(te_slice_blocks(slice));
-    view.strides[1] = te_constant(slice->stride);
-    view.shape[2] = te_constant(together);
-    view.strides[2] = te_constant(slice->channels);
-    view.shape[last] = te_constant(slice->channels);
-    view.strides[last] = te_constant(1);
-    return te_view(build, &view);
-}
-
-/* A dense matrix of heads as one of their rows. */
-static int32_t dense_rows(te_build *build, int32_t n, int32_t matrix)
-{
-    const te_slice *slice = &te_node(build, n)->slices[0];
-    te_buffer_info view = {.ndim = 2, .base = matrix};
-    char name[2 * TE_NAME_BYTES];
-    if (build->plan.status != TE_OK) return 0;
-    (void)snprintf(name, sizeof name, "%.24s_rows", build->plan.buffers[matrix].name);
-    view.name = name;
-    view.shape[0] = te_multiple(build->plan.buffers[matrix].info.shape[0].symbol, slice->heads);
-    view.shape[1] = te_constant(slice->channels);
-    view.strides[0] = te_constant(slice->channels);
-    view.strides[1] = te_constant(1);
-    return te_view(build, &view);
-}
-
-/* What forward and backward read. */
-static te_stage *add_head_norm(te_build *build, int32_t n, te_op op, const char *name)
-{
-    const te_node_desc *node = te_node(build, n);
-    int32_t input = te_wide(build, node->inputs[0], node->name, "norm_input");
-    te_stage *stage;
-    input = heads_by_row(build, input, &node->slices[0]);
-    stage = te_add(build, n, node->name, name, op);
-    te_set_number(build, stage, "kind", node->variant);
-    te_set_number(build, stage, "zero_centered", (node->flags & TE_NODE_ZERO_CENTERED) != 0);
-    te_use_as(build, stage, "input", input);
-    te_use_value(build, stage, "gamma", node->inputs[1]);
-    return stage;
-}
-
-/* Statistics are kept where a backward reads them. */
-static void forward_head_norm(te_build *build, int32_t n)
-{
-    const te_node_desc *node = te_node(build, n);
-    te_stage *stage = add_head_norm(build, n, TE_OP_NORM, "norm");
-    te_set_number(build, stage, "eps", node->numbers[0]);
-    te_use_value(build, stage, "beta", node->inputs[2]);
-    te_use_as(build, stage, "wide",
-              dense_rows(build, n, te_get(build, TE_LINK_VALUE, node->output)));
-    if (!te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return;
-    te_use_as(build, stage, "rsigma", te_get(build, TE_LINK_RSIGMA, n));
-    if (node->variant == TE_NORM_LAYERNORM) {
-        te_use_as(build, stage, "mean", te_get(build, TE_LINK_MEAN, n));
-    }
-}
-
-static void backward_head_norm(te_build *build, int32_t n)
-{
-    const te_node_desc *node = te_node(build, n);
-    int32_t grad, gamma, beta;
-    te_stage *stage;
-    if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
-    grad = dense_rows(build, n, te_grad(build, node->output));
-    gamma = te_parameter_grad(build, node->inputs[1]);
-    beta = te_parameter_grad(build, node->inputs[2]);
-    stage = add_head_norm(build, n, TE_OP_NORM_BACKWARD, "norm_backward");
-    te_use_as(build, stage, "grad_output", grad);
-    if (node->variant == TE_NORM_LAYERNORM) {
-        te_use_as(build, stage, "mean", te_need(build, TE_LINK_MEAN, n));
-    }
-    te_use_as(build, stage, "rsigma", te_need(build, TE_LINK_RSIGMA, n));
-    te_use_as(build, stage, "gamma_grad", gamma);
-    te_use_as(build, stage, "beta_grad", beta);
-    if (!build->values[node->inputs[0]].needs_grad) return;
-    te_use_as(build, stage, "grad_input",
-              heads_by_row(build, te_grad_matrix(build, node->inputs[0]), &node->slices[0]));
-}
-
-static te_status check_head_norm(const te_graph_desc *graph, int32_t n)
-{
-    TE_TRY(te_check_heads(graph, n, "norm of heads"));
-    return te_check_affine(graph, n, graph->nodes[n].slices[0].channels);
-}
-
-const te_node_rules te_head_norm_rules = {.name = "norm",
-                                          .inputs = 3,
-                                          .numbers = 1,
-                                          .slices = 1,
-                                          .flags = TE_NODE_ZERO_CENTERED,
-                                          .check = check_head_norm,
-                                          .forward = forward_head_norm,
-                                          .backward = backward_head_norm};

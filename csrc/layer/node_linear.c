@@ -55,38 +55,34 @@ static const struct {
     uint32_t fast;
     te_operand_role roles[2];
     int transposed[2];
-} gemms[] = {[TE_GEMM_OUTPUT] = {TE_LINEAR_STAGE_GEMM_OUTPUT,
-                                 TE_LINEAR_FAST_OUTPUT,
-                                 {TE_INPUT_OPERAND, TE_WEIGHT_OPERAND},
-                                 {0, 1}},
-             [TE_GEMM_GRAD_INPUT] = {TE_LINEAR_STAGE_GEMM_GRAD_INPUT,
-                                     TE_LINEAR_FAST_GRAD_INPUT,
-                                     {TE_GRAD_OPERAND, TE_WEIGHT_OPERAND},
-                                     {0, 0}},
-             [TE_GEMM_GRAD_WEIGHT] = {TE_LINEAR_STAGE_GEMM_GRAD_WEIGHT,
-                                      TE_LINEAR_FAST_GRAD_WEIGHT,
-                                      {TE_GRAD_OPERAND, TE_INPUT_OPERAND},
-                                      {1, 0}}};
+} gemms[] = {
+#define X(NAME, a, b, a_transposed, b_transposed)                                                  \
+    [TE_GEMM_##NAME] = {TE_LINEAR_STAGE_GEMM_##NAME,                                               \
+                        TE_LINEAR_FAST_##NAME,                                                     \
+                        {TE_##a##_OPERAND, TE_##b##_OPERAND},                                      \
+                        {a_transposed, b_transposed}}
+    X(OUTPUT, INPUT, WEIGHT, 0, 1), X(GRAD_INPUT, GRAD, WEIGHT, 0, 0),
+    X(GRAD_WEIGHT, GRAD, INPUT, 1, 0)
+#undef X
+};
 
 /* Fields of te_gemm_args by which a GEMM reads its operand a, or b. The arrays are indexed by
  * whether the form is the column-wise one. */
 static const struct {
     const char *data, *mode, *transposed, *scales_to_256;
     const char *forms[2], *scales[2], *amaxes[2];
-} fields_of[2] = {{"a",
-                   "a_mode",
-                   "a_transposed",
-                   "a_scales_to_256",
-                   {"a_row", "a_column"},
-                   {"a_row_scales", "a_column_scales"},
-                   {"a_row_amax", "a_column_amax"}},
-                  {"b",
-                   "b_mode",
-                   "b_transposed",
-                   "b_scales_to_256",
-                   {"b_row", "b_column"},
-                   {"b_row_scales", "b_column_scales"},
-                   {"b_row_amax", "b_column_amax"}}};
+} fields_of[2] = {
+#define X(x)                                                                                       \
+    {                                                                                              \
+#x, #x "_mode", #x "_transposed", #x "_scales_to_256",                                     \
+            {#x "_row", #x "_column" }, {#x "_row_scales", #x "_column_scales" },                  \
+        {                                                                                          \
+#x "_row_amax", #x "_column_amax"                                                      \
+        }                                                                                          \
+    }
+    X(a), X(b)
+#undef X
+};
 
 /* Lets a GEMM read its operand a, or b where `second`. `data` is the buffer; with TE_NO_BUFFER it
  * is the form that the GEMM reads or, in high precision, the weight. */
@@ -96,7 +92,6 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     const te_operand_role role = gemms[gemm].roles[second];
     const te_link read = te_linear_usage(build, k, role, gemm);
     const int column = read == TE_LINK_COLUMN;
-    te_link amax;
     te_set_number(build, stage, fields_of[second].transposed, gemms[gemm].transposed[second]);
     if (read == TE_LINK_VALUE) {
         if (data == TE_NO_BUFFER) data = te_get(build, read, weight_of(build, k));
@@ -113,11 +108,10 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     te_use_as(build, stage, fields_of[second].forms[column], data);
     te_use_as(build, stage, fields_of[second].scales[column],
               te_linear_form(build, k, role, te_linear_scales(build, k, role, read)));
-    amax = te_linear_form_rule(build, k, role, read)->amax;
-    if (amax == TE_LINK_VALUE) return;
     te_set_number(build, stage, fields_of[second].scales_to_256,
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
-    te_use_as(build, stage, fields_of[second].amaxes[column], te_linear_form(build, k, role, amax));
+    te_use_as(build, stage, fields_of[second].amaxes[column],
+              te_linear_form(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
 }
 
 /* Whether a GEMM reads an operand that is cast. */
@@ -216,15 +210,27 @@ static int reads_wide_input(const te_build *build, int32_t k)
     return te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_OUTPUT) == TE_LINK_VALUE;
 }
 
+/* Casts input and weight to what these GEMMs read of them, or casts them again. */
+static void cast_operands(te_build *build, int32_t k, uint32_t gemms, int again)
+{
+    for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
+        int forms = te_linear_read_by(build, k, role, gemms);
+        if (forms == 0 || te_linear_arrives(build, k, role)) continue;
+        if (!again) {
+            te_linear_quantize(build, k, role, forms, TE_NO_BUFFER);
+        } else if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
+            (void)te_linear_form_again(build, k, role, TE_LINK_ROW);
+        } else {
+            te_linear_quantize_again(build, k, role, forms);
+        }
+    }
+}
+
 static void forward(te_build *build, int32_t k)
 {
     const int32_t y = te_node(build, k)->output;
     int32_t bias, input = TE_NO_BUFFER;
-    for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
-        int forms = te_linear_read_by(build, k, role, 1U << TE_GEMM_OUTPUT);
-        if (forms == 0 || te_linear_arrives(build, k, role)) continue;
-        te_linear_quantize(build, k, role, forms, TE_NO_BUFFER);
-    }
+    cast_operands(build, k, 1U << TE_GEMM_OUTPUT, 0);
     if (reads_wide_input(build, k)) input = te_linear_wide_input(build, k);
     bias = cast_bias(build, k);
     multiply(build, k, input == TE_NO_BUFFER ? gathered_input(build, k) : input, bias);
@@ -235,17 +241,8 @@ static void forward(te_build *build, int32_t k)
 
 static void again(te_build *build, int32_t k)
 {
-    uint32_t gemms = 1U << TE_GEMM_OUTPUT | gradients_of(build, k);
     int32_t input = reads_wide_input(build, k) ? te_linear_wide_input(build, k) : TE_NO_BUFFER;
-    for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
-        int forms = te_linear_read_by(build, k, role, gemms);
-        if (forms == 0 || te_linear_arrives(build, k, role)) continue;
-        if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
-            (void)te_linear_form_again(build, k, role, TE_LINK_ROW);
-            continue;
-        }
-        te_linear_quantize_again(build, k, role, forms);
-    }
+    cast_operands(build, k, 1U << TE_GEMM_OUTPUT | gradients_of(build, k), 1);
     multiply(build, k, input, cast_bias(build, k));
 }
 

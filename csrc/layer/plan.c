@@ -30,8 +30,7 @@ int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes)
     return extent->multiply * aligned + extent->add;
 }
 
-/* An array with space for one more element; NULL, and the plan's status, where there is none. */
-static void *grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size)
+void *te_plan_grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size)
 {
     int32_t wanted = *capacity == 0 ? 8 : 2 * *capacity;
     void *grown;
@@ -49,8 +48,8 @@ int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info)
 {
     te_buffer *buffers, *added;
     if (plan->status != TE_OK) return 0;
-    buffers =
-        grow(plan, plan->buffers, plan->buffer_count, &plan->buffer_capacity, sizeof *buffers);
+    buffers = te_plan_grow(plan, plan->buffers, plan->buffer_count, &plan->buffer_capacity,
+                           sizeof *buffers);
     if (buffers == NULL) return 0;
     plan->buffers = buffers;
     added = &buffers[plan->buffer_count];
@@ -68,7 +67,8 @@ te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name,
     te_stage *stages, *added;
     nowhere = (te_stage){.op = op, .args = &no_args};
     if (plan->status != TE_OK) return &nowhere;
-    stages = grow(plan, plan->stages, plan->stage_count, &plan->stage_capacity, sizeof *stages);
+    stages =
+        te_plan_grow(plan, plan->stages, plan->stage_count, &plan->stage_capacity, sizeof *stages);
     if (stages == NULL) return &nowhere;
     plan->stages = stages;
     added = &stages[plan->stage_count];
@@ -90,7 +90,7 @@ static void add_use(te_plan *plan, te_stage *stage, te_use use)
 {
     te_use *uses;
     if (plan->status != TE_OK) return;
-    uses = grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
+    uses = te_plan_grow(plan, stage->uses, stage->use_count, &stage->use_capacity, sizeof *uses);
     if (uses == NULL) return;
     stage->uses = uses;
     uses[stage->use_count++] = use;
@@ -106,11 +106,6 @@ void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, 
 void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written)
 {
     add_use(plan, stage, (te_use){TE_NO_FIELD, buffer, written, 0, 0});
-}
-
-void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer)
-{
-    if (buffer != TE_NO_BUFFER) te_stage_use_at(plan, stage, field, buffer, 0, 0);
 }
 
 void te_plan_clear(te_plan *plan)

@@ -78,15 +78,15 @@ te_extent te_multiple(int32_t symbol, int64_t multiply);
 
 /* ---- making (plan.c) ---- */
 
+/* An array with space for one more element; NULL, and the plan's status, where there is none. */
+void *te_plan_grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size);
 /* Adds a buffer and returns its number. Failures of memory are remembered in plan->status. */
 int32_t te_plan_add_buffer(te_plan *plan, const te_buffer_info *info);
 /* Adds a stage named prefix + name; valid until the next one is added. */
 te_stage *te_plan_add_stage(te_plan *plan, const char *prefix, const char *name, te_op op);
-/* Lets a buffer fill a field; TE_NO_BUFFER does nothing. */
-void te_stage_use(te_plan *plan, te_stage *stage, int field, int32_t buffer);
 /* Hands a buffer to a stage that the caller alone runs, which reads or writes it. */
 void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written);
-/* The same of an element; of a size, for TE_NO_BUFFER. */
+/* Lets a buffer fill a field, from an element on; TE_NO_BUFFER: a size, see te_use. */
 void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
                      int32_t chunk);
 /* Releases what the plan owns, and not the plan. */

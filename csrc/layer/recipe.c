@@ -64,16 +64,6 @@
           MICRO_FORM(TE_LINK_COLUMN_AMAX, TE_LINK_COLUMN_SCALES, PACKED(2, 1), DIM(2, 128),        \
                      TILES(1, 64, 16)),                                                            \
           __VA_ARGS__)
-#define MXFP8_RECIPE(is_square)                                                                    \
-    {                                                                                              \
-        MXFP8(is_square, INPUT_USAGE), MXFP8(is_square, WEIGHT_USAGE),                             \
-            MXFP8(is_square, GRAD_USAGE)                                                           \
-    }
-#define NVFP4_RECIPE(is_square)                                                                    \
-    {                                                                                              \
-        NVFP4(is_square, INPUT_USAGE), NVFP4(is_square, WEIGHT_USAGE),                             \
-            NVFP4(is_square, GRAD_USAGE)                                                           \
-    }
 
 /* What Hopper's FP8 GEMMs read, whose operands both lie along k. */
 #define INPUT_USAGE                                                                                \
@@ -87,6 +77,11 @@
 #define GRAD_USAGE                                                                                 \
     {                                                                                              \
         TE_LINK_VALUE, TE_LINK_ROW, TE_LINK_COLUMN                                                 \
+    }
+/* The rules of all operands, which differ in what GEMMs read of them. */
+#define OPERANDS(OF, ...)                                                                          \
+    {                                                                                              \
+        OF(__VA_ARGS__, INPUT_USAGE), OF(__VA_ARGS__, WEIGHT_USAGE), OF(__VA_ARGS__, GRAD_USAGE)   \
     }
 
 #define E4M3 (1U << TE_DTYPE_E4M3)
@@ -102,11 +97,6 @@
         .mode = (scaling), .scale = (source), .dtypes = E4M3 | E5M2,                               \
         .row = form(1, 2, TE_LINK_ROW_SCALES), .column = form(2, 1, TE_LINK_COLUMN_SCALES),        \
         .usage = __VA_ARGS__                                                                       \
-    }
-#define FP8_RECIPE(scaling, source, form)                                                          \
-    {                                                                                              \
-        FP8(scaling, source, form, INPUT_USAGE), FP8(scaling, source, form, WEIGHT_USAGE),         \
-            FP8(scaling, source, form, GRAD_USAGE)                                                 \
     }
 
 /* What the caller makes: matrices in high precision, as the operand is. */
@@ -124,13 +114,13 @@
 /* By recipe, and whether tiles are as high as they are wide. */
 static const te_recipe_rule rules[][2][TE_GEMM_OPERANDS] = {
     [TE_RECIPE_NONE] = {{WIDE, WIDE, WIDE}},
-    [TE_RECIPE_DELAYED] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_STATE, PER_TENSOR)},
-    [TE_RECIPE_CURRENT] = {FP8_RECIPE(TE_SCALING_TENSOR, TE_SCALE_MEASURED, PER_TENSOR)},
-    [TE_RECIPE_BLOCK] = {FP8_RECIPE(TE_SCALING_BLOCK_1D, TE_SCALE_OWN, PER_TILE_1D),
-                         FP8_RECIPE(TE_SCALING_BLOCK_2D, TE_SCALE_OWN, PER_TILE_2D)},
-    [TE_RECIPE_ROW] = {FP8_RECIPE(TE_SCALING_ROW, TE_SCALE_OWN, PER_ROW)},
-    [TE_RECIPE_MXFP8] = {MXFP8_RECIPE(0), MXFP8_RECIPE(1)},
-    [TE_RECIPE_NVFP4] = {NVFP4_RECIPE(0), NVFP4_RECIPE(1)},
+    [TE_RECIPE_DELAYED] = {OPERANDS(FP8, TE_SCALING_TENSOR, TE_SCALE_STATE, PER_TENSOR)},
+    [TE_RECIPE_CURRENT] = {OPERANDS(FP8, TE_SCALING_TENSOR, TE_SCALE_MEASURED, PER_TENSOR)},
+    [TE_RECIPE_BLOCK] = {OPERANDS(FP8, TE_SCALING_BLOCK_1D, TE_SCALE_OWN, PER_TILE_1D),
+                         OPERANDS(FP8, TE_SCALING_BLOCK_2D, TE_SCALE_OWN, PER_TILE_2D)},
+    [TE_RECIPE_ROW] = {OPERANDS(FP8, TE_SCALING_ROW, TE_SCALE_OWN, PER_ROW)},
+    [TE_RECIPE_MXFP8] = {OPERANDS(MXFP8, 0), OPERANDS(MXFP8, 1)},
+    [TE_RECIPE_NVFP4] = {OPERANDS(NVFP4, 0), OPERANDS(NVFP4, 1)},
     [TE_RECIPE_EXTERNAL] = {{OUTSIDE(INPUT_USAGE), OUTSIDE(WEIGHT_USAGE), OUTSIDE(GRAD_USAGE)}},
 };
 

@@ -26,36 +26,26 @@
 #define AT(of, member) .name = #member, .offset = offsetof(of, member)
 #define MEMBER(of, member) (((of *)0)->member)
 
-/* A number or a string. */
-#define ONE(of, member, start)                                                                     \
+/* One of them. */
+#define FIELD(of, member, what, ...)                                                               \
     {                                                                                              \
-        AT(of, member), .size = sizeof MEMBER(of, member), .kind = KIND_OF(MEMBER(of, member)),    \
-                        .most = 1, .count_at = -1, .initial = start                                \
+        AT(of, member), .size = sizeof MEMBER(of, member), .kind = what, .most = 1,                \
+                        .count_at = -1, __VA_ARGS__                                                \
     }
-#define ENUM(of, member, list)                                                                     \
-    {                                                                                              \
-        AT(of, member), .size = sizeof MEMBER(of, member), .kind = TE_MEMBER_ENUM, .most = 1,      \
-                        .count_at = -1, .names = list                                              \
-    }
-#define STRUCT(of, member, what)                                                                   \
-    {                                                                                              \
-        AT(of, member), .size = sizeof MEMBER(of, member), .kind = TE_MEMBER_RECORD, .most = 1,    \
-                        .count_at = -1, .record = what                                             \
-    }
+#define ONE(of, member, start) FIELD(of, member, KIND_OF(MEMBER(of, member)), .initial = start)
+#define ENUM(of, member, list) FIELD(of, member, TE_MEMBER_ENUM, .names = list)
+#define STRUCT(of, member, what) FIELD(of, member, TE_MEMBER_RECORD, .record = what)
 /* Several of them. */
+#define SEVERAL(of, member, where, many, number, what, start)                                      \
+    {                                                                                              \
+        AT(of, member), .size = sizeof MEMBER(of, member[0]),                                      \
+                        .kind = KIND_OF(MEMBER(of, member[0])), .form = where, .most = many,       \
+                        .count_at = number, .record = what, .initial = start                       \
+    }
 #define ARRAY(of, member, many, number, what, start)                                               \
-    {                                                                                              \
-        AT(of, member), .size = sizeof MEMBER(of, member[0]),                                      \
-                        .kind = KIND_OF(MEMBER(of, member[0])), .form = TE_MEMBER_ARRAY,           \
-                        .most = many, .count_at = number, .record = what, .initial = start         \
-    }
+    SEVERAL(of, member, TE_MEMBER_ARRAY, many, number, what, start)
 #define LIST(of, member, many, number, what, start)                                                \
-    {                                                                                              \
-        AT(of, member), .size = sizeof MEMBER(of, member[0]),                                      \
-                        .kind = KIND_OF(MEMBER(of, member[0])), .form = TE_MEMBER_LIST,            \
-                        .most = many, .count_at = offsetof(of, number), .record = what,            \
-                        .initial = start                                                           \
-    }
+    SEVERAL(of, member, TE_MEMBER_LIST, many, offsetof(of, number), what, start)
 
 enum { NEVER = INT32_MIN }; /* is no item of a list, so that none is left out */
 

@@ -37,20 +37,19 @@ static te_op_candidates candidates_of(const run_state *run)
     return (te_op_candidates){run->selection, run->table};
 }
 
-static te_status begin(run_state *run, te_context *context, const te_plan *plan,
-                       const te_sizes *sizes, int consumes_saved, const te_selection *selection)
+static te_status begin(run_state *run, te_context *context, const te_plan_call *call)
 {
     run->buffers = NULL;
     run->own_layout = NULL;
     run->table = NULL;
-    run->selection = selection;
+    run->selection = call->selection;
     TE_TRY(te_context_check(context));
-    TE_TRY(te_plan_check(plan));
-    run->plan = plan;
+    TE_TRY(te_plan_check(call->plan));
+    run->plan = call->plan;
     run->context = context;
     run->table = te_op_table_acquire(te_context_device(context).type);
-    TE_TRY(te_plan_layout(run->plan, te_context_device(context), sizes, consumes_saved,
-                          &run->layout, &run->own_layout));
+    TE_TRY(te_plan_layout(run->plan, te_context_device(context), &call->sizes,
+                          call->consumes_saved != 0, &run->layout, &run->own_layout));
     run->buffers = run->few;
     if (run->plan->buffer_count > FEW_BUFFERS) {
         run->buffers = malloc((size_t)run->plan->buffer_count * sizeof *run->buffers);
@@ -269,7 +268,7 @@ te_status te_plan_run(te_context *context, const te_plan_call *call, void *strea
     TE_FAIL_IF(call == NULL || call->size != sizeof *call || call->buffers == NULL,
                TE_ERROR_INVALID,
                "plan: call is NULL, call->size is wrong, or call->buffers is NULL");
-    st = begin(&run, context, call->plan, &call->sizes, call->consumes_saved != 0, call->selection);
+    st = begin(&run, context, call);
     if (st != TE_OK) goto done;
     if (call->slots == NULL && run.plan->owners > 0) {
         st = TE_FAIL(TE_ERROR_INVALID, "plan: call->slots is NULL, and the plan has scaling state");
@@ -299,15 +298,14 @@ done:
 
 /* The plan's own scratch and the largest workspace of its operators; `given` NULL: over dense,
  * aligned buffers. */
-static te_status measure(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                         int consumes_saved, const te_selection *selection, const te_tensor *given,
+static te_status measure(te_context *context, const te_plan_call *call, const te_tensor *given,
                          size_t *bytes)
 {
     static const int32_t first_slots[2 * TE_GRAPH_NODES];
     run_state run;
     te_any_args args;
     size_t largest = 0;
-    te_status st = begin(&run, context, plan, sizes, consumes_saved, selection);
+    te_status st = begin(&run, context, call);
     if (st != TE_OK) goto done;
     run.slots = first_slots;
     run.workspace = NULL;
@@ -336,16 +334,17 @@ done:
     return st;
 }
 
-static te_status find_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
-                              int consumes_saved, const te_selection *selection, size_t *bytes)
+static te_status find_scratch(te_context *context, const te_plan_call *call, size_t *bytes)
 {
-    te_scratch_key key = {.plan = plan->id, .sizes = *sizes, .consumes_saved = consumes_saved};
-    key.selection = selection == NULL ? 0 : selection->number;
+    te_scratch_key key = {.plan = call->plan->id,
+                          .sizes = call->sizes,
+                          .consumes_saved = call->consumes_saved != 0,
+                          .selection = call->selection == NULL ? 0 : call->selection->number};
     te_op_table *table = te_op_table_acquire(te_context_device(context).type);
     key.table = te_op_table_number(table);
     te_op_table_release(table);
     if (te_context_scratch_lookup(context, &key, bytes)) return TE_OK;
-    TE_TRY(measure(context, plan, sizes, consumes_saved, selection, NULL, bytes));
+    TE_TRY(measure(context, call, NULL, bytes));
     te_context_scratch_store(context, &key, *bytes);
     return TE_OK;
 }
@@ -353,9 +352,10 @@ static te_status find_scratch(te_context *context, const te_plan *plan, const te
 te_status te_plan_scratch(te_context *context, const te_plan *plan, const te_sizes *sizes,
                           size_t *bytes)
 {
+    const te_plan_call call = {.plan = plan, .sizes = *sizes};
     TE_TRY(te_context_check(context)); /* before its lock is taken */
     TE_TRY(te_plan_check(plan));
-    return find_scratch(context, plan, sizes, 0, NULL, bytes);
+    return find_scratch(context, &call, bytes);
 }
 
 /* Dense, and aligned as every library wants it. */
@@ -374,13 +374,12 @@ static int is_ordinary(const te_tensor *tensor)
 te_status te_plan_scratch_for(te_context *context, const te_plan_call *call, size_t *bytes)
 {
     const te_plan *plan = call->plan;
-    int ordinary = 1, consumes = call->consumes_saved != 0;
+    int ordinary = 1;
     TE_TRY(te_context_check(context));
     TE_TRY(te_plan_check(plan));
     for (int32_t i = 0; i < plan->buffer_count; i++) {
         if (plan->buffers[i].info.role <= TE_ROLE_STATE) ordinary &= is_ordinary(&call->buffers[i]);
     }
-    if (ordinary)
-        return find_scratch(context, plan, &call->sizes, consumes, call->selection, bytes);
-    return measure(context, plan, &call->sizes, consumes, call->selection, call->buffers, bytes);
+    return ordinary ? find_scratch(context, call, bytes)
+                    : measure(context, call, call->buffers, bytes);
 }

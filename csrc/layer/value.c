@@ -117,17 +117,23 @@ te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
     return TE_OK;
 }
 
-te_status te_check_heads(const te_graph_desc *graph, int32_t n, const char *what)
+te_status te_check_output(const te_graph_desc *graph, int32_t n, const char *what, int32_t heads,
+                          int32_t channels)
 {
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
-    const te_slice *slice = &node->slices[0];
-    TE_TRY(te_check_slice(graph, n, 0));
-    if (y->ndim == 2 && y->dtype == x->dtype && y->shape[0].symbol == x->shape[0].symbol &&
+    if (y->ndim == 2 && y->dtype == x->dtype && y->shape[0].symbol == te_rows_symbol(x) &&
         y->shape[0].multiply == 1 && y->shape[0].align == 1 &&
-        y->shape[1].add == (int64_t)slice->heads * slice->channels) {
+        y->shape[1].add == (int64_t)heads * channels) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID, "%s: %s is no matrix of %d heads of %d channels", what,
-                   y->name, slice->heads, slice->channels);
+                   y->name, heads, channels);
+}
+
+te_status te_check_heads(const te_graph_desc *graph, int32_t n, const char *what)
+{
+    const te_slice *slice = &graph->nodes[n].slices[0];
+    TE_TRY(te_check_slice(graph, n, 0));
+    return te_check_output(graph, n, what, slice->heads, slice->channels);
 }

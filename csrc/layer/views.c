@@ -2,17 +2,23 @@
  *
  * views.c - parts of buffers: heads of a matrix of rows, or a buffer of heads in another order.
  */
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "layer/build.h"
 
-int32_t te_view(te_build *build, const te_buffer_info *view)
+int32_t te_view(te_build *build, const te_buffer_info *view, const char *format, ...)
 {
+    const te_buffer_info *base = &te_buffer_of(build, view->base)->info;
     te_buffer_info info = *view;
-    const te_buffer_info *base;
+    char name[2 * TE_NAME_BYTES];
+    va_list args;
     if (build->plan.status != TE_OK) return 0;
-    base = &build->plan.buffers[view->base].info;
+    va_start(args, format);
+    (void)vsnprintf(name, sizeof name, format, args);
+    va_end(args);
+    info.name = name;
     info.role = TE_ROLE_VIEW;
     info.link = base->link;
     info.of = base->of;
@@ -29,72 +35,65 @@ int32_t te_view(te_build *build, const te_buffer_info *view)
     return te_plan_add_buffer(&build->plan, &info);
 }
 
-/* Of packed sequences: [1, tokens, heads, channels] for attention, else without the 1. */
-static int32_t packed_heads_of(te_build *build, int32_t n, te_buffer_info *info,
-                               const te_slice *slice)
+int32_t te_rows_of_heads(te_build *build, int32_t matrix, const te_slice *slice, const char *name)
 {
-    const te_buffer_info *matrix = &build->plan.buffers[info->base].info;
-    const int attends = te_node(build, n)->kind == TE_NODE_ATTENTION;
-    te_extent *shape = &info->shape[attends], *strides = &info->strides[attends];
-    const int32_t rows = matrix->shape[0].symbol;
-    const int64_t columns = matrix->shape[1].add;
-    info->ndim = 3 + attends;
-    info->shape[0] = te_constant(1);
-    info->strides[0] = te_multiple(rows, columns);
-    shape[0] = te_multiple(rows, 1);
-    shape[1] = te_constant(te_slice_blocks(slice));
-    shape[2] = te_constant(te_slice_width(slice));
-    strides[0] = te_constant(columns);
-    strides[1] = te_constant(slice->stride);
-    strides[2] = te_constant(1);
-    return te_view(build, info);
+    const int32_t rows = te_buffer_of(build, matrix)->info.shape[0].symbol;
+    const te_buffer_info view = {
+        .ndim = 2,
+        .base = matrix,
+        .shape = {te_multiple(rows, slice->heads), te_constant(slice->channels)},
+        .strides = {te_constant(slice->channels), te_constant(1)}};
+    return te_view(build, &view, "%s", name);
 }
 
 /* Of a buffer of heads: itself, or as the node's order of memory has it. */
 static int32_t whole_heads_of(te_build *build, int32_t n, int32_t base)
 {
-    const te_buffer_info *heads = &build->plan.buffers[base].info;
+    const te_buffer *heads = te_buffer_of(build, base);
+    const te_extent *shape = heads->info.shape;
     const uint32_t flags = te_node(build, n)->flags;
-    te_buffer_info info = {.ndim = 4, .base = base, .view = TE_VIEW_EXCHANGED};
-    char name[2 * TE_NAME_BYTES];
-    (void)snprintf(name, sizeof name, "%.24s_heads", build->plan.buffers[base].name);
-    info.name = name;
-    if ((flags & TE_NODE_PACKED) != 0) {
-        info.view = TE_VIEW_BATCH;
-        info.shape[0] = te_constant(1);
-        memcpy(&info.shape[1], heads->shape, 3 * sizeof info.shape[0]);
-        return te_view(build, &info);
-    }
-    if ((flags & TE_NODE_SEQUENCE_FIRST) == 0) return base;
-    memcpy(info.shape, heads->shape, sizeof info.shape);
-    info.shape[0] = heads->shape[1];
-    info.shape[1] = heads->shape[0];
-    return te_view(build, &info);
+    const te_buffer_info batch = {.ndim = 4,
+                                  .base = base,
+                                  .view = TE_VIEW_BATCH,
+                                  .shape = {te_constant(1), shape[0], shape[1], shape[2]}};
+    const te_buffer_info exchanged = {.ndim = 4,
+                                      .base = base,
+                                      .view = TE_VIEW_EXCHANGED,
+                                      .shape = {shape[1], shape[0], shape[2], shape[3]}};
+    const int packed = (flags & TE_NODE_PACKED) != 0;
+    if (!packed && (flags & TE_NODE_SEQUENCE_FIRST) == 0) return base;
+    return te_view(build, packed ? &batch : &exchanged, "%.24s_heads", heads->name);
 }
 
 int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *slice)
 {
-    te_buffer_info info = {.ndim = 4, .base = matrix, .offset = slice->offset};
+    const te_buffer *base = te_buffer_of(build, matrix);
     const te_node_desc *node = te_node(build, n);
-    int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
-    char name[2 * TE_NAME_BYTES];
-    int64_t columns;
-    int32_t rows, outer = first ? 1 : 0; /* the dim of the first leading one */
-    if (build->plan.status != TE_OK) return 0;
-    if (build->plan.buffers[matrix].info.ndim > 2) return whole_heads_of(build, n, matrix);
-    columns = build->plan.buffers[matrix].info.shape[1].add;
-    rows = build->plan.buffers[matrix].info.shape[0].symbol;
-    (void)snprintf(name, sizeof name, "%.24s_at_%lld", build->plan.buffers[matrix].name,
-                   (long long)slice->offset);
-    info.name = name;
-    if ((node->flags & TE_NODE_PACKED) != 0) return packed_heads_of(build, n, &info, slice);
-    info.shape[outer] = te_multiple(rows + 1, 1);
-    info.shape[1 - outer] = te_multiple(rows + 2, 1);
-    info.shape[2] = te_constant(te_slice_blocks(slice));
-    info.shape[3] = te_constant(te_slice_width(slice));
-    info.strides[outer] = te_multiple(rows + 2, columns);
-    info.strides[1 - outer] = te_constant(columns);
-    info.strides[2] = te_constant(slice->stride);
-    info.strides[3] = te_constant(1);
-    return te_view(build, &info);
+    const int packed = (node->flags & TE_NODE_PACKED) != 0, dims = packed ? 1 : 2;
+    const int outer =
+        (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;            /* dim of the first leading one */
+    const int lone = packed && node->kind == TE_NODE_ATTENTION; /* a batch of 1 before them */
+    const int32_t rows = base->info.shape[0].symbol;
+    const int64_t columns = base->info.shape[1].add;
+    te_buffer_info info = {.ndim = lone + dims + 2, .base = matrix, .offset = slice->offset};
+    te_extent *shape = &info.shape[lone], *strides = &info.strides[lone];
+    if (base->info.ndim > 2) return whole_heads_of(build, n, matrix);
+    if (lone) {
+        info.shape[0] = te_constant(1);
+        info.strides[0] = te_multiple(rows, columns);
+    }
+    if (packed) {
+        shape[0] = te_multiple(rows, 1);
+        strides[0] = te_constant(columns);
+    } else {
+        shape[outer] = te_multiple(rows + 1, 1);
+        shape[1 - outer] = te_multiple(rows + 2, 1);
+        strides[outer] = te_multiple(rows + 2, columns);
+        strides[1 - outer] = te_constant(columns);
+    }
+    shape[dims] = te_constant(te_slice_blocks(slice));
+    shape[dims + 1] = te_constant(te_slice_width(slice));
+    strides[dims] = te_constant(slice->stride);
+    strides[dims + 1] = te_constant(1);
+    return te_view(build, &info, "%.24s_at_%lld", base->name, (long long)slice->offset);
 }
