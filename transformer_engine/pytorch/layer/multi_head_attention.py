@@ -563,6 +563,12 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             if over:
                 named["fp8_output"] = True
             context = core(query, key, value, *options.for_core(), **named)
+        if isinstance(context, tuple):
+            raise NotImplementedError(
+                f"{_NAME}: core_attention returned a tuple, expected a tensor: a layer has no "
+                "place for largest scores: leave return_max_logit at False, or call a "
+                "DotProductAttention by itself"
+            )
         out = modules["proj"](context, first_microbatch)
         if self.return_bias and not isinstance(out, tuple):
             out = (out, None)  # another package's module wraps the projection: the bias is added
