@@ -9,9 +9,7 @@ from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.choice import (
-    _unusual as unusual,
-)
+from transformer_engine.pytorch.attention.backends import _unusual as unusual
 from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import attend
 from transformer_engine.pytorch.attention.problem import AttentionOptions, CoreOptions, Heads

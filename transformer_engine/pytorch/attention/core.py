@@ -11,13 +11,11 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, lowering, masks, plan, plugin_backend
+from transformer_engine.pytorch.attention import fp8, lowering, masks, plan
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
-)
-from transformer_engine.pytorch.attention.choice import (
     check_constructible,
     get_qkv_quantization_capabilities,
     limits_for,
@@ -38,7 +36,7 @@ from transformer_engine.pytorch.attention.problem import (
     refuse_export,
 )
 from transformer_engine.pytorch.attention.scores import checked_score_mod
-from transformer_engine.pytorch.attention.torch_backends import attend_emulated
+from transformer_engine.pytorch.attention.torch_backends import attend_by_class, attend_emulated
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -77,13 +75,6 @@ _OF_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
-
-_READ_BY_PLANS = (
-    "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
-    "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
-    "return_max_logit", "num_attention_heads", "num_gqa_groups",
-    "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
-)  # fmt: skip
 
 
 class DotProductAttention(ContextParallel, Fp8Module):
@@ -218,11 +209,14 @@ class DotProductAttention(ContextParallel, Fp8Module):
                 self.reset_parameters()
         check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
-        self._last_call: Choice | None = (
-            None  # of the last call that was not compiled, for `report`
-        )
+        self._last_call: Choice | None = None  # of the last one that was not compiled
 
-    _READ_BY_PLANS = _READ_BY_PLANS
+    _READ_BY_PLANS = (
+        "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
+        "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
+        "return_max_logit", "num_attention_heads", "num_gqa_groups",
+        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+    )  # fmt: skip
     """Settings that plans of a layer depend on (see `traced_layer`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -560,7 +554,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         """Run a backend, in FP8 where that is in force: see `plan.attend`."""
         backend, options, more = how
         if backend == "plugin":
-            return plugin_backend.attend(self, heads, options, qkv_format)
+            return attend_by_class(self, heads, options, qkv_format)
         given = heads, qkv_format, limits, self.softmax_scale, dropout
         if backend == "native":
             return plan.attend(self, more, *given)

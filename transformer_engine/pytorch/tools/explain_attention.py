@@ -12,9 +12,9 @@ from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
+    kind_of_call,
     refusals,
 )
-from transformer_engine.pytorch.attention.choice import kind_of_call
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
