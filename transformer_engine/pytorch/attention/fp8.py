@@ -88,12 +88,9 @@ def recipe_of(recipe: Any, module: Any) -> Any:
         own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
         if own:
             return _OWN[own]
-    return _of_quantizers(recipe, module) if recipe.custom() else recipe
-
-
-def _of_quantizers(recipe: Any, module: Any) -> Any:
-    kind = type(module).__name__
-    return remembered(module, recipe, lambda: resolve(recipe, kind, module.name))
+    if not recipe.custom():
+        return recipe
+    return remembered(module, recipe, lambda: resolve(recipe, type(module).__name__, module.name))
 
 
 def unsupported_name(recipe: Recipe | None) -> str:
@@ -166,7 +163,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
     requests = [each for each in given.values() if isinstance(each, DelayedScalingRequest)]
     if len(requests) == len(ROLES):
         return DelayedScaling(**vars(common_request(kind, requests)), **options)
-    if all(_keeps(each) for each in given.values()):
+    if all(_is_high_precision(each) for each in given.values()):
         return None
     for role, each in given.items():
         why = _refusal(role, each)
@@ -178,7 +175,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
     return _current(recipe, given, options)
 
 
-def _keeps(given: Any) -> bool:
+def _is_high_precision(given: Any) -> bool:
     """Return whether it leaves a role in high precision."""
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
@@ -194,11 +191,11 @@ def _refusal(role: str, given: Any) -> str:
     from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
     delayed = isinstance(given, DelayedScalingRequest)
-    if role in ("do", "dp") and (delayed or _keeps(given)):
+    if role in ("do", "dp") and (delayed or _is_high_precision(given)):
         return ""
     if role == "s" and delayed:
         return ""
-    if delayed or _keeps(given):
+    if delayed or _is_high_precision(given):
         return (
             "all four roles are delayed, or in high precision, or 'qkv' is of "
             "Float8CurrentScalingQuantizer"
@@ -324,26 +321,19 @@ BLOCK = 64
 GRADIENT_RULE: tuple[Clause, ...] = (
     Clause("TE_FP8_ATTENTION_BACKWARD=0", lambda f: not f.switched_on),
     Clause("bf16_backward=True", lambda f: f.wide),
-    Clause(
-        "current scaling: the kernel has to be told the scales of what it makes beforehand",
-        lambda f: not f.delayed,
-    ),
-    Clause(
-        "a causal mask, a window or lengths: that of bf16 leaves blocks out, and is faster",
-        lambda f: f.limited,
-    ),
-    Clause(
-        "heads that have not 128 channels: cuDNN has no kernel", lambda f: f.channels != (128, 128)
-    ),
+    Clause("current scaling: the kernel has to be told the scales of what it makes beforehand",
+           lambda f: not f.delayed),
+    Clause("a causal mask, a window or lengths: that of bf16 leaves blocks out, and is faster",
+           lambda f: f.limited),
+    Clause("heads that have not 128 channels: cuDNN has no kernel",
+           lambda f: f.channels != (128, 128)),
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
-    Clause(
-        f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones is "
-        "wrong",
-        lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries),
-    ),
+    Clause(f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones "
+           "is wrong",
+           lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries)),
     Clause("dropout", lambda f: f.dropout > 0.0),
     Clause("repeatable gradients: the kernel's are not", lambda f: f.deterministic),
-)
+)  # fmt: skip
 """The backward runs in FP8 where none of these holds; else in high precision, on queries, keys,
 values and output as they were saved in FP8."""
 
@@ -407,7 +397,7 @@ class LayerCasts(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What is around an attention in a layer's plan, on which it depends in FP8."""
+    """What an attention in FP8 depends on of the layer around it, in the layer's plan."""
 
     device: str = "cpu"  # type of it
     queries: int = 0  # of each sequence

@@ -178,50 +178,6 @@ def _node(
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
 
 
-def matches_input(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None.
-
-    Inside of `torch.autocast` projections take any dtype.
-    """
-    return keys is inp or (
-        type(keys) is Tensor
-        and keys.dim() == inp.dim()
-        and (keys.dtype is inp.dtype or autocast_dtype(inp.device.type) is not None)
-        and keys.device == inp.device
-        and (batch is None or keys.shape[batch] == inp.shape[batch])
-        and keys.shape[-1] == inp.shape[-1]
-    )
-
-
-def rotary_angles(
-    given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
-) -> tuple[Tensor, ...] | None:
-    """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
-
-    One for both where they are the same.
-    """
-    if given is None:
-        return ()
-    both = given if isinstance(given, tuple | list) else (given, given)
-    if len(both) != 2:
-        return None
-    found = []
-    for angles, length, slice_ in zip(both, lengths, slices, strict=False):
-        if (
-            type(angles) is not Tensor
-            or angles.dim() != 4
-            or angles.shape[1:3] != (1, 1)
-            or angles.requires_grad
-            or angles.shape[0] < length
-            or angles.shape[3] > slice_[1]
-            or angles.shape[3] % 2 != 0
-        ):
-            return None
-        flat = angles.reshape(angles.shape[0], angles.shape[3])
-        found.append(flat.to(inp.device, torch.float32).contiguous())
-    return tuple(found[:1] if both[0] is both[1] else found)
-
-
 def facts_around(core: Any) -> tuple:
     """Key of what a call of `core` depends on beside its settings, arguments and tensors.
 

@@ -36,12 +36,12 @@ class CompositeLayer(NativeModule):
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        return {**self.__dict__, "_calls": None, "_ways": {}}
+        return {**self.__dict__, "_calls": None, "_kept_attending": {}}
 
     def _replicate_for_data_parallel(self) -> "CompositeLayer":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_calls=None, _ways={})
+        made.__dict__.update(_calls=None, _kept_attending={})
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
