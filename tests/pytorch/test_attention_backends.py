@@ -164,7 +164,7 @@ def switch(monkeypatch, backend):
 
 
 def switched_modules(device):
-    """Attention by itself and in a layer, with the shape of their inputs, and how many there are."""
+    """Attention by itself and in a layer, the shape of their inputs, and how many there are."""
     options = {"attention_dropout": 0.0, "params_dtype": BF16, "device": device}
     hidden = HEADS * CHANNELS
     return (

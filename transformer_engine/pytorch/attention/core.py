@@ -71,7 +71,7 @@ _DEFAULTS = (
 """The arguments that a call is found by, as `DotProductAttention.forward` lists them, where only
 queries, keys and values are given."""
 
-_OF_CALLS = (
+_SET_BY_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
@@ -222,7 +222,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
-        if name not in _OF_CALLS:  # a call is not kept by the others
+        if name not in _SET_BY_CALLS:  # a call is not kept by the others
             self.__dict__["_kept"], self.__dict__["_decisions"] = KeptCalls(), {}
             self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
@@ -528,9 +528,9 @@ class DotProductAttention(ContextParallel, Fp8Module):
             out = self._run(how, heads, qkv_format, limits, dropout)
         if choice.backend == "native":
             return out
-        out, *top = out if self.return_max_logit else (out,)
+        out, *largest = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
-        return (out, *top) if top else out
+        return (out, *largest) if largest else out
 
     def _attend_by_policies(
         self, heads: Heads, options: AttentionOptions, qkv_format: str, more: CoreOptions

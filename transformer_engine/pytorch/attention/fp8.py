@@ -293,8 +293,8 @@ def unsupported_recipe(module: Any) -> str:
 # ---- the backward --------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """Facts that the kind of the backward depends on."""
+class BackwardFacts(NamedTuple):
+    """BackwardFacts that the kind of the backward depends on."""
 
     delayed: bool  # scaling is delayed
     switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD
@@ -312,7 +312,7 @@ class Clause(NamedTuple):
     """Why a backward runs in high precision."""
 
     reason: str
-    holds: Callable[[Facts], bool]
+    holds: Callable[[BackwardFacts], bool]
 
 
 BLOCK = 64
@@ -338,7 +338,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
 values and output as they were saved in FP8."""
 
 
-def why_in_high_precision(facts: Facts) -> str:
+def why_in_high_precision(facts: BackwardFacts) -> str:
     """Why the backward of an attention in FP8 runs in high precision; "": it runs in FP8."""
     return next((clause.reason for clause in GRADIENT_RULE if clause.holds(facts)), "")
 
@@ -348,13 +348,15 @@ def fills_blocks(queries: int) -> bool:
     return queries % BLOCK == 0
 
 
-def backward_facts(recipe: Recipe, **problem: Any) -> Facts:
-    """Return the facts of a call's backward: recipe, environment, and the other `Facts` by name."""
-    return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
+def backward_facts(recipe: Recipe, **problem: Any) -> BackwardFacts:
+    """Return the facts of a call's backward, of which `problem` are those by name."""
+    return BackwardFacts(
+        recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem
+    )
 
 
 def backward_in_fp8(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
-    """Return whether a call's backward runs in FP8; `problem` are the other `Facts` by name."""
+    """Return whether a call's backward runs in FP8; `problem` are `BackwardFacts` by name."""
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
@@ -469,7 +471,7 @@ def casts_of(
     gradient: bool,
     **problem: Any,
 ) -> Casts:
-    """How a call that begins now is cast; `gradient`: it has one, `problem`: other `Facts`."""
+    """How a call that begins now is cast; `problem` are `BackwardFacts` by name."""
     region = region_of(module, traced)
     if not traced and without_memory(like):
         region = region._replace(blank=True)

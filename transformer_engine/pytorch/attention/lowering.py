@@ -38,8 +38,8 @@ def keys_in_format(of_queries: str, of_keys: str, tensor: Any) -> Any:
     """
     if of_queries == of_keys:
         return tensor
-    turned = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
-    return turned.flatten(0, 1) if of_queries == "thd" else turned
+    in_order = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
+    return in_order.flatten(0, 1) if of_queries == "thd" else in_order
 
 
 def in_one_format(

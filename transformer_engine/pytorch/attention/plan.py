@@ -54,7 +54,7 @@ from transformer_engine.pytorch.torchside.modes import (
 # ---- the node ------------------------------------------------------------------------------------
 
 
-_NOT_TURNED = ((), False, False)
+_NO_ROTARY = ((), False, False)
 
 
 def _fields(
@@ -62,11 +62,11 @@ def _fields(
     slices: tuple,
     sequence_first: bool,
     numbers: tuple[float, float],
-    turned: tuple[tuple, bool, bool] = _NOT_TURNED,
+    rotary: tuple[tuple, bool, bool] = _NO_ROTARY,
 ) -> tuple[tuple, tuple[Tensor, ...]]:
     """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
 
-    `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
+    `numbers` are scale and dropout, `rotary` the fields of rotary embeddings and norms. The
     dtype of a bias is torch's: see `spec_of`.
     """
     ends, offsets, bounds = limits.sequence_lengths(), (), ()
@@ -79,7 +79,7 @@ def _fields(
     bias, sink, slopes = limits.bias, limits.sink, limits.slopes
     records = torch.is_grad_enabled() and not exporting()
     fields = (
-        slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *turned,
+        slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *rotary,
         _shared_dims(limits.mask), _shared_dims(bias), len(ends),
         torch.float32 if bias is None else bias.dtype,
         records and bias is not None and bias.requires_grad, deterministic(),
@@ -160,9 +160,9 @@ def _node(
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
     rotated = tuple([each.shape[1] for each in angles]) if angles else ()
-    turned = rotated, interleaved, norms_first
+    rotary = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
-    fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
+    fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, rotary)
     sources = tuple([(each.dtype, each.requires_grad) for each in source])
     key = fields, tracker, sources, in_fp8
 
@@ -359,7 +359,7 @@ class _Call(ModuleCall):
         graph = self.plans.graph
         cast = graph.nodes[0].quantization.input
         row = format_of(cast)
-        forms = [None if place < 0 else made[place] for place in self.plans.returned]
+        forms = [None if index < 0 else made[index] for index in self.plans.returned]
         quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
         slots = self.slots
         if slots is not None:

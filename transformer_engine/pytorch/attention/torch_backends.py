@@ -48,18 +48,18 @@ def with_heads_first(attend: Callable) -> Callable:
             return _run_padded(run, tensors, limits, *arguments)
         query, key, value = (tensor.permute(*_HEADS_FIRST[qkv_format]) for tensor in tensors)
         out = attend(query, key, value, limits, *arguments)
-        out, *top = out if limits.max_logit else (out,)
+        out, *largest = out if limits.max_logit else (out,)
         if limits.query_lengths is not None:
             out = _nan_unless(out, limits.valid_sequences(query.shape[2], key.shape[2]))
         out = out.permute(*_HEADS_BACK[qkv_format])
-        return (out, *top) if top else out
+        return (out, *largest) if largest else out
 
     return run
 
 
-def _nan_unless(out: Tensor, fit: Tensor) -> Tensor:
-    """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
-    return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
+def _nan_unless(out: Tensor, valid: Tensor) -> Tensor:
+    """Make NaN of the outputs of sequences that are not `valid` [batch], and of their gradients."""
+    return out * torch.where(valid, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
 
 
 def _run_padded(
@@ -75,10 +75,10 @@ def _run_padded(
     ]
     lengths = {"query_lengths": queries.token_counts(), "key_lengths": keys.token_counts()}
     out = run(Heads(tuple(padded)), "bshd", limits.replaced(packed=None, **lengths), *arguments)
-    out, *top = out if limits.max_logit else (out,)
+    out, *largest = out if limits.max_logit else (out,)
     out = _nan_unless(out, queries.valid(tokens) & keys.valid(key.shape[0]))
     packed = to_packed(out, of_queries, tokens)
-    return (packed, *top) if top else packed
+    return (packed, *largest) if largest else packed
 
 
 # ---- torch's fused attention ---------------------------------------------------------------------
@@ -353,11 +353,11 @@ def attend_emulated(
     out = attend_in_steps(
         given, qkv_format, limits.replaced(round_weights=casts.weights), scale, dropout
     )
-    out, *top = out if limits.max_logit else (out,)
+    out, *largest = out if limits.max_logit else (out,)
     out = casts.output(out)
     if region.record:
         module._record(region, state[0] if region.replay is None else None, False)
-    return (out, *top) if top else out
+    return (out, *largest) if largest else out
 
 
 _attend_outside = Outside(attend_emulated)

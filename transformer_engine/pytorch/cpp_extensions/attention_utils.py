@@ -57,7 +57,6 @@ __all__ = [
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-F16_ARBITRARY_SEQLEN, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
 
 
 class AttentionLogging:
@@ -84,7 +83,7 @@ no_op_logger = logging.Logger("DotProductAttention")
 no_op_logger.disabled = True
 
 
-@dataclass(eq=True)
+@dataclass
 class AttentionParams:
     """Arguments of a question about attention: sizes, layout, mask, bias and the rest.
 
@@ -143,15 +142,6 @@ class AttentionParams:
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
-
-
-def _check_names(params: AttentionParams) -> None:
-    """Raise for what is no value of its field at all (ValueError)."""
-    name = "get_attention_backend"
-    masks.mask_type(params.attn_mask_type)
-    layout_parts(params.qkv_layout)
-    one_of(name, BIAS_TYPES, core_attention_bias_type=params.core_attention_bias_type)
-    one_of(name, SOFTMAX_TYPES, softmax_type=params.softmax_type)
 
 
 def _dtype_of(params: AttentionParams) -> torch.dtype:
@@ -269,7 +259,11 @@ def get_attention_backend(
         be used: `DotProductAttention` raises there.
     """
     params = AttentionParams() if attention_params is None else attention_params
-    _check_names(params)
+    masks.mask_type(params.attn_mask_type)
+    layout_parts(params.qkv_layout)
+    bias_type = params.core_attention_bias_type
+    one_of("get_attention_backend", BIAS_TYPES, core_attention_bias_type=bias_type)
+    one_of("get_attention_backend", SOFTMAX_TYPES, softmax_type=params.softmax_type)
     try:
         call_kind = _call_kind_of(params)
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -283,7 +277,7 @@ def get_attention_backend(
     chosen = runs[0] if runs else None
     AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
-    own = FP8 if call_kind.fp8 else F16_ARBITRARY_SEQLEN
+    own = FusedAttnBackend.FP8 if call_kind.fp8 else FusedAttnBackend.F16_arbitrary_seqlen
     number = own if chosen == "native" else None
     available = [False, bool(fused), "unfused" in runs]
     return False, None, chosen in fused, number, chosen == "unfused", available

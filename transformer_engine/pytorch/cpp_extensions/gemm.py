@@ -166,8 +166,8 @@ def general_grouped_gemm(
     refuse(op, gelu=gelu and grad, quantization_params=single_output and _any(quantization_params))
     biases = bias if use_bias and bias is not None else [None] * count
     quantizers = [None] * count if quantization_params is None else quantization_params
-    places = _rows_of(op, B, out, layout, m_splits) if single_output else out
-    for name, found in (("B", B), ("out", places), ("quantization_params", quantizers)):
+    outputs = _rows_of(op, B, out, layout, m_splits) if single_output else out
+    for name, found in (("B", B), ("out", outputs), ("quantization_params", quantizers)):
         _check_length(op, name, found, count)
     _check_length(op, "bias", biases, count)
     made, sums, inputs = [], [], []
@@ -175,12 +175,12 @@ def general_grouped_gemm(
         result, of_bias, before, _ = general_gemm(
             A[i],
             B[i],
-            (D_dtype or out_dtype) if places[i] is None else places[i].dtype,
+            (D_dtype or out_dtype) if outputs[i] is None else outputs[i].dtype,
             quantizers[i],
             gelu=gelu,
             accumulate=accumulate,
             layout=layout,
-            out=places[i],
+            out=outputs[i],
             bias=biases[i],
             use_split_accumulator=use_split_accumulator,
             grad=grad,

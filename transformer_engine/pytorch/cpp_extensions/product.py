@@ -80,14 +80,11 @@ def _operand(op: str, name: str, tensor: Any, by_rows: bool) -> _Operand:
             return _quantized_operand(source, by_rows, (mode, code), (data, scales, amax))
     if hasattr(type(source), "_dequantized"):
         return _multiplied_out(op, name, source)
-    values = wide(op, name, source)
-    prepare_device(values.device)
-    return _Operand({"": values.flatten(0, -2)})
+    return _Operand({"": wide(op, name, source).flatten(0, -2)})
 
 
 def _multiplied_out(op: str, name: str, tensor: Any) -> _Operand:
-    values = exact(op, name, tensor).contiguous()
-    prepare_device(values.device)
+    values = wide(op, name, exact(op, name, tensor))
     return _Operand({"": values.flatten(0, -2)}, is_multiplied_out=True)
 
 
@@ -111,9 +108,9 @@ def _quantized_operand(storage: Any, by_rows: bool, kind: tuple, form: tuple) ->
         f"_{name}_amax": amax,
         "_scales_to_256": int(isinstance(storage, TwoFormStorage) and storage._scales_to_256()),
     }
-    turned = not by_rows and getattr(storage, "_with_rht", False)
-    signs = turned and storage._with_random_sign_mask
-    return _Operand(fields, is_quantized=True, transformed=(turned, signs))
+    is_transformed = not by_rows and getattr(storage, "_with_rht", False)
+    signs = is_transformed and storage._with_random_sign_mask
+    return _Operand(fields, is_quantized=True, transformed=(is_transformed, signs))
 
 
 class _Operands(NamedTuple):
@@ -186,8 +183,11 @@ def product(
     device = operands[0].device
     pair.fields["fast_accumulation"] = pair.are_quantized and not use_split_accumulator
     pair.fields["allow_tf32"] = not pair.are_quantized and allows_tf32()
-    out = _place(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
-    simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
+    out = (
+        _writable_output(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
+    )
+    adds_to_out = out is not None and beta == 1.0 and added is None and not gelu
+    simple = alpha == 1.0 and (beta == 0.0 or adds_to_out)
     simple = simple and (added is None or added.dtype == _bias_dtype(pair, dtype))
     simple = simple and (grad or not gelu or _applies_gelu(pair.fields, device, dtype, added))
     if out is None or not simple:
@@ -200,7 +200,7 @@ def product(
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
     # What a product reads of a hybrid may be other values than those that it stands for.
     summed = simple and sums is not None and type(operands[2]) is Tensor
-    summed = summed and _sums(pair.fields, bias.dtype)
+    summed = summed and all(getattr(pair.fields.get(n), "dtype", None) == bias.dtype for n in "ab")
     if simple:
         _multiply(made, pair.fields, (added, sums if summed else None), pre, beta != 0.0)
     else:
@@ -214,14 +214,14 @@ def product(
     if pre is not None and gelu_in is not None and not grad:
         gelu_in.detach().copy_(pre.view(gelu_in.shape))
         pre = gelu_in
-    made = D if made is out else _delivered(op, made, quantizer, D)
+    made = D if made is out else delivered(op, made, quantizer, D, _output_name(op))
     return made, sums, pre, None
 
 
 def _checked_beta(op: str, D: Any, accumulate: bool, beta: float | None) -> float:
     """The factor of `D`."""
     if accumulate and D is None:
-        raise ValueError(f"{op}: accumulate=True needs {_place_name(op)}")
+        raise ValueError(f"{op}: accumulate=True needs {_output_name(op)}")
     if not accumulate and beta not in (None, 0.0):
         raise ValueError(f"{op}: beta={beta} without accumulate=True")
     return (1.0 if beta is None else float(beta)) if accumulate else 0.0
@@ -251,8 +251,8 @@ def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: boo
     return gelu_in
 
 
-def _place_name(op: str) -> str:
-    """Name of the operator's argument for its result."""
+def _output_name(op: str) -> str:
+    """Name of the argument for the result."""
     return "D" if op == "generic_gemm" else "out"
 
 
@@ -263,11 +263,11 @@ def _output_dtype(op: str, A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     return A.dtype if D is None else D.dtype
 
 
-def _place(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """`D`, where a call can write there."""
+def _writable_output(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """`D`, where a call can write to it."""
     if not isinstance(D, Tensor) or isinstance(D, QuantizedTensorStorage):
         return None
-    out = like(op, _place_name(op), D, shape, dtype).detach()
+    out = like(op, _output_name(op), D, shape, dtype).detach()
     return out if out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1) else None
 
 
@@ -320,16 +320,6 @@ def _applies_gelu(
     return _TILES.isdisjoint(modes) and (dtype != torch.float32 or bias is None)
 
 
-def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Tell whether the native call gives the gradient of a bias: of operands in high precision."""
-    return all(name in operands and operands[name].dtype == dtype for name in "ab")
-
-
-def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
-    """Return whether the native call adds to `D`."""
-    return out is not None and beta == 1.0 and added is None and not gelu
-
-
 def _multiply(
     made: Tensor,
     operands: dict[str, Any],
@@ -379,10 +369,3 @@ def _through_gelu(
     grad, source, into = (t.flatten(0, -2) for t in (made, source, out))
     _activation_backward(grad, source, _GELU, wide=into, bias_grad=sums)
     return out, sums, gelu_in
-
-
-def _delivered(op: str, made: Tensor, quantizer: Any, D: Any) -> Any:
-    """The result where and how it is asked for."""
-    if isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage):
-        like(op, _place_name(op), D, tuple(made.shape), D.dtype)
-    return delivered(op, made, quantizer, D)

@@ -121,7 +121,7 @@ def explain_attention(
 def _about_fp8(
     core: DotProductAttention, call_kind: CallKind, about: dict[str, Any], emulated: bool
 ) -> str:
-    """Text about FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
+    """Text about FP8 in a call of a kind; `about`: `fp8.BackwardFacts` that it has not."""
     state = current_state()
     if not state.enabled or not fp8.asks_for_attention(state.recipe):
         return ""
