@@ -8,13 +8,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import torch_dtype
-from transformer_engine.pytorch.cpp_extensions.values import (
-    checked,
-    delivered,
-    exact,
-    like,
-    wide,
-)
+from transformer_engine.pytorch.cpp_extensions.values import checked, delivered, exact, like, wide
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
