@@ -176,7 +176,6 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
 
 
 def _is_high_precision(given: Any) -> bool:
-    """Return whether it leaves a role in high precision."""
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
     return type(given) is IdentityQuantizer and given.dtype is None

@@ -156,7 +156,6 @@ class InferenceParams:
         self._table: Tensor | None = None  # of the pages, as the last step gave it
 
     def _pages(self) -> dict[str, int]:
-        """The pages, checked."""
         if self.page_size is None:
             raise ValueError(f"{_NAME}: is_paged=True needs page_size")
         positive_sizes(_NAME, page_size=self.page_size)

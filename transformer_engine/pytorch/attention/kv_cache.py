@@ -417,7 +417,6 @@ class PagedKVCacheManager(LibraryCacheManager):
     # ---- pages -------------------------------------------------------------------------------
 
     def _row(self, pages: list[Page]) -> list[int]:
-        """A row of a table of pages."""
         numbers = [page.page_id for page in pages]
         return [*numbers, *([-1] * (self.max_pages_per_seq - len(pages)))]
 
@@ -430,7 +429,6 @@ class PagedKVCacheManager(LibraryCacheManager):
         self.page_table[len(rows) :].fill_(-1)
 
     def _pages_of(self, tokens: int) -> int:
-        """Pages of so many tokens."""
         return -(-tokens // self.page_size)
 
     def _take_free(self, count: int) -> list[Page]:
@@ -454,7 +452,6 @@ class PagedKVCacheManager(LibraryCacheManager):
             )
 
     def _add_pages(self, seq: Any, count: int) -> None:
-        """Give a sequence more pages."""
         rows, has = self.page_table.shape[0], self._pages.get(seq, [])
         if seq not in self._pages and len(self._pages) == rows:
             raise ValueError(

@@ -239,7 +239,6 @@ def split_by_policy(
 
 
 def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
-    """Make one of a dict, checked."""
     if not isinstance(policy, dict):
         raise TypeError(f"{_NAME}: {label}: {type(policy).__name__}, expected a dict")
     names = set(policy)

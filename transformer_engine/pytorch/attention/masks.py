@@ -491,7 +491,6 @@ def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tenso
 
 
 def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
-    """Bias of the scores, as given."""
     bias = options.core_attention_bias
     takes = kind in ("pre_scale_bias", "post_scale_bias")
     if takes != (bias is not None):

@@ -255,17 +255,17 @@ class _JoinedCall(ModuleCall):
     """A call over a tensor of several of queries, keys and values: a matrix to its plans."""
 
     inner: tuple[int, ...]  # its dims behind the leading ones
-    at = 0  # its place among the tensors of the call
+    index = 0  # of it among the tensors of the call
 
     def run_forward(self, tensors: tuple, caches: Any = None) -> tuple[Any, Sequence[Tensor]]:
-        at = self.at
-        matrix = tensors[at].flatten(-len(self.inner))
-        return super().run_forward((*tensors[:at], matrix, *tensors[at + 1 :]), caches)
+        i = self.index
+        matrix = tensors[i].flatten(-len(self.inner))
+        return super().run_forward((*tensors[:i], matrix, *tensors[i + 1 :]), caches)
 
     def run_backward(self, grads: tuple, saved: Sequence, weights: Any = None) -> tuple:
         _, *found = super().run_backward(grads, saved, weights)
-        if found[self.at] is not None:
-            found[self.at] = found[self.at].unflatten(-1, self.inner)
+        if found[self.index] is not None:
+            found[self.index] = found[self.index].unflatten(-1, self.inner)
         return None, *found
 
 
@@ -332,7 +332,7 @@ def _bind(
     plans = plans_of(graph)
     if joined:
         call: ModuleCall = _JoinedCall(plans, None, _LABEL)
-        call.at, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
+        call.index, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
     else:
         call = ModuleCall(plans, None, _LABEL)
     call.fills = fills_of(plans, (attends,))

@@ -6,7 +6,6 @@ of sequences, masks, layouts and windows: the modules behind `DotProductAttentio
 that programs of NVIDIA Transformer Engine use. Nothing in this library calls them.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -458,26 +457,17 @@ def get_qkv_layout(
 def _joined(parts: Sequence[Tensor]) -> str:
     """How parts lie in one tensor, "3hd" or "h3d" (or with 2); "" where they are no such views."""
     first, count = parts[0], len(parts)
-    heads, channels = first.shape[-2:]
-    if any(
-        part.shape != first.shape
-        or part.dtype is not first.dtype
-        or part.stride() != first.stride()
-        or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        for part in parts
-    ):
-        return ""
-    outer = heads * channels * count  # elements of a token
-    sizes = [*first.shape[:-2], 1]
-    leading = [outer * torch.Size(sizes[i + 1 :]).numel() for i in range(len(sizes) - 1)]
-    if list(first.stride()[:-2]) != leading:
-        return ""
-    offsets = [part.storage_offset() for part in parts]
-    steps = {after - before for before, after in itertools.pairwise(offsets)}
-    for name, step, between in (
-        (f"{count}hd", heads * channels, channels),
-        (f"h{count}d", channels, count * channels),
-    ):
-        if steps == {step} and first.stride(-2) == between:
+    for dim, name in ((-3, f"{count}hd"), (-2, f"h{count}d")):
+        shape = list(first.shape)
+        shape.insert(len(shape) + 1 + dim, count)
+        views = torch.empty(shape, device="meta").unbind(dim)
+        if all(
+            part.shape == view.shape
+            and part.dtype is first.dtype
+            and part.stride() == view.stride()
+            and part.storage_offset() - first.storage_offset() == view.storage_offset()
+            and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            for part, view in zip(parts, views, strict=True)
+        ):
             return name
     return ""

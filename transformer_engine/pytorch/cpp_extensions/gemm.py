@@ -172,19 +172,11 @@ def general_grouped_gemm(
     _check_length(op, "bias", biases, count)
     made, sums, inputs = [], [], []
     for i in range(count):
+        dtype = (D_dtype or out_dtype) if outputs[i] is None else outputs[i].dtype
         result, of_bias, before, _ = general_gemm(
-            A[i],
-            B[i],
-            (D_dtype or out_dtype) if outputs[i] is None else outputs[i].dtype,
-            quantizers[i],
-            gelu=gelu,
-            accumulate=accumulate,
-            layout=layout,
-            out=outputs[i],
-            bias=biases[i],
-            use_split_accumulator=use_split_accumulator,
-            grad=grad,
-        )
+            A[i], B[i], dtype, quantizers[i], gelu=gelu, accumulate=accumulate, layout=layout,
+            out=outputs[i], bias=biases[i], use_split_accumulator=use_split_accumulator, grad=grad,
+        )  # fmt: skip
         made.append(result)
         sums.append(of_bias if grad else biases[i])
         inputs.append(before)

@@ -60,7 +60,8 @@ class _Operand(NamedTuple):
     """A matrix as a GEMM reads it."""
 
     fields: dict[str, Any]  # of the operator, without the prefix
-    is_quantized: bool = False
+    dtype: torch.dtype  # of what is multiplied
+    mode: int = _core.SCALING_NONE
     is_multiplied_out: bool = False  # it was quantized, and lacks the form that is read
     transformed: tuple[bool, bool] = (False, False)  # it is of transformed values, with signs
 
@@ -74,12 +75,13 @@ def _operand(op: str, name: str, tensor: Any, by_rows: bool) -> _Operand:
             return _quantized_operand(source, by_rows, (mode, code), (data, scales, amax))
     if hasattr(type(source), "_dequantized"):
         return _multiplied_out(op, name, source)
-    return _Operand({"": wide(op, name, source).flatten(0, -2)})
+    values = wide(op, name, source)
+    return _Operand({"": values.flatten(0, -2)}, values.dtype)
 
 
 def _multiplied_out(op: str, name: str, tensor: Any) -> _Operand:
     values = wide(op, name, exact(op, name, tensor))
-    return _Operand({"": values.flatten(0, -2)}, is_multiplied_out=True)
+    return _Operand({"": values.flatten(0, -2)}, values.dtype, is_multiplied_out=True)
 
 
 _UNPADDED = (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
@@ -94,30 +96,26 @@ def _quantized_operand(storage: Any, by_rows: bool, kind: tuple, form: tuple) ->
     if mode not in _UNPADDED:
         matrix = casts.padded(matrix)
     prepare_device(matrix.device)
-    name = "row" if by_rows else "column"
+    name, dtype = "row" if by_rows else "column", _core.torch_dtype(code)
     fields = {
         "_mode": mode,
-        f"_{name}": matrix.view(_core.torch_dtype(code)),
+        f"_{name}": matrix.view(dtype),
         f"_{name}_scales": scales,
         f"_{name}_amax": amax,
         "_scales_to_256": int(isinstance(storage, TwoFormStorage) and storage._scales_to_256()),
     }
     is_transformed = not by_rows and getattr(storage, "_with_rht", False)
     signs = is_transformed and storage._with_random_sign_mask
-    return _Operand(fields, is_quantized=True, transformed=(is_transformed, signs))
+    return _Operand(fields, dtype, mode, transformed=(is_transformed, signs))
 
 
-class _Operands(NamedTuple):
-    """Both, as keywords of the operator."""
+def _pair(
+    op: str, A: Any, transA: bool, B: Any, transB: bool
+) -> tuple[dict[str, Any], list[_Operand]]:
+    """Keywords of the operator for op(B) op(A), and the operands in that order.
 
-    fields: dict[str, Any]
-    are_quantized: bool  # both of them
-
-
-def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
-    """Of op(B) op(A). What is quantized and can not be read is multiplied out, to fp32.
-
-    So it is with transformed values where the others are not transformed alike.
+    What is quantized and can not be read is multiplied out, to fp32. So it is with transformed
+    values where the others are not transformed alike.
     """
     pair = [_operand(op, "B", B, not transB), _operand(op, "A", A, transA)]
     if pair[0].transformed != pair[1].transformed:
@@ -131,7 +129,7 @@ def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
     }
     for prefix, operand in zip("ab", pair, strict=True):
         fields |= {prefix + field: value for field, value in operand.fields.items()}
-    return _Operands(fields, all(operand.is_quantized for operand in pair))
+    return fields, pair
 
 
 def _shape(op: str, A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
@@ -173,17 +171,20 @@ def product(
     dtype = _output_dtype(op, operands[0], D, output_dtype)
     bias, added = _checked_bias(op, bias, shape[-1], grad)
     gelu_in = _checked_gelu_in(op, gelu_in, shape, gelu and grad) if gelu else None
-    pair = _pair(op, *operands)
+    fields, pair = _pair(op, *operands)
     device = operands[0].device
-    pair.fields["fast_accumulation"] = pair.are_quantized and not use_split_accumulator
-    pair.fields["allow_tf32"] = not pair.are_quantized and allows_tf32()
+    are_quantized = all(operand.mode != _core.SCALING_NONE for operand in pair)
+    fields["fast_accumulation"] = are_quantized and not use_split_accumulator
+    fields["allow_tf32"] = not are_quantized and allows_tf32()
     out = (
         _writable_output(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
     )
     adds_to_out = out is not None and beta == 1.0 and added is None and not gelu
     simple = alpha == 1.0 and (beta == 0.0 or adds_to_out)
-    simple = simple and (added is None or added.dtype == _bias_dtype(pair, dtype))
-    simple = simple and (grad or not gelu or _applies_gelu(pair.fields, device, dtype, added))
+    # In which dtype a bias is added.
+    bias_dtype = torch.bfloat16 if are_quantized and dtype != torch.float16 else dtype
+    simple = simple and (added is None or added.dtype == bias_dtype)
+    simple = simple and (grad or not gelu or _applies_gelu(pair, device, dtype, added))
     if out is None or not simple:
         made = torch.empty(shape, dtype=dtype, device=device)
     else:
@@ -194,12 +195,13 @@ def product(
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
     # What a product reads of a hybrid may be other values than those that it stands for.
     summed = simple and sums is not None and type(operands[2]) is Tensor
-    summed = summed and all(getattr(pair.fields.get(n), "dtype", None) == bias.dtype for n in "ab")
+    summed = summed and all(each.mode == _core.SCALING_NONE for each in pair)
+    summed = summed and pair[0].dtype == pair[1].dtype == bias.dtype
     if simple:
-        _multiply(made, pair.fields, (added, sums if summed else None), pre, beta != 0.0)
+        _multiply(made, fields, (added, sums if summed else None), pre, beta != 0.0)
     else:
         before = checked(op, "D", D) if beta != 0.0 else None
-        _combine(made, pair.fields, added, pre, (alpha, beta), before)
+        _combine(made, fields, added, pre, (alpha, beta), before)
     if gelu and grad:
         made, sums, pre = _through_gelu(op, made, gelu_in, bias)
     elif sums is not None and not summed:
@@ -246,7 +248,6 @@ def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: boo
 
 
 def _output_name(op: str) -> str:
-    """Name of the argument for the result."""
     return "D" if op == "generic_gemm" else "out"
 
 
@@ -265,13 +266,6 @@ def _writable_output(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype
     return out if out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1) else None
 
 
-def _bias_dtype(pair: _Operands, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype the native call adds a bias to what it gives in `dtype`."""
-    if not pair.are_quantized:
-        return dtype
-    return torch.float16 if dtype == torch.float16 else torch.bfloat16
-
-
 _WITH_GELU = (
     (_core.SCALING_NONE, _core.SCALING_NONE),
     (_core.SCALING_TENSOR, _core.SCALING_TENSOR),
@@ -286,23 +280,16 @@ _TILES = {_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D}
 
 
 def _applies_gelu(
-    operands: dict[str, Any], device: torch.device, dtype: torch.dtype, bias: Tensor | None
+    pair: list[_Operand], device: torch.device, dtype: torch.dtype, bias: Tensor | None
 ) -> bool:
     """Return whether the native call does: one GEMM reads both operands.
 
     On CUDA it makes the result in its dtype, whatever that is of.
     """
-    modes = tuple(operands.get(f"{name}_mode", _core.SCALING_NONE) for name in "ab")
+    modes = pair[0].mode, pair[1].mode
     if modes not in _WITH_GELU:
         return False
-    one, other = (
-        next(
-            operands[key].dtype
-            for key in (name, f"{name}_row", f"{name}_column")
-            if key in operands
-        )
-        for name in "ab"
-    )
+    one, other = pair[0].dtype, pair[1].dtype
     if modes == _WITH_GELU[0]:
         return one == other and (device.type != "cuda" or dtype in (one, torch.float32))
     if one == other == torch.float8_e5m2:

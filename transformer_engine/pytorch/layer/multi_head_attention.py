@@ -451,15 +451,9 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return ours and fp8.hands_fp8_to(core, proj, replay)
 
     def _projections(self) -> Projections:
-        """Where queries, keys and values lie in their projections."""
-        return Projections(
-            self.num_attention_heads,
-            self.num_gqa_groups,
-            self.hidden_size_per_attention_head_k,
-            self.hidden_size_per_attention_head_v,
-            self.qkv_weight_interleaved,
-            self.attention_type != "self",
-        )
+        channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        layout = self.qkv_weight_interleaved, self.attention_type != "self"
+        return Projections(self.num_attention_heads, self.num_gqa_groups, *channels, *layout)
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
@@ -488,7 +482,6 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
-        """`attend`, module by module."""
         if options.inference_params is not None and self.attention_type != "self":
             raise ValueError(
                 f"{_NAME}: inference_params with attention_type='cross': a cache does not hold "

@@ -407,7 +407,6 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         ]
 
     def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
-        """One branch by its modules."""
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
         if branch == len(options) - 1:
             made = modules["layernorm_mlp"](hidden_states, options[branch].is_first_microbatch)
