@@ -74,7 +74,7 @@ def _always(call_kind: CallKind) -> bool:
     return True
 
 
-def _corner_untold(call_kind: CallKind) -> bool:
+def _diagonal_beyond_mask_type(call_kind: CallKind) -> bool:
     """Tell whether what a query attends depends on a diagonal that its mask type does not tell."""
     if not call_kind.bottom_right or call_kind.square or call_kind.mask_type.bottom_right:
         return False
@@ -169,7 +169,7 @@ FEATURES: tuple[Feature, ...] = (
          plugin="its forward is given no bias but the slopes of ALiBi"),
     _row("gaps between packed sequences", lambda s: s.gaps,
          plugin="its forward is not told where they are"),
-    _row("a diagonal of another mask type", _corner_untold,
+    _row("a diagonal of another mask type", _diagonal_beyond_mask_type,
          plugin="its forward is told of the mask type alone"),
     _row("bias type {bias}", lambda s: s.bias != "no_bias", sdpa="it takes no bias"),
     _row("window {window}", lambda s: s.window not in (NO_WINDOW, CAUSAL_WINDOW),
@@ -504,7 +504,7 @@ def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
     the module and of the environment, on the current device: CUDA where there is one.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    calls = list(_mildest_calls(core, device, _switches()))
+    calls = list(_undemanding_kinds(core, device, _switches()))
     found, capped = {}, core.softcap > 0.0
     for recipe in _RECIPES:
         own = {"fp8": True, "fp8_unbuilt": fp8.unsupported_name(recipe()), "softcap": capped}
@@ -513,7 +513,7 @@ def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
     return found
 
 
-def _mildest_calls(
+def _undemanding_kinds(
     core: Any, device: torch.device = _CPU, switches: AttentionSwitches = _ALL_ON
 ) -> Iterator[CallKind]:
     """The kinds of call that ask the least of a backend, one of each dtype."""
@@ -524,7 +524,7 @@ def _mildest_calls(
 def check_constructible(core: Any) -> None:
     """Raise for a module none of whose kinds of call any backend runs (ValueError)."""
     error: Any = None
-    for call_kind in _mildest_calls(core):
+    for call_kind in _undemanding_kinds(core):
         try:
             choose_backend(call_kind)
             return

@@ -235,7 +235,9 @@ def split_by_policy(
     )
     if len(found) == 1:
         return [plain._replace(**next(iter(found))._asdict())]
-    return [_alone(plain, ids)._replace(**each._asdict()) for each, ids in found.items() if ids]
+    return [
+        _for_sequences(plain, ids)._replace(**each._asdict()) for each, ids in found.items() if ids
+    ]
 
 
 def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
@@ -266,7 +268,7 @@ def _ids(ids: Any, at: int) -> list[int]:
     return list(ids)
 
 
-def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
+def _for_sequences(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
     """Options in which all sequences but these have no tokens."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
     starts = sequence_starts(options)
@@ -286,11 +288,3 @@ def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
         cu_seqlens_q=of_queries, cu_seqlens_kv=of_keys,
         cu_seqlens_q_padded=starts[0], cu_seqlens_kv_padded=starts[1],
     )  # fmt: skip
-
-
-def join_results(results: list[Any], with_max_logit: bool) -> Any:
-    """The result of a call from those of its policies: outputs, or pairs with largest scores."""
-    if not with_max_logit:
-        return sum(results[1:], results[0])
-    outputs, largest = zip(*results, strict=True)
-    return sum(outputs[1:], outputs[0]), torch.stack(largest).amax(0)

@@ -399,13 +399,6 @@ class Limits(NamedTuple):
         return self.replaced(mask=mask, window=window, query_lengths=None, key_lengths=None)
 
 
-def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Sequences]:
-    """Packed queries, and the keys of a cache, of a call of `sizes` (.., queries, keys)."""
-    now = params.lengths
-    queries = Sequences(now.cu_seqlens_q, now.counts, sizes[2])
-    return queries, Sequences(params.offsets(sizes[3]), now.totals, sizes[3])
-
-
 def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor | None:
     """Keys less queries of each sequence [batch, 1, 1, 1]; None where all have one diagonal."""
     if not bottom_right or lengths[0] is lengths[1]:
@@ -451,7 +444,9 @@ def call_limits(
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if call_kind.packed:
-            limits = limits.replaced(packed=cached_sequences(options.inference_params, sizes))
+            starts = options.inference_params.offsets(keys)
+            of_queries = Sequences(now.cu_seqlens_q, now.counts, queries)
+            limits = limits.replaced(packed=(of_queries, Sequences(starts, now.totals, keys)))
         else:
             limits = limits.replaced(query_lengths=now.counts, key_lengths=now.totals)
     elif call_kind.packed:

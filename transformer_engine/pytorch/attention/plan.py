@@ -104,17 +104,14 @@ def spec_of(fields: tuple, **cast: Any) -> AttentionSpec:
 
 def _slices(heads: Heads) -> tuple:
     """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
-    slices, at = [], 0
+    apart, slices = 3 - heads.joined, []
     for i, tensor in enumerate(heads.split()):
         count, channels = tensor.shape[-2:]
-        if heads.dim == 0 or i < len(heads.tensors) - 1:
-            slices.append((count, channels, 0, channels))
-            continue
-        if heads.dim == -3:
-            slices.append((count, channels, at * count * channels, channels))
-        else:
-            slices.append((count, channels, at * channels, heads.joined * channels))
-        at += 1
+        before = max(i - apart, 0)  # of those that are in one tensor
+        offset, stride = before * count * channels, channels
+        if heads.dim == -2 and i >= apart:
+            offset, stride = before * channels, heads.joined * channels
+        slices.append((count, channels, offset, stride))
     return tuple(slices)
 
 
@@ -126,29 +123,29 @@ _NOWHERE = fp8.Surroundings()
 
 def attention_node(
     core: Any,
-    how: tuple[Choice, Limits],
+    decision: tuple[Choice, Limits],
     slices: tuple,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
     around: fp8.Surroundings = _NOWHERE,
 ) -> Attending | None:
     """How a layer attends as part of its plan; None for what runs in none.
 
-    Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `how` is
-    what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
+    Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `decision`
+    is what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
     `given` is the source or nothing, the angles, whether these are interleaved, and whether norms
     come before them.
     """
-    choice, limits = how
+    choice, limits = decision
     if choice.backend != "native" or limits.max_logit:
         return None
     dropout = core.attention_dropout if core.training else 0.0
     in_fp8 = fp8.layer_casts(core, around, limits, dropout)
-    return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
+    return _node(core, decision, slices, core.qkv_format, dropout, given, in_fp8)
 
 
 def _node(
     core: Any,
-    how: tuple[Choice, Limits],
+    decision: tuple[Choice, Limits],
     slices: tuple,
     qkv_format: str,
     dropout: float,
@@ -156,7 +153,7 @@ def _node(
     in_fp8: fp8.LayerCasts | None = None,
 ) -> Attending:
     """`attention_node` of what runs in a plan."""
-    choice, limits = how
+    choice, limits = decision
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
     rotated = tuple([each.shape[1] for each in angles]) if angles else ()
@@ -301,19 +298,19 @@ class KeptCalls:
             return key, None
 
     def find(
-        self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple
+        self, core: Any, heads: Heads, decision: tuple[Choice, Limits], qkv_format: str, key: tuple
     ) -> KeptCall | None:
         """The call for what its `limits_for` gave; None where another backend runs it."""
-        if how[0].backend != "native":
+        if decision[0].backend != "native":
             return None
         dropout = core.attention_dropout if core.training else 0.0
-        attends = _node(core, how, _slices(heads), qkv_format, dropout)
+        attends = _node(core, decision, _slices(heads), qkv_format, dropout)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
         if made is None:
             made = keep(self._calls, kind, _bind(heads, attends, dtype))
-        found = KeptCall(*made, attends.tensors, how[0], dtype)
+        found = KeptCall(*made, attends.tensors, decision[0], dtype)
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
@@ -440,16 +437,11 @@ _attend_outside = Outside(attend)
 
 def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
     """Its tensors as plans read them: several in one as rows, in FP8 all of them, dense."""
-    tensors = list(heads.tensors)
-    if heads.dim != 0:
-        tensors[-1] = tensors[-1].flatten(-3)
+    *apart, last = heads.tensors
     if not in_fp8:
-        return tensors
-    apart = len(tensors) - (heads.dim != 0)
-    return [
-        (tensor.flatten(-2) if i < apart else tensor).contiguous()
-        for i, tensor in enumerate(tensors)
-    ]
+        return [*apart, last.flatten(-3) if heads.joined else last]
+    rows = [*(each.flatten(-2) for each in apart), last.flatten(-3 if heads.joined else -2)]
+    return [tensor.contiguous() for tensor in rows]
 
 
 def plans_for(module: Any, key: tuple) -> CallPlans:

@@ -292,11 +292,11 @@ class _Casts:
 
     def _delayed(self, slot: int) -> Any:
         """A cast with a scale of the state, or that of a call that is repeated."""
+        scales, first = self._scales, 0
+        if scales is None:
+            scales, first = self._slots.forward_scale, self._slots.forward_slot
         with unseen():
-            if self._scales is not None:
-                scale = self._scales[slot].clone()
-            else:
-                scale = self._slots.forward_scale[self._slots.forward_slot + slot].clone()
+            scale = scales[first + slot].clone()
         return self._scale(scale, slot)
 
     def heads(self, tensor: Tensor) -> Tensor:

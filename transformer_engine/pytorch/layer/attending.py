@@ -151,9 +151,9 @@ def attention_in_plan(
     angles = _rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
     if angles is None:
         return None
-    how = core.limits_for(options, (batch, layer.num_attention_heads, *lengths), like, tokens)
+    decision = core.limits_for(options, (batch, layer.num_attention_heads, *lengths), like, tokens)
     pairs = (layer.rotary_pos_interleaved, layer.qk_norm_before_rope)
     given = (() if source is None else (source,), angles, *pairs)
     hands_over = layer._hands_over(core, replay)
     around = fp8.Surroundings(inp.device.type, inp.shape[s], hands_over, replay)
-    return plan.attention_node(core, how, slices, given, around)
+    return plan.attention_node(core, decision, slices, given, around)
