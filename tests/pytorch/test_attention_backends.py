@@ -59,7 +59,7 @@ def call_kinds():
                 yield of._replace(slopes_grad=True)
             if dtype is BF16:
                 yield of._replace(fp8=True)
-                yield of._replace(fp8=True, fp8_unbuilt="MXFP8BlockScaling")
+                yield of._replace(fp8=True, unsupported_fp8="MXFP8BlockScaling")
                 yield of._replace(fp8=True, channels=(72, 64))
                 yield of._replace(
                     fp8=True, padding_by_mask=kind.padding, one_query=not kind.padding

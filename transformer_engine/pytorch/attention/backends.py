@@ -105,7 +105,7 @@ FEATURES: tuple[Feature, ...] = (
          sdpa="it computes in high precision"),
     _row("FP8 that is not to be emulated", lambda s: s.fp8 and not s.switches.emulate,
          unfused="it computes in high precision; TE_UNFUSED_DPA_EMULATE_FP8=1 lets it round"),
-    _row("attention by {fp8_unbuilt}", lambda s: bool(s.fp8_unbuilt),
+    _row("attention by {unsupported_fp8}", lambda s: bool(s.unsupported_fp8),
          native="it casts whole tensors with one scale: TE_DPA_FP8_RECIPE may name DelayedScaling "
                 "or Float8CurrentScaling for attention alone",
          unfused="likewise"),
@@ -132,7 +132,7 @@ FEATURES: tuple[Feature, ...] = (
     _row("fp32", lambda s: s.dtype is torch.float32, cudnn="cuDNN's kernels take fp16 and bf16"),
     _row("{channels} channels of a head", lambda s: any(n % 8 != 0 or n > 256 for n in s.channels),
          cudnn="they are no multiples of 8 up to 256"),
-    _row("{unusual}", lambda s: bool(s.unusual), cudnn="cuDNN's kernels do not make it"),
+    _row("{cudnn_lacks}", lambda s: bool(s.cudnn_lacks), cudnn="cuDNN's kernels do not make it"),
     _row("NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
          lambda s: s.device != "cpu" and not s.switches.nondeterministic,
          sdpa="its gradients are not repeatable"),
@@ -300,7 +300,7 @@ class _Decision(NamedTuple):
     limits: Limits | None
 
 
-def _unusual(
+def _cudnn_lacks(
     options: AttentionOptions, sizes: tuple[int, ...], dtype: torch.dtype, cap: float, packed: bool
 ) -> str:
     """Feature of a mask, a bias, its gradient or a softcap that the operator does not take on CUDA.
@@ -443,7 +443,7 @@ def _facts(
         dtype,
         device,
         _switches(),
-        "" if device.type == "cpu" else _unusual(options, sizes, dtype, cap, packed),
+        "" if device.type == "cpu" else _cudnn_lacks(options, sizes, dtype, cap, packed),
         packed,
         not packed and not options.has_lengths(),
         slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1,
@@ -470,7 +470,7 @@ def _call_kind(
     dtype: torch.dtype,
     device: torch.device,
     switches: AttentionSwitches,
-    unusual: str = "",
+    cudnn_lacks: str = "",
     packed: bool = False,
     full_length: bool = False,
     slopes_apart: bool = False,
@@ -491,7 +491,7 @@ def _call_kind(
     channels = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
     return CallKind(
         kind, window, masks.ends_bottom_right(bottom_right, kind), square, bias, grouped, dtype,
-        device.type, switches, channels, *_device_facts(device), unusual, packed, slopes_grad,
+        device.type, switches, channels, *_device_facts(device), cudnn_lacks, packed, slopes_grad,
         slopes_apart, core.softmax_type, core.return_max_logit, in_fp8,
         has_mask and kind.padding, *more,
     )  # fmt: skip
@@ -507,7 +507,7 @@ def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
     calls = list(_undemanding_kinds(core, device, _switches()))
     found, capped = {}, core.softcap > 0.0
     for recipe in _RECIPES:
-        own = {"fp8": True, "fp8_unbuilt": fp8.unsupported_name(recipe()), "softcap": capped}
+        own = {"fp8": True, "unsupported_fp8": fp8.unsupported_name(recipe()), "softcap": capped}
         asked = (refusals(call._replace(**own)) for call in calls)
         found[recipe.__name__] = any(None in each.values() for each in asked)
     return found

@@ -300,7 +300,7 @@ class CallKind(NamedTuple):
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
     capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
-    unusual: str = ""  # what is about the mask, the bias or its gradient
+    cudnn_lacks: str = ""  # what cuDNN does not make of the mask, the bias or its gradient
     packed: bool = False  # sequences lie one behind the other (thd)
     slopes_grad: bool = False  # those of ALiBi want a gradient
     slopes_apart: bool = False  # each sequence has its own
@@ -311,7 +311,7 @@ class CallKind(NamedTuple):
     one_query: bool = False
     fp8_dropout: bool = False  # in FP8, with dropout
     score_mod: bool = False  # a function of the program changes the scores
-    fp8_unbuilt: str = ""  # recipe in force that attention does not run by
+    unsupported_fp8: str = ""  # recipe in force that attention does not run by
     plugin: str = ""  # class of a plug-in that is selected
     gaps: bool = False  # between packed sequences
     softcap: bool = False  # the scaled scores are capped

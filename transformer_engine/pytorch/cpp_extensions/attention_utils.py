@@ -217,7 +217,7 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     return call_kind._replace(
         fp8=in_fp8,
         fp8_dropout=in_fp8 and params.is_training and params.attention_dropout > 0.0,
-        fp8_unbuilt=fp8.unsupported_name(recipe),
+        unsupported_fp8=fp8.unsupported_name(recipe),
     )
 
 

@@ -180,38 +180,38 @@ def product(
         _writable_output(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
     )
     adds_to_out = out is not None and beta == 1.0 and added is None and not gelu
-    simple = alpha == 1.0 and (beta == 0.0 or adds_to_out)
-    # In which dtype a bias is added.
+    in_one_call = alpha == 1.0 and (beta == 0.0 or adds_to_out)
+    # That in which a native call adds a bias.
     bias_dtype = torch.bfloat16 if are_quantized and dtype != torch.float16 else dtype
-    simple = simple and (added is None or added.dtype == bias_dtype)
-    simple = simple and (grad or not gelu or _applies_gelu(pair, device, dtype, added))
-    if out is None or not simple:
+    in_one_call = in_one_call and (added is None or added.dtype == bias_dtype)
+    in_one_call = in_one_call and (grad or not gelu or _applies_gelu(pair, device, dtype, added))
+    if out is None or not in_one_call:
         made = torch.empty(shape, dtype=dtype, device=device)
     else:
         made = out
-    pre = torch.empty_like(made) if gelu and not grad else None
+    before_gelu = torch.empty_like(made) if gelu and not grad else None
     sums = None
     if grad and bias is not None and not gelu:
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
     # What a product reads of a hybrid may be other values than those that it stands for.
-    summed = simple and sums is not None and type(operands[2]) is Tensor
+    summed = in_one_call and sums is not None and type(operands[2]) is Tensor
     summed = summed and all(each.mode == _core.SCALING_NONE for each in pair)
     summed = summed and pair[0].dtype == pair[1].dtype == bias.dtype
-    if simple:
-        _multiply(made, fields, (added, sums if summed else None), pre, beta != 0.0)
+    if in_one_call:
+        _multiply(made, fields, (added, sums if summed else None), before_gelu, beta != 0.0)
     else:
         before = checked(op, "D", D) if beta != 0.0 else None
-        _combine(made, fields, added, pre, (alpha, beta), before)
+        _combine(made, fields, added, before_gelu, (alpha, beta), before)
     if gelu and grad:
-        made, sums, pre = _through_gelu(op, made, gelu_in, bias)
+        made, sums, before_gelu = _through_gelu(op, made, gelu_in, bias)
     elif sums is not None and not summed:
         left = exact(op, "B", operands[2]).flatten(0, -2)
         sums.copy_(left.sum(0 if operands[3] else 1, dtype=torch.float32))
-    if pre is not None and gelu_in is not None and not grad:
-        gelu_in.detach().copy_(pre.view(gelu_in.shape))
-        pre = gelu_in
+    if before_gelu is not None and gelu_in is not None and not grad:
+        gelu_in.detach().copy_(before_gelu.view(gelu_in.shape))
+        before_gelu = gelu_in
     made = D if made is out else delivered(op, made, quantizer, D, _output_name(op))
-    return made, sums, pre, None
+    return made, sums, before_gelu, None
 
 
 def _checked_beta(op: str, D: Any, accumulate: bool, beta: float | None) -> float:
@@ -305,12 +305,12 @@ def _multiply(
     made: Tensor,
     operands: dict[str, Any],
     biases: tuple[Tensor | None, Tensor | None],
-    pre: Tensor | None,
+    before_gelu: Tensor | None,
     accumulate: bool,
 ) -> None:
     """One native call, with a bias or with a place for the gradient of one."""
-    epilogue = _core.EPILOGUE_NONE if pre is None else _core.EPILOGUE_GELU
-    flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
+    epilogue = _core.EPILOGUE_NONE if before_gelu is None else _core.EPILOGUE_GELU
+    flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, before_gelu))
     given = dict(zip(("bias", "bias_grad"), biases, strict=True))
     given |= {"aux": aux, "epilogue": epilogue, "accumulate": accumulate}
     _gemm(flat, **operands, **given)
@@ -320,7 +320,7 @@ def _combine(
     made: Tensor,
     operands: dict[str, Any],
     bias: Tensor | None,
-    pre: Tensor | None,
+    before_gelu: Tensor | None,
     factors: tuple[float, float],
     before: Tensor | None,
 ) -> None:
@@ -333,10 +333,10 @@ def _combine(
         total += beta * before.to(torch.float32)
     if bias is not None:
         total += bias
-    if pre is None:
+    if before_gelu is None:
         made.copy_(total)
         return
-    pre.copy_(total)
+    before_gelu.copy_(total)
     _activation(total.flatten(0, -2), _GELU, wide=made.flatten(0, -2))
 
 

@@ -72,6 +72,7 @@ def delivered(op: str, values: Tensor, quantizer: Any, out: Any = None, name: st
     """A result as it is asked for: cast by a quantizer, and where, if that is given.
 
     Values are rounded to their dtype first: the bits are those that the quantizer makes of them.
+    `name` is what errors call `out`.
     """
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(
