@@ -397,25 +397,19 @@ class LayerCasts(NamedTuple):
     recipe: str
 
 
-class Surroundings(NamedTuple):
-    """What an attention in FP8 depends on of the layer around it, in the layer's plan."""
-
-    device: str = "cpu"  # type of it
-    queries: int = 0  # of each sequence
-    hands_over: bool = False  # as of `hands_fp8_to`
-    replay: Frame | None = None  # as of `repeated`
-
-
 def layer_casts(
-    module: Any, around: Surroundings, limits: Limits, dropout: float
+    module: Any, replay: Frame | None, limits: Limits, fp8_output: bool, **problem: Any
 ) -> LayerCasts | None:
-    """How an attention runs in a layer's plan; None: in high precision."""
-    found = _in_a_layer(module, around.replay)
+    """How an attention runs in a layer's plan; None: in high precision.
+
+    `replay` is as of `repeated`, `fp8_output` as of `hands_fp8_to`; `problem` are `BackwardFacts`
+    by name.
+    """
+    found = _in_a_layer(module, replay)
     if found is None:
         return None
     recipe, no_amax = found
-    device, queries, fp8_output, _ = around
-    back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
+    back = backward_in_fp8(module, recipe, limits, **problem)
     quantization = module._quantization_of(recipe, torch.compiler.is_compiling())
     return LayerCasts(quantization, back, fp8_output, no_amax, repr(recipe))
 

@@ -118,42 +118,25 @@ def _slices(heads: Heads) -> tuple:
 _grad_enabled = torch.is_grad_enabled
 
 _NOTHING = ((), (), False, False)
-_NOWHERE = fp8.Surroundings()
 
 
 def attention_node(
     core: Any,
     decision: tuple[Choice, Limits],
     slices: tuple,
-    given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    around: fp8.Surroundings = _NOWHERE,
-) -> Attending | None:
-    """How a layer attends as part of its plan; None for what runs in none.
-
-    Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `decision`
-    is what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
-    `given` is the source or nothing, the angles, whether these are interleaved, and whether norms
-    come before them.
-    """
-    choice, limits = decision
-    if choice.backend != "native" or limits.max_logit:
-        return None
-    dropout = core.attention_dropout if core.training else 0.0
-    in_fp8 = fp8.layer_casts(core, around, limits, dropout)
-    return _node(core, decision, slices, core.qkv_format, dropout, given, in_fp8)
-
-
-def _node(
-    core: Any,
-    decision: tuple[Choice, Limits],
-    slices: tuple,
     qkv_format: str,
-    dropout: float,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
     in_fp8: fp8.LayerCasts | None = None,
 ) -> Attending:
-    """`attention_node` of what runs in a plan."""
+    """How a call that the library's operator runs attends as part of a plan.
+
+    Scale, dropout and random state are those of `core`, a `DotProductAttention`; `decision` is what
+    its `limits_for` gives; `slices` are of queries, keys and values in their projections; `given`
+    is the source or nothing, the angles, whether these are interleaved, and whether norms come
+    before them.
+    """
     choice, limits = decision
+    dropout = core.attention_dropout if core.training else 0.0
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
     rotated = tuple([each.shape[1] for each in angles]) if angles else ()
@@ -303,8 +286,7 @@ class KeptCalls:
         """The call for what its `limits_for` gave; None where another backend runs it."""
         if decision[0].backend != "native":
             return None
-        dropout = core.attention_dropout if core.training else 0.0
-        attends = _node(core, decision, _slices(heads), qkv_format, dropout)
+        attends = attention_node(core, decision, _slices(heads), qkv_format)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)

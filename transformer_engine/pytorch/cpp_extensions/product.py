@@ -198,7 +198,12 @@ def product(
     summed = summed and all(each.mode == _core.SCALING_NONE for each in pair)
     summed = summed and pair[0].dtype == pair[1].dtype == bias.dtype
     if in_one_call:
-        _multiply(made, fields, (added, sums if summed else None), before_gelu, beta != 0.0)
+        epilogue = _core.EPILOGUE_NONE if before_gelu is None else _core.EPILOGUE_GELU
+        aux = None if before_gelu is None else before_gelu.flatten(0, -2)
+        _gemm(
+            made.flatten(0, -2), **fields, bias=added, bias_grad=sums if summed else None,
+            aux=aux, epilogue=epilogue, accumulate=beta != 0.0,
+        )  # fmt: skip
     else:
         before = checked(op, "D", D) if beta != 0.0 else None
         _combine(made, fields, added, before_gelu, (alpha, beta), before)
@@ -299,21 +304,6 @@ def _applies_gelu(
     if _core.SCALING_MXFP8 in modes:
         return dtype != torch.float16
     return _TILES.isdisjoint(modes) and (dtype != torch.float32 or bias is None)
-
-
-def _multiply(
-    made: Tensor,
-    operands: dict[str, Any],
-    biases: tuple[Tensor | None, Tensor | None],
-    before_gelu: Tensor | None,
-    accumulate: bool,
-) -> None:
-    """One native call, with a bias or with a place for the gradient of one."""
-    epilogue = _core.EPILOGUE_NONE if before_gelu is None else _core.EPILOGUE_GELU
-    flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, before_gelu))
-    given = dict(zip(("bias", "bias_grad"), biases, strict=True))
-    given |= {"aux": aux, "epilogue": epilogue, "accumulate": accumulate}
-    _gemm(flat, **operands, **given)
 
 
 def _combine(

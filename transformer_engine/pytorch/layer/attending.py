@@ -151,9 +151,14 @@ def attention_in_plan(
     angles = _rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
     if angles is None:
         return None
-    decision = core.limits_for(options, (batch, layer.num_attention_heads, *lengths), like, tokens)
+    sizes = (batch, layer.num_attention_heads, *lengths)
+    choice, limits = core.limits_for(options, sizes, like, tokens)
+    if choice.backend != "native" or limits.max_logit:
+        return None
     pairs = (layer.rotary_pos_interleaved, layer.qk_norm_before_rope)
     given = (() if source is None else (source,), angles, *pairs)
-    hands_over = layer._hands_over(core, replay)
-    around = fp8.Surroundings(inp.device.type, inp.shape[s], hands_over, replay)
-    return plan.attention_node(core, decision, slices, given, around)
+    in_fp8 = fp8.layer_casts(
+        core, replay, limits, layer._hands_over(core, replay), device=inp.device.type,
+        queries=inp.shape[s], dropout=core.attention_dropout if core.training else 0.0,
+    )  # fmt: skip
+    return plan.attention_node(core, (choice, limits), slices, core.qkv_format, given, in_fp8)
