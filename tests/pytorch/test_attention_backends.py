@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from pytorch.helpers import assert_same_bits
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
@@ -58,7 +59,7 @@ def call_kinds():
                 yield of._replace(slopes_grad=True)
             if dtype is BF16:
                 yield of._replace(fp8=True)
-                yield of._replace(fp8=True, fp8_unbuilt="MXFP8BlockScaling")
+                yield of._replace(fp8=True, unsupported_fp8="MXFP8BlockScaling")
                 yield of._replace(fp8=True, channels=(72, 64))
                 yield of._replace(
                     fp8=True, padding_by_mask=kind.padding, one_query=not kind.padding
@@ -146,6 +147,67 @@ def test_switches_are_read_at_the_call_and_not_at_construction(monkeypatch, devi
         module(tensor, tensor, tensor)
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
     module(tensor, tensor, tensor)
+
+
+SWITCHED = {
+    "native": {},
+    "sdpa": {"FUSED": "0"},
+    "unfused": {"FUSED": "0", "FLASH": "0"},
+    "": {"FUSED": "0", "FLASH": "0", "UNFUSED": "0"},
+}
+"""Values of NVTE_<name>_ATTN by the backend that is then left."""
+
+
+def switch(monkeypatch, backend):
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", SWITCHED[backend].get(name, "1"))
+
+
+def switched_modules(device):
+    """Attention by itself and in a layer, the shape of their inputs, and how many there are."""
+    options = {"attention_dropout": 0.0, "params_dtype": BF16, "device": device}
+    hidden = HEADS * CHANNELS
+    return (
+        (te.DotProductAttention(HEADS, CHANNELS), (8, 2, HEADS, CHANNELS), 3),
+        (te.MultiheadAttention(hidden, HEADS, **options), (8, 2, hidden), 1),
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore")  # of torch, which goes on in eager mode after an error
+@pytest.mark.parametrize("backend", SWITCHED)
+def test_switches_act_in_graphs_as_in_eager_mode(monkeypatch, device, backend):
+    switch(monkeypatch, backend)
+    for module, shape, count in switched_modules(device):
+        inputs = [torch.randn(shape, dtype=BF16, device=device) for _ in range(count)]
+        results, counts = [], []
+        for call in (module, torch.compile(module, backend="aot_eager")):
+            if not backend:
+                with pytest.raises(ValueError, match="no backend is left"):
+                    call(*inputs)
+                continue
+            _core.reset_counters()
+            results.append(call(*inputs))
+            counts.append(_core.counters())
+        assert counts[:1] == counts[1:]
+        assert_same_bits(results[:1], results[1:])
+        attends = any(name.startswith("attention.") for name in counts[0]) if backend else False
+        assert attends == (backend == "native")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_graphs_keep_the_switches_of_their_trace(monkeypatch, device):
+    """As torch keeps what code of a program finds in ``os.environ``; a new trace reads again."""
+    for module, shape, count in switched_modules(device):
+        inputs = [torch.randn(shape, dtype=BF16, device=device) for _ in range(count)]
+        compiled = torch.compile(module, backend="aot_eager")
+        for backend in ("native", "unfused"):
+            switch(monkeypatch, backend)
+            torch._dynamo.reset()
+            expected = module(*inputs)
+            for later in (backend, "", "native"):
+                switch(monkeypatch, later)
+                assert_same_bits(compiled(*inputs), expected)
 
 
 # ---- explain_attention ---------------------------------------------------------------------------

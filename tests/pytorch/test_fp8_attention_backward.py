@@ -24,13 +24,13 @@ from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.fp8 import (
     BLOCK,
     GRADIENT_RULE,
+    BackwardFacts,
     Clause,
-    Facts,
     fills_blocks,
     why_in_high_precision,
 )
 
-PLAIN = Facts(True, True, False, "cuda", 3 * BLOCK, (128, 128), False, False, 0.0)
+PLAIN = BackwardFacts(True, True, False, "cuda", 3 * BLOCK, (128, 128), False, False, 0.0)
 CLAUSES = {
     "switched off": PLAIN._replace(switched_on=False),
     "asked for": PLAIN._replace(wide=True),

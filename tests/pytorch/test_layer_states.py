@@ -182,7 +182,7 @@ def test_kept_calls_are_few(device, name):
     for step in range(40):
         set_of(f"{name}dropout", step / 100)(layer)
         layer(x)
-    assert 0 < len(layer._calls.calls) <= 16 and 0 < len(layer.self_attention._ways) <= 16
+    assert 0 < len(layer._calls.calls) <= 16 and 0 < len(layer.self_attention._kept_attending) <= 16
 
 
 def test_calibration(device):

@@ -388,6 +388,26 @@ def test_compiled_equals_eager(device, layout):
     assert_same_bits(*results)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, which goes on in eager mode after an error
+@pytest.mark.parametrize("way", ["eager", "hooked", "compiled"])
+def test_largest_scores_are_refused(device, way):
+    """A setting of the attention that its layer has no place for, also after a call without it."""
+    layer = te.TransformerLayer(HIDDEN, 2 * HIDDEN, HEADS, device=device).eval()
+    core = layer.self_attention.core_attention
+    if way == "hooked":  # calls its modules
+        core.register_forward_hook(lambda *_: None)
+    x = states(device)
+    torch._dynamo.reset()
+    for module in (layer.self_attention, layer):
+        call = torch.compile(module, backend="aot_eager") if way == "compiled" else module
+        expected = call(x)
+        core.return_max_logit = True
+        with pytest.raises(NotImplementedError, match="leave return_max_logit at False"):
+            call(x)
+        core.return_max_logit = False
+        assert_same_bits(call(x), expected)
+
+
 def test_copies_and_state_dict(device):
     module = make(device, qk_norm_type="LayerNorm", input_layernorm=True)
     x = states(device)

@@ -9,9 +9,7 @@ from comparators import assert_bits, assert_grad64
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.attention.choice import (
-    _unusual as unusual,
-)
+from transformer_engine.pytorch.attention.backends import _cudnn_lacks as cudnn_lacks
 from transformer_engine.pytorch.attention.masks import Limits
 from transformer_engine.pytorch.attention.plan import attend
 from transformer_engine.pytorch.attention.problem import AttentionOptions, CoreOptions, Heads
@@ -123,7 +121,9 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
     def odd(shape, dtype=BF16, capped=False, **more):
         bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
         return bool(
-            unusual(_options(core_attention_bias=bias, **more), sizes, query.dtype, capped, False)
+            cudnn_lacks(
+                _options(core_attention_bias=bias, **more), sizes, query.dtype, capped, False
+            )
         )
 
     with torch.set_grad_enabled(gradients):
@@ -132,7 +132,7 @@ def test_gradients_of_biases_that_cudnn_makes(gradients):
         assert odd((1, 4, 30, 50), capped=True)
 
 
-def test_masks_and_biases_over_one_key_are_unusual():
+def test_masks_and_biases_over_one_key_are_not_for_cudnn():
     """There is a bias of alibi too, which the kind of it says."""
     query, one, two = torch.zeros(2, 5, 4, 8), (2, 4, 5, 1), (2, 4, 5, 2)
     mask, bias = torch.zeros(2, 1, 5, 1, dtype=torch.bool), torch.zeros(2, 1, 5, 1)
@@ -141,7 +141,11 @@ def test_masks_and_biases_over_one_key_are_unusual():
         {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"},
         {"core_attention_bias_type": "alibi"},
     ):
-        assert "over one key" in unusual(AttentionOptions(**given), one, query.dtype, 0.0, False)
-        assert not unusual(AttentionOptions(**given), two, query.dtype, 0.0, False)
-    assert not unusual(AttentionOptions(), one, query.dtype, 0.0, False)
-    assert not unusual(AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query.dtype, 0.0, False)
+        assert "over one key" in cudnn_lacks(
+            AttentionOptions(**given), one, query.dtype, 0.0, False
+        )
+        assert not cudnn_lacks(AttentionOptions(**given), two, query.dtype, 0.0, False)
+    assert not cudnn_lacks(AttentionOptions(), one, query.dtype, 0.0, False)
+    assert not cudnn_lacks(
+        AttentionOptions(attention_mask=mask), (2, 4, 1, 2), query.dtype, 0.0, False
+    )

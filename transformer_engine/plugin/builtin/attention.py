@@ -371,7 +371,7 @@ def fused_rope_forward(call: Any) -> Tensor:
 def fused_rope_backward(call: Any) -> Tensor:
     """Gradient of the input of `fused_rope_forward` without start positions."""
     form = ops.qkv_format_name("fused_rope_backward", call.qkv_format)
-    given = call.output_grads, call.freqs, call.interleaved, form, None, call.cu_seqlens
+    given = call.output_grads, call.freqs, call.interleaved, form, call.cu_seqlens
     return rope.rotary_backward(*given, call.cp_size, call.cp_rank)
 
 

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, lowering, masks, plan, plugin_backend
+from transformer_engine.pytorch.attention import fp8, lowering, masks, plan
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
     Choice,
-)
-from transformer_engine.pytorch.attention.choice import (
     check_constructible,
     get_qkv_quantization_capabilities,
     limits_for,
@@ -38,7 +36,7 @@ from transformer_engine.pytorch.attention.problem import (
     refuse_export,
 )
 from transformer_engine.pytorch.attention.scores import checked_score_mod
-from transformer_engine.pytorch.attention.torch_backends import attend_emulated
+from transformer_engine.pytorch.attention.torch_backends import attend_by_class, attend_emulated
 from transformer_engine.pytorch.execution.recompute import checkpoint
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.module.parallel import ContextParallel
@@ -73,17 +71,10 @@ _DEFAULTS = (
 """The arguments that a call is found by, as `DotProductAttention.forward` lists them, where only
 queries, keys and values are given."""
 
-_OF_CALLS = (
+_SET_BY_CALLS = (
     "training", "attention_dropout", "_slots", "_loaded_state", "_lacks_scales", "_quantization",
 )  # fmt: skip
 """Attributes that calls set, or that are part of what they are kept by."""
-
-_READ_BY_PLANS = (
-    "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
-    "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
-    "return_max_logit", "num_attention_heads", "num_gqa_groups",
-    "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
-)  # fmt: skip
 
 
 class DotProductAttention(ContextParallel, Fp8Module):
@@ -218,17 +209,20 @@ class DotProductAttention(ContextParallel, Fp8Module):
                 self.reset_parameters()
         check_constructible(self)
         self._plans: dict[tuple, CallPlans] = {}  # of calls that are not kept
-        self._last_call: Choice | None = (
-            None  # of the last call that was not compiled, for `report`
-        )
+        self._last_call: Choice | None = None  # of the last one that was not compiled
 
-    _READ_BY_PLANS = _READ_BY_PLANS
+    _READ_BY_PLANS = (
+        "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
+        "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
+        "return_max_logit", "num_attention_heads", "num_gqa_groups",
+        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+    )  # fmt: skip
     """Settings that plans of a layer depend on (see `traced_layer`)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
-        if name not in _OF_CALLS:  # a call is not kept by the others
+        if name not in _SET_BY_CALLS:  # a call is not kept by the others
             self.__dict__["_kept"], self.__dict__["_decisions"] = KeptCalls(), {}
             self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
@@ -440,7 +434,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         """
         if thd_attention_policy_dispatch != "auto":
             check_dispatch(thd_attention_policy_dispatch)
-        found_by = None
+        call_key = None
         if not torch.compiler.is_compiling():
             if qkv_layer is kv_layer is None:
                 tensors = (query_layer, key_layer, value_layer)
@@ -465,7 +459,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
                 and given == _DEFAULTS
             ):
                 given = None
-            found_by, found = calls.look_up(self, tensors, given)
+            call_key, found = calls.look_up(self, tensors, given)
             if found is not None:
                 self.__dict__["_last_call"] = found.choice
                 return found.run(tensors)
@@ -486,7 +480,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs,
             thd_attention_policies, thd_attention_policy_dispatch, softcap,
         )  # fmt: skip
-        return self.attend(heads, options, qkv_format, found_by, more)
+        return self.attend(heads, options, qkv_format, call_key, more)
 
     _FORWARD = forward
 
@@ -495,10 +489,10 @@ class DotProductAttention(ContextParallel, Fp8Module):
         heads: Heads,
         options: AttentionOptions,
         qkv_format: str | None = None,
-        found_by: tuple | None = None,
+        call_key: tuple | None = None,
         more: CoreOptions = _PLAIN,
     ) -> Any:
-        """`forward` with its other arguments in three; `found_by`: key of `KeptCalls`, or None."""
+        """`forward` with its other arguments in three; `call_key`: key of `KeptCalls`, or None."""
         if torch.compiler.is_compiling() and fp8.is_outside_graphs():
             refuse_export("FP8 under CustomRecipe")
             return _attend_outside(self, heads, options, qkv_format, None, more)
@@ -508,7 +502,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
             return self._attend_by_policies(heads, options, qkv_format, more)
         if qkv_format in MIXED:
             heads, options, qkv_format = lowering.in_one_format(heads, options, qkv_format)
-            found_by = None
+            call_key = None
         if options.inference_params is not None:
             heads, options = lowering.extend_cache(self, heads, options, qkv_format)
         query, key, value = heads.split()
@@ -516,27 +510,27 @@ class DotProductAttention(ContextParallel, Fp8Module):
         tokens = (query.shape[0], key.shape[0]) if qkv_format == "thd" else None
         choice, limits = self.limits_for(options, sizes, query, tokens, more.score_mod)
         if (
-            found_by is not None
+            call_key is not None
             and options.inference_params is None
             and not options.checkpoint_core_attention
         ):
-            found = self._kept.find(self, heads, (choice, limits), qkv_format, found_by)
+            found = self._kept.find(self, heads, (choice, limits), qkv_format, call_key)
             if found is not None:
                 return found.run(heads.tensors)
         if choice.backend == "plugin" and torch.compiler.is_compiling():
             refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
         dropout = self.attention_dropout if self.training else 0.0
-        how = choice.backend, options, more
+        arguments = choice.backend, options, more
         if self._get_tracker is not None or options.checkpoint_core_attention:
-            out = self._run_in_fork(how, heads, qkv_format, limits, dropout)
+            out = self._run_in_fork(arguments, heads, qkv_format, limits, dropout)
         else:
-            out = self._run(how, heads, qkv_format, limits, dropout)
+            out = self._run(arguments, heads, qkv_format, limits, dropout)
         if choice.backend == "native":
             return out
-        out, *top = out if self.return_max_logit else (out,)
+        out, *largest = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order
-        return (out, *top) if top else out
+        return (out, *largest) if largest else out
 
     def _attend_by_policies(
         self, heads: Heads, options: AttentionOptions, qkv_format: str, more: CoreOptions
@@ -547,20 +541,23 @@ class DotProductAttention(ContextParallel, Fp8Module):
         if len(calls) > 1:
             more = more._replace(fp8_output=False)  # those of several have several scales
         results = [self.attend(heads, each, qkv_format, None, more) for each in calls]
-        return lowering.join_results(results, self.return_max_logit)
+        if not self.return_max_logit:
+            return sum(results[1:], results[0])
+        outputs, largest = zip(*results, strict=True)
+        return sum(outputs[1:], outputs[0]), torch.stack(largest).amax(0)
 
     def _run(
         self,
-        how: tuple[str, AttentionOptions, CoreOptions],
+        arguments: tuple[str, AttentionOptions, CoreOptions],
         heads: Heads,
         qkv_format: str,
         limits: Limits,
         dropout: float,
     ) -> Any:
         """Run a backend, in FP8 where that is in force: see `plan.attend`."""
-        backend, options, more = how
+        backend, options, more = arguments
         if backend == "plugin":
-            return plugin_backend.attend(self, heads, options, qkv_format)
+            return attend_by_class(self, heads, options, qkv_format)
         given = heads, qkv_format, limits, self.softmax_scale, dropout
         if backend == "native":
             return plan.attend(self, more, *given)
@@ -569,7 +566,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         return BACKENDS[backend].run(*given)
 
     def _run_in_fork(
-        self, how: tuple, heads: Heads, qkv_format: str, limits: Limits, dropout: float
+        self, arguments: tuple, heads: Heads, qkv_format: str, limits: Limits, dropout: float
     ) -> Any:
         """`_run` inside a fork of the random state, or under a checkpoint."""
         tracker = self._get_tracker if dropout > 0.0 else None
@@ -577,10 +574,11 @@ class DotProductAttention(ContextParallel, Fp8Module):
         def run(bias: Tensor | None, sink: Tensor | None, *tensors: Tensor) -> Any:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
                 own = limits.replaced(bias=bias, sink=sink)
-                return self._run(how, heads._replace(tensors=tensors), qkv_format, own, dropout)
+                given = heads._replace(tensors=tensors)
+                return self._run(arguments, given, qkv_format, own, dropout)
 
         tensors = limits.bias, limits.sink, *heads.tensors
-        if not how[1].checkpoint_core_attention:
+        if not arguments[1].checkpoint_core_attention:
             return run(*tensors)
         return checkpoint(run, *tensors, get_rng_state_tracker=tracker, use_reentrant=False)
 

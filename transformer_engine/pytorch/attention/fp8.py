@@ -88,12 +88,9 @@ def recipe_of(recipe: Any, module: Any) -> Any:
         own = _own(type(recipe).__name__, format_name, recipe.fp8_dpa, recipe.fp8_mha)
         if own:
             return _OWN[own]
-    return _of_quantizers(recipe, module) if recipe.custom() else recipe
-
-
-def _of_quantizers(recipe: Any, module: Any) -> Any:
-    kind = type(module).__name__
-    return remembered(module, recipe, lambda: resolve(recipe, kind, module.name))
+    if not recipe.custom():
+        return recipe
+    return remembered(module, recipe, lambda: resolve(recipe, type(module).__name__, module.name))
 
 
 def unsupported_name(recipe: Recipe | None) -> str:
@@ -166,7 +163,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
     requests = [each for each in given.values() if isinstance(each, DelayedScalingRequest)]
     if len(requests) == len(ROLES):
         return DelayedScaling(**vars(common_request(kind, requests)), **options)
-    if all(_keeps(each) for each in given.values()):
+    if all(_is_high_precision(each) for each in given.values()):
         return None
     for role, each in given.items():
         why = _refusal(role, each)
@@ -178,8 +175,7 @@ def resolve(recipe: CustomRecipe, kind: str, name: str | None) -> Recipe | None:
     return _current(recipe, given, options)
 
 
-def _keeps(given: Any) -> bool:
-    """Return whether it leaves a role in high precision."""
+def _is_high_precision(given: Any) -> bool:
     from transformer_engine.pytorch.tensor import IdentityQuantizer
 
     return type(given) is IdentityQuantizer and given.dtype is None
@@ -194,11 +190,11 @@ def _refusal(role: str, given: Any) -> str:
     from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
     delayed = isinstance(given, DelayedScalingRequest)
-    if role in ("do", "dp") and (delayed or _keeps(given)):
+    if role in ("do", "dp") and (delayed or _is_high_precision(given)):
         return ""
     if role == "s" and delayed:
         return ""
-    if delayed or _keeps(given):
+    if delayed or _is_high_precision(given):
         return (
             "all four roles are delayed, or in high precision, or 'qkv' is of "
             "Float8CurrentScalingQuantizer"
@@ -296,8 +292,8 @@ def unsupported_recipe(module: Any) -> str:
 # ---- the backward --------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """Facts that the kind of the backward depends on."""
+class BackwardFacts(NamedTuple):
+    """BackwardFacts that the kind of the backward depends on."""
 
     delayed: bool  # scaling is delayed
     switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD
@@ -315,7 +311,7 @@ class Clause(NamedTuple):
     """Why a backward runs in high precision."""
 
     reason: str
-    holds: Callable[[Facts], bool]
+    holds: Callable[[BackwardFacts], bool]
 
 
 BLOCK = 64
@@ -324,31 +320,24 @@ BLOCK = 64
 GRADIENT_RULE: tuple[Clause, ...] = (
     Clause("TE_FP8_ATTENTION_BACKWARD=0", lambda f: not f.switched_on),
     Clause("bf16_backward=True", lambda f: f.wide),
-    Clause(
-        "current scaling: the kernel has to be told the scales of what it makes beforehand",
-        lambda f: not f.delayed,
-    ),
-    Clause(
-        "a causal mask, a window or lengths: that of bf16 leaves blocks out, and is faster",
-        lambda f: f.limited,
-    ),
-    Clause(
-        "heads that have not 128 channels: cuDNN has no kernel", lambda f: f.channels != (128, 128)
-    ),
+    Clause("current scaling: the kernel has to be told the scales of what it makes beforehand",
+           lambda f: not f.delayed),
+    Clause("a causal mask, a window or lengths: that of bf16 leaves blocks out, and is faster",
+           lambda f: f.limited),
+    Clause("heads that have not 128 channels: cuDNN has no kernel",
+           lambda f: f.channels != (128, 128)),
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
-    Clause(
-        f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones is "
-        "wrong",
-        lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries),
-    ),
+    Clause(f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones "
+           "is wrong",
+           lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries)),
     Clause("dropout", lambda f: f.dropout > 0.0),
     Clause("repeatable gradients: the kernel's are not", lambda f: f.deterministic),
-)
+)  # fmt: skip
 """The backward runs in FP8 where none of these holds; else in high precision, on queries, keys,
 values and output as they were saved in FP8."""
 
 
-def why_in_high_precision(facts: Facts) -> str:
+def why_in_high_precision(facts: BackwardFacts) -> str:
     """Why the backward of an attention in FP8 runs in high precision; "": it runs in FP8."""
     return next((clause.reason for clause in GRADIENT_RULE if clause.holds(facts)), "")
 
@@ -358,13 +347,15 @@ def fills_blocks(queries: int) -> bool:
     return queries % BLOCK == 0
 
 
-def backward_facts(recipe: Recipe, **problem: Any) -> Facts:
-    """Return the facts of a call's backward: recipe, environment, and the other `Facts` by name."""
-    return Facts(recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem)
+def backward_facts(recipe: Recipe, **problem: Any) -> BackwardFacts:
+    """Return the facts of a call's backward, of which `problem` are those by name."""
+    return BackwardFacts(
+        recipe.delayed(), TE_FP8_ATTENTION_BACKWARD.get(), deterministic(), **problem
+    )
 
 
 def backward_in_fp8(module: Any, recipe: Recipe, limits: Limits, **problem: Any) -> bool:
-    """Return whether a call's backward runs in FP8; `problem` are the other `Facts` by name."""
+    """Return whether a call's backward runs in FP8; `problem` are `BackwardFacts` by name."""
     channels = module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v
     limited = limits.query_lengths is not None or max(limits.window) >= 0
     packed = limits.packed is not None
@@ -406,25 +397,19 @@ class LayerCasts(NamedTuple):
     recipe: str
 
 
-class Surroundings(NamedTuple):
-    """What is around an attention in a layer's plan, on which it depends in FP8."""
-
-    device: str = "cpu"  # type of it
-    queries: int = 0  # of each sequence
-    hands_over: bool = False  # as of `hands_fp8_to`
-    replay: Frame | None = None  # as of `repeated`
-
-
 def layer_casts(
-    module: Any, around: Surroundings, limits: Limits, dropout: float
+    module: Any, replay: Frame | None, limits: Limits, fp8_output: bool, **problem: Any
 ) -> LayerCasts | None:
-    """How an attention runs in a layer's plan; None: in high precision."""
-    found = _in_a_layer(module, around.replay)
+    """How an attention runs in a layer's plan; None: in high precision.
+
+    `replay` is as of `repeated`, `fp8_output` as of `hands_fp8_to`; `problem` are `BackwardFacts`
+    by name.
+    """
+    found = _in_a_layer(module, replay)
     if found is None:
         return None
     recipe, no_amax = found
-    device, queries, fp8_output, _ = around
-    back = backward_in_fp8(module, recipe, limits, device=device, queries=queries, dropout=dropout)
+    back = backward_in_fp8(module, recipe, limits, **problem)
     quantization = module._quantization_of(recipe, torch.compiler.is_compiling())
     return LayerCasts(quantization, back, fp8_output, no_amax, repr(recipe))
 
@@ -479,7 +464,7 @@ def casts_of(
     gradient: bool,
     **problem: Any,
 ) -> Casts:
-    """How a call that begins now is cast; `gradient`: it has one, `problem`: other `Facts`."""
+    """How a call that begins now is cast; `problem` are `BackwardFacts` by name."""
     region = region_of(module, traced)
     if not traced and without_memory(like):
         region = region._replace(blank=True)

@@ -156,7 +156,6 @@ class InferenceParams:
         self._table: Tensor | None = None  # of the pages, as the last step gave it
 
     def _pages(self) -> dict[str, int]:
-        """The pages, checked."""
         if self.page_size is None:
             raise ValueError(f"{_NAME}: is_paged=True needs page_size")
         positive_sizes(_NAME, page_size=self.page_size)
@@ -312,14 +311,14 @@ class InferenceParams:
         after = [s + c for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
         manager = self.cache_manager
         for id_, length in zip(self.sequences, after, strict=True):
-            told = f"{_NAME}: replays of a captured step gave sequence {id_!r} {length} tokens"
+            what = f"{_NAME}: replays of a captured step gave sequence {id_!r} {length} tokens"
             if length > self.max_sequence_length:
                 raise RuntimeError(
-                    f"{told}, max_sequence_length={self.max_sequence_length}: their results are NaN"
+                    f"{what}, max_sequence_length={self.max_sequence_length}: their results are NaN"
                 )
             if isinstance(manager, PagedKVCacheManager) and length > manager.capacity_of(id_):
                 raise RuntimeError(
-                    f"{told}, which has pages for {manager.capacity_of(id_)}: their results are "
+                    f"{what}, which has pages for {manager.capacity_of(id_)}: their results are "
                     "wrong: call reserve() before replays, also after new sequences have begun"
                 )
         self.sequences = OrderedDict(zip(self.sequences, after, strict=True))

@@ -336,13 +336,13 @@ class PagedKVCacheManager(LibraryCacheManager):
         table has room for; then nothing has changed.
         """
         after = _lengths_after(self.sequences, step_dict)
-        self._hold(after)
+        self._assign_pages(after)
         self.sequences = after
         return after
 
     def reserve(self, tokens: int) -> None:
         """Give each sequence the pages of so many tokens in all (RuntimeError: there are none)."""
-        self._hold(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
+        self._assign_pages(OrderedDict((id_, max(n, tokens)) for id_, n in self.sequences.items()))
 
     def capacity_of(self, id_: Any) -> int:
         """How many tokens a sequence has pages for."""
@@ -355,7 +355,7 @@ class PagedKVCacheManager(LibraryCacheManager):
         pages of sequences back that it does not name. RuntimeError where no page is free, and
         ValueError where the sequence, or the batch, is as long as it gets.
         """
-        self._give(seq, 1)
+        self._add_pages(seq, 1)
         return self._pages[seq][-1]
 
     def allocate_sequence(self, seq: Any, context_len: int) -> None:
@@ -369,7 +369,7 @@ class PagedKVCacheManager(LibraryCacheManager):
             )
         if self._pages.get(seq):
             raise ValueError(f"PagedKVCacheManager: sequence {seq!r} has pages already")
-        self._give(seq, self._count(context_len))
+        self._add_pages(seq, self._pages_of(context_len))
 
     def deallocate_sequence(self, seq: Any) -> None:
         """Forget a sequence and take its pages back; KeyError for one that there is not."""
@@ -379,7 +379,7 @@ class PagedKVCacheManager(LibraryCacheManager):
 
     # ---- questions ---------------------------------------------------------------------------
 
-    def get_sequence_count(self) -> int:
+    def get_sequence_pages_of(self) -> int:
         """How many sequences there are."""
         return len(self.sequences)
 
@@ -391,7 +391,7 @@ class PagedKVCacheManager(LibraryCacheManager):
         """Return whether some page is no sequence's."""
         return bool(self._free)
 
-    def get_page_count(self, seq: Any) -> int:
+    def get_page_pages_of(self, seq: Any) -> int:
         """How many pages a sequence has; KeyError for an id that there is not."""
         return len(self._pages[seq])
 
@@ -417,7 +417,6 @@ class PagedKVCacheManager(LibraryCacheManager):
     # ---- pages -------------------------------------------------------------------------------
 
     def _row(self, pages: list[Page]) -> list[int]:
-        """A row of a table of pages."""
         numbers = [page.page_id for page in pages]
         return [*numbers, *([-1] * (self.max_pages_per_seq - len(pages)))]
 
@@ -429,12 +428,11 @@ class PagedKVCacheManager(LibraryCacheManager):
             self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32))
         self.page_table[len(rows) :].fill_(-1)
 
-    def _count(self, tokens: int) -> int:
-        """Pages of so many tokens."""
+    def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _taken(self, count: int) -> list[Page]:
-        """So many free pages, for a sequence."""
+    def _take_free(self, count: int) -> list[Page]:
+        """Take so many free pages for a sequence."""
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
             page.allocate_page()
@@ -453,8 +451,7 @@ class PagedKVCacheManager(LibraryCacheManager):
                 "total_num_pages"
             )
 
-    def _give(self, seq: Any, count: int) -> None:
-        """Give a sequence more pages."""
+    def _add_pages(self, seq: Any, count: int) -> None:
         rows, has = self.page_table.shape[0], self._pages.get(seq, [])
         if seq not in self._pages and len(self._pages) == rows:
             raise ValueError(
@@ -467,12 +464,12 @@ class PagedKVCacheManager(LibraryCacheManager):
                 f"max_seqlen allows {self.max_pages_per_seq}"
             )
         self._check_free(count, len(self._free))
-        self._pages[seq] = [*has, *self._taken(count)]
+        self._pages[seq] = [*has, *self._take_free(count)]
         self._write_table()
 
-    def _hold(self, lengths: OrderedDict) -> None:
+    def _assign_pages(self, lengths: OrderedDict) -> None:
         """Let sequences of these lengths, and no others, have pages."""
-        each = {id_: self._count(n) for id_, n in lengths.items()}
+        each = {id_: self._pages_of(n) for id_, n in lengths.items()}
         rows = self.page_table.shape[0]
         if len(each) > rows:
             raise ValueError(f"PagedKVCacheManager: {len(each)} sequences, max_batch_size={rows}")
@@ -487,7 +484,7 @@ class PagedKVCacheManager(LibraryCacheManager):
         wanted = sum(n for n in missing.values() if n > 0)
         self._check_free(wanted, len(self._free) + len(freed))
         self._take_back(freed)
-        held = {id_: [*self._pages.get(id_, ()), *self._taken(missing[id_])] for id_ in each}
+        held = {id_: [*self._pages.get(id_, ()), *self._take_free(missing[id_])] for id_ in each}
         changed = wanted > 0 or list(held) != list(self._pages)
         self._pages = held
         if changed:

@@ -38,8 +38,8 @@ def keys_in_format(of_queries: str, of_keys: str, tensor: Any) -> Any:
     """
     if of_queries == of_keys:
         return tensor
-    turned = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
-    return turned.flatten(0, 1) if of_queries == "thd" else turned
+    in_order = tensor if (of_queries, of_keys) == ("thd", "bshd") else tensor.transpose(0, 1)
+    return in_order.flatten(0, 1) if of_queries == "thd" else in_order
 
 
 def in_one_format(
@@ -235,11 +235,12 @@ def split_by_policy(
     )
     if len(found) == 1:
         return [plain._replace(**next(iter(found))._asdict())]
-    return [_alone(plain, ids)._replace(**each._asdict()) for each, ids in found.items() if ids]
+    return [
+        _for_sequences(plain, ids)._replace(**each._asdict()) for each, ids in found.items() if ids
+    ]
 
 
 def _policy(policy: Any, label: str, bottom_right: bool | None) -> _Policy:
-    """Make one of a dict, checked."""
     if not isinstance(policy, dict):
         raise TypeError(f"{_NAME}: {label}: {type(policy).__name__}, expected a dict")
     names = set(policy)
@@ -267,7 +268,7 @@ def _ids(ids: Any, at: int) -> list[int]:
     return list(ids)
 
 
-def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
+def _for_sequences(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
     """Options in which all sequences but these have no tokens."""
     given = options.cu_seqlens_q, options.cu_seqlens_kv
     starts = sequence_starts(options)
@@ -287,11 +288,3 @@ def _alone(options: AttentionOptions, ids: list[int]) -> AttentionOptions:
         cu_seqlens_q=of_queries, cu_seqlens_kv=of_keys,
         cu_seqlens_q_padded=starts[0], cu_seqlens_kv_padded=starts[1],
     )  # fmt: skip
-
-
-def join_results(results: list[Any], with_max_logit: bool) -> Any:
-    """The result of a call from those of its policies: outputs, or pairs with largest scores."""
-    if not with_max_logit:
-        return sum(results[1:], results[0])
-    outputs, largest = zip(*results, strict=True)
-    return sum(outputs[1:], outputs[0]), torch.stack(largest).amax(0)

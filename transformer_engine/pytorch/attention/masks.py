@@ -300,7 +300,7 @@ class CallKind(NamedTuple):
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
     capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
     cudnn: int = 0  # version of the library on a CUDA device, 91900 for 9.19.0
-    unusual: str = ""  # what is about the mask, the bias or its gradient
+    cudnn_lacks: str = ""  # what cuDNN does not make of the mask, the bias or its gradient
     packed: bool = False  # sequences lie one behind the other (thd)
     slopes_grad: bool = False  # those of ALiBi want a gradient
     slopes_apart: bool = False  # each sequence has its own
@@ -311,7 +311,7 @@ class CallKind(NamedTuple):
     one_query: bool = False
     fp8_dropout: bool = False  # in FP8, with dropout
     score_mod: bool = False  # a function of the program changes the scores
-    fp8_unbuilt: str = ""  # recipe in force that attention does not run by
+    unsupported_fp8: str = ""  # recipe in force that attention does not run by
     plugin: str = ""  # class of a plug-in that is selected
     gaps: bool = False  # between packed sequences
     softcap: bool = False  # the scaled scores are capped
@@ -399,13 +399,6 @@ class Limits(NamedTuple):
         return self.replaced(mask=mask, window=window, query_lengths=None, key_lengths=None)
 
 
-def cached_sequences(params: Any, sizes: tuple[int, ...]) -> tuple[Sequences, Sequences]:
-    """Packed queries, and the keys of a cache, of a call of `sizes` (.., queries, keys)."""
-    now = params.lengths
-    queries = Sequences(now.cu_seqlens_q, now.counts, sizes[2])
-    return queries, Sequences(params.offsets(sizes[3]), now.totals, sizes[3])
-
-
 def _corner_shift(bottom_right: bool, lengths: tuple[Tensor, Tensor]) -> Tensor | None:
     """Keys less queries of each sequence [batch, 1, 1, 1]; None where all have one diagonal."""
     if not bottom_right or lengths[0] is lengths[1]:
@@ -451,7 +444,9 @@ def call_limits(
     if options.inference_params is not None:
         now = options.inference_params.lengths
         if call_kind.packed:
-            limits = limits.replaced(packed=cached_sequences(options.inference_params, sizes))
+            starts = options.inference_params.offsets(keys)
+            of_queries = Sequences(now.cu_seqlens_q, now.counts, queries)
+            limits = limits.replaced(packed=(of_queries, Sequences(starts, now.totals, keys)))
         else:
             limits = limits.replaced(query_lengths=now.counts, key_lengths=now.totals)
     elif call_kind.packed:
@@ -491,7 +486,6 @@ def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tenso
 
 
 def _bias(kind: str, options: AttentionOptions, sizes: tuple) -> Tensor | None:
-    """Bias of the scores, as given."""
     bias = options.core_attention_bias
     takes = kind in ("pre_scale_bias", "post_scale_bias")
     if takes != (bias is not None):

@@ -54,7 +54,7 @@ from transformer_engine.pytorch.torchside.modes import (
 # ---- the node ------------------------------------------------------------------------------------
 
 
-_NOT_TURNED = ((), False, False)
+_NO_ROTARY = ((), False, False)
 
 
 def _fields(
@@ -62,11 +62,11 @@ def _fields(
     slices: tuple,
     sequence_first: bool,
     numbers: tuple[float, float],
-    turned: tuple[tuple, bool, bool] = _NOT_TURNED,
+    rotary: tuple[tuple, bool, bool] = _NO_ROTARY,
 ) -> tuple[tuple, tuple[Tensor, ...]]:
     """Fields of an `AttentionSpec` before its quantization, and the tensors of the limits.
 
-    `numbers` are scale and dropout, `turned` the fields that rotary embeddings and norms have. The
+    `numbers` are scale and dropout, `rotary` the fields of rotary embeddings and norms. The
     dtype of a bias is torch's: see `spec_of`.
     """
     ends, offsets, bounds = limits.sequence_lengths(), (), ()
@@ -79,7 +79,7 @@ def _fields(
     bias, sink, slopes = limits.bias, limits.sink, limits.slopes
     records = torch.is_grad_enabled() and not exporting()
     fields = (
-        slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *turned,
+        slices, sequence_first, *numbers, tuple(limits.window), limits.bottom_right, *rotary,
         _shared_dims(limits.mask), _shared_dims(bias), len(ends),
         torch.float32 if bias is None else bias.dtype,
         records and bias is not None and bias.requires_grad, deterministic(),
@@ -104,65 +104,45 @@ def spec_of(fields: tuple, **cast: Any) -> AttentionSpec:
 
 def _slices(heads: Heads) -> tuple:
     """Heads, channels, offset and stride of queries, keys and values (see `AttentionSpec`)."""
-    slices, at = [], 0
+    apart, slices = 3 - heads.joined, []
     for i, tensor in enumerate(heads.split()):
         count, channels = tensor.shape[-2:]
-        if heads.dim == 0 or i < len(heads.tensors) - 1:
-            slices.append((count, channels, 0, channels))
-            continue
-        if heads.dim == -3:
-            slices.append((count, channels, at * count * channels, channels))
-        else:
-            slices.append((count, channels, at * channels, heads.joined * channels))
-        at += 1
+        before = max(i - apart, 0)  # of those that are in one tensor
+        offset, stride = before * count * channels, channels
+        if heads.dim == -2 and i >= apart:
+            offset, stride = before * channels, heads.joined * channels
+        slices.append((count, channels, offset, stride))
     return tuple(slices)
 
 
 _grad_enabled = torch.is_grad_enabled
 
 _NOTHING = ((), (), False, False)
-_NOWHERE = fp8.Surroundings()
 
 
 def attention_node(
     core: Any,
-    how: tuple[Choice, Limits],
-    slices: tuple,
-    given: tuple[tuple, tuple, bool, bool] = _NOTHING,
-    around: fp8.Surroundings = _NOWHERE,
-) -> Attending | None:
-    """How a layer attends as part of its plan; None for what runs in none.
-
-    Scale, dropout, random state and format are those of `core`, a `DotProductAttention`; `how` is
-    what its `limits_for` gives; `slices` are of queries, keys and values in their projections;
-    `given` is the source or nothing, the angles, whether these are interleaved, and whether norms
-    come before them.
-    """
-    choice, limits = how
-    if choice.backend != "native" or limits.max_logit:
-        return None
-    dropout = core.attention_dropout if core.training else 0.0
-    in_fp8 = fp8.layer_casts(core, around, limits, dropout)
-    return _node(core, how, slices, core.qkv_format, dropout, given, in_fp8)
-
-
-def _node(
-    core: Any,
-    how: tuple[Choice, Limits],
+    decision: tuple[Choice, Limits],
     slices: tuple,
     qkv_format: str,
-    dropout: float,
     given: tuple[tuple, tuple, bool, bool] = _NOTHING,
     in_fp8: fp8.LayerCasts | None = None,
 ) -> Attending:
-    """`attention_node` of what runs in a plan."""
-    choice, limits = how
+    """How a call that the library's operator runs attends as part of a plan.
+
+    Scale, dropout and random state are those of `core`, a `DotProductAttention`; `decision` is what
+    its `limits_for` gives; `slices` are of queries, keys and values in their projections; `given`
+    is the source or nothing, the angles, whether these are interleaved, and whether norms come
+    before them.
+    """
+    choice, limits = decision
+    dropout = core.attention_dropout if core.training else 0.0
     source, angles, interleaved, norms_first = given
     tracker = core._get_tracker if dropout > 0.0 else None
     rotated = tuple([each.shape[1] for each in angles]) if angles else ()
-    turned = rotated, interleaved, norms_first
+    rotary = rotated, interleaved, norms_first
     numbers = core.softmax_scale, dropout
-    fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, turned)
+    fields, tensors = _fields(limits, slices, qkv_format == "sbhd", numbers, rotary)
     sources = tuple([(each.dtype, each.requires_grad) for each in source])
     key = fields, tracker, sources, in_fp8
 
@@ -176,50 +156,6 @@ def _node(
     constant = not anew and is_constant(core, limits)
     tensors = (*source, *angles, *tensors)
     return Attending(key, spec, tensors, _draw_in(tracker), choice, owner, constant)
-
-
-def matches_input(keys: Any, inp: Tensor, batch: int | None) -> bool:
-    """Return whether a source of keys goes with the input; `batch`: the dim of it, or None.
-
-    Inside of `torch.autocast` projections take any dtype.
-    """
-    return keys is inp or (
-        type(keys) is Tensor
-        and keys.dim() == inp.dim()
-        and (keys.dtype is inp.dtype or autocast_dtype(inp.device.type) is not None)
-        and keys.device == inp.device
-        and (batch is None or keys.shape[batch] == inp.shape[batch])
-        and keys.shape[-1] == inp.shape[-1]
-    )
-
-
-def rotary_angles(
-    given: Any, lengths: tuple[int, int], slices: tuple, inp: Tensor
-) -> tuple[Tensor, ...] | None:
-    """Angles [positions, channels] of queries and keys; None for what is to be called, or refused.
-
-    One for both where they are the same.
-    """
-    if given is None:
-        return ()
-    both = given if isinstance(given, tuple | list) else (given, given)
-    if len(both) != 2:
-        return None
-    found = []
-    for angles, length, slice_ in zip(both, lengths, slices, strict=False):
-        if (
-            type(angles) is not Tensor
-            or angles.dim() != 4
-            or angles.shape[1:3] != (1, 1)
-            or angles.requires_grad
-            or angles.shape[0] < length
-            or angles.shape[3] > slice_[1]
-            or angles.shape[3] % 2 != 0
-        ):
-            return None
-        flat = angles.reshape(angles.shape[0], angles.shape[3])
-        found.append(flat.to(inp.device, torch.float32).contiguous())
-    return tuple(found[:1] if both[0] is both[1] else found)
 
 
 def facts_around(core: Any) -> tuple:
@@ -299,17 +235,17 @@ class _JoinedCall(ModuleCall):
     """A call over a tensor of several of queries, keys and values: a matrix to its plans."""
 
     inner: tuple[int, ...]  # its dims behind the leading ones
-    at = 0  # its place among the tensors of the call
+    index = 0  # of it among the tensors of the call
 
     def run_forward(self, tensors: tuple, caches: Any = None) -> tuple[Any, Sequence[Tensor]]:
-        at = self.at
-        matrix = tensors[at].flatten(-len(self.inner))
-        return super().run_forward((*tensors[:at], matrix, *tensors[at + 1 :]), caches)
+        i = self.index
+        matrix = tensors[i].flatten(-len(self.inner))
+        return super().run_forward((*tensors[:i], matrix, *tensors[i + 1 :]), caches)
 
     def run_backward(self, grads: tuple, saved: Sequence, weights: Any = None) -> tuple:
         _, *found = super().run_backward(grads, saved, weights)
-        if found[self.at] is not None:
-            found[self.at] = found[self.at].unflatten(-1, self.inner)
+        if found[self.index] is not None:
+            found[self.index] = found[self.index].unflatten(-1, self.inner)
         return None, *found
 
 
@@ -345,19 +281,18 @@ class KeptCalls:
             return key, None
 
     def find(
-        self, core: Any, heads: Heads, how: tuple[Choice, Limits], qkv_format: str, key: tuple
+        self, core: Any, heads: Heads, decision: tuple[Choice, Limits], qkv_format: str, key: tuple
     ) -> KeptCall | None:
         """The call for what its `limits_for` gave; None where another backend runs it."""
-        if how[0].backend != "native":
+        if decision[0].backend != "native":
             return None
-        dropout = core.attention_dropout if core.training else 0.0
-        attends = _node(core, how, _slices(heads), qkv_format, dropout)
+        attends = attention_node(core, decision, _slices(heads), qkv_format)
         facts, dtype, *_ = key
         kind = (facts, dtype, _grad_enabled(), heads.dim, attends.key)
         made = self._calls.get(kind)
         if made is None:
             made = keep(self._calls, kind, _bind(heads, attends, dtype))
-        found = KeptCall(*made, attends.tensors, how[0], dtype)
+        found = KeptCall(*made, attends.tensors, decision[0], dtype)
         if attends.constant and all(isinstance(each, _VALUES) for each in _flat(key[-1] or ())):
             keep(self._by_arguments, key, found)
         return found
@@ -376,7 +311,7 @@ def _bind(
     plans = plans_of(graph)
     if joined:
         call: ModuleCall = _JoinedCall(plans, None, _LABEL)
-        call.at, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
+        call.index, call.inner = len(tensors) - 1, tuple(tensors[-1].shape[-3:])
     else:
         call = ModuleCall(plans, None, _LABEL)
     call.fills = fills_of(plans, (attends,))
@@ -403,7 +338,7 @@ class _Call(ModuleCall):
         graph = self.plans.graph
         cast = graph.nodes[0].quantization.input
         row = format_of(cast)
-        forms = [None if place < 0 else made[place] for place in self.plans.returned]
+        forms = [None if index < 0 else made[index] for index in self.plans.returned]
         quantizer = row.make(cast, forms[0].device, measures_first(self.recipe))
         slots = self.slots
         if slots is not None:
@@ -484,16 +419,11 @@ _attend_outside = Outside(attend)
 
 def _rows_of(heads: Heads, in_fp8: bool) -> list[Tensor]:
     """Its tensors as plans read them: several in one as rows, in FP8 all of them, dense."""
-    tensors = list(heads.tensors)
-    if heads.dim != 0:
-        tensors[-1] = tensors[-1].flatten(-3)
+    *apart, last = heads.tensors
     if not in_fp8:
-        return tensors
-    apart = len(tensors) - (heads.dim != 0)
-    return [
-        (tensor.flatten(-2) if i < apart else tensor).contiguous()
-        for i, tensor in enumerate(tensors)
-    ]
+        return [*apart, last.flatten(-3) if heads.joined else last]
+    rows = [*(each.flatten(-2) for each in apart), last.flatten(-3 if heads.joined else -2)]
+    return [tensor.contiguous() for tensor in rows]
 
 
 def plans_for(module: Any, key: tuple) -> CallPlans:

@@ -395,16 +395,16 @@ def check_tensors(
     s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
     heads, groups = core.num_attention_heads, core.num_gqa_groups
     k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
-    fits = len(of_query) == len(of_key) == 4 - packed
-    if fits:
+    matches = len(of_query) == len(of_key) == 4 - packed
+    if matches:
         lead = of_key[:-2]
-        fits = (
+        matches = (
             (of_query[-2], of_query[-1]) == (heads, k)
             and (packed or lead[b] == of_query[b])
             and of_key == (*lead, groups, k)
             and of_value == (*lead, groups, v)
         )
-    if not fits:
+    if not matches:
         raise ValueError(
             f"{_NAME}: query {tuple(of_query)}, key {tuple(of_key)}, value {tuple(of_value)}: "
             f"expected {qkv_format} with {heads} heads of {k}, {groups} of {k} and {groups} of "

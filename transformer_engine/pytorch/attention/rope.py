@@ -35,7 +35,7 @@ FORMATS = {"sbhd": 4, "bshd": 4, "thd": 3}
 
 
 MAX_POSITION = 2**24
-"""From here on fp32 has no place for every integer."""
+"""From here on fp32 does not have every integer."""
 
 
 def _check_positions(length: int, offset: int) -> None:
@@ -198,8 +198,8 @@ def _empty_whole(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
 _obeying_rope = _core.obeying("rope")
 
 
-def _turn_parts(parts: tuple, made: tuple, options: tuple, backward: bool) -> None:
-    """Turn queries and keys and copy values, all of them [.., groups, channels of the group]."""
+def _rotate_parts(parts: tuple, made: tuple, options: tuple, backward: bool) -> None:
+    """Rotate queries and keys and copy values, all of them [.., groups, channels of the group]."""
     q_freqs, k_freqs, cu_seqlens, starts, sizes, sequence_first, pairs, cp_size, cp_rank = options
     if sequence_first:
         parts, made = ([part.transpose(0, 1) for part in each] for each in (parts, made))
@@ -211,18 +211,18 @@ def _turn_parts(parts: tuple, made: tuple, options: tuple, backward: bool) -> No
 
 
 def _split_parts(qkv: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Take queries, keys and values apart and turn them."""
+    """Take queries, keys and values apart and rotate them."""
     made = _empty_parts(qkv, *options)
     query = made[0].view(*qkv.shape[:-1], options[4][0])
-    _turn_parts(qkv.split(options[4], -1), (query, *made[1:]), options, False)
+    _rotate_parts(qkv.split(options[4], -1), (query, *made[1:]), options, False)
     return made
 
 
 def _join_parts(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-    """Turn the gradients of queries, keys and values back into that of the projection."""
+    """Rotate the gradients of queries, keys and values back, into that of the projection."""
     made = _empty_whole(query, key, value, *options)
     query = query.reshape(*key.shape[:-1], options[4][0])
-    _turn_parts((query, key, value), made.split(options[4], -1), options, True)
+    _rotate_parts((query, key, value), made.split(options[4], -1), options, True)
     return made
 
 
@@ -253,36 +253,6 @@ class _RopeOfParts(OperatorCall):
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _check(
-    name: str, t: Tensor, tensor_format: str, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
-) -> None:
-    """Raise for a tensor that does not go together with its format, or with a rank's two chunks.
-
-    TypeError or ValueError; `name` begins with that of the function. ValueError for what is no rank
-    of context parallelism, too.
-    """
-    expect_tensor(name, t)
-    function = name.partition(":")[0]
-    if tensor_format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ValueError(f"{function}: tensor_format={tensor_format!r}, expected one of {known}")
-    dims = FORMATS[tensor_format]
-    if t.dim() != dims:
-        raise ValueError(f"{name}: shape {tuple(t.shape)}, {tensor_format} has {dims} dims")
-    if tensor_format == "thd" and cu_seqlens is None:
-        raise ValueError(f"{function}: tensor_format='thd' needs cu_seqlens")
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"{function}: cp_size={cp_size}, cp_rank={cp_rank}: expected a number of ranks, and "
-            "one of them"
-        )
-    if cp_size > 1 and tensor_format != "thd" and _length(t, tensor_format) % 2 != 0:
-        raise ValueError(
-            f"{function}: cp_size={cp_size}: {_length(t, tensor_format)} tokens of a sequence, "
-            "expected two chunks of one length: pad the sequence"
-        )
-
-
 def _length(t: Tensor, tensor_format: str) -> int:
     """Tokens of a sequence on this rank, which all have as many."""
     return t.shape[0 if tensor_format == "sbhd" else 1]
@@ -293,16 +263,46 @@ class Positions(NamedTuple):
 
     tensor_format: str
     start_positions: Tensor | None
+    interleaved: bool
     cu_seqlens: Tensor | None
     cp_size: int
     cp_rank: int
 
     @property
-    def settings(self) -> tuple[bool, int, int]:
-        """The format is sbhd, `cp_size`, `cp_rank`."""
-        return self.tensor_format == "sbhd", self.cp_size, self.cp_rank
+    def settings(self) -> tuple[bool, bool, int, int]:
+        """Arguments of the operators: the format is sbhd, and those of their names."""
+        return self.tensor_format == "sbhd", self.interleaved, self.cp_size, self.cp_rank
 
-    def check(self, function: str, name: str, freqs: Tensor, t: Tensor) -> None:
+    def checked(self, name: str, t: Tensor) -> "Positions":
+        """These for a tensor; TypeError or ValueError for one that is none of the format.
+
+        Likewise where it has not a rank's two chunks, and for what is no rank of context
+        parallelism; `name` begins with that of the function.
+        """
+        expect_tensor(name, t)
+        function, form = name.partition(":")[0], self.tensor_format
+        if form not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ValueError(f"{function}: tensor_format={form!r}, expected one of {known}")
+        if t.dim() != FORMATS[form]:
+            raise ValueError(f"{name}: shape {tuple(t.shape)}, {form} has {FORMATS[form]} dims")
+        if form == "thd" and self.cu_seqlens is None:
+            raise ValueError(f"{function}: tensor_format='thd' needs cu_seqlens")
+        cp_size, cp_rank = self.cp_size, self.cp_rank
+        if cp_size < 1 or not 0 <= cp_rank < cp_size:
+            raise ValueError(
+                f"{function}: cp_size={cp_size}, cp_rank={cp_rank}: expected a number of ranks, "
+                "and one of them"
+            )
+        if cp_size > 1 and form != "thd" and _length(t, form) % 2 != 0:
+            raise ValueError(
+                f"{function}: cp_size={cp_size}: {_length(t, form)} tokens of a sequence, expected "
+                "two chunks of one length: pad the sequence"
+            )
+        unread = form != "thd" and self.cu_seqlens is not None
+        return self._replace(cu_seqlens=None) if unread else self
+
+    def check_angles(self, function: str, name: str, freqs: Tensor, t: Tensor) -> None:
         """Raise for angles (TypeError, ValueError) that are not those of the tokens."""
         expect_tensor(f"{function}: {name}", freqs)
         shape, batch = tuple(freqs.shape), 1
@@ -359,7 +359,7 @@ class Positions(NamedTuple):
         return at if inside is None else torch.where(inside, at, 0), inside
 
 
-def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: bool) -> Tensor:
+def rotate_by_torch(t: Tensor, freqs: Tensor, positions: Positions) -> Tensor:
     """`apply_rotary_pos_emb` by torch's operators, which give angles gradients, too.
 
     In fp32; of float64 in that.
@@ -373,9 +373,9 @@ def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: b
         angles = freqs[at.to(freqs.device), 0]
     wide = torch.promote_types(t.dtype, torch.float32)
     angles = angles.to(t.device, wide)  # [.., 1, channels]
-    turned, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
-    values = turned.to(wide)
-    if interleaved:
+    rotated, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
+    values = rotated.to(wide)
+    if positions.interleaved:
         pairs = values.unflatten(-1, (-1, 2))
         partners = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
     else:
@@ -383,7 +383,7 @@ def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: b
         partners = torch.cat((-second, first), -1)
     values = (values * angles.cos() + partners * angles.sin()).to(t.dtype)
     if inside is not None:
-        values = torch.where(inside[:, None, None], values, turned)
+        values = torch.where(inside[:, None, None], values, rotated)
     return torch.cat((values, rest), -1)
 
 
@@ -391,19 +391,17 @@ def turn_by_torch(t: Tensor, freqs: Tensor, positions: Positions, interleaved: b
 
 
 def rotary_backward(
-    grad: Tensor, freqs: Tensor, interleaved: bool, form: str, *positions: Any
+    grad: Tensor, freqs: Tensor, interleaved: bool, form: str, cu_seqlens: Any, *ranks: int
 ) -> Tensor:
     """Gradient of `t` of `apply_rotary_pos_emb`, by that of its result; without autograd.
 
-    `positions` are start_positions, cu_seqlens, cp_size and cp_rank.
+    `ranks` are cp_size and cp_rank.
     """
-    found = Positions(form, *positions)
-    _check(f"{_NAME}: grad", grad, form, *positions[1:])
-    found.check(_NAME, "freqs", freqs, grad)
-    angles, starts = found.angles(freqs, grad.device)
-    sequence_first, *ranks = found.settings
-    packed = found.cu_seqlens if form == "thd" else None
-    return _rotate(False, grad, angles, packed, starts, sequence_first, interleaved, *ranks, True)
+    positions = Positions(form, None, interleaved, cu_seqlens, *ranks)
+    positions = positions.checked(f"{_NAME}: grad", grad)
+    positions.check_angles(_NAME, "freqs", freqs, grad)
+    angles, starts = positions.angles(freqs, grad.device)
+    return _rotate(False, grad, angles, positions.cu_seqlens, starts, *positions.settings, True)
 
 
 def fused_qkv_rotary_backward(
@@ -412,21 +410,19 @@ def fused_qkv_rotary_backward(
     sizes: list[int],
     interleaved: bool,
     form: str,
-    cp_size: int,
-    cp_rank: int,
+    *ranks: int,
 ) -> Tensor:
     """Gradient of `qkv` of `apply_fused_qkv_rotary_pos_emb`, by those of its results.
 
     Without autograd and start positions; `freqs` are those of queries and keys.
     """
+    positions = Positions(form, None, interleaved, None, *ranks)
     for name, grad in zip("qkv", grads, strict=True):
-        _check(f"{_FUSED}: {name}_grad", grad, form, None, cp_size, cp_rank)
-    positions = Positions(form, None, None, cp_size, cp_rank)
+        positions.checked(f"{_FUSED}: {name}_grad", grad)
     for name, each in zip("qk", freqs, strict=True):
-        positions.check(_FUSED, f"{name}_freqs", each, grads[1])
+        positions.check_angles(_FUSED, f"{name}_freqs", each, grads[1])
     angles = [positions.angles(each, grads[1].device)[0] for each in freqs]
-    sequence_first, *ranks = positions.settings
-    return _join(False, *grads, *angles, None, None, sizes, sequence_first, interleaved, *ranks)
+    return _join(False, *grads, *angles, None, None, sizes, *positions.settings)
 
 
 def apply_rotary_pos_emb(
@@ -479,15 +475,13 @@ def apply_rotary_pos_emb(
         Shapes or arguments that do not go together.
     """
     del fused
-    _check(f"{_NAME}: t", t, tensor_format, cu_seqlens, cp_size, cp_rank)
-    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
-    positions.check(_NAME, "freqs", freqs, t)
+    given = tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank
+    positions = Positions(*given).checked(f"{_NAME}: t", t)
+    positions.check_angles(_NAME, "freqs", freqs, t)
     if freqs.requires_grad and torch.is_grad_enabled():
-        return turn_by_torch(t, freqs, positions, interleaved)
+        return rotate_by_torch(t, freqs, positions)
     angles, starts = positions.angles(freqs, t.device)
-    sequence_first, *ranks = positions.settings
-    return run_call(_Rope(t, sequence_first, interleaved, *ranks), t, angles, cu_seqlens, starts)
+    return run_call(_Rope(t, *positions.settings), t, angles, positions.cu_seqlens, starts)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -529,7 +523,8 @@ def apply_fused_qkv_rotary_pos_emb(
     TypeError, ValueError
         Shapes or arguments that do not go together; angles that require a gradient.
     """
-    _check(f"{_FUSED}: qkv", qkv, tensor_format, cu_seqlens, cp_size, cp_rank)
+    given = tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank
+    positions = Positions(*given).checked(f"{_FUSED}: qkv", qkv)
     sizes = [int(size) for size in qkv_split_arg_list]
     if len(sizes) != 3 or min(sizes) < 1 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] != 0:
         raise ValueError(
@@ -537,13 +532,10 @@ def apply_fused_qkv_rotary_pos_emb(
             "sizes, of queries (a multiple of the keys'), keys and values, that make up the last "
             "dim"
         )
-    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-    positions = Positions(tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     for name, freqs in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
-        positions.check(_FUSED, name, freqs, qkv)
+        positions.check_angles(_FUSED, name, freqs, qkv)
         if freqs.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{_FUSED}: {name} requires a gradient: use {_NAME} for each part")
     q_angles, k_angles = (positions.angles(freqs, qkv.device)[0] for freqs in (q_freqs, k_freqs))
-    sequence_first, *ranks = positions.settings
-    call = _RopeOfParts(qkv, sizes, sequence_first, interleaved, *ranks)
-    return run_call(call, qkv, q_angles, k_angles, cu_seqlens, start_positions)
+    call = _RopeOfParts(qkv, sizes, *positions.settings)
+    return run_call(call, qkv, q_angles, k_angles, positions.cu_seqlens, start_positions)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on torch's operators: its fused one, and in steps on our softmax, FP8 emulated too.
+"""Attention that is no plan: torch's fused one, in steps on our softmax, by a plug-in's class.
 
-Both take [batch, heads, length, channels] alone; `with_heads_first` lets them take every format.
+The first two take [batch, heads, length, channels] alone; `with_heads_first` lets them take every
+format. In steps FP8 is emulated, too.
 """
 
 import contextlib
@@ -15,12 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformer_engine.pytorch.attention import fp8, masks
 from transformer_engine.pytorch.attention.masks import CAUSAL_WINDOW, Limits
 from transformer_engine.pytorch.attention.problem import (
+    AttentionOptions,
     Heads,
     refuse_export,
     to_packed,
     to_padded,
 )
 from transformer_engine.pytorch.attention.scores import scaled_softmax, softcap
+from transformer_engine.pytorch.execution import overrides
 from transformer_engine.pytorch.execution.custom_ops import aligned, with_aligned_gradient
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import autocast_dtype, unseen, without_memory
@@ -45,18 +48,18 @@ def with_heads_first(attend: Callable) -> Callable:
             return _run_padded(run, tensors, limits, *arguments)
         query, key, value = (tensor.permute(*_HEADS_FIRST[qkv_format]) for tensor in tensors)
         out = attend(query, key, value, limits, *arguments)
-        out, *top = out if limits.max_logit else (out,)
+        out, *largest = out if limits.max_logit else (out,)
         if limits.query_lengths is not None:
             out = _nan_unless(out, limits.valid_sequences(query.shape[2], key.shape[2]))
         out = out.permute(*_HEADS_BACK[qkv_format])
-        return (out, *top) if top else out
+        return (out, *largest) if largest else out
 
     return run
 
 
-def _nan_unless(out: Tensor, fit: Tensor) -> Tensor:
-    """Make NaN of what is of sequences that do not fit [batch], and of their gradients likewise."""
-    return out * torch.where(fit, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
+def _nan_unless(out: Tensor, valid: Tensor) -> Tensor:
+    """Make NaN of the outputs of sequences that are not `valid` [batch], and of their gradients."""
+    return out * torch.where(valid, 1.0, torch.nan).to(out.dtype)[:, None, None, None]
 
 
 def _run_padded(
@@ -72,10 +75,10 @@ def _run_padded(
     ]
     lengths = {"query_lengths": queries.token_counts(), "key_lengths": keys.token_counts()}
     out = run(Heads(tuple(padded)), "bshd", limits.replaced(packed=None, **lengths), *arguments)
-    out, *top = out if limits.max_logit else (out,)
+    out, *largest = out if limits.max_logit else (out,)
     out = _nan_unless(out, queries.valid(tokens) & keys.valid(key.shape[0]))
     packed = to_packed(out, of_queries, tokens)
-    return (packed, *top) if top else packed
+    return (packed, *largest) if largest else packed
 
 
 # ---- torch's fused attention ---------------------------------------------------------------------
@@ -100,6 +103,57 @@ def attend_by_sdpa(
             *tensors, None, dropout, causal, scale=scale, enable_gqa=grouped
         )
     return with_aligned_gradient(out)
+
+
+# ---- by a class that a plug-in gives for `get_flash_attention_class` -----------------------------
+
+
+def _module_of(core: Any) -> torch.nn.Module:
+    """The module of the class in force that belongs to a `DotProductAttention`."""
+    kind = overrides.attention_class()
+    if kind is None:
+        raise RuntimeError(
+            "DotProductAttention: this graph was compiled for the attention class of a plug-in, "
+            "which the policy no longer selects: call torch.compiler.reset() after such a change"
+        )
+    made, key = core.__dict__.setdefault("_plugin_modules", {}), (kind, masks.deterministic())
+    if key not in made:
+        made[key] = kind(
+            core.softmax_scale, attention_dropout=core.attention_dropout,
+            attention_type=core.attention_type, layer_number=core.layer_number,
+            deterministic=key[1],
+        )  # fmt: skip
+    found = made[key]
+    found.attention_dropout = core.attention_dropout
+    return found.train(core.training)
+
+
+def attend_by_class(core: Any, heads: Heads, options: AttentionOptions, qkv_format: str) -> Tensor:
+    """Attend by the class in force: [.., heads, channels], with its own gradients.
+
+    What the class runs of this library asks no plug-in.
+    """
+    query, key, value = (aligned(tensor) for tensor in heads.split())
+    name, window = options.attn_mask_type, options.window_size
+    kind = masks.mask_type(core.attn_mask_type if name is None else name)
+    if qkv_format == "thd":
+        kind = masks.with_padding(kind, "qkv_format='thd'")
+    elif not options.has_lengths():
+        kind = masks.without_padding(kind)
+    biased = options.core_attention_bias_type == "alibi"
+    slopes = options.alibi_slopes
+    if biased and slopes is None:
+        slopes = masks.default_alibi_slopes(query.shape[-2], query.device)
+    run = _module_of(core)
+    with overrides.natively():
+        out = run(
+            query, key, value, options.attention_mask, qkv_layout="_".join([qkv_format] * 3),
+            cu_seqlens_q=options.cu_seqlens_q, cu_seqlens_kv=options.cu_seqlens_kv,
+            max_seqlen_q=options.max_seqlen_q, max_seqlen_kv=options.max_seqlen_kv,
+            attn_mask_type=kind.name, window_size=core.window_size if window is None else window,
+            alibi_slopes=slopes if biased else None,
+        )  # fmt: skip
+    return with_aligned_gradient(out).reshape(*query.shape[:-1], value.shape[-1])
 
 
 # ---- in steps ------------------------------------------------------------------------------------
@@ -238,11 +292,11 @@ class _Casts:
 
     def _delayed(self, slot: int) -> Any:
         """A cast with a scale of the state, or that of a call that is repeated."""
+        scales, first = self._scales, 0
+        if scales is None:
+            scales, first = self._slots.forward_scale, self._slots.forward_slot
         with unseen():
-            if self._scales is not None:
-                scale = self._scales[slot].clone()
-            else:
-                scale = self._slots.forward_scale[self._slots.forward_slot + slot].clone()
+            scale = scales[first + slot].clone()
         return self._scale(scale, slot)
 
     def heads(self, tensor: Tensor) -> Tensor:
@@ -299,11 +353,11 @@ def attend_emulated(
     out = attend_in_steps(
         given, qkv_format, limits.replaced(round_weights=casts.weights), scale, dropout
     )
-    out, *top = out if limits.max_logit else (out,)
+    out, *largest = out if limits.max_logit else (out,)
     out = casts.output(out)
     if region.record:
         module._record(region, state[0] if region.replay is None else None, False)
-    return (out, *top) if top else out
+    return (out, *largest) if largest else out
 
 
 _attend_outside = Outside(attend_emulated)

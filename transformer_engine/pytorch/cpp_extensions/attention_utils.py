@@ -6,7 +6,6 @@ of sequences, masks, layouts and windows: the modules behind `DotProductAttentio
 that programs of NVIDIA Transformer Engine use. Nothing in this library calls them.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from transformer_engine.pytorch.attention import fp8, masks
 from transformer_engine.pytorch.attention.backends import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
+    kind_of_call,
     refusals,
 )
-from transformer_engine.pytorch.attention.choice import kind_of_call
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
@@ -57,7 +56,6 @@ __all__ = [
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-F16_ARBITRARY_SEQLEN, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
 
 
 class AttentionLogging:
@@ -84,7 +82,7 @@ no_op_logger = logging.Logger("DotProductAttention")
 no_op_logger.disabled = True
 
 
-@dataclass(eq=True)
+@dataclass
 class AttentionParams:
     """Arguments of a question about attention: sizes, layout, mask, bias and the rest.
 
@@ -143,15 +141,6 @@ class AttentionParams:
     checkpoint_core_attention: bool = False
     has_score_mod: bool = False
     has_score_mod_bprop: bool = False
-
-
-def _check_names(params: AttentionParams) -> None:
-    """Raise for what is no value of its field at all (ValueError)."""
-    name = "get_attention_backend"
-    masks.mask_type(params.attn_mask_type)
-    layout_parts(params.qkv_layout)
-    one_of(name, BIAS_TYPES, core_attention_bias_type=params.core_attention_bias_type)
-    one_of(name, SOFTMAX_TYPES, softmax_type=params.softmax_type)
 
 
 def _dtype_of(params: AttentionParams) -> torch.dtype:
@@ -228,7 +217,7 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
     return call_kind._replace(
         fp8=in_fp8,
         fp8_dropout=in_fp8 and params.is_training and params.attention_dropout > 0.0,
-        fp8_unbuilt=fp8.unsupported_name(recipe),
+        unsupported_fp8=fp8.unsupported_name(recipe),
     )
 
 
@@ -269,7 +258,11 @@ def get_attention_backend(
         be used: `DotProductAttention` raises there.
     """
     params = AttentionParams() if attention_params is None else attention_params
-    _check_names(params)
+    masks.mask_type(params.attn_mask_type)
+    layout_parts(params.qkv_layout)
+    bias_type = params.core_attention_bias_type
+    one_of("get_attention_backend", BIAS_TYPES, core_attention_bias_type=bias_type)
+    one_of("get_attention_backend", SOFTMAX_TYPES, softmax_type=params.softmax_type)
     try:
         call_kind = _call_kind_of(params)
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -283,7 +276,7 @@ def get_attention_backend(
     chosen = runs[0] if runs else None
     AttentionLogging.fa_logger.info("backend: %s", chosen)
     fused = [name for name in runs if name in ("native", "sdpa")]
-    own = FP8 if call_kind.fp8 else F16_ARBITRARY_SEQLEN
+    own = FusedAttnBackend.FP8 if call_kind.fp8 else FusedAttnBackend.F16_arbitrary_seqlen
     number = own if chosen == "native" else None
     available = [False, bool(fused), "unfused" in runs]
     return False, None, chosen in fused, number, chosen == "unfused", available
@@ -464,26 +457,17 @@ def get_qkv_layout(
 def _joined(parts: Sequence[Tensor]) -> str:
     """How parts lie in one tensor, "3hd" or "h3d" (or with 2); "" where they are no such views."""
     first, count = parts[0], len(parts)
-    heads, channels = first.shape[-2:]
-    if any(
-        part.shape != first.shape
-        or part.dtype is not first.dtype
-        or part.stride() != first.stride()
-        or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        for part in parts
-    ):
-        return ""
-    outer = heads * channels * count  # elements of a token
-    sizes = [*first.shape[:-2], 1]
-    leading = [outer * torch.Size(sizes[i + 1 :]).numel() for i in range(len(sizes) - 1)]
-    if list(first.stride()[:-2]) != leading:
-        return ""
-    offsets = [part.storage_offset() for part in parts]
-    steps = {after - before for before, after in itertools.pairwise(offsets)}
-    for name, step, between in (
-        (f"{count}hd", heads * channels, channels),
-        (f"h{count}d", channels, count * channels),
-    ):
-        if steps == {step} and first.stride(-2) == between:
+    for dim, name in ((-3, f"{count}hd"), (-2, f"h{count}d")):
+        shape = list(first.shape)
+        shape.insert(len(shape) + 1 + dim, count)
+        views = torch.empty(shape, device="meta").unbind(dim)
+        if all(
+            part.shape == view.shape
+            and part.dtype is first.dtype
+            and part.stride() == view.stride()
+            and part.storage_offset() - first.storage_offset() == view.storage_offset()
+            and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            for part, view in zip(parts, views, strict=True)
+        ):
             return name
     return ""

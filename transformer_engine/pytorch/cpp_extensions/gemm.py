@@ -163,41 +163,26 @@ def general_grouped_gemm(
         Lists of other lengths, and what `general_gemm` raises for.
     """
     op, count = "general_grouped_gemm", len(A)
-    refuse(op, gelu=gelu and grad, quantization_params=single_output and _any(quantization_params))
     biases = bias if use_bias and bias is not None else [None] * count
     quantizers = [None] * count if quantization_params is None else quantization_params
-    places = _rows_of(op, B, out, layout, m_splits) if single_output else out
-    for name, found in (("B", B), ("out", places), ("quantization_params", quantizers)):
-        _check_length(op, name, found, count)
-    _check_length(op, "bias", biases, count)
+    casts = single_output and any(quantizer is not None for quantizer in quantizers)
+    refuse(op, gelu=gelu and grad, quantization_params=casts)
+    outputs = _rows_of(op, B, out, layout, m_splits) if single_output else out
+    lists = {"B": B, "out": outputs, "quantization_params": quantizers, "bias": biases}
+    for name, found in lists.items():
+        if len(found) != count:
+            raise ValueError(f"{op}: {len(found)} in {name}, expected {count}, as in A")
     made, sums, inputs = [], [], []
     for i in range(count):
+        dtype = (D_dtype or out_dtype) if outputs[i] is None else outputs[i].dtype
         result, of_bias, before, _ = general_gemm(
-            A[i],
-            B[i],
-            (D_dtype or out_dtype) if places[i] is None else places[i].dtype,
-            quantizers[i],
-            gelu=gelu,
-            accumulate=accumulate,
-            layout=layout,
-            out=places[i],
-            bias=biases[i],
-            use_split_accumulator=use_split_accumulator,
-            grad=grad,
-        )
+            A[i], B[i], dtype, quantizers[i], gelu=gelu, accumulate=accumulate, layout=layout,
+            out=outputs[i], bias=biases[i], use_split_accumulator=use_split_accumulator, grad=grad,
+        )  # fmt: skip
         made.append(result)
         sums.append(of_bias if grad else biases[i])
         inputs.append(before)
     return (out if single_output else made), sums, inputs
-
-
-def _any(values: Sequence[Any] | None) -> bool:
-    return values is not None and any(value is not None for value in values)
-
-
-def _check_length(op: str, name: str, found: Sequence[Any], count: int) -> None:
-    if len(found) != count:
-        raise ValueError(f"{op}: {len(found)} in {name}, expected {count}, as in A")
 
 
 def _rows_of(

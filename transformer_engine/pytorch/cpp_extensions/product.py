@@ -8,13 +8,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import torch_dtype
-from transformer_engine.pytorch.cpp_extensions.values import (
-    checked,
-    delivered,
-    exact,
-    like,
-    wide,
-)
+from transformer_engine.pytorch.cpp_extensions.values import checked, delivered, exact, like, wide
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
@@ -66,7 +60,8 @@ class _Operand(NamedTuple):
     """A matrix as a GEMM reads it."""
 
     fields: dict[str, Any]  # of the operator, without the prefix
-    is_quantized: bool = False
+    dtype: torch.dtype  # of what is multiplied
+    mode: int = _core.SCALING_NONE
     is_multiplied_out: bool = False  # it was quantized, and lacks the form that is read
     transformed: tuple[bool, bool] = (False, False)  # it is of transformed values, with signs
 
@@ -81,14 +76,12 @@ def _operand(op: str, name: str, tensor: Any, by_rows: bool) -> _Operand:
     if hasattr(type(source), "_dequantized"):
         return _multiplied_out(op, name, source)
     values = wide(op, name, source)
-    prepare_device(values.device)
-    return _Operand({"": values.flatten(0, -2)})
+    return _Operand({"": values.flatten(0, -2)}, values.dtype)
 
 
 def _multiplied_out(op: str, name: str, tensor: Any) -> _Operand:
-    values = exact(op, name, tensor).contiguous()
-    prepare_device(values.device)
-    return _Operand({"": values.flatten(0, -2)}, is_multiplied_out=True)
+    values = wide(op, name, exact(op, name, tensor))
+    return _Operand({"": values.flatten(0, -2)}, values.dtype, is_multiplied_out=True)
 
 
 _UNPADDED = (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
@@ -103,30 +96,26 @@ def _quantized_operand(storage: Any, by_rows: bool, kind: tuple, form: tuple) ->
     if mode not in _UNPADDED:
         matrix = casts.padded(matrix)
     prepare_device(matrix.device)
-    name = "row" if by_rows else "column"
+    name, dtype = "row" if by_rows else "column", _core.torch_dtype(code)
     fields = {
         "_mode": mode,
-        f"_{name}": matrix.view(_core.torch_dtype(code)),
+        f"_{name}": matrix.view(dtype),
         f"_{name}_scales": scales,
         f"_{name}_amax": amax,
         "_scales_to_256": int(isinstance(storage, TwoFormStorage) and storage._scales_to_256()),
     }
-    turned = not by_rows and getattr(storage, "_with_rht", False)
-    signs = turned and storage._with_random_sign_mask
-    return _Operand(fields, is_quantized=True, transformed=(turned, signs))
+    is_transformed = not by_rows and getattr(storage, "_with_rht", False)
+    signs = is_transformed and storage._with_random_sign_mask
+    return _Operand(fields, dtype, mode, transformed=(is_transformed, signs))
 
 
-class _Operands(NamedTuple):
-    """Both, as keywords of the operator."""
+def _pair(
+    op: str, A: Any, transA: bool, B: Any, transB: bool
+) -> tuple[dict[str, Any], list[_Operand]]:
+    """Keywords of the operator for op(B) op(A), and the operands in that order.
 
-    fields: dict[str, Any]
-    are_quantized: bool  # both of them
-
-
-def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
-    """Of op(B) op(A). What is quantized and can not be read is multiplied out, to fp32.
-
-    So it is with transformed values where the others are not transformed alike.
+    What is quantized and can not be read is multiplied out, to fp32. So it is with transformed
+    values where the others are not transformed alike.
     """
     pair = [_operand(op, "B", B, not transB), _operand(op, "A", A, transA)]
     if pair[0].transformed != pair[1].transformed:
@@ -140,7 +129,7 @@ def _pair(op: str, A: Any, transA: bool, B: Any, transB: bool) -> _Operands:
     }
     for prefix, operand in zip("ab", pair, strict=True):
         fields |= {prefix + field: value for field, value in operand.fields.items()}
-    return _Operands(fields, all(operand.is_quantized for operand in pair))
+    return fields, pair
 
 
 def _shape(op: str, A: Any, transA: bool, B: Any, transB: bool) -> tuple[int, ...]:
@@ -182,46 +171,58 @@ def product(
     dtype = _output_dtype(op, operands[0], D, output_dtype)
     bias, added = _checked_bias(op, bias, shape[-1], grad)
     gelu_in = _checked_gelu_in(op, gelu_in, shape, gelu and grad) if gelu else None
-    pair = _pair(op, *operands)
+    fields, pair = _pair(op, *operands)
     device = operands[0].device
-    pair.fields["fast_accumulation"] = pair.are_quantized and not use_split_accumulator
-    pair.fields["allow_tf32"] = not pair.are_quantized and allows_tf32()
-    out = _place(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
-    simple = alpha == 1.0 and (beta == 0.0 or _accumulates(out, beta, added, gelu))
-    simple = simple and (added is None or added.dtype == _bias_dtype(pair, dtype))
-    simple = simple and (grad or not gelu or _applies_gelu(pair.fields, device, dtype, added))
-    if out is None or not simple:
+    are_quantized = all(operand.mode != _core.SCALING_NONE for operand in pair)
+    fields["fast_accumulation"] = are_quantized and not use_split_accumulator
+    fields["allow_tf32"] = not are_quantized and allows_tf32()
+    out = (
+        _writable_output(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
+    )
+    adds_to_out = out is not None and beta == 1.0 and added is None and not gelu
+    in_one_call = alpha == 1.0 and (beta == 0.0 or adds_to_out)
+    # That in which a native call adds a bias.
+    bias_dtype = torch.bfloat16 if are_quantized and dtype != torch.float16 else dtype
+    in_one_call = in_one_call and (added is None or added.dtype == bias_dtype)
+    in_one_call = in_one_call and (grad or not gelu or _applies_gelu(pair, device, dtype, added))
+    if out is None or not in_one_call:
         made = torch.empty(shape, dtype=dtype, device=device)
     else:
         made = out
-    pre = torch.empty_like(made) if gelu and not grad else None
+    before_gelu = torch.empty_like(made) if gelu and not grad else None
     sums = None
     if grad and bias is not None and not gelu:
         sums = made.new_empty(made.shape[:-1].numel(), dtype=bias.dtype)
     # What a product reads of a hybrid may be other values than those that it stands for.
-    summed = simple and sums is not None and type(operands[2]) is Tensor
-    summed = summed and _sums(pair.fields, bias.dtype)
-    if simple:
-        _multiply(made, pair.fields, (added, sums if summed else None), pre, beta != 0.0)
+    summed = in_one_call and sums is not None and type(operands[2]) is Tensor
+    summed = summed and all(each.mode == _core.SCALING_NONE for each in pair)
+    summed = summed and pair[0].dtype == pair[1].dtype == bias.dtype
+    if in_one_call:
+        epilogue = _core.EPILOGUE_NONE if before_gelu is None else _core.EPILOGUE_GELU
+        aux = None if before_gelu is None else before_gelu.flatten(0, -2)
+        _gemm(
+            made.flatten(0, -2), **fields, bias=added, bias_grad=sums if summed else None,
+            aux=aux, epilogue=epilogue, accumulate=beta != 0.0,
+        )  # fmt: skip
     else:
         before = checked(op, "D", D) if beta != 0.0 else None
-        _combine(made, pair.fields, added, pre, (alpha, beta), before)
+        _combine(made, fields, added, before_gelu, (alpha, beta), before)
     if gelu and grad:
-        made, sums, pre = _through_gelu(op, made, gelu_in, bias)
+        made, sums, before_gelu = _through_gelu(op, made, gelu_in, bias)
     elif sums is not None and not summed:
         left = exact(op, "B", operands[2]).flatten(0, -2)
         sums.copy_(left.sum(0 if operands[3] else 1, dtype=torch.float32))
-    if pre is not None and gelu_in is not None and not grad:
-        gelu_in.detach().copy_(pre.view(gelu_in.shape))
-        pre = gelu_in
-    made = D if made is out else _delivered(op, made, quantizer, D)
-    return made, sums, pre, None
+    if before_gelu is not None and gelu_in is not None and not grad:
+        gelu_in.detach().copy_(before_gelu.view(gelu_in.shape))
+        before_gelu = gelu_in
+    made = D if made is out else delivered(op, made, quantizer, D, _output_name(op))
+    return made, sums, before_gelu, None
 
 
 def _checked_beta(op: str, D: Any, accumulate: bool, beta: float | None) -> float:
     """The factor of `D`."""
     if accumulate and D is None:
-        raise ValueError(f"{op}: accumulate=True needs {_place_name(op)}")
+        raise ValueError(f"{op}: accumulate=True needs {_output_name(op)}")
     if not accumulate and beta not in (None, 0.0):
         raise ValueError(f"{op}: beta={beta} without accumulate=True")
     return (1.0 if beta is None else float(beta)) if accumulate else 0.0
@@ -251,8 +252,7 @@ def _checked_gelu_in(op: str, gelu_in: Any, shape: tuple[int, ...], is_read: boo
     return gelu_in
 
 
-def _place_name(op: str) -> str:
-    """Name of the operator's argument for its result."""
+def _output_name(op: str) -> str:
     return "D" if op == "generic_gemm" else "out"
 
 
@@ -263,19 +263,12 @@ def _output_dtype(op: str, A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     return A.dtype if D is None else D.dtype
 
 
-def _place(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """`D`, where a call can write there."""
+def _writable_output(op: str, D: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """`D`, where a call can write to it."""
     if not isinstance(D, Tensor) or isinstance(D, QuantizedTensorStorage):
         return None
-    out = like(op, _place_name(op), D, shape, dtype).detach()
+    out = like(op, _output_name(op), D, shape, dtype).detach()
     return out if out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1) else None
-
-
-def _bias_dtype(pair: _Operands, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype the native call adds a bias to what it gives in `dtype`."""
-    if not pair.are_quantized:
-        return dtype
-    return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
 _WITH_GELU = (
@@ -292,23 +285,16 @@ _TILES = {_core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D}
 
 
 def _applies_gelu(
-    operands: dict[str, Any], device: torch.device, dtype: torch.dtype, bias: Tensor | None
+    pair: list[_Operand], device: torch.device, dtype: torch.dtype, bias: Tensor | None
 ) -> bool:
     """Return whether the native call does: one GEMM reads both operands.
 
     On CUDA it makes the result in its dtype, whatever that is of.
     """
-    modes = tuple(operands.get(f"{name}_mode", _core.SCALING_NONE) for name in "ab")
+    modes = pair[0].mode, pair[1].mode
     if modes not in _WITH_GELU:
         return False
-    one, other = (
-        next(
-            operands[key].dtype
-            for key in (name, f"{name}_row", f"{name}_column")
-            if key in operands
-        )
-        for name in "ab"
-    )
+    one, other = pair[0].dtype, pair[1].dtype
     if modes == _WITH_GELU[0]:
         return one == other and (device.type != "cuda" or dtype in (one, torch.float32))
     if one == other == torch.float8_e5m2:
@@ -320,36 +306,11 @@ def _applies_gelu(
     return _TILES.isdisjoint(modes) and (dtype != torch.float32 or bias is None)
 
 
-def _sums(operands: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Tell whether the native call gives the gradient of a bias: of operands in high precision."""
-    return all(name in operands and operands[name].dtype == dtype for name in "ab")
-
-
-def _accumulates(out: Tensor | None, beta: float, added: Tensor | None, gelu: bool) -> bool:
-    """Return whether the native call adds to `D`."""
-    return out is not None and beta == 1.0 and added is None and not gelu
-
-
-def _multiply(
-    made: Tensor,
-    operands: dict[str, Any],
-    biases: tuple[Tensor | None, Tensor | None],
-    pre: Tensor | None,
-    accumulate: bool,
-) -> None:
-    """One native call, with a bias or with a place for the gradient of one."""
-    epilogue = _core.EPILOGUE_NONE if pre is None else _core.EPILOGUE_GELU
-    flat, aux = (None if t is None else t.flatten(0, -2) for t in (made, pre))
-    given = dict(zip(("bias", "bias_grad"), biases, strict=True))
-    given |= {"aux": aux, "epilogue": epilogue, "accumulate": accumulate}
-    _gemm(flat, **operands, **given)
-
-
 def _combine(
     made: Tensor,
     operands: dict[str, Any],
     bias: Tensor | None,
-    pre: Tensor | None,
+    before_gelu: Tensor | None,
     factors: tuple[float, float],
     before: Tensor | None,
 ) -> None:
@@ -362,10 +323,10 @@ def _combine(
         total += beta * before.to(torch.float32)
     if bias is not None:
         total += bias
-    if pre is None:
+    if before_gelu is None:
         made.copy_(total)
         return
-    pre.copy_(total)
+    before_gelu.copy_(total)
     _activation(total.flatten(0, -2), _GELU, wide=made.flatten(0, -2))
 
 
@@ -379,10 +340,3 @@ def _through_gelu(
     grad, source, into = (t.flatten(0, -2) for t in (made, source, out))
     _activation_backward(grad, source, _GELU, wide=into, bias_grad=sums)
     return out, sums, gelu_in
-
-
-def _delivered(op: str, made: Tensor, quantizer: Any, D: Any) -> Any:
-    """The result where and how it is asked for."""
-    if isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage):
-        like(op, _place_name(op), D, tuple(made.shape), D.dtype)
-    return delivered(op, made, quantizer, D)

@@ -68,10 +68,11 @@ def written(op: str, name: str, values: Tensor, out: Any) -> Tensor:
     return out
 
 
-def delivered(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
+def delivered(op: str, values: Tensor, quantizer: Any, out: Any = None, name: str = "out") -> Any:
     """A result as it is asked for: cast by a quantizer, and where, if that is given.
 
     Values are rounded to their dtype first: the bits are those that the quantizer makes of them.
+    `name` is what errors call `out`.
     """
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -81,7 +82,7 @@ def delivered(op: str, values: Tensor, quantizer: Any, out: Any = None) -> Any:
         caster = out._caster() if quantizer is None else quantizer
         return caster.update_quantized(values, out)
     if out is not None:
-        like(op, "out", out, tuple(values.shape), out.dtype).detach().copy_(values)
+        like(op, name, out, tuple(values.shape), out.dtype).detach().copy_(values)
         return out if quantizer is None else quantizer.quantize(values)
     return values if quantizer is None else quantizer.quantize(values)
 
@@ -105,8 +106,10 @@ def computed(
     is_quantized = hasattr(type(out), "_dequantized")
     caster = out._caster() if is_quantized and quantizer is None else quantizer
     whole = is_quantized and getattr(out, "_viewed", None) is None
-    fits = isinstance(caster, _FUSED) and caster._casts_computed and (whole or out is None)
-    if not fits or dtype != torch.float32 or like.numel() == 0:
+    casts_directly = (
+        isinstance(caster, _FUSED) and caster._casts_computed and (whole or out is None)
+    )
+    if not casts_directly or dtype != torch.float32 or like.numel() == 0:
         made = torch.empty_like(like, dtype=dtype)
         run(wide=made.flatten(0, -2) if made.dim() > 1 else made[None])
         return quantized(op, made, quantizer, out)

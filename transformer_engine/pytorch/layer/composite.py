@@ -19,6 +19,11 @@ NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 """Norms of a layer by the names that its ``normalization`` takes."""
 
 
+def _no_calls() -> dict[str, Any]:
+    """Attributes of a layer that has kept no calls."""
+    return {"_calls": None, "_kept_attending": {}, "_by_arguments": {}}
+
+
 class CompositeLayer(NativeModule):
     """Base of the layers made of linear modules.
 
@@ -36,12 +41,12 @@ class CompositeLayer(NativeModule):
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        return {**self.__dict__, "_calls": None, "_ways": {}}
+        return {**self.__dict__, **_no_calls()}
 
     def _replicate_for_data_parallel(self) -> "CompositeLayer":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_calls=None, _ways={})
+        made.__dict__.update(_no_calls())
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -15,13 +15,12 @@ from transformer_engine.pytorch.attention.problem import (
     CoreOptions,
     Heads,
     check_dispatch,
-    packed_sizes,
     sequence_starts,
 )
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.layer import traced_layer
+from transformer_engine.pytorch.layer.attending import Projections, attention_in_plan
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
-from transformer_engine.pytorch.layer.projections import Projections
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
 from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
@@ -190,7 +189,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
         self.qk_norm_before_rope = bool(qk_norm_before_rope)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
-        self._ways: dict[tuple, Attending] = {}
+        self._kept_attending: dict[tuple, Attending] = {}
         linear = dict(
             bias=bias, params_dtype=params_dtype, device=device, tp_group=tp_group,
             get_rng_state_tracker=get_rng_state_tracker,
@@ -414,51 +413,17 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 in_fp8, in_fp8 is not None and self._hands_over(core, replay),
                 queries == 1,  # cuDNN has no bias over one key
             )  # fmt: skip
-            known = self._ways.get(key)
+            known = self._kept_attending.get(key)
             if known is not None:
                 core.__dict__["_last_call"] = known.choice
                 return known
-        like = inp  # of which shape, dtype and device are read
-        if inp.dtype is not dtype:
-            like = inp.new_empty(1, dtype=dtype).expand(inp.shape)
-        found = self._find_way(core, like, options, replay)
+        found = attention_in_plan(self, inp, options, dtype, replay)
         if key is not None and found is not None and found.constant:
-            found = keep(self._ways, key, found._replace(key=(object(),)))  # found by itself now
+            found = found._replace(key=(object(),))  # found by itself now
+            keep(self._kept_attending, key, found)
         return found
 
-    def _find_way(
-        self, core: DotProductAttention, inp: Tensor, options: AttentionOptions, replay: Any
-    ) -> Attending | None:
-        """`_attending`, anew."""
-        source = options.encoder_output
-        slices, keys = self._projections().slices(), inp if source is None else source
-        packed = self.qkv_format == "thd"
-        s, b = (1, 0) if self.qkv_format == "bshd" else (0, 1)
-        if (
-            options.inference_params is not None
-            or options.checkpoint_core_attention
-            or options.thd_attention_policies is not None
-            or core.qkv_format != self.qkv_format
-            or (source is None) != (self.attention_type == "self")
-            or not plan.matches_input(keys, inp, None if packed else b)
-        ):
-            return None
-        tokens = (inp.shape[0], keys.shape[0]) if packed else None
-        if packed:
-            batch, *lengths = packed_sizes(options, *tokens)
-        else:
-            batch, lengths = inp.shape[b], (inp.shape[s], keys.shape[s])
-        angles = plan.rotary_angles(options.rotary_pos_emb, lengths, slices, inp)
-        if angles is None:
-            return None
-        how = core.limits_for(options, (batch, self.num_attention_heads, *lengths), inp, tokens)
-        pairs = (self.rotary_pos_interleaved, self.qk_norm_before_rope)
-        given = (() if source is None else (source,), angles, *pairs)
-        over = self._hands_over(core, replay)
-        around = fp8.Surroundings(inp.device.type, inp.shape[s], over, replay)
-        return plan.attention_node(core, how, slices, given, around)
-
-    def way_in_graph(self, inp: Tensor, options: AttentionOptions) -> Any:
+    def attending_in_graph(self, inp: Tensor, options: AttentionOptions) -> Any:
         """How a call attends, in the graph that is traced; `NotImplemented`: by modules.
 
         None where `_attending` finds the same outside of the graph: the call has no tensors, and is
@@ -471,15 +436,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         made = made or fp8.region_in_fp8(core)
         if options.without_tensors() and not made and type(core.window_size) is not list:
             return None
-        dtype = autocast_dtype(inp.device.type) or self._heads_dtype()
-        like = inp if inp.dtype is dtype else inp.new_empty(1, dtype=dtype).expand(inp.shape)
-        found = self._find_way(core, like, options, None)
-        return NotImplemented if found is None else found
-
-    def _heads_dtype(self) -> torch.dtype:
-        """Dtype of its projections."""
         first = self._modules[self._first()]
-        return getattr(first, first.weight_names[0]).dtype
+        dtype = autocast_dtype(inp.device.type) or getattr(first, first.weight_names[0]).dtype
+        found = attention_in_plan(self, inp, options, dtype, None)
+        return NotImplemented if found is None else found
 
     def _hands_over(self, core: DotProductAttention, replay: Any) -> bool:
         """Return whether the projection is handed the output of attention in FP8.
@@ -491,33 +451,25 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return ours and fp8.hands_fp8_to(core, proj, replay)
 
     def _projections(self) -> Projections:
-        """Where queries, keys and values lie in their projections."""
-        return Projections(
-            self.num_attention_heads,
-            self.num_gqa_groups,
-            self.hidden_size_per_attention_head_k,
-            self.hidden_size_per_attention_head_v,
-            self.qkv_weight_interleaved,
-            self.attention_type != "self",
-        )
+        channels = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        layout = self.qkv_weight_interleaved, self.attention_type != "self"
+        return Projections(self.num_attention_heads, self.num_gqa_groups, *channels, *layout)
 
     def attend(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
         """`forward` with its other arguments in one."""
+        out = None
         if torch.compiler.is_compiling() and traced_layer.may_hold(hidden_states):
-            way = self.way_in_graph(hidden_states, options)
-            if way is not NotImplemented:
+            attends = self.attending_in_graph(hidden_states, options)
+            if attends is not NotImplemented:
                 given = traced_layer.constants((options,))
-                out = traced_layer.run(self, hidden_states, given, (way,))
-                if out is not None:
-                    results = out if isinstance(out, tuple) else (out,)
-                    return self._results(hidden_states, *results)
-        asked(self, hidden_states, (options,))
-        calls = LayerCalls.of(self)
-        if calls is not None:
-            out = calls.run(self, hidden_states, (options,))
-            if out is not NotImplemented:
-                return self._results(hidden_states, *(out if isinstance(out, tuple) else (out,)))
-        return self._attend_by_modules(hidden_states, options)
+                out = traced_layer.run(self, hidden_states, given, (attends,))
+        if out is None:
+            asked(self, hidden_states, (options,))
+            calls = LayerCalls.of(self)
+            out = NotImplemented if calls is None else calls.run(self, hidden_states, (options,))
+            if out is NotImplemented:
+                return self._attend_by_modules(hidden_states, options)
+        return self._results(hidden_states, *(out if isinstance(out, tuple) else (out,)))
 
     def _results(self, inp: Tensor, out: Tensor, normalized: Tensor | None = None) -> Any:
         """Select what a forward returns from the results of the layer's graph."""
@@ -530,7 +482,6 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_by_modules(self, hidden_states: Tensor, options: AttentionOptions) -> Any:
-        """`attend`, module by module."""
         if options.inference_params is not None and self.attention_type != "self":
             raise ValueError(
                 f"{_NAME}: inference_params with attention_type='cross': a cache does not hold "
@@ -554,15 +505,21 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if self.q_norm is not None or options.rotary_pos_emb is not None:
             query, key = self._position(query, key, options)
         core = modules["core_attention"]
-        over = self._hands_over(core, fp8.repeated())
+        hands_over = self._hands_over(core, fp8.repeated())
         if only_forwards(core):
-            more = CoreOptions(fp8_output=over)
+            more = CoreOptions(fp8_output=hands_over)
             context = core.attend(Heads((query, key, value)), options, more=more)
         else:
             named = options.named_for_core()
-            if over:
+            if hands_over:
                 named["fp8_output"] = True
             context = core(query, key, value, *options.for_core(), **named)
+        if isinstance(context, tuple):
+            raise NotImplementedError(
+                f"{_NAME}: core_attention returned a tuple, expected a tensor: a layer has no "
+                "place for largest scores: leave return_max_logit at False, or call a "
+                "DotProductAttention by itself"
+            )
         out = modules["proj"](context, first_microbatch)
         if self.return_bias and not isinstance(out, tuple):
             out = (out, None)  # another package's module wraps the projection: the bias is added

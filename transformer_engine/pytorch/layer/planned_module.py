@@ -184,16 +184,6 @@ class PlannedModule(CompositeLayer):
             keep(kept, key, {})
         return LayerCalls.of(self, options, kept[key])
 
-    def __getstate__(self) -> dict:
-        """Copy and pickle without calls."""
-        return {**super().__getstate__(), "_by_arguments": {}}
-
-    def _replicate_for_data_parallel(self) -> "PlannedModule":
-        """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
-        made = super()._replicate_for_data_parallel()
-        made.__dict__["_by_arguments"] = {}
-        return made
-
     # ---- as one call (see `layer_call`) ----------------------------------------------------------
 
     def _emit(self, nodes: Any, x: Value, options: Any, branch: int | None) -> list[Value]:

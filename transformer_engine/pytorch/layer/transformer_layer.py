@@ -378,15 +378,15 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
 
     def _run_in_graph(self, hidden_states: Tensor, options: tuple) -> Any:
         """Run it as one call in the graph that is traced; None where it has to call its modules."""
-        ways = []
+        attending = []
         for name, own in zip(("self_attention", "inter_attention"), options[:-1], strict=False):
             attention = self._modules[name]
             if not isinstance(attention, MultiheadAttention):
                 return None
-            ways.append(attention.way_in_graph(hidden_states, own))
-        if any([way is NotImplemented for way in ways]):
+            attending.append(attention.attending_in_graph(hidden_states, own))
+        if any([each is NotImplemented for each in attending]):
             return None
-        return traced_layer.run(self, hidden_states, traced_layer.constants(options), ways)
+        return traced_layer.run(self, hidden_states, traced_layer.constants(options), attending)
 
     def _is_planned(self, inp: Tensor, options: tuple = ()) -> bool:
         """Return whether there may be plans: they drop paths by the first of two leading dims."""
@@ -407,7 +407,6 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
         ]
 
     def _run_branch(self, branch: int, hidden_states: Tensor, options: tuple) -> Tensor:
-        """One branch by its modules."""
         modules = self._modules  # an attribute lookup of torch takes longer than a short operator
         if branch == len(options) - 1:
             made = modules["layernorm_mlp"](hidden_states, options[branch].is_first_microbatch)

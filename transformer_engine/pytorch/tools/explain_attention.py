@@ -12,9 +12,9 @@ from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     Refusal,
+    kind_of_call,
     refusals,
 )
-from transformer_engine.pytorch.attention.choice import kind_of_call
 from transformer_engine.pytorch.attention.core import DotProductAttention
 from transformer_engine.pytorch.attention.masks import CallKind
 from transformer_engine.pytorch.attention.problem import (
@@ -121,7 +121,7 @@ def explain_attention(
 def _about_fp8(
     core: DotProductAttention, call_kind: CallKind, about: dict[str, Any], emulated: bool
 ) -> str:
-    """Text about FP8 in a call of a kind; `about`: `fp8.Facts` that it has not."""
+    """Text about FP8 in a call of a kind; `about`: `fp8.BackwardFacts` that it has not."""
     state = current_state()
     if not state.enabled or not fp8.asks_for_attention(state.recipe):
         return ""

@@ -18,7 +18,7 @@ from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.attention.masks import alibi_bias, padding_mask, window_mask
 from transformer_engine.pytorch.attention.problem import Sequences, to_packed, to_padded
-from transformer_engine.pytorch.attention.rope import Positions, turn_by_torch
+from transformer_engine.pytorch.attention.rope import Positions, rotate_by_torch
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
@@ -154,10 +154,12 @@ def _transposed(function: Callable[[Tensor], Any], like: Tensor, grads: Any) -> 
 def _rope(op: str, call: Any) -> Tensor:
     """Compute t cos + rot(t) sin over the first channels, or the transposed map of gradients."""
     form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
-    positions = Positions(form, starts, call.cu_seqlens, call.cp_size, call.cp_rank)
+    positions = Positions(
+        form, starts, call.interleaved, call.cu_seqlens, call.cp_size, call.cp_rank
+    )
 
     def turn(t: Tensor) -> Tensor:
-        return turn_by_torch(t, call.freqs, positions, call.interleaved)
+        return rotate_by_torch(t, call.freqs, positions)
 
     if op == "fused_rope_forward":
         return turn(call.input.detach())
@@ -167,14 +169,14 @@ def _rope(op: str, call: Any) -> Tensor:
 def _rope_of_parts(op: str, call: Any) -> Any:
     """Queries and keys of a projection, rotated, and values; or the transposed map of gradients."""
     form, starts = qkv_format_name(op, call.qkv_format), getattr(call, "start_positions", None)
-    positions = Positions(form, starts, None, call.cp_size, call.cp_rank)
+    positions = Positions(form, starts, call.interleaved, None, call.cp_size, call.cp_rank)
     sizes = [int(n) for n in call.qkv_split_arg_list]
 
     def turn(qkv: Tensor) -> tuple[Tensor, ...]:
         query, key, value = qkv.split(sizes, -1)
         query = query.reshape(*qkv.shape[:-2], -1, sizes[1])
         pairs = (query, call.q_freqs), (key, call.k_freqs)
-        turned = (turn_by_torch(t, freqs, positions, call.interleaved) for t, freqs in pairs)
+        turned = (rotate_by_torch(t, freqs, positions) for t, freqs in pairs)
         return *turned, value.contiguous()
 
     if op == "fused_qkv_rope_forward":
