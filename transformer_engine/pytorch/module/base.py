@@ -70,8 +70,23 @@ class Region(NamedTuple):
         del number
         return self.recipe
 
+    def updates_backward(self, records: bool) -> bool:
+        """Return whether the backward of a call is the one that updates the backward state.
 
-_NO_FRAMES: list = []  # `Region.record` of a call that no checkpoint records; stays empty
+        `records`: it has one. To be asked once for each call, which takes the flag when it has
+        succeeded: one that raises leaves it to the next. Under a reentrant checkpoint gradients are
+        off, and it takes the flag for its repetition; a repetition may itself be such a forward.
+        """
+        if not (self.replays or self.state.owes_update):
+            return False
+        if not records and self.record and not torch.is_grad_enabled():
+            records = recompute.in_reentrant_forward()
+        if self.replays:
+            return any([self.frame.updates_backward(entry, records) for entry in self.replays])
+        return records
+
+
+NO_FRAMES: list = []  # `Region.record` of a call that no checkpoint records; stays empty
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -139,13 +154,11 @@ class Fp8Module(NativeModule):
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if traced:
-            return Region(
-                state, self._resolved(recipe, True), None, _NO_FRAMES, traced, exporting()
-            )
+            return Region(state, self._resolved(recipe, True), None, NO_FRAMES, traced, exporting())
         self._note_recipe(recipe)
         recipe = self._resolved(recipe, False)
         if not recompute.may_concern(torch.is_grad_enabled(), recipe is not None):
-            return Region(state, recipe, None, _NO_FRAMES, traced)
+            return Region(state, recipe, None, NO_FRAMES, traced)
         record, replay = recompute.frames()
         if replay is not None:
             entry = replay.replay(self)
@@ -184,19 +197,6 @@ class Fp8Module(NativeModule):
     def _recipe_in_force(self) -> Recipe | None:
         """The recipe of this module's calls in the region of this thread."""
         return current_state().recipe
-
-    def _updates_backward(self, region: Region, records: bool) -> bool:
-        """Return whether this call's backward is the one that updates the backward state.
-
-        The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
-        a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
-        """
-        repeats = region.frame is not None
-        if region.blank or not (repeats or region.state.owes_update):
-            return False
-        if not records and region.record and not torch.is_grad_enabled():
-            records = recompute.in_reentrant_forward()
-        return region.frame.updates_backward(region.replay, records) if repeats else records
 
     def _record(
         self,
@@ -248,7 +248,7 @@ class Fp8Module(NativeModule):
             arenas.adopt(state, self._slots.domain)
             return self._slots
         slots = self._slots
-        if not self._slots_fit(repr(recipe), group, device):
+        if not self._slots_fit(arenas.identity_of(recipe), group, device):
             slots = self._make_slots(arenas.rule_of(recipe), group, device)
         if slots.domain.label != state.label and (
             torch.is_grad_enabled() or state.calibrating or recompute.in_reentrant_forward()
@@ -309,14 +309,17 @@ class Fp8Module(NativeModule):
         state = current_state()
         if state.label >= 0:
             arenas.join(state, self._slots.domain)
-        self._keep_recipe(rule.identity)
+        self._keep_recipe(arenas.identity_of, rule.identity)
         if scaling.extent() != before and scaling.is_traced():
             trace_again("an update of scales is in the graph, and there are more of them now")
 
-    def _keep_recipe(self, identity: str) -> None:
-        """Remember the recipe of a graph that is being traced, where autocast is outside of it."""
+    def _keep_recipe(self, text_of: Callable, identity: str) -> None:
+        """Remember the recipe of a graph that is being traced, where autocast is outside of it.
+
+        Of the recipe in force there `text_of` gives `identity`.
+        """
         recipe = self._recipe_in_force()
-        if recipe is not None and repr(recipe) == identity:
+        if recipe is not None and text_of(recipe) == identity:
             self._quantization_of(recipe, False)
             self._note_recipe(recipe)
 

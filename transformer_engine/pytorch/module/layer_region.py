@@ -14,16 +14,13 @@ import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.recompute import (
     frames,
-    in_reentrant_forward,
     may_concern,
 )
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
-from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.module.base import NO_FRAMES, Region
 from transformer_engine.pytorch.torchside.modes import graph_task
-
-_NO_FRAMES: list = []
 
 
 class LayerRegion(NamedTuple):
@@ -67,17 +64,7 @@ class LayerRegion(NamedTuple):
         for owner in owners:
             self.frame.replay(owner)
 
-    def updates_backward(self, records: bool) -> bool:
-        """Return whether its backward updates the backward state; see that of `Fp8Module`.
-
-        `records`: it has one. To be asked once for each call. A repetition may itself be the
-        forward of a reentrant checkpoint, whose own repetition has the backward.
-        """
-        if not records and self.record and not torch.is_grad_enabled():
-            records = (bool(self.replays) or self.state.owes_update) and in_reentrant_forward()
-        if self.replays:
-            return any([self.frame.updates_backward(entry, records) for entry in self.replays])
-        return records and self.state.owes_update
+    updates_backward = Region.updates_backward
 
     def leave(
         self, layer: int, owners: Sequence, call: Any, caches: Sequence, updates_backward: bool
@@ -106,7 +93,7 @@ def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion 
     `modules` are those with linear layers. None where the layer has to call them.
     """
     recipe = state.recipe if state.enabled else None
-    record, frame, replays, resolved = _NO_FRAMES, None, (), ()
+    record, frame, replays, resolved = NO_FRAMES, None, (), ()
     if may_concern(torch.is_grad_enabled(), recipe is not None):
         record, frame = frames()
         if frame is None and recipe is not None and graph_task() != -1:

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.module import custom_quantizers, quantized
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall
-from transformer_engine.pytorch.module.linear_calls import LinearCalls
+from transformer_engine.pytorch.module.linear_calls import LinearCalls, PlansOfGraphs
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.torchside.modes import without_memory
@@ -70,6 +70,7 @@ class LinearBase(LinearCalls):
 
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
+    _plans: dict[tuple, CallPlans]
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
@@ -91,7 +92,7 @@ class LinearBase(LinearCalls):
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
         self._wgrads: deque = deque()
-        self._plans: dict[tuple, CallPlans] = {}
+        self._forget_plans()
         self._weight_caches: tuple = (None,) * len(self.LINEARS)
         self._stages: dict[str, Callable] | None = None
         self._external = self._halves = (frozenset[int](),) * len(self.LINEARS)
@@ -154,11 +155,16 @@ class LinearBase(LinearCalls):
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self._forget_calls()
-            self.__dict__["_present"], self.__dict__["_plans"] = None, {}
+            self._forget_plans()
+            self.__dict__["_present"] = None
         elif name == "_slots":  # calls that are bound to others would keep them
             self.__dict__["_bound"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self._forget_casts_of(name)
+
+    def _forget_plans(self) -> None:
+        self.__dict__["_plans"] = {}
+        self.__dict__["_of_graphs"] = PlansOfGraphs()  # those that a graph reads, by name
 
     def _forget_casts_of(self, name: str) -> None:
         """Drop the cached cast of the weight that a parameter belongs to."""
@@ -184,17 +190,11 @@ class LinearBase(LinearCalls):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state.update(
-            _plans={},
-            _bound={},
-            _last_call=None,
-            _present=None,
-            _quantized_parameters=(),
-            _custom=None,
-        )
-        state.pop("_observer", None)
+        state |= {"_plans": {}, "_of_graphs": PlansOfGraphs(), "_bound": {}}
+        state |= {"_quantized_parameters": (), "_wgrads": deque()}
+        state |= dict.fromkeys(("_last_call", "_present", "_custom"))
         state["_weight_caches"] = (None,) * len(self.LINEARS)
-        state["_wgrads"] = deque()
+        state.pop("_observer", None)
         return state
 
     def _replicate_for_data_parallel(self) -> "LinearBase":
@@ -318,7 +318,7 @@ class LinearBase(LinearCalls):
         self._external = external_steps(stages, self.LINEARS)
         self._halves = external_steps(halves, self.LINEARS)
         self._stages = named(stages) or None
-        self._plans = {}
+        self._forget_plans()
         self._forget_calls()
         self._weight_caches = (None,) * len(self.LINEARS)  # other stages have made them
 
