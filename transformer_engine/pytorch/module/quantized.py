@@ -158,21 +158,6 @@ def given_forms(
     return flags, caches
 
 
-def _refuse_returned(kind: str, recipe: Recipe, returns: LinearFlags) -> None:
-    """Raise a NotImplementedError where a call can not return what flags ask for."""
-    option = "fp8_output" if returns.output else "fp8_grad"
-    if in_transform():
-        raise NotImplementedError(
-            f"{kind}: {option}=True in a transform of torch.func: leave it out there"
-        )
-    if custom_quantizers.is_custom(recipe):
-        raise NotImplementedError(
-            f"{kind}: {option}=True under {custom_quantizers.name_of(recipe)}, which has no "
-            "quantizers of what modules return: leave it out, or use another recipe, say "
-            "DelayedScaling"
-        )
-
-
 def add_returned(
     kind: str, flags: list[LinearFlags], returns: LinearFlags, recipe: Recipe, slots: Slots | None
 ) -> None:
@@ -180,7 +165,14 @@ def add_returned(
 
     `returns` are as of `LinearCalls._call`. NotImplementedError where a call can not return them.
     """
-    _refuse_returned(kind, recipe, returns)
+    what = f"{kind}: {'fp8_output' if returns.output else 'fp8_grad'}=True"
+    if in_transform():
+        raise NotImplementedError(f"{what} in a transform of torch.func: leave it out there")
+    if custom_quantizers.is_custom(recipe):
+        raise NotImplementedError(
+            f"{what} under {custom_quantizers.name_of(recipe)}, which has no quantizers of what "
+            "modules return: leave it out, or use another recipe, say DelayedScaling"
+        )
     measures = slots is not None and slots.initial == 0.0
     node = _core.LINEAR_MEASURE_RETURNED if measures else 0
     flags[-1] = flags[-1].joined(LinearFlags(node, output=returns.output))
