@@ -270,8 +270,7 @@ def of_first(
     same for both, and another one where the plan quantizes in another way, which is an error.
     `measures`: see `Run`.
     """
-    repeats = graph_task() != -1
-    if _thread.runs or (not repeats and torch.is_inference_mode_enabled()):
+    if _thread.runs or not may_concern(torch.is_grad_enabled(), fp8=True):
         return state
     record, replay = frames()
     if replay is not None:

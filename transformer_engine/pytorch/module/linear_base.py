@@ -31,35 +31,14 @@ from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.torchside.modes import without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-_SETTINGS = (
-    "activation_spec",
-    "apply_bias",
-    "cache_weights",
-    "checkpoint",
-    "delay_wgrad_compute",
-    "eps",
-    "ffn_hidden_size",
-    "fuse_wgrad_accumulation",
-    "hidden_size",
-    "in_features",
-    "name",
-    "out_features",
-    "return_bias",
-    "return_layernorm_output",
-    "save_original_input",
-    "zero_centered_gamma",
-)
-"""Attributes that a call depends on and that users set after construction."""
-
-_SHOWN = (
-    "zero_centered_gamma",
-    "return_layernorm_output",
-    "return_bias",
-    "fuse_wgrad_accumulation",
-    "delay_wgrad_compute",
-    "save_original_input",
-)
+_SHOWN = ("zero_centered_gamma", "return_layernorm_output", "return_bias")
+_SHOWN += ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input")
 """Settings that ``repr`` shows where they are on."""
+
+_SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size")
+_SETTINGS = (*_SIZES, *_SHOWN, "activation_spec", "apply_bias", "cache_weights", "checkpoint")
+_SETTINGS += ("eps", "name")
+"""Attributes that a call depends on and that users set after construction."""
 
 
 class LinearBase(LinearCalls):
@@ -286,7 +265,7 @@ class LinearBase(LinearCalls):
         state = current_state()
         recipe = self._resolved(state.recipe if state.enabled else None, False)
         slots, loaded = self._slots, self._loaded_state
-        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
+        region = Region(state, recipe, blank=without_memory(inp))
         tensors, owners = self._promote(inp, recipe)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
         self._slots, self._loaded_state = slots, loaded

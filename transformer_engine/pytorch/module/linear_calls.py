@@ -187,10 +187,11 @@ class LinearCalls(Fp8Module):
         if region is None:
             run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
             return run
-        replay = region.replay
         run.updates_backward = bound.quantized and region.updates_backward(bound.records)
-        run.domain = (replay or state).domain
-        if replay is not None:
+        run.domain = state.domain
+        if region.replays:
+            (replay,) = region.replays
+            run.domain = replay.domain
             run.scales, run.unread_history = replay.scales, unread_history(replay)
         return run
 
@@ -209,7 +210,7 @@ class LinearCalls(Fp8Module):
         `caches` are those of the run; `parts` are the weights that it read, those of the module
         where None.
         """
-        repeats = region is not None and region.replay is not None
+        repeats = region is not None and bool(region.replays)
         kept = tuple([part for part, _ in call.plans.writes_caches])
         if updates_backward and not repeats:
             state.owes_update = False
@@ -284,8 +285,8 @@ class LinearCalls(Fp8Module):
             fp8 = recipe is not None and not recipe.custom()
             key, tensors = quantized.filled(key, tensors, weights, fp8)
         shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or weights
-        if region is not None and region.replay is not None:
-            shares = shares or region.replay.cache is not None
+        if region is not None and region.replays:
+            shares = shares or region.replays[0].cache is not None
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
                 (self,), is_first_microbatch, state, key, tensors if weights else (), region

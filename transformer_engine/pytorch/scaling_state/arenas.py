@@ -112,10 +112,6 @@ class Chunk:
                 return first
         return -1
 
-    def give_back(self, first: int, count: int) -> None:
-        """Free slots for other modules. Their values are cleared when they are taken again."""
-        self.used[first : first + count] = [False] * count
-
 
 class Arena:
     """Chunks of one (domain, direction, device, recipe, reduction group, number of ranks)."""
@@ -152,8 +148,11 @@ class Arena:
         return chunk, first
 
     def give_back(self, chunk: Chunk, first: int, count: int) -> None:
-        """Free slots; a chunk without slots in use goes, and so does an arena without chunks."""
-        chunk.give_back(first, count)
+        """Free slots; a chunk without slots in use goes, and so does an arena without chunks.
+
+        Their values are cleared when they are taken again.
+        """
+        chunk.used[first : first + count] = [False] * count
         if any(chunk.used):
             return
         self.chunks.remove(chunk)
