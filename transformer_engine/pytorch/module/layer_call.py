@@ -237,9 +237,7 @@ class LayerCalls:
         if self._caches:
             first_microbatch = microbatch(self.modules, first_microbatch, state)
         shares = first_microbatch is not None or self._accumulates or self._quantized_parameters
-        if not shares and region.replays:
-            shares = any([entry.cache is not None for entry in region.replays])
-        if shares:
+        if shares or (region.replays and any([e.cache is not None for e in region.replays])):
             held = tensors if self._quantized_parameters else ()
             own, key = microbatch_of(self.modules, first_microbatch, state, key, held, region)
         bound = self.calls.get(key, _UNKNOWN)
