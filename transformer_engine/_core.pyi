@@ -288,6 +288,10 @@ class Scope:
     policy: Final[Any]
     selection: Final[Selection | None]
     """Table that runs of plans ask in a scope of a table; None for a scope of a policy."""
+    @property
+    def in_force(self) -> bool:
+        """True where the thread obeys its table anyway; False for a scope of a policy."""
+
     def __enter__(self) -> Any: ...  # the policy
     def __exit__(self, *error: Any) -> None: ...
 

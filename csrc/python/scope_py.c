@@ -278,6 +278,20 @@ static PyObject *scope_selection(PyObject *object, void *unused)
     return Py_NewRef(PyTuple_GetItem(self->table, 0));
 }
 
+static PyObject *scope_in_force(PyObject *object, void *unused)
+{
+    const scope *self = (scope *)object;
+    PyObject *table;
+    int same;
+    (void)unused;
+    if (self->table == NULL) return PyBool_FromLong(0);
+    table = tepy_table_in_force((tepy_dispatcher *)self->of, 0);
+    if (table == NULL) return NULL;
+    same = table == self->table;
+    Py_DECREF(table);
+    return PyBool_FromLong(same);
+}
+
 static PyMethodDef scope_methods[] = {
     {"__enter__", scope_enter, METH_NOARGS, "__enter__($self, /)\n--\n\n"},
     {"__exit__", scope_exit, METH_VARARGS, "__exit__($self, /, *error)\n--\n\n"},
@@ -291,6 +305,7 @@ static PyMemberDef scope_members[] = {
 
 static PyGetSetDef scope_getset[] = {
     {"selection", scope_selection, NULL, "The Selection of a table that it keeps, or None.", NULL},
+    {"in_force", scope_in_force, NULL, "Whether the table that it keeps is in force anyway.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.utils
 from comparators import assert_bits
 from plugged import (
     HIDDEN,
@@ -32,6 +33,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.plugin import adapters
 from transformer_engine.plugin import core as plugin
+from transformer_engine.pytorch.distributed import activation_recompute_forward
 
 pytestmark = pytest.mark.usefixtures("manager")
 
@@ -174,6 +176,73 @@ def test_a_native_forward_has_a_native_backward(device, way):
     plugin.set_global_policy(plugin.SelectionPolicy(prefer="vendor"))
     y.sum().backward()
     assert recorded.calls == []
+
+
+@pytest.mark.parametrize("way", ["eager", *(way for way in WAYS if "checkpoint" in way)])
+@pytest.mark.parametrize("recipe", ["plain", "delayed"])
+def test_a_policy_set_between_forward_and_backward(device, way, recipe):
+    """The global one selects nobody in the forward: so it is in the repetition and the backward."""
+    module = te.LayerNormLinear(HIDDEN, 48, normalization="RMSNorm", device=device)
+    x = data(device).requires_grad_()
+    recorded = Recorded().register()
+    plugin.set_global_policy(plugin.SelectionPolicy(prefer="flagos"))
+    wrap = WAYS[way] or (lambda module, x: module(x))
+    make_recipe = RECIPES[recipe]
+    region = te.autocast(recipe=make_recipe()) if make_recipe else contextlib.nullcontext()
+    with region:
+        y = wrap(module, x)
+    assert _core.selected().selection is None
+    plugin.set_global_policy(plugin.SelectionPolicy(prefer="vendor"))
+    y.sum().backward()
+    assert recorded.calls == []
+    module(x)
+    assert recorded.ways == ["forward"]
+
+
+class _Repeated(torch.autograd.Function):
+    """A recompute that a program does by itself."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with activation_recompute_forward(True):
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad(), activation_recompute_forward(True, True):
+            y = ctx.module(x)
+        return None, torch.autograd.grad(y, x, grad)[0]
+
+
+def test_a_program_repeats_by_the_policy_of_its_thread(device):
+    """And not by that of the first forward that ever was."""
+    module, x = made("RMSNorm", device), data(device).requires_grad_()
+    recorded = Recorded().register()
+    with plugin.with_preference("vendor"):
+        _Repeated.apply(module, x).sum().backward()
+    assert recorded.ways == ["forward", "forward", "backward"]
+    recorded.calls.clear()
+    with plugin.with_preference("flagos"):
+        _Repeated.apply(module, x).sum().backward()
+    assert recorded.calls == []
+
+
+@pytest.mark.parametrize("prefer", ["flagos", "vendor"])
+def test_a_repetition_runs_the_graph_of_its_forward(device, prefer):
+    """Where the policy is the same: it is not in a scope of its own."""
+    module, x = made("RMSNorm", device), data(device).requires_grad_()
+    Recorded().register()
+    plugin.set_global_policy(plugin.SelectionPolicy(prefer=prefer))
+    compiled = torch.compile(module, fullgraph=True)
+    module(x)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        te.checkpoint(compiled, x, use_reentrant=False).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_registered_between_forward_and_backward(device):

@@ -2,6 +2,7 @@
 """Modules under `torch.compile(fullgraph=True)`: the bits, the state and the number of graphs."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import json
@@ -396,6 +397,27 @@ def test_a_plan_of_more_results_than_any_module_has():
     for made in (function(inp), compiled(inp)):
         assert len(made) == 21 and made[20].numel() == 0
         assert all(map(torch.equal, made[:20], expected[:20]))
+
+
+def test_recipes_in_turns(device):
+    """Each has one graph; those that differ in how they attend alone have one state, too."""
+    recipes = [DelayedScaling(amax_history_len=3, fp8_dpa=attends) for attends in (False, True)]
+    recipes.append(Float8CurrentScaling())
+    modules = [te.Linear(WIDTH, 32, device=device)]
+    modules.append(copy.deepcopy(modules[0]))
+    runs = [modules[0], torch.compile(modules[1], fullgraph=True, backend="aot_eager")]
+    results, slots = ([], []), []
+    for step in range(6):
+        x = torch.randn(16, WIDTH, device=device)
+        for run, found in zip(runs, results, strict=True):
+            given = x.clone().requires_grad_()
+            with te.autocast(recipe=recipes[step % 3]):
+                y = run(given)
+            y.square().sum().backward()
+            found += [y, given.grad]
+        slots.append(modules[1]._slots)
+    assert all(map(torch.equal, *results)) and all(one is slots[0] for one in slots)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(recipes)
 
 
 CACHED = """

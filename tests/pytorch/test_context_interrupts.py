@@ -103,7 +103,7 @@ def own_state():
     """What contexts set of this package."""
     now = thread_state.current_state()
     fields = ("enabled", "calibrating", "recipe", "group", "depth", "owes_update", "quantized_init")
-    phase = recompute._phase.enabled, recompute._phase.repeats, recompute._phase.queued
+    phase = recompute._thread.enabled, recompute._thread.repeats, recompute._thread.queued
     hooks = [
         [len(m._forward_hooks), len(m._forward_pre_hooks), m.__dict__.get("_observer")]
         for m in MODEL
@@ -112,8 +112,8 @@ def own_state():
         "state": id(now),
         **{name: getattr(now, name) for name in fields},
         "phase": phase,
-        "runs": recompute._eager.runs,
-        "own depth": recompute._own_depth.value,
+        "runs": recompute._thread.runs,
+        "own depth": recompute._thread.depth,
         "ranges": list(utils._RANGES),
         "recorders": dict(REGISTRY._recorders),
         "implementations": dict(REGISTRY.snapshot().impls_by_op),
@@ -467,7 +467,7 @@ DECORATORS = {
     ),
     "recompute": (
         lambda: te.distributed.activation_recompute_forward(True),
-        lambda: recompute._phase.enabled,
+        lambda: recompute._thread.enabled,
     ),
     "range": (lambda: utils.get_nvtx_range_context("range"), lambda: len(utils._RANGES)),
     "fork": (lambda: TRACKER.fork("one"), lambda: None),

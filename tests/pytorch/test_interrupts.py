@@ -118,8 +118,8 @@ def region_state():
     now = thread_state.current_state()
     fields = ("enabled", "calibrating", "recipe", "group", "depth", "owes_update", "quantized_init")
     kept = tuple(getattr(now, name) for name in fields)
-    phase = (recompute._phase.enabled, recompute._phase.repeats, recompute._eager.runs)
-    return (now, *kept, *phase, recompute._own_depth.value)
+    phase = (recompute._thread.enabled, recompute._thread.repeats, recompute._thread.runs)
+    return (now, *kept, *phase, recompute._thread.depth)
 
 
 def nested_regions():

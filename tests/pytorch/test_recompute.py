@@ -545,3 +545,17 @@ def test_which_form_of_recompute_runs(device, checkpoint, reentrant):
     checkpoint(inside, x, use_reentrant=reentrant).sum().backward()
     assert seen == [reentrant] * 2
     assert te.distributed.use_reentrant_activation_recompute()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_stack_is_searched_without_a_checkpoint(device, recipe, monkeypatch):
+    """A call without gradients is not taken for one that a reentrant checkpoint may repeat."""
+    (block,), x = model_on(device, 1), torch.randn(ROWS, WIDTH, device=device)
+
+    def searched():
+        raise AssertionError
+
+    monkeypatch.setattr(recompute, "_on_stack", searched)
+    for _ in range(2):
+        with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]()):
+            block(x)

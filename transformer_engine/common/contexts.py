@@ -44,6 +44,13 @@ class Context:
         """
         self._outer = ((function, arguments), *self._outer)
 
+    def _set(self, owner: Any, **values: Any) -> None:
+        """Give attributes of an object other values."""
+        former = tuple([getattr(owner, name) for name in values])
+        self._outer = ((owner, tuple(values), former), *self._outer)
+        for name, value in values.items():
+            setattr(owner, name, value)
+
     @_core.Entering
     def __enter__(self) -> Any:
         if self._outer is not None:

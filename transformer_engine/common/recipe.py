@@ -4,7 +4,8 @@
 A recipe is a plain, mutable dataclass. Every field has a rule that runs whenever the field is
 written, in the constructor and later, so that a recipe is valid at any time and the code that uses
 it need not check again. `repr` shows everything that changes numerics and is therefore the
-identity of a recipe: modules whose recipes print alike share their amax bookkeeping.
+identity of a recipe. Modules whose recipes print alike share their amax bookkeeping, and so do
+those whose recipes differ in how they attend alone.
 
 Two habits of client programs shape this file. They pass keyword arguments that recipes no longer
 have (`recipe_base.accept_unknown_arguments`). And they unpickle recipes through allow-lists of

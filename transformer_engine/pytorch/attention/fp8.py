@@ -484,7 +484,7 @@ def begin_call(module: Any, call: ModuleCall, casts: Casts, records: bool) -> No
     """Give a call its state; `records`: a backward follows."""
     region = casts.region
     call.scales, call.unread_history, call.recipe = casts.scales, casts.history, region.recipe
-    call.updates_backward = module._updates_backward(region, records)
+    call.updates_backward = not region.blank and region.updates_backward(records)
     call.domain = (region.replay or region.state).domain
 
 

@@ -97,7 +97,7 @@ class _EagerFunction(_PlanFunction):
             output, saved = call.run_forward(tensors)
         else:
             scope = recompute.scope_of_forward(scope)
-            with scope:
+            with of_forward(scope) or contextlib.nullcontext():
                 output, saved = call.run_forward(tensors)
         ctx.save_for_backward(*saved)
         ctx.call, ctx.scope = call, scope

@@ -74,9 +74,12 @@ def replace_operators() -> None:
 def of_forward(scope: Any) -> Any:
     """The scope of a backward whose forward was in `scope`, None: obeyed nobody; None: none needed.
 
-    Enter it around the backward, on whatever thread that runs.
+    Enter it around the backward, on whatever thread that runs. What is in force is not entered: it
+    would be another condition for graphs that the backward runs.
     """
-    return _core.unselected() if scope is None else scope
+    if scope is None:
+        return _core.unselected()
+    return None if scope.in_force else scope
 
 
 def natively() -> Any:

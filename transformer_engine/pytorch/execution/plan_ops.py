@@ -266,17 +266,9 @@ def _run(
 
 
 def _run_fake(
-    text: str,
-    slots: Sequence[int],
-    inputs: list[Tensor],
-    saved: Tensor | None,
-    rows: Any,
-    staged: int,
-    selection: int,
-    state: Sequence[Tensor] = (),
-    places: Sequence[int] = (),
+    text: str, slots: Sequence[int], inputs: list[Tensor], saved: Any, rows: Any, *others: Any
 ) -> list[Tensor]:
-    del slots, state, saved, staged, selection, places
+    del slots, saved, others
     made, packed = shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
     made.append((torch.uint8, [packed]))
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
@@ -352,6 +344,7 @@ def run_traced(
     rows: Any = -1,
     staged: Staged | None = None,
     places: Sequence[int] = (),
+    number: int = 0,
 ) -> tuple:
     """Run a plan, given by its text (see `plan_text`), behind a torch operator.
 
@@ -361,32 +354,20 @@ def run_traced(
     plan that reads it, `rows` the product of the leading dims; -1 where an input has them. `places`
     is for a plan that is given a tensor several times, which `inputs` and `state` have once: which
     of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
-    see what functions of `staged` run as if there were no operator around it. Returns the outputs
-    in plan order, then the packed saved tensor, empty where there is none.
+    see what functions of `staged` run as if there were no operator around it; `number` is that of
+    functions which are known already. Returns the outputs in plan order, then the packed saved
+    tensor, empty where there is none.
     """
     if staged is not None:
         number = next(_numbers)
         _STAGED[number] = staged.wrapped(seen_here())
         try:
-            return _run_operator(plan, slots, inputs, state, saved, rows, number, places)
+            return run_traced(plan, slots, inputs, state, saved, rows, None, places, number)
         finally:
             del _STAGED[number]
-    return _run_operator(plan, slots, inputs, state, saved, rows, 0, places)
-
-
-def _run_operator(
-    plan: str,
-    slots: tuple[int, ...],
-    inputs: list[Tensor],
-    state: list[Tensor],
-    saved: Tensor | None,
-    rows: Any,
-    staged: int,
-    places: Sequence[int],
-) -> tuple:
     of_graph = torch.compiler.is_compiling() and not exporting()
     selection = overrides.number_of_graph() if of_graph else overrides.IN_FORCE
-    given: tuple = (plan, slots, inputs, saved, rows, staged, selection)
+    given: tuple = (plan, slots, inputs, saved, rows, number, selection)
     operator = torch.ops.transformer_engine.run
     if state:
         operator, given = (

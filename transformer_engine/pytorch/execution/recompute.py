@@ -14,10 +14,11 @@ program with a recompute of its own says where it is with `activation_recompute_
 Checkpoints are found on the Python stack, by the code objects of torch's functions and a variable
 of each (`_SIGNS`), because torch gives no sign that would do:
 
-- The function of a reentrant checkpoint runs with gradients off, and that is all: there is no hook
-  and no current autograd node, and past its first module no input requires a gradient. It can not
-  be told from `torch.no_grad`. Its context, which alone lives as long as a recompute may come, is
-  in a variable of torch's and nowhere else: the node that it belongs to is not in a graph yet.
+- The function of a reentrant checkpoint runs with gradients off, those of forward mode too, and
+  that is all: there is no hook and no current autograd node, and past its first module no input
+  requires a gradient. It can not be told from other functions of autograd. Its context, which alone
+  lives as long as a recompute may come, is in a variable of torch's and nowhere else: the node that
+  it belongs to is not in a graph yet.
 - A non-reentrant one hooks saved tensors, but torch tells the topmost pair of hooks alone: what a
   program does with hooks inside (offloading), or another checkpoint there, hides it.
 - Both kinds nest in any order, and a recompute contains forwards of further checkpoints. What a
@@ -45,28 +46,35 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.contexts import Context, active
+from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.execution.thread_state import current_state, in_region
-from transformer_engine.pytorch.torchside.modes import begins_no_graph, graph_task, top_saved_hooks
+from transformer_engine.pytorch.torchside.modes import (
+    begins_no_graph,
+    forward_mode_enabled,
+    graph_task,
+    top_saved_hooks,
+)
 
 _QUEUE = Queue()
 """One for the process: backwards run in other threads than forwards."""
 
 
-class _Phase(threading.local):
-    """Where this thread is in the recompute of a program: see `activation_recompute_forward`."""
+class _Thread(threading.local):
+    """Where this thread is."""
 
-    enabled = False
+    enabled = False  # in the recompute of a program: see `activation_recompute_forward`
     repeats = False
     queued = False  # and what calls leave is in `_QUEUE`
+    depth = 0  # checkpoints of this package that it is inside of
+    runs = 0  # behind operators that it does for modules, which know what they repeat
 
 
-_phase = _Phase()
+_thread = _Thread()
 
 
-class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 - users' name
+class activation_recompute_forward(Context, contextlib.ContextDecorator):  # noqa: N801 - users' name
     """Mark the forwards of a recompute that a program does by itself (context or decorator).
 
     With `activation_recompute` the forward inside will be repeated, or is: then in
@@ -82,23 +90,13 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801 -
         self._enabled = bool(activation_recompute)
         self._repeats = bool(activation_recompute and recompute_phase)
 
-        self._outer: tuple | None = None
-
     def _recreate_cm(self) -> "activation_recompute_forward":
         """Give each call of a decorated function a context of its own."""
         return type(self)(self._enabled, self._repeats)
 
-    def __enter__(self) -> None:
-        if self._outer is not None:
-            raise active(self)
-        values = _phase.enabled, _phase.repeats, _phase.queued
-        self._outer = ((_phase, ("enabled", "repeats", "queued"), values),)
-        _phase.enabled, _phase.repeats = self._enabled, self._repeats
-        _phase.queued = self._enabled and self._queued
-
-    @_core.Leaving
-    def __exit__(self, *error: Any) -> None:
-        pass
+    def _enter(self) -> None:
+        queued = self._enabled and self._queued
+        self._set(_thread, enabled=self._enabled, repeats=self._repeats, queued=queued)
 
 
 class _recompute_of_torch(activation_recompute_forward):  # noqa: N801 - as its base
@@ -130,20 +128,12 @@ def use_reentrant_activation_recompute() -> bool:
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Return whether this thread is inside `activation_recompute_forward`, of either forward."""
-    return _phase.enabled
+    return _thread.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Return whether this thread is inside `activation_recompute_forward` of the second forward."""
-    return _phase.repeats
-
-
-class _Depth(threading.local):
-    value = 0
-
-
-_own_depth = _Depth()
-"""Checkpoints of this package that this thread is inside of."""
+    return _thread.repeats
 
 
 @begins_no_graph
@@ -151,24 +141,30 @@ def may_concern(gradients: bool, fp8: bool) -> bool:
     """Tell whether a checkpoint may record or repeat a module call; cheap, and true where one does.
 
     A non-reentrant checkpoint hooks saved tensors, also for functions that switch gradients off for
-    a part of what they do; a reentrant one switches gradients off itself. False: no checkpoint is
+    a part of what they do; a reentrant one is a function of autograd. False: no checkpoint is
     around the call, or none that records it (see `Frame`). `gradients` is the grad mode, `fp8`
     whether the call runs in FP8.
     """
-    if graph_task() != -1:
+    if graph_task() != -1 or top_saved_hooks(False) is not None:
         return True
-    if gradients or not fp8:
-        return top_saved_hooks(False) is not None or (not gradients and _own_depth.value > 0)
-    return not torch.is_inference_mode_enabled()
+    return not gradients and (_thread.depth > 0 or (fp8 and _may_be_reentrant()))
+
+
+def _may_be_reentrant() -> bool:
+    """Tell whether a reentrant checkpoint may run its forward; cheap, and true where one does.
+
+    True in the forward of any function of autograd, and where a program says that it will repeat.
+    """
+    return _thread.queued or not (forward_mode_enabled() or torch.is_inference_mode_enabled())
 
 
 def _call(frame: Frame, recompute: bool, function: Callable, inputs: tuple, kwargs: dict) -> Any:
     """Call a function under a checkpoint of this package."""
-    _own_depth.value += 1
+    _thread.depth += 1
     try:
         return function(*inputs, **kwargs)
     finally:
-        _own_depth.value -= 1
+        _thread.depth -= 1
 
 
 _SIGNS = (  # function of torch.utils.checkpoint (and one inside it), its variable, the kind
@@ -236,18 +232,8 @@ def _on_stack() -> Iterator[tuple[str, Any]]:
                 if holder is not None:
                     yield kind, holder
             caller = caller.f_back
-    if _phase.queued:
-        yield ("recompute" if _phase.repeats else "forward"), _QUEUE
-
-
-def _frame_of(kind: str, holder: Any) -> Frame:
-    """The frame that a holder is, or that hangs on it."""
-    if isinstance(holder, Frame):
-        return holder
-    frame = getattr(holder, "_te_recompute", None)
-    if frame is None:
-        frame = holder._te_recompute = Frame(not kind.startswith("reentrant"))
-    return frame
+    if _thread.queued:
+        yield ("recompute" if _thread.repeats else "forward"), _QUEUE
 
 
 def frames() -> tuple[list[Frame], Frame | None]:
@@ -258,35 +244,20 @@ def frames() -> tuple[list[Frame], Frame | None]:
     """
     record: list[Frame] = []
     for kind, holder in _on_stack():
-        frame = _frame_of(kind, holder)
+        frame = holder if isinstance(holder, Frame) else getattr(holder, "_te_recompute", None)
+        if frame is None:
+            frame = holder._te_recompute = Frame(not kind.startswith("reentrant"))
         if kind.endswith("recompute"):
             return record, frame
         record.append(frame)
     return record, None
 
 
-class _Eager(threading.local):
-    runs = 0
-
-
-_eager = _Eager()
-"""Runs behind operators that this thread does for modules, which know what they repeat."""
-
-
-class known_to_modules:  # noqa: N801 - reads as what it does, as `autocast`
+class known_to_modules(Context):  # noqa: N801 - reads as what it does, as `autocast`
     """Around a run behind an operator that is no part of a graph."""
 
-    _outer: tuple | None = None
-
-    def __enter__(self) -> None:
-        if self._outer is not None:
-            raise active(self)
-        self._outer = ((_eager, ("runs",), (_eager.runs,)),)
-        _eager.runs += 1
-
-    @_core.Leaving
-    def __exit__(self, *error: Any) -> None:
-        pass
+    def _enter(self) -> None:
+        self._set(_thread, runs=_thread.runs + 1)
 
 
 def of_first(
@@ -299,8 +270,7 @@ def of_first(
     same for both, and another one where the plan quantizes in another way, which is an error.
     `measures`: see `Run`.
     """
-    repeats = graph_task() != -1
-    if _eager.runs or (not repeats and torch.is_inference_mode_enabled()):
+    if _thread.runs or not may_concern(torch.is_grad_enabled(), fp8=True):
         return state
     record, replay = frames()
     if replay is not None:
@@ -341,15 +311,11 @@ def scope_of_forward(scope: Any) -> Any:
 def note_scope(scope: Any) -> None:
     """Leave the scope of a call without gradients to a checkpoint that is to repeat it.
 
-    `scope` is ``_core.selected()``: None, or that of a thread under the global policy which selects
-    nobody, is that of a repetition anyway.
+    `scope` is ``_core.selected()``. Calls with gradients leave it with their record.
     """
-    if scope is None or (scope.policy is None and scope.selection is None):
-        return
-    if torch.is_inference_mode_enabled():
-        return
-    for frame in frames()[0]:
-        frame.scope = frame.scope or scope
+    if scope is not None and _may_be_reentrant():
+        for frame in frames()[0]:
+            frame.note_scope(scope)
 
 
 def anywhere() -> bool:
@@ -359,12 +325,11 @@ def anywhere() -> bool:
 
 def in_reentrant_forward() -> bool:
     """Return whether gradients are off only because a reentrant checkpoint runs its forward."""
-    if _phase.queued and not _phase.repeats:
+    if _thread.queued and not _thread.repeats:
         return True
-    for kind, holder in _on_stack():
-        if kind == "reentrant forward" and any(holder.needs_input_grad):
-            return True
-    return False
+    return not forward_mode_enabled() and any(
+        kind == "reentrant forward" and any(holder.needs_input_grad) for kind, holder in _on_stack()
+    )
 
 
 class _put_back(Context):  # noqa: N801 - reads as what it does
@@ -377,11 +342,6 @@ class _put_back(Context):  # noqa: N801 - reads as what it does
         tracker = self._get_tracker()
         self._undo_by(tracker.set_states, tracker.get_states())
         tracker.set_states(self._states)
-
-
-def _requires_gradient(args: tuple) -> bool:
-    """Return whether the reentrant form makes a node: it sees tensors among its arguments."""
-    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def _require_callables(function: Any, get_rng_state_tracker: Any, context_fn: Any) -> None:
@@ -492,9 +452,12 @@ def checkpoint(
             random = _put_back(get_rng_state_tracker, states)
         again = copy.copy(region)
         again.measures = frame.measures
+        again.label = again.domain.label  # the forward may have made its state
         with random, in_region(again), of_forward(scope) or contextlib.nullcontext():
             return _call(frame, True, function, inputs, kwargs)
 
-    if use_reentrant and (_requires_gradient(args) or not torch.is_grad_enabled()):
+    # The reentrant form makes a node by the tensors among its arguments.
+    makes_node = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    if use_reentrant and (makes_node or not torch.is_grad_enabled()):
         return torch_checkpoint(run, *args, use_reentrant=True, **options)
     return torch_checkpoint(run, *args, use_reentrant=False, early_stop=False, **options)

@@ -62,9 +62,13 @@ class Frame:
         self._has_runs = False
         self.scope: Any = None  # of the plug-ins that the forward obeyed (`_core.selected`)
 
+    def note_scope(self, scope: Any) -> None:
+        """Keep the scope of the forward, which is that of its first call."""
+        self.scope = self.scope or scope
+
     def record(self, entry: Entry) -> None:
         """Add a module call of the forward."""
-        self.scope = self.scope or _core.selected()
+        self.note_scope(_core.selected())
         self._entries.setdefault(id(entry.module), []).append(entry)
 
     def replay(self, module: Any) -> Entry | None:
@@ -87,7 +91,7 @@ class Frame:
 
     def record_run(self, key: Hashable, run: Run) -> None:
         """Add a run of the forward."""
-        self.scope = self.scope or _core.selected()
+        self.note_scope(_core.selected())
         self._entries.setdefault(key, []).append(run)
         self.measures |= run.measures
         self._has_runs = True
@@ -153,6 +157,9 @@ class Queue(Frame):
     def __init__(self) -> None:
         super().__init__(complete=False)
         self._queues: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def note_scope(self, scope: Any) -> None:
+        """Nothing: it is of many forwards."""
 
     def record(self, entry: Entry) -> None:
         """Add a module call; the entry must not keep the module, which is its key."""

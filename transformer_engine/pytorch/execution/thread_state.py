@@ -4,8 +4,7 @@
 import threading
 from typing import Any
 
-from transformer_engine import _core
-from transformer_engine.common.contexts import active
+from transformer_engine.common.contexts import Context
 
 
 class Domain:
@@ -75,20 +74,12 @@ def current_state() -> RegionState:
         return _LOCAL.state
 
 
-class in_region:  # noqa: N801 - reads as what it does, as `autocast`
+class in_region(Context):  # noqa: N801 - reads as what it does, as `autocast`
     """Have this thread in a region, inside ``with``."""
 
     def __init__(self, state: RegionState) -> None:
         self._state = state
-        self._outer: tuple | None = None
 
-    def __enter__(self) -> None:
-        outer = current_state()
-        if self._outer is not None:
-            raise active(self)
-        self._outer = ((_LOCAL, ("state",), (outer,)),)
-        _LOCAL.state = self._state
-
-    @_core.Leaving
-    def __exit__(self, *error: Any) -> None:
-        pass
+    def _enter(self) -> None:
+        current_state()
+        self._set(_LOCAL, state=self._state)

@@ -337,7 +337,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     attending = _attending_of(layer, calls, inp, options, ways)
     if attending is None:
         return ""
-    region = LayerRegion(state, state.recipe, [], None, ())  # no checkpoint's: a graph is of none
+    region = LayerRegion(state, state.recipe)  # no checkpoint's: a graph is of none
     bound = calls._bind(layer, inp, (options, attending, first_microbatch), region)
     if bound is None:
         return ""

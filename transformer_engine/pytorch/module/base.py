@@ -41,37 +41,57 @@ __all__ = [
 ]
 
 
+NO_FRAMES: list = []
+"""`Region.record` of a call that no checkpoint records; stays empty."""
+
+
 class Region(NamedTuple):
-    """State in force for one call of a module."""
+    """State in force for one call of a module, or of a layer (`layer_region.LayerRegion`)."""
 
     state: RegionState  # of the thread
     recipe: Recipe | None  # how to quantize; None: high precision
-    replay: Entry | None  # the call that this one repeats
-    record: list  # frames of the checkpoints that record this call
-    traced: bool  # the call is part of a graph that is being traced
+    record: list = NO_FRAMES  # frames of the checkpoints that record this call
+    frame: Frame | None = None
+    """Of the checkpoint whose forward is being repeated; of one module None without `replays`."""
+    replays: tuple[Entry, ...] = ()
+    """Calls that this one repeats: of a layer those of its modules with linear layers and of
+    attentions in FP8; () where none is known."""
+    resolved: tuple[Recipe | None, ...] = ()
+    """Of a layer under a `CustomRecipe` what each of these modules follows; else ()."""
+    traced: bool = False  # the call is part of a graph that is being traced
     exported: bool = False
     """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
     blank: bool = False  # the tensors have no memory: the call makes and changes no state
-    frame: Frame | None = None
-    """Of the checkpoint whose forward is being repeated; None without `replay`."""
+
+    @property
+    def replay(self) -> Entry | None:
+        """The call of one module that this one repeats."""
+        return self.replays[0] if self.replays else None
 
     @property
     def repeats(self) -> bool:
         """True where the call is to be repeated, or repeats one."""
-        return bool(self.record) or self.replay is not None
-
-    @property
-    def replays(self) -> tuple[Entry, ...]:
-        """The call that this one repeats, if it does."""
-        return () if self.replay is None else (self.replay,)
+        return bool(self.record or self.replays)
 
     def recipe_of(self, number: int) -> Recipe | None:
-        """As of `layer_region.LayerRegion`, of this one module."""
-        del number
-        return self.recipe
+        """How one of the modules with linear layers quantizes."""
+        return self.resolved[number] if self.resolved else self.recipe
+
+    def updates_backward(self, records: bool) -> bool:
+        """Return whether the backward of a call is the one that updates the backward state.
+
+        `records`: it has one. To be asked once for each call, which takes the flag when it has
+        succeeded: one that raises leaves it to the next. Under a reentrant checkpoint gradients are
+        off, and it takes the flag for its repetition; a repetition may itself be such a forward.
+        """
+        if not records and self.record and not torch.is_grad_enabled():
+            due = bool(self.replays) or self.state.owes_update
+            records = due and recompute.in_reentrant_forward()
+        if self.replays and self.frame is not None:
+            return any([self.frame.updates_backward(entry, records) for entry in self.replays])
+        return records and self.state.owes_update
 
 
-_NO_FRAMES: list = []  # `Region.record` of a call that no checkpoint records; stays empty
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -139,32 +159,31 @@ class Fp8Module(NativeModule):
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if traced:
-            return Region(
-                state, self._resolved(recipe, True), None, _NO_FRAMES, traced, exporting()
-            )
+            recipe = self._resolved(recipe, True)
+            return Region(state, recipe, traced=True, exported=exporting())
         self._note_recipe(recipe)
         recipe = self._resolved(recipe, False)
         if not recompute.may_concern(torch.is_grad_enabled(), recipe is not None):
-            return Region(state, recipe, None, _NO_FRAMES, traced)
+            return Region(state, recipe)
         record, replay = recompute.frames()
         if replay is not None:
             entry = replay.replay(self)
             if entry is None and recipe is None:
-                return Region(state, None, None, record, traced)  # it was no FP8 call
+                return Region(state, None, record)  # it was no FP8 call
             if entry is None:
                 raise RuntimeError(
                     f"{type(self).__name__}: FP8 in the recompute of a checkpointed forward that "
                     "did not run it in FP8; the function under the checkpoint must do the same "
                     "at each call"
                 )
-            return Region(state, entry.recipe, entry, record, traced, frame=replay)
+            return Region(state, entry.recipe, record, replay, (entry,))
         if recipe is not None and graph_task() != -1:
             raise RuntimeError(
                 f"{type(self).__name__}: FP8 forward inside a backward, but not under a known "
                 "checkpoint, so the scales of the first forward are not known. Use "
                 "transformer_engine.pytorch.checkpoint or torch.utils.checkpoint for the recompute"
             )
-        return Region(state, recipe, None, record, traced)
+        return Region(state, recipe, record)
 
     def _resolved(self, recipe: Recipe | None, traced: bool) -> Recipe | None:
         """The recipe that this module follows where one is in force; None: high precision."""
@@ -185,19 +204,6 @@ class Fp8Module(NativeModule):
         """The recipe of this module's calls in the region of this thread."""
         return current_state().recipe
 
-    def _updates_backward(self, region: Region, records: bool) -> bool:
-        """Return whether this call's backward is the one that updates the backward state.
-
-        The call takes the flag when it has succeeded: one that raises leaves it to the next. Under
-        a reentrant checkpoint gradients are off, and it takes the flag for its repetition.
-        """
-        repeats = region.frame is not None
-        if region.blank or not (repeats or region.state.owes_update):
-            return False
-        if not records and region.record and not torch.is_grad_enabled():
-            records = recompute.in_reentrant_forward()
-        return region.frame.updates_backward(region.replay, records) if repeats else records
-
     def _record(
         self,
         region: Region,
@@ -208,8 +214,8 @@ class Fp8Module(NativeModule):
         layer: int = 0,
     ) -> None:
         """Leave what a recompute of this call needs (see `recompute_frames.Entry`)."""
-        if region.replay is not None:
-            entry = region.replay._replace(updates_backward=updates_backward)
+        if region.replays:
+            entry = region.replays[0]._replace(updates_backward=updates_backward)
         else:
             scales, measures = None, 0
             if slots is not None:
@@ -248,7 +254,7 @@ class Fp8Module(NativeModule):
             arenas.adopt(state, self._slots.domain)
             return self._slots
         slots = self._slots
-        if not self._slots_fit(repr(recipe), group, device):
+        if not self._slots_fit(arenas.identity_of(recipe), group, device):
             slots = self._make_slots(arenas.rule_of(recipe), group, device)
         if slots.domain.label != state.label and (
             torch.is_grad_enabled() or state.calibrating or recompute.in_reentrant_forward()
@@ -309,14 +315,17 @@ class Fp8Module(NativeModule):
         state = current_state()
         if state.label >= 0:
             arenas.join(state, self._slots.domain)
-        self._keep_recipe(rule.identity)
+        self._keep_recipe(arenas.identity_of, rule.identity)
         if scaling.extent() != before and scaling.is_traced():
             trace_again("an update of scales is in the graph, and there are more of them now")
 
-    def _keep_recipe(self, identity: str) -> None:
-        """Remember the recipe of a graph that is being traced, where autocast is outside of it."""
+    def _keep_recipe(self, text_of: Callable, identity: str) -> None:
+        """Remember the recipe of a graph that is being traced, where autocast is outside of it.
+
+        Of the recipe in force there `text_of` gives `identity`.
+        """
         recipe = self._recipe_in_force()
-        if recipe is not None and repr(recipe) == identity:
+        if recipe is not None and text_of(recipe) == identity:
             self._quantization_of(recipe, False)
             self._note_recipe(recipe)
 

@@ -114,11 +114,11 @@ class KeptCall:
         slots = self.call.owner_slots[0]
         if region is None:
             return slots is None or in_force(slots, module, state)
-        recipe, replay = region.recipe, region.replay
+        recipe = region.recipe
         if recipe is not None and recipe.custom() and recipe is not self.quantization[2]:
             return False  # its functions have the same texts as others
-        if replay is not None:
-            return slots is replay.slots and (slots is None or slots is module._slots)
+        if region.replays:
+            return slots is region.replays[0].slots and (slots is None or slots is module._slots)
         return slots is None or in_force(slots, module, state, bool(region.record))
 
 

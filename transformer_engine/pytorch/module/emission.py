@@ -369,7 +369,8 @@ class Emission:
         numbers, given = [value.number for value in projected], (angles, limits, normed)
         context = attention_graphs.attend(graph, how, numbers, given, name, owner)
         wanted = any(value.wanted for value in projected) or how.bias_grad or how.sink_grad
-        return self._value(context, wanted or _want_gradients(norms))
+        wanted = wanted or any(p.requires_grad for norm in norms for p in norm.parameters())
+        return self._value(context, wanted)
 
     def add(
         self,
@@ -458,10 +459,6 @@ def _random_states(device: torch.device) -> list[Tensor]:
     """Of the generators that a function may draw from."""
     states = [torch.random.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _want_gradients(norms: tuple[torch.nn.Module, ...]) -> bool:
-    return any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
 
 
 def _call_of(

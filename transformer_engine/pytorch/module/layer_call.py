@@ -181,7 +181,8 @@ class LayerCalls:
         bound, call, tensors, own, region = found
         records, state, repeated = call.plans.backward is not None, region.state, region.replays
         if repeated:
-            region.take(bound.owners)
+            for owner in bound.owners:
+                region.frame.replay(owner)  # taken out of the checkpoint: the next ones follow
         for attributes, values in bound.remembered:
             attributes.update(values)
         if call.dtypes:
@@ -236,7 +237,7 @@ class LayerCalls:
         if self._caches:
             first_microbatch = microbatch(self.modules, first_microbatch, state)
         shares = first_microbatch is not None or self._accumulates or self._quantized_parameters
-        if shares or (region.replays and region.reads_caches()):
+        if shares or (region.replays and any([e.cache is not None for e in region.replays])):
             held = tensors if self._quantized_parameters else ()
             own, key = microbatch_of(self.modules, first_microbatch, state, key, held, region)
         bound = self.calls.get(key, _UNKNOWN)

@@ -7,46 +7,27 @@ repetition takes the same, since `torch.utils.checkpoint` compares what both sav
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from transformer_engine.common.recipe import Recipe
-from transformer_engine.pytorch.execution.recompute import (
-    frames,
-    in_reentrant_forward,
-    may_concern,
-)
+from transformer_engine.pytorch.execution.recompute import frames, may_concern
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
-from transformer_engine.pytorch.module.base import Region
+from transformer_engine.pytorch.module.base import NO_FRAMES, Region
 from transformer_engine.pytorch.torchside.modes import graph_task
 
-_NO_FRAMES: list = []
 
+class LayerRegion(Region):
+    """State in force for one call of a layer."""
 
-class LayerRegion(NamedTuple):
-    """State in force for one call of a layer, as `base.Region` of one of a module."""
-
-    state: RegionState  # of the thread
-    recipe: Recipe | None  # how to quantize; None: high precision
-    record: list  # frames of the checkpoints that record this call
-    frame: Frame | None  # of the checkpoint whose forward is being repeated
-    replays: tuple[Entry, ...]
-    """Calls that this one repeats, of the modules with linear layers and of attentions in FP8; ()
-    where none is known."""
-    resolved: tuple[Recipe | None, ...] = ()
-    """Under a `CustomRecipe` what each of the modules with linear layers follows; else ()."""
-
-    def recipe_of(self, number: int) -> Recipe | None:
-        """How one of the modules with linear layers quantizes."""
-        return self.resolved[number] if self.resolved else self.recipe
+    __slots__ = ()
 
     def of(self, number: int) -> Region:
         """The same for one of the modules with linear layers."""
-        entry = self.replays[number] if self.replays else None
-        return Region(self.state, self.recipe_of(number), entry, self.record, False)
+        entry = self.replays[number : number + 1]
+        return Region(self.state, self.recipe_of(number), self.record, None, entry)
 
     def with_cores(self, owners: Sequence) -> "LayerRegion | None":
         """The same where attentions have scaling state, too; None: a call of one is not known.
@@ -57,27 +38,6 @@ class LayerRegion(NamedTuple):
             return self
         found = _next_of(self.frame, owners)
         return None if found is None else self._replace(replays=tuple(found))
-
-    def reads_caches(self) -> bool:
-        """Return whether a call that is repeated kept or read a quantized weight."""
-        return any([entry.cache is not None for entry in self.replays])
-
-    def take(self, owners: Sequence) -> None:
-        """Take the calls that are repeated out of the checkpoint: the next ones follow."""
-        for owner in owners:
-            self.frame.replay(owner)
-
-    def updates_backward(self, records: bool) -> bool:
-        """Return whether its backward updates the backward state; see that of `Fp8Module`.
-
-        `records`: it has one. To be asked once for each call. A repetition may itself be the
-        forward of a reentrant checkpoint, whose own repetition has the backward.
-        """
-        if not records and self.record and not torch.is_grad_enabled():
-            records = (bool(self.replays) or self.state.owes_update) and in_reentrant_forward()
-        if self.replays:
-            return any([self.frame.updates_backward(entry, records) for entry in self.replays])
-        return records and self.state.owes_update
 
     def leave(
         self, layer: int, owners: Sequence, call: Any, caches: Sequence, updates_backward: bool
@@ -95,8 +55,7 @@ class LayerRegion(NamedTuple):
             cache = tuple([caches[part] for part in of]) if known.intersection(of) else None
             kept = tuple([part - of.start for part in of if part in made])
             recipe = owner._recipe_in_force() if parts is None else self.recipe_of(i)
-            entry = self.replays[i] if self.replays else None
-            region = Region(self.state, recipe, entry, self.record, False)
+            region = Region(self.state, recipe, self.record, None, self.replays[i : i + 1])
             owner._record(region, slots, updates_backward and i == 0, cache, kept, layer)
 
 
@@ -106,7 +65,7 @@ def region_of(state: RegionState, modules: Sequence, layer: int) -> LayerRegion 
     `modules` are those with linear layers. None where the layer has to call them.
     """
     recipe = state.recipe if state.enabled else None
-    record, frame, replays, resolved = _NO_FRAMES, None, (), ()
+    record, frame, replays, resolved = NO_FRAMES, None, (), ()
     if may_concern(torch.is_grad_enabled(), recipe is not None):
         record, frame = frames()
         if frame is None and recipe is not None and graph_task() != -1:

@@ -23,30 +23,22 @@ def function_of_stage(
     function: Callable, wanted: tuple[bool, ...], stage: _core.Stage, backward: bool
 ) -> Callable | Halves:
     """A function of the program at a stage of its node."""
+
+    def matrices(lend: _Lend) -> list[Tensor]:
+        # Arguments and outputs of a call have its leading dims.
+        return [lend(number).flatten(0, -2) for number in stage.buffers]
+
     if isinstance(function, HalvedFunction):
         start, finish = function.halves(wanted, backward)
-        return Halves(partial(_start, start, stage.buffers), partial(_finish, finish))
-    run = _run_gradient if backward else _run_function
-    return partial(_over, partial(run, function, wanted), stage.buffers)
 
+        def begin(lend: _Lend) -> tuple:
+            tensors = matrices(lend)
+            return start(tensors), tensors  # which are held: some may be copies
 
-def _matrices(buffers: tuple[int, ...], lend: _Lend) -> list[Tensor]:
-    # Arguments and outputs of a call have its leading dims.
-    return [lend(number).flatten(0, -2) for number in buffers]
-
-
-def _over(function: Callable, buffers: tuple[int, ...], lend: _Lend) -> None:
-    function(_matrices(buffers, lend))
-
-
-def _start(function: Callable, buffers: tuple[int, ...], lend: _Lend) -> tuple:
-    tensors = _matrices(buffers, lend)
-    return function(tensors), tensors  # which are held: some may be copies
-
-
-def _finish(function: Callable, lend: _Lend, started: tuple) -> None:
-    del lend
-    function(started[0])
+        return Halves(begin, lambda lend, started: finish(started[0]))
+    if backward:
+        return lambda lend: _run_gradient(function, wanted, matrices(lend))
+    return lambda lend: _run_function(function, matrices(lend))
 
 
 def lending(plan: Plan, lend: _Lend, *sizes: int) -> _Lend:
@@ -55,9 +47,8 @@ def lending(plan: Plan, lend: _Lend, *sizes: int) -> _Lend:
     return lend
 
 
-def _run_function(function: Callable, wanted: tuple[bool, ...], tensors: list[Tensor]) -> None:
+def _run_function(function: Callable, tensors: list[Tensor]) -> None:
     """A function of a program in a forward: of the inputs, to the output."""
-    del wanted
     *inputs, output = tensors
     with torch.no_grad():
         output.copy_(function(*inputs))

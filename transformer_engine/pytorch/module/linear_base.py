@@ -25,41 +25,20 @@ from transformer_engine.pytorch.module import custom_quantizers, quantized
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall
-from transformer_engine.pytorch.module.linear_calls import LinearCalls
+from transformer_engine.pytorch.module.linear_calls import LinearCalls, PlansOfGraphs
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.torchside.modes import without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-_SETTINGS = (
-    "activation_spec",
-    "apply_bias",
-    "cache_weights",
-    "checkpoint",
-    "delay_wgrad_compute",
-    "eps",
-    "ffn_hidden_size",
-    "fuse_wgrad_accumulation",
-    "hidden_size",
-    "in_features",
-    "name",
-    "out_features",
-    "return_bias",
-    "return_layernorm_output",
-    "save_original_input",
-    "zero_centered_gamma",
-)
-"""Attributes that a call depends on and that users set after construction."""
-
-_SHOWN = (
-    "zero_centered_gamma",
-    "return_layernorm_output",
-    "return_bias",
-    "fuse_wgrad_accumulation",
-    "delay_wgrad_compute",
-    "save_original_input",
-)
+_SHOWN = ("zero_centered_gamma", "return_layernorm_output", "return_bias")
+_SHOWN += ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input")
 """Settings that ``repr`` shows where they are on."""
+
+_SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size")
+_SETTINGS = (*_SIZES, *_SHOWN, "activation_spec", "apply_bias", "cache_weights", "checkpoint")
+_SETTINGS += ("eps", "name")
+"""Attributes that a call depends on and that users set after construction."""
 
 
 class LinearBase(LinearCalls):
@@ -70,6 +49,7 @@ class LinearBase(LinearCalls):
 
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
+    _plans: dict[tuple, CallPlans]
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
@@ -91,7 +71,7 @@ class LinearBase(LinearCalls):
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = map(bool, gradients)
         self._wgrads: deque = deque()
-        self._plans: dict[tuple, CallPlans] = {}
+        self._forget_plans()
         self._weight_caches: tuple = (None,) * len(self.LINEARS)
         self._stages: dict[str, Callable] | None = None
         self._external = self._halves = (frozenset[int](),) * len(self.LINEARS)
@@ -154,11 +134,16 @@ class LinearBase(LinearCalls):
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self._forget_calls()
-            self.__dict__["_present"], self.__dict__["_plans"] = None, {}
+            self._forget_plans()
+            self.__dict__["_present"] = None
         elif name == "_slots":  # calls that are bound to others would keep them
             self.__dict__["_bound"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self._forget_casts_of(name)
+
+    def _forget_plans(self) -> None:
+        self.__dict__["_plans"] = {}
+        self.__dict__["_of_graphs"] = PlansOfGraphs()  # those that a graph reads, by name
 
     def _forget_casts_of(self, name: str) -> None:
         """Drop the cached cast of the weight that a parameter belongs to."""
@@ -184,17 +169,11 @@ class LinearBase(LinearCalls):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state.update(
-            _plans={},
-            _bound={},
-            _last_call=None,
-            _present=None,
-            _quantized_parameters=(),
-            _custom=None,
-        )
-        state.pop("_observer", None)
+        state |= {"_plans": {}, "_of_graphs": PlansOfGraphs(), "_bound": {}}
+        state |= {"_quantized_parameters": (), "_wgrads": deque()}
+        state |= dict.fromkeys(("_last_call", "_present", "_custom"))
         state["_weight_caches"] = (None,) * len(self.LINEARS)
-        state["_wgrads"] = deque()
+        state.pop("_observer", None)
         return state
 
     def _replicate_for_data_parallel(self) -> "LinearBase":
@@ -286,7 +265,7 @@ class LinearBase(LinearCalls):
         state = current_state()
         recipe = self._resolved(state.recipe if state.enabled else None, False)
         slots, loaded = self._slots, self._loaded_state
-        region = Region(state, recipe, None, [], False, blank=without_memory(inp))
+        region = Region(state, recipe, blank=without_memory(inp))
         tensors, owners = self._promote(inp, recipe)
         call = self._prepare(tensors, region, is_first_microbatch, owners)
         self._slots, self._loaded_state = slots, loaded
@@ -318,7 +297,7 @@ class LinearBase(LinearCalls):
         self._external = external_steps(stages, self.LINEARS)
         self._halves = external_steps(halves, self.LINEARS)
         self._stages = named(stages) or None
-        self._plans = {}
+        self._forget_plans()
         self._forget_calls()
         self._weight_caches = (None,) * len(self.LINEARS)  # other stages have made them
 

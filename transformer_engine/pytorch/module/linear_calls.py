@@ -80,6 +80,10 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
+class PlansOfGraphs:
+    """Plans as attributes: a trace that reads a dict makes its length a condition of the graph."""
+
+
 class LinearCalls(Fp8Module):
     """How `linear_base.LinearBase`, which has the parameters, is called."""
 
@@ -183,10 +187,11 @@ class LinearCalls(Fp8Module):
         if region is None:
             run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
             return run
-        replay = region.replay
-        run.updates_backward = bound.quantized and self._updates_backward(region, bound.records)
-        run.domain = (replay or state).domain
-        if replay is not None:
+        run.updates_backward = bound.quantized and region.updates_backward(bound.records)
+        run.domain = state.domain
+        if region.replays:
+            (replay,) = region.replays
+            run.domain = replay.domain
             run.scales, run.unread_history = replay.scales, unread_history(replay)
         return run
 
@@ -205,7 +210,7 @@ class LinearCalls(Fp8Module):
         `caches` are those of the run; `parts` are the weights that it read, those of the module
         where None.
         """
-        repeats = region is not None and region.replay is not None
+        repeats = region is not None and bool(region.replays)
         kept = tuple([part for part, _ in call.plans.writes_caches])
         if updates_backward and not repeats:
             state.owes_update = False
@@ -280,8 +285,8 @@ class LinearCalls(Fp8Module):
             fp8 = recipe is not None and not recipe.custom()
             key, tensors = quantized.filled(key, tensors, weights, fp8)
         shares = is_first_microbatch is not None or own["fuse_wgrad_accumulation"] or weights
-        if region is not None and region.replay is not None:
-            shares = shares or region.replay.cache is not None
+        if region is not None and region.replays:
+            shares = shares or region.replays[0].cache is not None
         if key is not None and shares:
             shared, key = weight_cache.microbatch_of(
                 (self,), is_first_microbatch, state, key, tensors if weights else (), region
@@ -449,7 +454,7 @@ class LinearCalls(Fp8Module):
         if bound is not None:
             call.scales, call.unread_history, call.caches = *bound.repeated, caches
             call.recipe, call.quantizers = recipe, {}
-            call.updates_backward = self._updates_backward(region, behind[-1])
+            call.updates_backward = not region.blank and region.updates_backward(behind[-1])
             call.domain = (region.replay or region.state).domain
             returned = returns is not None and returns.input > 0
             call.unused_pairs = plans.unused_pairs(casts, returned) if region.repeats else ()
@@ -524,7 +529,7 @@ class LinearCalls(Fp8Module):
                 slots = scaling.BlankSlots(arenas.rule_of(region.recipe), tensors.input)
             else:
                 slots = self._slots_for(region.recipe, region.state.group, device, region.traced)
-                self._bind_outside() if region.traced else quantized.bind_quantizers(self)
+                self._bind_quantizers()
             common |= slots.measures | _core.LINEAR_MEASURE_OPERANDS * region.state.measures
         if is_first_microbatch is None or region.exported or region.blank:
             flags = (LinearFlags(common),) * count
@@ -540,8 +545,8 @@ class LinearCalls(Fp8Module):
         return _BoundState(quantization, flags, slots, _OF_SLOTS, caches)
 
     @constant_in_graphs
-    def _bind_outside(self) -> None:
-        """Bind quantizers of weights while a graph is traced, outside of the graph."""
+    def _bind_quantizers(self) -> None:
+        """Bind quantizers of weights; while a graph is traced, outside of the graph."""
         quantized.bind_quantizers(self)
 
     # ---- plans ---------------------------------------------------------------------------------
@@ -551,13 +556,14 @@ class LinearCalls(Fp8Module):
     ) -> CallPlans:
         if traced:
             codes, epsilons = quantization[0].flat()
-            self._ensure_plans(key, codes, tuple(map(plan_ops.as_constant, epsilons)))
+            name = self._ensure_plans(key, codes, tuple(map(plan_ops.as_constant, epsilons)))
+            return getattr(self._of_graphs, name)
         plans = self._plans.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
     @constant_in_graphs
-    def _ensure_plans(self, key: tuple, *quantization: Any) -> None:
-        """Make plans while a graph is traced, outside of the graph."""
+    def _ensure_plans(self, key: tuple, *quantization: Any) -> str:
+        """Make plans while a graph is traced, outside of the graph; their name for the graph."""
         import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
 
         plan_ops.offer_formulas()
@@ -566,9 +572,12 @@ class LinearCalls(Fp8Module):
             found = Quantization.of_flat(*quantization)
             plans = self._make_plans(key, (found,) * len(self.LINEARS))
         if key[1] is not None:
-            self._keep_recipe(key[1])
+            self._keep_recipe(repr, key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_last_call"] = LastCall(plans, reason)
+        name = f"plans_{list(self._plans).index(key)}"
+        setattr(self._of_graphs, name, plans)
+        return name
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""

@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_engine import _core
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from transformer_engine.pytorch.module.operands import DTYPES
 
 TO_MAIN_GRAD = _core.VALUE_ACCUMULATE | _core.VALUE_OVERWRITE
 """Flags of a weight whose gradient goes to its ``main_grad``."""
@@ -30,7 +29,7 @@ def flag_of(kind: str, weight: Parameter, is_first_microbatch: bool | None) -> i
     `kind` is that of the module, for errors: TypeError for a dtype that no kernel adds to.
     """
     dtype = main_grad_of(weight).dtype
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise TypeError(
             f"{kind}: main_grad is {dtype}, expected torch.float32, torch.float16 or torch.bfloat16"
         )

@@ -12,6 +12,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module.fp8_meta import BUFFER_INFO, Fp8Meta, live_values, unique_key
+from transformer_engine.pytorch.scaling_state.arenas import identity_of
 from transformer_engine.pytorch.scaling_state.autocast import autocast, get_default_recipe
 from transformer_engine.pytorch.torchside.modes import real_tensors
 
@@ -121,7 +122,7 @@ class ManagerNames:
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
         """Text of what slots have to have in common: a recipe (None: the default) and a group."""
         recipe = get_default_recipe() if recipe is None else recipe
-        return unique_key(repr(recipe), group)
+        return unique_key(identity_of(recipe) if recipe.delayed() else repr(recipe), group)
 
     @classmethod
     def get_key_in_buffer(cls, forward: bool, fp8_recipe: Recipe | None, fp8_group: Any) -> str:
@@ -173,15 +174,15 @@ class ManagerNames:
         queue, state = _forward_state(what, fp8_meta)
         if state is None:
             return
-        if not queue.copied or queue.newest is not None:
+        if queue.newest is not None:
             raise RuntimeError(
-                f"FP8GlobalStateManager.{what}: "
-                + (
-                    "no copy is left: call copy_forward_fp8_meta_tensors_for_recompute in each "
-                    "forward"
-                    if queue.newest is None
-                    else "a copy is in force: call restore_fp8_meta_tensors first"
-                )
+                f"FP8GlobalStateManager.{what}: a copy is in force: call restore_fp8_meta_tensors "
+                "first"
+            )
+        if not queue.copied:
+            raise RuntimeError(
+                f"FP8GlobalStateManager.{what}: no copy is left: call "
+                "copy_forward_fp8_meta_tensors_for_recompute in each forward"
             )
         old = queue.copied.popleft()
         if old[1].shape != state[1].shape:

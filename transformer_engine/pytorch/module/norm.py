@@ -2,7 +2,7 @@
 """Base of `LayerNorm` and `RMSNorm`, and the norm without parameters for attention heads."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from transformer_engine.pytorch.module.parameters import (
     checked_eps,
     device_of,
     have_memory,
-    initialise,
+    reset_norm,
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
 from transformer_engine.pytorch.torchside.device import prepare_device
@@ -321,11 +321,7 @@ class AffineNorm(NormModule):
         """Give gamma 1 (0 where it is zero-centred) and beta 0; see `Linear.reset_parameters`."""
         if defer_init:
             return
-        fill: Callable = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
-        if self.weight is not None:
-            initialise(self, "weight", fill, (None, None))
-        if self.HAS_BIAS and self.bias is not None:
-            initialise(self, "bias", torch.nn.init.zeros_, (None, None))
+        reset_norm(self)
         if self.sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel

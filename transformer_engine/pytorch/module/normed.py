@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.operands import CallTensors
-from transformer_engine.pytorch.module.parameters import checked_eps, initialise, one_of
+from transformer_engine.pytorch.module.parameters import checked_eps, one_of, reset_norm
 
 NORMS = {"LayerNorm": _core.NORM_LAYERNORM, "RMSNorm": _core.NORM_RMSNORM}
 _obeying_norm = _core.obeying("norm")
@@ -40,10 +40,7 @@ class NormedModule(LinearBase):
 
     def reset_layer_norm_parameters(self) -> None:
         """Give gamma 1 (0 where it is zero-centred) and beta 0."""
-        fill = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
-        initialise(self, "layer_norm_weight", fill, (None, None))
-        if self.layer_norm_bias is not None:
-            initialise(self, "layer_norm_bias", torch.nn.init.zeros_, (None, None))
+        reset_norm(self, "layer_norm_")
 
     def _flags_text(self) -> list[str]:
         return [f"eps={self.eps}", self.normalization, *super()._flags_text()]

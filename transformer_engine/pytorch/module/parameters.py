@@ -4,6 +4,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -180,10 +181,6 @@ def bias_to_return(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return bias if torch.is_grad_enabled() else bias.detach()
 
 
-def _normal(weight: Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=WEIGHT_DEVIATION)
-
-
 def initialise(
     module: Module,
     name: str,
@@ -210,7 +207,7 @@ def initialise(
     if tracker is not None:
         context = tracker().fork(fork) if fork is not None else tracker().fork()
     with context, torch.no_grad():
-        (init_method or _normal)(parameter)
+        (init_method or partial(torch.nn.init.normal_, std=WEIGHT_DEVIATION))(parameter)
 
 
 def make_weight(
@@ -241,6 +238,14 @@ def reset_linear(module: Module, prefix: str, init_method: Callable[[Tensor], An
         initialise(module, f"{prefix}bias", torch.nn.init.zeros_, module._rng)
     elif bias.is_meta:
         setattr(module, f"{prefix}bias", torch.empty_like(bias, device=default_device()))
+
+
+def reset_norm(module: Module, prefix: str = "") -> None:
+    """Give gamma 1 (0 where it is zero-centred) and beta 0, as far as a norm has them."""
+    gamma = torch.nn.init.zeros_ if module.zero_centered_gamma else torch.nn.init.ones_
+    for name, fill in (("weight", gamma), ("bias", torch.nn.init.zeros_)):
+        if getattr(module, prefix + name, None) is not None:
+            initialise(module, prefix + name, fill, (None, None))
 
 
 def add_grad(parameter: Tensor, grad: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import WEIGHT_CACHED, LinearFlags, LinearSpec
+from transformer_engine.common.graphs import WEIGHT_CACHED, LinearFlags
 from transformer_engine.common.operand_casts import Quantization, is_backward_wide, quantization_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.thread_state import RegionState
@@ -158,21 +158,6 @@ def given_forms(
     return flags, caches
 
 
-def _refuse_returned(kind: str, recipe: Recipe, returns: LinearFlags) -> None:
-    """Raise a NotImplementedError where a call can not return what flags ask for."""
-    option = "fp8_output" if returns.output else "fp8_grad"
-    if in_transform():
-        raise NotImplementedError(
-            f"{kind}: {option}=True in a transform of torch.func: leave it out there"
-        )
-    if custom_quantizers.is_custom(recipe):
-        raise NotImplementedError(
-            f"{kind}: {option}=True under {custom_quantizers.name_of(recipe)}, which has no "
-            "quantizers of what modules return: leave it out, or use another recipe, say "
-            "DelayedScaling"
-        )
-
-
 def add_returned(
     kind: str, flags: list[LinearFlags], returns: LinearFlags, recipe: Recipe, slots: Slots | None
 ) -> None:
@@ -180,7 +165,14 @@ def add_returned(
 
     `returns` are as of `LinearCalls._call`. NotImplementedError where a call can not return them.
     """
-    _refuse_returned(kind, recipe, returns)
+    what = f"{kind}: {'fp8_output' if returns.output else 'fp8_grad'}=True"
+    if in_transform():
+        raise NotImplementedError(f"{what} in a transform of torch.func: leave it out there")
+    if custom_quantizers.is_custom(recipe):
+        raise NotImplementedError(
+            f"{what} under {custom_quantizers.name_of(recipe)}, which has no quantizers of what "
+            "modules return: leave it out, or use another recipe, say DelayedScaling"
+        )
     measures = slots is not None and slots.initial == 0.0
     node = _core.LINEAR_MEASURE_RETURNED if measures else 0
     flags[-1] = flags[-1].joined(LinearFlags(node, output=returns.output))
@@ -193,47 +185,41 @@ def returned(call: Any, made: Sequence, places: Sequence[int], gradient: bool) -
 
     `places` say where its forms stand among what a plan has made, as of ``CallPlans.returned``.
     """
-    parts = call.plans.parts
-    part = parts[0] if gradient else parts[-1]
-    row = _format_of_returned(part, gradient)
-    code, features = part.input if gradient else part.output, part.in_features
-    if not gradient:
-        features = part.out_features
+    from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
+
+    part = call.plans.parts[0 if gradient else -1]
+    code, features = part.output, part.out_features
+    if gradient:
+        code, features = part.input, part.in_features
+    # As the next layer would keep its input, or the one before the gradient of its output.
+    cast = cast_of(part.quantization, "gradient" if gradient else "input")
+    row = format_of(cast)
     forms = tuple([None if place < 0 else made[place] for place in places])
     quantizer = call.quantizers.get(gradient)
     if quantizer is None:
-        quantizer = _quantizer_of(call, forms[0].device, gradient)
-        call.quantizers[gradient] = quantizer
+        quantizer = row.make(cast, forms[0].device, measures_first(call.recipe))
+        quantizer = call.quantizers[gradient] = _over_state(call, quantizer, gradient)
     shape = (*forms[0].shape[:-1], features)
     fields = {**row.fields(quantizer, forms, shape), "_quantizer": quantizer.copy()}
     return row.tensor._made(fields, _core.torch_dtype(code), shape)
 
 
-def _format_of_returned(part: LinearSpec, gradient: bool) -> Any:
-    """How the next layer would keep its input, or the one before the gradient of its output."""
-    from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
+def _over_state(call: Any, made: Any, gradient: bool) -> Any:
+    """The quantizer of what a call returns, from that of its cast.
 
-    return format_of(cast_of(part.quantization, "gradient" if gradient else "input"))
-
-
-def _quantizer_of(call: Any, device: torch.device, gradient: bool) -> Any:
-    """Quantizer of the values that a call returns.
-
-    Under delayed scaling those of an output as the call casts, with its slot. Those of a gradient
-    are sums, where a leaf's accumulates: they are measured, for the slot knows single gradients.
+    Under delayed scaling that of an output casts as the call does, with its slot. Those of a
+    gradient are sums, where a leaf's accumulates: they are measured, for the slot knows single
+    gradients.
     """
-    from transformer_engine.pytorch.tensor.recipes import cast_of
-
-    part = call.plans.parts[0 if gradient else -1]
-    cast = cast_of(part.quantization, "gradient" if gradient else "input")
-    made = _format_of_returned(part, gradient).make(cast, device, measures_first(call.recipe))
     slots = call.slots
     if slots is None or not hasattr(made, "amax"):
         return made
     if gradient:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-        return Float8CurrentScalingQuantizer(made.dtype, device, columnwise=False)
+        return Float8CurrentScalingQuantizer(
+            made.dtype, slots.forward_scale.device, columnwise=False
+        )
     scales, history, slot = slots.forward_scale, slots.forward_history, slots.forward_slot
     slot += _SLOTS_OF_PART * len(call.plans.parts) - 1
     made.scale, made.amax = scales[slot : slot + 1], history[0, slot : slot + 1]

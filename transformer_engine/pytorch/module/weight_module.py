@@ -67,10 +67,10 @@ class WeightModule(TensorParallel, LinearBase):
         if self._split is not None:
             kinds = ("weight", "bias") if self.use_bias else ("weight",)
             self._joined = {kind: JoinedRows(self._split.rows) for kind in kinds}
-        for label, rows in self._pieces():
-            make_weight(self, label, (self.in_features, rows), device, dtype)
-        for label, rows in self._pieces():
-            make_bias(self, label, rows, device, dtype)
+        for prefix, rows in self._pieces():
+            make_weight(self, prefix, (self.in_features, rows), device, dtype)
+        for prefix, rows in self._pieces():
+            make_bias(self, prefix, rows, device, dtype)
         if have_memory(self):
             self._pack()
             self.reset_parameters()
@@ -123,7 +123,7 @@ class WeightModule(TensorParallel, LinearBase):
         return [(f"{name}_", rows) for name, rows in self._split.pieces]
 
     def _names(self, kind: str) -> tuple[str, ...]:
-        return tuple(f"{label}{kind}" for label, _ in self._pieces())
+        return tuple(f"{prefix}{kind}" for prefix, _ in self._pieces())
 
     @property
     def weight_names(self) -> list[str]:
@@ -139,7 +139,7 @@ class WeightModule(TensorParallel, LinearBase):
         return tuple(getattr(self, name) for name in self._names(kind))
 
     def _initialisers(self) -> Iterable[tuple[str, Callable | None]]:
-        return ((label, self._init_method) for label, _ in self._pieces())
+        return ((prefix, self._init_method) for prefix, _ in self._pieces())
 
     def forward(
         self,

@@ -34,7 +34,7 @@ DIRECTIONS = ("forward", "backward")
 class Rule(NamedTuple):
     """How the state of one recipe is updated."""
 
-    identity: str  # the recipe's repr
+    identity: str  # `identity_of` the recipe
     length: int  # rows of the amax history
     fp8_max: tuple[float, float]  # largest FP8 value of the forward and of the backward
     margin: int  # the scale is divided by 2 to this power
@@ -50,6 +50,18 @@ class Rule(NamedTuple):
     recipe: DelayedScaling | None  # the recipe, for a callable `scale`; None without one
 
 
+def identity_of(recipe: DelayedScaling) -> str:
+    """Text of what the state of a recipe goes by: recipes that only attend otherwise share it.
+
+    A callable that makes scales is given the recipe, and may read all of it.
+    """
+    text = repr(recipe)
+    if recipe.scaling_factor_compute_algo is None:
+        for name in ("fp8_dpa", "fp8_mha"):
+            text = text.replace(f"{name}=True", f"{name}=False")
+    return text
+
+
 def rule_of(recipe: DelayedScaling) -> Rule:
     """Rule of a recipe as it is now; later writes to the recipe make another one."""
     algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
@@ -60,7 +72,7 @@ def rule_of(recipe: DelayedScaling) -> Rule:
                 "out"
             )
     return Rule(
-        identity=repr(recipe),
+        identity=identity_of(recipe),
         length=recipe.amax_history_len,
         fp8_max=tuple(plan_ops.as_constant(recipe.fp8_format.fp8_max(d)) for d in ("fwd", "bwd")),
         margin=recipe.margin,
@@ -100,10 +112,6 @@ class Chunk:
                 return first
         return -1
 
-    def give_back(self, first: int, count: int) -> None:
-        """Free slots for other modules. Their values are cleared when they are taken again."""
-        self.used[first : first + count] = [False] * count
-
 
 class Arena:
     """Chunks of one (domain, direction, device, recipe, reduction group, number of ranks)."""
@@ -140,8 +148,11 @@ class Arena:
         return chunk, first
 
     def give_back(self, chunk: Chunk, first: int, count: int) -> None:
-        """Free slots; a chunk without slots in use goes, and so does an arena without chunks."""
-        chunk.give_back(first, count)
+        """Free slots; a chunk without slots in use goes, and so does an arena without chunks.
+
+        Their values are cleared when they are taken again.
+        """
+        chunk.used[first : first + count] = [False] * count
         if any(chunk.used):
             return
         self.chunks.remove(chunk)

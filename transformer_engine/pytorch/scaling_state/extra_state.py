@@ -24,6 +24,7 @@ KEY = "_extra_state"
 
 _MAGIC = b"TEstate2"
 _FORMER_MAGIC = b"TEstate1"  # as the other, but without checksum and filling
+_PICKLE = b"\x80"  # that of another package begins so
 _DATA_AT = 128
 _DIRECTIONS = ("forward", "backward")
 _FIX = (
@@ -89,11 +90,12 @@ def _is_bytes(state: Any) -> bool:
 
 def is_ours(state: Any) -> bool:
     """Return whether bytes begin as those that `pack_state` gives."""
-    return _is_bytes(state) and not state.is_meta and _begins(state) in (_MAGIC, _FORMER_MAGIC)
+    return _begins(state) in (_MAGIC, _FORMER_MAGIC)
 
 
-def _begins(state: Tensor) -> bytes:
-    return bytes(state[:8].tolist())
+def _begins(state: Any) -> bytes:
+    """The first bytes; none of what is no bytes, or has no memory."""
+    return bytes(state[:8].tolist()) if _is_bytes(state) and not state.is_meta else b""
 
 
 def _refuse_file(state: Any, name: str) -> None:
@@ -128,7 +130,7 @@ def _header(raw: bytes, name: str) -> tuple[dict, int]:
         at = 16
     elif magic == _FORMER_MAGIC:
         at = 8
-    elif raw[:1] == b"\x80":
+    elif raw[:1] == _PICKLE:
         raise RuntimeError(
             f"{name}: this checkpoint holds a pickle of another package, which is never "
             "loaded. Set TE_EXTRA_STATE=ignore to load the weights and start with fresh scales"
@@ -221,15 +223,7 @@ def without_scaling_state(state_dict: M) -> M:
     if hasattr(state_dict, "_metadata"):
         plain._metadata = state_dict._metadata
     for key, value in state_dict.items():
-        if isinstance(key, str) and key.rpartition(".")[2] == KEY and _is_scaling_state(value):
-            del plain[key]
+        if isinstance(key, str) and key.rpartition(".")[2] == KEY:
+            if _is_absent(value) or is_ours(value) or _begins(value)[:1] == _PICKLE:
+                del plain[key]
     return plain
-
-
-def _is_scaling_state(value: Any) -> bool:
-    if _is_absent(value):
-        return True
-    if not _is_bytes(value) or value.is_meta:
-        return False
-    start = _begins(value)
-    return start in (_MAGIC, _FORMER_MAGIC) or start[:1] == b"\x80"

@@ -169,9 +169,8 @@ class Peers:
         self.key = f"transformer_engine/amaxes/{arena.direction}/{number}"
         self.modules = 0  # of the layout that was posted
         self.digest: Tensor | None = None  # of that, as buffers carry it
-        self.arriving: tuple | None = (
-            None  # digests of all ranks, while they are copied to the host
-        )
+        # Digests of all ranks, while they are copied to the host.
+        self.arriving: tuple | None = None
         self.communicator: _Communicator | None = None  # reduces instead of the group's
 
     def post(self, arena: Arena) -> None:

@@ -88,7 +88,7 @@ class Slots:
         # Flags of casts that measure, as long as one of the slots has recorded nothing.
         self.measures = sum(_MEASURES.values()) if rule.initial == 0.0 else 0
         # Called when these are others: what calls are bound to has changed.
-        self.changed: Callable[[], Any] = _nothing
+        self.changed: Callable[[], Any] = lambda: None
         _refuse_capture(device)
         sweep()
         self._take(rule)
@@ -455,10 +455,6 @@ _MEASURES = {"forward": _core.LINEAR_MEASURE_OPERANDS, "backward": _core.LINEAR_
 _CAST = {"forward": (3, (0, 1)), "backward": (2, (0,))}
 """Of each direction how many slots a linear layer has, and the numbers of those that its operands
 are cast with. The last one is for a result that is returned quantized."""
-
-
-def _nothing() -> None:
-    pass
 
 
 def _stop_measuring(arena: Arena, chunk: Chunk) -> None:

@@ -11,7 +11,6 @@ as soon as it is there and an operator is defined or watched.
 """
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,19 +25,10 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def _flops_of_run(
-    plan: str,
-    slots: Sequence[int],
-    inputs: list[Tensor],
-    saved: Tensor | None,
-    rows: int,
-    staged: int,
-    selection: int,
-    state: Sequence[Tensor] = (),
-    places: Sequence[int] = (),
-    **results: Any,
+    plan: str, slots: Any, inputs: list[Tensor], saved: Any, rows: int, *others: Any, **results: Any
 ) -> int:
     """FLOPs of ``transformer_engine::run`` and ``run_with_state_<n>``, from their arguments."""
-    del slots, saved, staged, selection, state, places, results
+    del slots, saved, others, results
     graph, made = read_text(plan), plan_of(plan)
     sizes = sizes_of(made, [tensor.shape for tensor in inputs], rows)
     return sum(_flops_of_stage(graph, stage, sizes) for stage in made.stages if not stage.external)

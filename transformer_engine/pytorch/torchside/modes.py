@@ -71,6 +71,9 @@ inside_operator: Callable[[], bool] = functools.partial(
 active_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 """These objects."""
 
+forward_mode_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
+"""False in the forward of a function of autograd, and in inference mode; not by `torch.no_grad`."""
+
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that the thread runs a part of; -1: it is in none."""
 
@@ -216,9 +219,7 @@ class as_eager(_TorchContext):  # noqa: N801 - reads as what it does
         self._gradients = gradients
 
     def _enter(self) -> None:
-        compiler = torch.compiler
-        self._undo_by(setattr, compiler, "_is_compiling_flag", compiler._is_compiling_flag)
-        compiler._is_compiling_flag = False
+        self._set(torch.compiler, _is_compiling_flag=False)
         self._set_grad(self._gradients)
 
 
