@@ -4,13 +4,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transformer_engine.common import config
 from transformer_engine.common import recipe_rules as rules
 from transformer_engine.common.recipe_base import (
     Format,
     Recipe,
-    attention_setting,
-    format_setting,
-    override_setting,
+    format_rule,
     recipe_class,
     setting,
 )
@@ -95,10 +94,10 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable = setting(rules.function)
-    fp8_format: Format = format_setting(Format.HYBRID)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    fp8_format: Format = setting(format_rule, Format.HYBRID)
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
     quantization_alignment: int = setting(
         rules.integer(1, 1 << 30, "an integer of at least 1"), 128
     )

@@ -11,10 +11,7 @@ from transformer_engine.common.recipe_base import (
     Format,
     QParams,
     Recipe,
-    attention_setting,
-    format_setting,
-    margin_setting,
-    override_setting,
+    format_rule,
     recipe_class,
     setting,
 )
@@ -51,11 +48,11 @@ class MXFP8BlockScaling(Recipe):
         environment is not understood. Assignments raise these errors, too.
     """
 
-    margin: int = margin_setting()
-    fp8_format: Format = format_setting(Format.E4M3)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    margin: int = setting(rules.margin, 0)
+    fp8_format: Format = setting(format_rule, Format.E4M3)
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
     enable_2d_quantization: bool = setting(rules.boolean, False)
 
     _KIND = "mxfp8"
@@ -156,9 +153,9 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: str = setting(_word("MAE", "MSE"), config.TE_NVFP4_4OVER6_ERR_MODE)
     fp4_format: Format = setting(_only(Format.E2M1), Format.E2M1)
     fp8_format: Format = setting(_only(Format.E4M3), Format.E4M3)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
 
     fp4_quant_fwd_inp = DerivedQParams(
         lambda r: QParams(random_hadamard_transform=not r.disable_rht), _fp4_qparams

@@ -36,6 +36,10 @@ def integer(low: int, high: float, meaning: str) -> Callable[[str, Any], int]:
     return rule
 
 
+margin = integer(-126, 126, "an integer from -126 to 126")
+"""Powers of two left free: beyond the exponents of fp32, 2**-margin is no scale any more."""
+
+
 def one_of(*accepted: int) -> Callable[[str, Any], int]:
     """Accept these integers; AssertionError for others."""
 
