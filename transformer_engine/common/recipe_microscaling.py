@@ -68,24 +68,12 @@ def _fp4_qparams(where: str, value: Any) -> QParams:
 
 def _only(wanted: Format) -> Callable[[str, Any], Format]:
     """Accept one format; AssertionError otherwise."""
-
-    def rule(where: str, value: Any) -> Format:
-        if value is not wanted:
-            raise AssertionError(f"{where} must be {wanted}, got {value!r}")
-        return value
-
-    return rule
+    return rules.such(lambda value: value is wanted, str(wanted), AssertionError)
 
 
 def _word(*words: str) -> Callable[[str, Any], str]:
     """Accept one of these words; AssertionError otherwise."""
-
-    def rule(where: str, value: Any) -> str:
-        if value not in words:
-            raise AssertionError(f"{where} must be one of {', '.join(words)}, got {value!r}")
-        return value
-
-    return rule
+    return rules.such(words.__contains__, f"one of {', '.join(words)}", AssertionError)
 
 
 @recipe_class
