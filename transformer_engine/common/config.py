@@ -25,7 +25,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from transformer_engine.common.unread_variables import Unread
 
 T = TypeVar("T")
 
@@ -435,18 +438,7 @@ def cache_dir() -> Path | None:
     return Path(base) / "transformer_engine" if os.path.isabs(base) else None
 
 
-class Told(Protocol):
-    """An entry of `unread_variables`."""
-
-    names: str
-    same: str
-
-    def line(self, name: str, value: str) -> str:
-        """Text of the warning where it is set."""
-        ...
-
-
-def unread(entries: Iterable[Told]) -> list[str]:
+def unread(entries: Iterable["Unread"]) -> list[str]:
     """Return a line for each variable of `entries` that is set to what is not done here anyway."""
     return [
         entry.line(name, value)
@@ -457,7 +449,7 @@ def unread(entries: Iterable[Told]) -> list[str]:
 
 
 @functools.cache
-def warn_of_unread(entries: Iterable[Told]) -> None:
+def warn_of_unread(entries: Iterable["Unread"]) -> None:
     """Warn of each of `entries` that is set, once a process: at the first call."""
     for line in unread(entries):
         warnings.warn(line, UserWarning, stacklevel=2)
