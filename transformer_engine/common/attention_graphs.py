@@ -5,13 +5,7 @@ from typing import NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.flags import flags_of
-from transformer_engine.common.graphs import (
-    RESULT,
-    ROWS,
-    Graph,
-    Norm,
-    input_flags,
-)
+from transformer_engine.common.graphs import RESULT, ROWS, Graph, Norm, input_flags
 from transformer_engine.common.operand_casts import Quantization
 
 SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)

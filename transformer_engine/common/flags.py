@@ -6,9 +6,5 @@ from typing import Any
 
 
 def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
-    """Join the flags whose condition holds."""
-    joined = 0
-    for flag, condition in bits:
-        if condition:
-            joined |= flag
-    return joined
+    """Join the flags whose condition holds; no flag is twice among them."""
+    return sum(flag for flag, condition in bits if condition)

@@ -69,11 +69,7 @@ _BACKWARDS = {
     "dequantized": _core.BACKWARD_DEQUANTIZED,
 }
 """By ``backward_override``."""
-_MEASURING = {
-    "current": _core.RECIPE_CURRENT,
-    "block": _core.RECIPE_BLOCK,
-    "row": _core.RECIPE_ROW,
-}
+_MEASURING = {"current": _core.RECIPE_CURRENT, "block": _core.RECIPE_BLOCK, "row": _core.RECIPE_ROW}
 """By kind of a recipe that finds scales in the tensors that it casts."""
 _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 

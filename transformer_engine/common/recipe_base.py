@@ -49,11 +49,9 @@ class Format(Enum):
         The direction is "fwd" (activations, weights) or "bwd" (gradients); ValueError for another
         one.
         """
-        if direction == "fwd":
-            return self.value.max_fwd
-        if direction == "bwd":
-            return self.value.max_bwd
-        raise ValueError(f"direction must be 'fwd' or 'bwd', got {direction!r}")
+        if direction not in ("fwd", "bwd"):
+            raise ValueError(f"direction must be 'fwd' or 'bwd', got {direction!r}")
+        return self.value.max_fwd if direction == "fwd" else self.value.max_bwd
 
     def dtype_name(self, direction: str) -> str:
         """Return the name of a direction's element type: "e4m3", "e5m2" or "e2m1"; as `fp8_max`."""

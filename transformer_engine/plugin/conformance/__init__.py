@@ -21,7 +21,7 @@ from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 __all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
 
 _GROUPS = (
-    *("layers", "casts", "scaling", "lists", "optimizers", "attention"),
+    *("layers", "casts", "scaling", "optimizers", "attention"),
     *("flash_attention", "layouts", "context_parallel"),
 )
 WITHOUT_CASES = {
