@@ -131,12 +131,8 @@ def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
 
 def _order(attention: AttentionSpec) -> int:
     """Flags that say in which order of memory heads lie."""
-    return flags_of(
-        [
-            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
-            (_core.NODE_PACKED, attention.packed),
-        ]
-    )
+    first = (_core.NODE_SEQUENCE_FIRST, attention.sequence_first)
+    return flags_of((first, (_core.NODE_PACKED, attention.packed)))
 
 
 def add_heads_norms(

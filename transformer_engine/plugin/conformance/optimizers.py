@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
+from transformer_engine.plugin.conformance.scaling import fp8_dtypes
 
 _SHAPES = ((5,), (3, 7), (1,), (0,), (40, 11), (2, 129))
 _BETAS, _EPS, _LR, _DECAY = (0.8, 0.95), 1e-6, 0.03, 0.2
@@ -166,10 +167,7 @@ def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> list[_Left]:
 
 @Case.of("multi_tensor_adam_fp8")
 def _fp8(draw: Draw) -> Iterator[Case]:
-    from transformer_engine.pytorch.constants import DType
-
-    formats = (DType.kFloat8E4M3, torch.float8_e4m3fn), (DType.kFloat8E5M2, torch.float8_e5m2)
-    for dtype, numbers, (code, kind) in product(draw.dtypes, _STEPS, formats):
+    for dtype, numbers, (code, kind) in product(draw.dtypes, _STEPS, fp8_dtypes()):
         lists, flag = _state(draw, dtype, True), draw.flag()
         codes = [torch.full(t.shape, 0x55, dtype=torch.uint8, device=draw.device) for t in lists[1]]
         factors = (8.0, 300.0, 1.0, 2.0, 5e4, 0.5)  # some saturate
