@@ -99,8 +99,7 @@ class DelayedScaling(Recipe):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is not None.
     ValueError
-        A value of another field is out of range or of a wrong type. Both errors are raised by
-        assignments, too.
+        A value of another field is out of range or of a wrong type.
     """
 
     margin: int = setting(rules.margin, 0)
@@ -172,8 +171,7 @@ class Float8CurrentScaling(_Measuring):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
-        A value of another field is out of range or of a wrong type, or a variable of the
-        environment is not understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
     use_power_2_scales: bool = setting(rules.boolean, config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES)
@@ -225,7 +223,7 @@ class Float8BlockScaling(_Measuring):
         without split accumulation; `fp8_dpa` or `fp8_mha` is True; `backward_override` is none of
         the three.
     ValueError
-        As of `Float8CurrentScaling`. Assignments raise these errors, too.
+        As of `Float8CurrentScaling`.
     """
 
     use_f32_scales: bool = setting(rules.boolean, config.TE_FP8_BLOCK_SCALING_FP32_SCALES)
@@ -296,7 +294,7 @@ class Float8RowScaling(_Measuring):
         `fp8_format` is E5M2 or E2M1; `fp8_dpa` or `fp8_mha` is True; `backward_override` is none
         of the three.
     ValueError
-        As of `Float8CurrentScaling`. Assignments raise these errors, too.
+        As of `Float8CurrentScaling`.
     """
 
     use_power_2_scales: bool = setting(rules.boolean, False)

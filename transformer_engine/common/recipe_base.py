@@ -276,7 +276,7 @@ class Recipe:
 
     A subclass lists its fields with their rules (`recipe_class`, `setting`), in the order of its
     constructor's arguments; a rule takes a name for messages and a value, and returns the value to
-    store or raises.
+    store or raises. Assignments raise what the constructor does.
     """
 
     _RULES: ClassVar[Mapping[str, Callable[[str, Any], Any]]] = {}

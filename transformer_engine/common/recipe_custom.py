@@ -84,7 +84,7 @@ class CustomRecipe(Recipe):
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
         `qfactory` can not be called; `quantization_alignment` is no positive integer; a value of
-        another field is of a wrong type. Assignments raise these errors, too.
+        another field is of a wrong type.
     """
 
     qfactory: Callable = setting(rules.function)

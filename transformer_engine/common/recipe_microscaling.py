@@ -44,8 +44,7 @@ class MXFP8BlockScaling(Recipe):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
-        A value of another field is out of range or of a wrong type, or a variable of the
-        environment is not understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
     margin: int = setting(rules.margin, 0)
@@ -124,8 +123,7 @@ class NVFP4BlockScaling(Recipe):
     AssertionError
         A format, a scope or `backward_override` is none of those above.
     ValueError
-        A value of another field is of a wrong type, or a variable of the environment is not
-        understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
     disable_rht: bool = setting(rules.boolean, config.TE_NVFP4_DISABLE_RHT)

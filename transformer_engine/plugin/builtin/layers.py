@@ -349,34 +349,13 @@ def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor |
 
     Parameters
     ----------
-    A, B : Tensor
-        In fp32, fp16 or bf16; or quantized, tensors or storages of any format. Row-wise data are
-        read of `A` where `transA`, and of `B` where not `transB`; else column-wise ones. Operands
-        that no kernel reads together are multiplied in fp32, and counted as ``emulated.mixed``; so
-        is one that lacks the form that is read.
-    D : Tensor, optional
-        To be written, and returned: of the result's shape, plain or quantized.
-    quantizer : Quantizer, optional
-        What casts the result, from `output_dtype`.
-    output_dtype : torch.dtype or DType, optional
-        Of the result; that of `D`, or of `A`, where None.
-    bias : Tensor, optional
-        [columns], added; with `grad` its gradient is asked for instead.
-    gelu : bool
-        The result is gelu of what it is without; with `grad` it is multiplied by the derivative of
-        gelu at `gelu_in`.
-    gelu_in : Tensor, optional
-        Of the shape of the result: with `grad` read, else written where it is given.
-    grad : bool
-        The product is one of a backward.
-    accumulate : bool
-        Add to `D`; `beta` is 1 where None.
-    use_split_accumulator : bool
-        FP8 on Hopper: add up in fp32 often; False is faster and less precise.
+    A, B, bias, gelu, gelu_in, grad, accumulate, use_split_accumulator, alpha, beta
+        As of `general_gemm`. Row-wise data are read of `A` where `transA`, and of `B` where not
+        `transB`; else column-wise ones.
+    D, quantizer, output_dtype
+        What `out`, `quantization_params` and `out_dtype` are there.
     comm_overlap, extra_output, bulk_overlap
         NotImplementedError unless None or False: they wait for user buffers.
-    alpha, beta : float
-        Factors of the product and of `D`.
     bias_type, workspace, workspace_size, comm_type
         Not needed.
 
