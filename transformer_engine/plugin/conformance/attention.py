@@ -237,19 +237,15 @@ def exact_forward(problem: Problem) -> list[Tensor]:
     return definition("fused_attn_fwd")(*widened(forward_arguments(problem)))
 
 
-def _forward_case(draw: Draw, setting: Setting, dtype: torch.dtype) -> Case:
-    problem = Problem(draw, setting, dtype)
-    sums = Result("the statistics", torch.float32, problem.depth, finite=True)
-    added = [Result("what was added", each.dtype) for each in problem.added]
-    wanted = (output_of(problem), sums, None, *added)
-    return Case(f"{name_of(dtype)} {setting.name}", forward_arguments(problem), wanted)
-
-
 @Case.of("fused_attn_fwd")
 def _forward(draw: Draw) -> Iterator[Case]:
     for dtype in draw.dtypes:
         for setting in (*settings(), *_CERTAIN):
-            yield _forward_case(draw, setting, dtype)
+            problem = Problem(draw, setting, dtype)
+            sums = Result("the statistics", torch.float32, problem.depth, finite=True)
+            added = [Result("what was added", each.dtype) for each in problem.added]
+            wanted = (output_of(problem), sums, None, *added)
+            yield Case(f"{name_of(dtype)} {setting.name}", forward_arguments(problem), wanted)
         for top in (False, True):  # nothing for gradients; maybe the largest scores
             problem = Problem(draw, Setting("", mask="causal"), dtype)
             largest = Result("the largest scores", torch.float32, problem.depth)
