@@ -68,7 +68,8 @@ def _forward_of_norms(op: str, draw: Draw) -> Iterator[Case]:
         how = {"eps": eps, "zero_centered": zero_centered}
         yield case(name, x, vectors(shape[-1], dtype), dtype, **how)
     for name, (dtype, of_factors, otype) in _mixed(draw):
-        yield case(name, draw.normal((5, 40), dtype), vectors(40, of_factors), otype)
+        both = vectors(40, of_factors)
+        yield case(name, draw.normal((5, 40), dtype), both, otype)
     for dtype in draw.dtypes:
         x, both, what = draw.normal((4, 32), dtype), vectors(32, dtype), name_of(dtype)
         yield case(f"{what} to float32", x, both, torch.float32)
@@ -80,9 +81,9 @@ def _forward_of_norms(op: str, draw: Draw) -> Iterator[Case]:
         bad[1, 3] = math.nan
         yield case(f"{what} NaN in a row", bad, both, dtype)
         for kind, quantizer in quantizers_of_values(draw.device).items():
+            given = vectors(64, dtype), torch.float32
             how = {"quantizer": quantizer, "zero_centered": True}
-            given = draw.normal((32, 64), dtype), vectors(64, dtype), torch.float32
-            yield case(f"{what} cast, {kind}", *given, **how)
+            yield case(f"{what} cast, {kind}", draw.normal((32, 64), dtype), *given, **how)
         if centred:
             yield case(f"{what} without bias", x, (both[0], None), dtype, zero_centered=True)
             far = (draw.normal((4, 64), torch.float32) + 1e3).to(dtype)
