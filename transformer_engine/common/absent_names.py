@@ -174,8 +174,7 @@ CUDA graphs of whole models
     instead: torch.cuda.make_graphed_callables or torch.cuda.graph, after one warm-up step with the
         same recipe
     partly: pytorch.quantization.FP8GlobalStateManager.set_skip_fp8_weight_update_tensor
-    names:
-        pytorch.graph pytorch: make_graphed_callables
+    names: pytorch.graph pytorch: make_graphed_callables
 CPU offload
     reason: activations are not copied to the host
     instead: torch.autograd.graph.save_on_cpu(pin_memory=True), or te.checkpoint
@@ -193,8 +192,7 @@ Cross entropy over several ranks
     reason: logits that are split over ranks are not gathered
     instead: torch.nn.functional.cross_entropy on whole logits
     partly: pytorch.cross_entropy.parallel_cross_entropy
-    names:
-        pytorch.cross_entropy: CrossEntropyFunction
+    names: pytorch.cross_entropy: CrossEntropyFunction
 Attention: parts of other backends
     reason: the backends are torch's scaled_dot_product_attention, this library's own and a
         plug-in's
@@ -264,20 +262,17 @@ Overlap of communication and GEMMs
 Optimizer kernels as objects
     reason: updates are operators on lists of tensors
     instead: multi_tensor_adam, multi_tensor_sgd, or te.optimizers.FusedAdam and FusedSGD
-    names:
-        transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
+    names: transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
 Communication of quantized tensors
     reason: what ranks exchange is in high precision
     instead: pass plain tensors, quantizer=None
     partly: pytorch.distributed.gather_along_first_dim
-    names:
-        pytorch.distributed: _NVFP4AllGatherAsyncHandle
+    names: pytorch.distributed: _NVFP4AllGatherAsyncHandle
 FSDP of activations
     reason: what a forward saves is not split over ranks
     instead: torch.distributed.fsdp.fully_shard or FullyShardedDataParallel, which shard parameters;
         te.checkpoint for activations
-    names:
-        pytorch.distributed: FullyShardedDataParallel prepare_te_modules_for_fsdp
+    names: pytorch.distributed: FullyShardedDataParallel prepare_te_modules_for_fsdp
 Modules: parts of their calls
     reason: a call of a module is one plan, and its state is made by the first one
     instead: modules of your own as torch.nn.Module around those of this library; fp8_meta,
@@ -420,8 +415,7 @@ Operators of other libraries in graphs
 Symmetric memory
     reason: collectives are those of torch.distributed
     instead: torch.distributed.all_reduce; leave symmetric_ar_type at None
-    names:
-        pytorch.distributed: get_symmetric_memory_tensor symmetric_all_reduce
+    names: pytorch.distributed: get_symmetric_memory_tensor symmetric_all_reduce
 Scaling state as objects
     reason: scales and histories lie in arenas of the C library, whichever the recipe
     instead: module.fp8_meta and the quantizers of transformer_engine.pytorch.tensor
