@@ -7,7 +7,7 @@ it need not check again. `repr` shows everything that changes numerics and is th
 identity of a recipe: modules whose recipes print alike share their amax bookkeeping.
 
 Two habits of client programs shape this file. They pass keyword arguments that recipes no longer
-have (`recipe_base.accept_unknown_arguments`). And they unpickle recipes through allow-lists of
+have (`recipe_base.recipe_class`). And they unpickle recipes through allow-lists of
 class names, so the pickle of a recipe must name this module's public classes only.
 
 Every recipe runs on every device. Which of them a device multiplies by itself is asked with
