@@ -4,9 +4,8 @@
 from typing import NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.graphs import RESULT, ROWS, Graph, Norm, input_flags
-from transformer_engine.common.operand_casts import Quantization
+from transformer_engine.common.operand_casts import Quantization, flags_of
 
 SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)
 """Rows of the sequence that keys and values are of, where it is another one."""

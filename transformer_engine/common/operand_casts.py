@@ -8,8 +8,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.recipe import Recipe
+
+
+def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
+    """Join the flags, numbers of one bit each, whose condition holds; none is there twice."""
+    return sum(flag for flag, condition in bits if condition)
 
 
 class OperandCast(NamedTuple):
