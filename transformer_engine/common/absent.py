@@ -146,18 +146,6 @@ def _refuse(path: str, feature: Feature) -> Callable:
     return absent
 
 
-def _refusing(path: str, feature: Feature) -> dict[str, Any]:
-    """Members of a class whose construction raises."""
-
-    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        own = f"{cls.__module__}.{cls.__qualname__}"
-        raise NotImplementedError(
-            message(path, feature, "" if own == path else f" (base of {own})")
-        )
-
-    return {"__new__": __new__}
-
-
 def _class(home: str, name: str, feature: Feature) -> type:
     """A class whose absent methods raise when they are called."""
     path = f"{home}.{name}"
@@ -165,23 +153,22 @@ def _class(home: str, name: str, feature: Feature) -> type:
     if feature.base:
         module, _, attribute = feature.base.rpartition(".")
         base = getattr(importlib.import_module(module), attribute)
-    members: dict[str, Any] = {
-        "__module__": home,
-        "__qualname__": name,
-        "__doc__": f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}",
-        **_refusing(path, feature),
-    }
-    for method in _INDEX[home]:
-        owner, _, attribute = method.partition(".")
-        if attribute and owner == name:
-            function = _refuse(f"{home}.{method}", feature)
-            function.__qualname__ = method
-            members[attribute] = staticmethod(function)
-    return type(name, (base,), members)
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        own = f"{cls.__module__}.{cls.__qualname__}"
+        raise NotImplementedError(
+            message(path, feature, "" if own == path else f" (base of {own})")
+        )
+
+    doc = f"Not built yet: {feature.reason}.\n\nInstead: {feature.instead}"
+    members = {"__module__": home, "__qualname__": name, "__doc__": doc, "__new__": __new__}
+    made = type(name, (base,), members)
+    attach_methods(made, home, name)
+    return made
 
 
 def attach_methods(cls: type, module: str, name: str) -> None:
-    """Give a class that is built the methods it has not, which raise when they are called.
+    """Give a class its absent methods, which raise when they are called.
 
     `module` is the full name of the module where the table has them, `name` the class there.
     """

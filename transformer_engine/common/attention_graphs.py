@@ -4,15 +4,8 @@
 from typing import NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
-from transformer_engine.common.graphs import (
-    RESULT,
-    ROWS,
-    Graph,
-    Norm,
-    input_flags,
-)
-from transformer_engine.common.operand_casts import Quantization
+from transformer_engine.common.graphs import RESULT, ROWS, Graph, Norm, input_flags
+from transformer_engine.common.operand_casts import Quantization, flags_of
 
 SOURCE = _core.Extent(symbol=_core.SYMBOL_SOURCE_ROWS, multiply=1)
 """Rows of the sequence that keys and values are of, where it is another one."""
@@ -137,39 +130,8 @@ def _heads(graph: Graph, x: int, slice_: tuple, name: str) -> int:
 
 def _order(attention: AttentionSpec) -> int:
     """Flags that say in which order of memory heads lie."""
-    return flags_of(
-        [
-            (_core.NODE_SEQUENCE_FIRST, attention.sequence_first),
-            (_core.NODE_PACKED, attention.packed),
-        ]
-    )
-
-
-def _turn(  # noqa: PLR0913 - as of `_normalize`
-    graph: Graph, attention: AttentionSpec, i: int, x: int, slice_: tuple, name: str, given: tuple
-) -> int:
-    """Add the rotary embedding of queries (`i` 0) or keys, or a copy where there are no angles.
-
-    `given` are the angles and the limits of the attention.
-    """
-    angles, limits = given
-    turned = _heads(graph, x, slice_, name.removesuffix("_"))
-    flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
-    starts = (limits[f"{_PREFIXES[i]}offsets"],) if attention.packed else ()
-    inputs = (x, angles[min(i, len(angles) - 1)] if angles else -1, *starts)
-    graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=name)
-    return turned
-
-
-def _normalize(
-    graph: Graph, x: int, slice_: tuple, name: str, norm: tuple[Norm, tuple[int, int]]
-) -> int:
-    """Add the norm of heads; `norm` is the norm, and the values of gamma and beta."""
-    how, affine = norm
-    normed = _heads(graph, x, slice_, f"{name}normed")
-    options = {"variant": how.kind, "flags": how.node, "numbers": (how.eps,), "slices": (slice_,)}
-    graph.node(_core.NODE_HEAD_NORM, (x, *affine), normed, name=name, **options)
-    return normed
+    first = (_core.NODE_SEQUENCE_FIRST, attention.sequence_first)
+    return flags_of((first, (_core.NODE_PACKED, attention.packed)))
 
 
 def add_heads_norms(
@@ -201,11 +163,22 @@ def attend(
     slices = list(attention.slices)
 
     def turn(i: int) -> int:
-        prefix = name + _PREFIXES[i]
-        return _turn(graph, attention, i, values[i], slices[i], prefix, (angles, limits))
+        """Turn queries (0) or keys (1), or copy them where there are no angles."""
+        prefix, slice_ = name + _PREFIXES[i], slices[i]
+        turned = _heads(graph, values[i], slice_, prefix.removesuffix("_"))
+        flags = _order(attention) | (_core.NODE_INTERLEAVED if attention.interleaved else 0)
+        starts = (limits[f"{_PREFIXES[i]}offsets"],) if attention.packed else ()
+        inputs = (values[i], angles[min(i, len(angles) - 1)] if angles else -1, *starts)
+        graph.node(_core.NODE_ROPE, inputs, turned, flags=flags, slices=(slice_,), name=prefix)
+        return turned
 
     def normalize(i: int) -> int:
-        return _normalize(graph, values[i], slices[i], name + _PREFIXES[i], norms[i])
+        how, affine = norms[i]
+        normed = _heads(graph, values[i], slices[i], f"{name}{_PREFIXES[i]}normed")
+        options = {"variant": how.kind, "flags": how.node, "numbers": (how.eps,)}
+        options |= {"slices": (slices[i],), "name": name + _PREFIXES[i]}
+        graph.node(_core.NODE_HEAD_NORM, (values[i], *affine), normed, **options)
+        return normed
 
     steps = [turn] * bool(angles) + [normalize] * bool(norms)
     if attention.norms_first:
@@ -249,7 +222,7 @@ def add_dropout(
     return made
 
 
-def _add_attention(  # noqa: PLR0913 - as of `_normalize`
+def _add_attention(  # noqa: PLR0913 - what `attend` has
     graph: Graph,
     attention: AttentionSpec,
     heads: list[int],

@@ -25,7 +25,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from transformer_engine.common.unread_variables import Unread
 
 T = TypeVar("T")
 
@@ -33,18 +36,18 @@ BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 """Values of a recipe's ``backward_override``, besides None."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Variable(Generic[T]):
     """One environment variable."""
 
-    name: str  # its name, starting with ``TE_``
     default: T  # the value where it is unset or empty
     parse: Callable[[str], T]
     """From the text, neither empty nor surrounded by white space, to the value. Raises ValueError
-    where the text is none of what is accepted."""
+    or KeyError where the text is none of what is accepted."""
     accepted: str  # what `parse` accepts, in words, for error messages and documentation
     doc: str  # what it does, in one sentence
     aliases: tuple[str, ...] = ()  # other names, tried in order where `name` is not set
+    name: str = ""  # its name, starting with ``TE_``: that which it has in this module
 
     def get(self) -> T:
         """Read the variable now: the first of its names that is set, parsed, or `default`.
@@ -58,7 +61,7 @@ class Variable(Generic[T]):
                 continue
             try:
                 return self.parse(text)
-            except ValueError:
+            except (KeyError, ValueError):
                 raise ValueError(
                     f"environment variable {name}={text!r} is not understood; accepted: "
                     f"{self.accepted}; unset means {self.default!r}"
@@ -66,17 +69,22 @@ class Variable(Generic[T]):
         return self.default
 
 
-def _flag(name: str, doc: str, *aliases: str, default: bool = False) -> Variable[bool]:
+_SWITCH = {"0": False, "1": True, "false": False, "true": True}
+
+
+def _flag(doc: str, *aliases: str, default: bool = False) -> Variable[bool]:
     """Make an on/off variable."""
-    words = {"0": False, "1": True, "false": False, "true": True}
+    return Variable(
+        default, lambda text: _SWITCH[text.lower()], "0, 1, false or true", doc, aliases
+    )
 
-    def parse(text: str) -> bool:
-        try:
-            return words[text.lower()]
-        except KeyError:
-            raise ValueError(text) from None
 
-    return Variable(name, default, parse, "0, 1, false or true", doc, aliases)
+def _choice(
+    default: T, words: tuple[str, ...], doc: str, *aliases: str, fold: Callable = str
+) -> Variable[str | T]:
+    """Make a variable that is one of several words, which are `fold` of a text."""
+    known = {word: word for word in words}
+    return Variable(default, lambda text: known[fold(text)], " or ".join(words), doc, aliases)
 
 
 def _absolute_path(text: str) -> Path:
@@ -99,180 +107,133 @@ def _positive(text: str) -> int:
     return number
 
 
-def _one_of(*words: str) -> Callable[[str], str]:
-    """Accept exactly these words."""
-
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(text)
-        return text
-
-    return parse
-
-
 TE_FP8_CURRENT_SCALING_POWER_2_SCALES = _flag(
-    "TE_FP8_CURRENT_SCALING_POWER_2_SCALES",
     "Default of Float8CurrentScaling's use_power_2_scales: round scales down to powers of two.",
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
 )
 TE_FP8_BLOCK_SCALING_FP32_SCALES = _flag(
-    "TE_FP8_BLOCK_SCALING_FP32_SCALES",
     "Default of Float8BlockScaling's use_f32_scales: scales are no powers of two.",
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
 )
 TE_CACHE_WEIGHTS = _flag(
-    "TE_CACHE_WEIGHTS",
     "Default of a module's cache_weights: keep quantized weights from call to call, until they "
-    "change. Read when a module is made.",
+    "change. Read when a module is made."
 )
 TE_FP8_ATTENTION_BACKWARD = _flag(
-    "TE_FP8_ATTENTION_BACKWARD",
-    "Compute the gradients of FP8 attention in FP8 where that is possible and faster; with 0 they "
-    "are always computed in high precision.",
+    "Compute the gradients of FP8 attention in FP8 where that is possible and faster; with 0 "
+    "they are always computed in high precision.",
     "NVTE_FP8_DPA_BWD",
     default=True,
 )
 TE_NVFP4_DISABLE_RHT = _flag(
-    "TE_NVFP4_DISABLE_RHT",
     "Default of NVFP4BlockScaling's disable_rht: no random Hadamard transform.",
     "NVTE_NVFP4_DISABLE_RHT",
 )
 TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING = _flag(
-    "TE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
     "Default of NVFP4BlockScaling's disable_stochastic_rounding: gradients to nearest even.",
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
 )
 TE_NVFP4_DISABLE_2D_QUANTIZATION = _flag(
-    "TE_NVFP4_DISABLE_2D_QUANTIZATION",
     "Default of NVFP4BlockScaling's disable_2d_quantization: no scales of 16 x 16 weights.",
     "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
 )
 TE_NVFP4_ROW_SCALED_ACTIVATION = _flag(
-    "TE_NVFP4_ROW_SCALED_ACTIVATION",
-    "Default of NVFP4BlockScaling's row_scaled_activation.",
-    "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+    "Default of NVFP4BlockScaling's row_scaled_activation.", "NVTE_NVFP4_ROW_SCALED_ACTIVATION"
 )
 NVFP4_SCOPES = ("none", "weights", "activations", "all")
-TE_NVFP4_4OVER6 = Variable(
-    "TE_NVFP4_4OVER6",
-    "none",
-    _one_of(*NVFP4_SCOPES),
-    " or ".join(NVFP4_SCOPES),
-    "Default of NVFP4BlockScaling's nvfp4_4over6.",
-    ("NVTE_NVFP4_4OVER6",),
+TE_NVFP4_4OVER6 = _choice(
+    "none", NVFP4_SCOPES, "Default of NVFP4BlockScaling's nvfp4_4over6.", "NVTE_NVFP4_4OVER6"
 )
-TE_NVFP4_4OVER6_E4M3_USE_256 = Variable(
-    "TE_NVFP4_4OVER6_E4M3_USE_256",
+TE_NVFP4_4OVER6_E4M3_USE_256 = _choice(
     "all",
-    _one_of(*NVFP4_SCOPES),
-    " or ".join(NVFP4_SCOPES),
+    NVFP4_SCOPES,
     "Default of NVFP4BlockScaling's nvfp4_4over6_e4m3_use_256.",
-    ("NVTE_NVFP4_4OVER6_E4M3_USE_256",),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256",
 )
-TE_NVFP4_4OVER6_ERR_MODE = Variable(
-    "TE_NVFP4_4OVER6_ERR_MODE",
+TE_NVFP4_4OVER6_ERR_MODE = _choice(
     "MAE",
-    _one_of("MAE", "MSE"),
-    "MAE or MSE",
+    ("MAE", "MSE"),
     "Default of NVFP4BlockScaling's nvfp4_4over6_err_mode.",
-    ("NVTE_NVFP4_4OVER6_ERR_MODE",),
+    "NVTE_NVFP4_4OVER6_ERR_MODE",
 )
 TE_UNFUSED_FP8_UPDATE = _flag(
-    "TE_UNFUSED_FP8_UPDATE",
     "Update delayed scaling with framework operations instead of the fused kernel: the history "
     "then rolls in steps without an amax too, and a NaN keeps the scale.",
     "NVTE_UNFUSED_FP8_UPDATE",
 )
-TE_BACKWARD_OVERRIDE: Variable[str | None] = Variable(
-    "TE_BACKWARD_OVERRIDE",
+TE_BACKWARD_OVERRIDE = _choice(
     None,
-    _one_of(*BACKWARD_OVERRIDES),
-    " or ".join(BACKWARD_OVERRIDES),
+    BACKWARD_OVERRIDES,
     "Default of a recipe's backward_override: run the backward in high precision, from the "
     "operands as they were or as dequantized.",
-    ("NVTE_BACKWARD_OVERRIDE",),
+    "NVTE_BACKWARD_OVERRIDE",
 )
 TE_EXTRA_STATE = Variable(
-    "TE_EXTRA_STATE",
     "auto",
-    _one_of("auto", "always", "ignore"),
+    {word: word for word in ("auto", "always", "ignore")}.__getitem__,
     "auto, always or ignore",
     "always: a module's state dict has an _extra_state entry even where it is empty, for peers "
     "that insist on it; ignore: an _extra_state that is loaded is not looked at, and a module that "
     "has no scaling state offers none.",
 )
 TE_FLASH_ATTN = _flag(
-    "TE_FLASH_ATTN",
-    "Attention may run by torch's scaled_dot_product_attention, which chooses among its kernels by "
-    "itself; that one is off where TE_FUSED_ATTN is off too. Read at each call.",
+    "Attention may run by torch's scaled_dot_product_attention, which chooses among its kernels "
+    "by itself; that one is off where TE_FUSED_ATTN is off too. Read at each call.",
     "NVTE_FLASH_ATTN",
     default=True,
 )
 TE_FUSED_ATTN = _flag(
-    "TE_FUSED_ATTN",
     "Attention may run by the library's own operator, or as with TE_FLASH_ATTN. Read at each call.",
     "NVTE_FUSED_ATTN",
     default=True,
 )
 TE_UNFUSED_ATTN = _flag(
-    "TE_UNFUSED_ATTN",
     "Attention may run by two matrix products and the library's softmax. Read at each call.",
     "NVTE_UNFUSED_ATTN",
     default=True,
 )
 TE_ALLOW_NONDETERMINISTIC_ALGO = _flag(
-    "TE_ALLOW_NONDETERMINISTIC_ALGO",
-    "Gradients of attention may differ in their last bits from run to run. They do not where this "
-    "is 0 or torch asks for deterministic algorithms. Read at each call.",
+    "Gradients of attention may differ in their last bits from run to run. They do not where "
+    "this is 0 or torch asks for deterministic algorithms. Read at each call.",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     default=True,
 )
 TE_UNFUSED_DPA_EMULATE_FP8 = _flag(
-    "TE_UNFUSED_DPA_EMULATE_FP8",
     "Attention in FP8 that runs by two matrix products rounds what FP8 would, and multiplies in "
     "high precision; without it that is refused. Read at each call.",
     "NVTE_UnfusedDPA_Emulate_FP8",
 )
 ATTENTION_RECIPES = ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
-TE_DPA_FP8_RECIPE: Variable[str] = Variable(
-    "TE_DPA_FP8_RECIPE",
+TE_DPA_FP8_RECIPE = _choice(
     "",
-    _one_of(*ATTENTION_RECIPES),
-    " or ".join(ATTENTION_RECIPES),
+    ATTENTION_RECIPES,
     "Recipe of attention alone, where that of the region has fp8_dpa or fp8_mha; F16: attention "
     "stays in high precision. Read at each call.",
-    ("NVTE_DPA_FP8_RECIPE",),
+    "NVTE_DPA_FP8_RECIPE",
 )
 TE_DPA_FP8_RECIPE_DPA = _flag(
-    "TE_DPA_FP8_RECIPE_DPA",
     "fp8_dpa as MultiheadAttention takes it where TE_DPA_FP8_RECIPE is set: with fp8_mha it says "
     "what is handed to and from attention in FP8. Its core attention goes by the recipe's.",
     "NVTE_DPA_FP8_RECIPE_DPA",
 )
 TE_DPA_FP8_RECIPE_MHA = _flag(
-    "TE_DPA_FP8_RECIPE_MHA",
     "fp8_mha as MultiheadAttention takes it where TE_DPA_FP8_RECIPE is set; likewise.",
     "NVTE_DPA_FP8_RECIPE_MHA",
 )
-TE_DPA_FP8_FORMAT: Variable[str] = Variable(
-    "TE_DPA_FP8_FORMAT",
+TE_DPA_FP8_FORMAT = _choice(
     "HYBRID",
-    _one_of("HYBRID", "E4M3"),
-    "HYBRID or E4M3",
+    ("HYBRID", "E4M3"),
     "Format of the recipe that TE_DPA_FP8_RECIPE names, in a region of NVFP4BlockScaling; in "
     "others it is that of their recipe.",
-    ("NVTE_DPA_FP8_FORMAT",),
+    "NVTE_DPA_FP8_FORMAT",
 )
-TE_DPA_FP8DS_AMAX_ALGO: Variable[str] = Variable(
-    "TE_DPA_FP8DS_AMAX_ALGO",
+TE_DPA_FP8DS_AMAX_ALGO = _choice(
     "most_recent",
-    _one_of("max", "most_recent"),
-    "max or most_recent",
+    ("max", "most_recent"),
     "amax_compute_algo of the recipe that TE_DPA_FP8_RECIPE=DelayedScaling makes.",
-    ("NVTE_DPA_FP8DS_AMAX_ALGO",),
+    "NVTE_DPA_FP8DS_AMAX_ALGO",
 )
-TE_DPA_FP8DS_AMAX_HISTLEN: Variable[int] = Variable(
-    "TE_DPA_FP8DS_AMAX_HISTLEN",
+TE_DPA_FP8DS_AMAX_HISTLEN = Variable(
     1,
     _positive,
     "an integer of at least 1",
@@ -280,35 +241,23 @@ TE_DPA_FP8DS_AMAX_HISTLEN: Variable[int] = Variable(
     ("NVTE_DPA_FP8DS_AMAX_HISTLEN",),
 )
 TE_DPA_FP8DS_REDUCE_AMAX = _flag(
-    "TE_DPA_FP8DS_REDUCE_AMAX",
-    "reduce_amax of that recipe.",
-    "NVTE_DPA_FP8DS_REDUCE_AMAX",
-    default=True,
+    "reduce_amax of that recipe.", "NVTE_DPA_FP8DS_REDUCE_AMAX", default=True
 )
 TE_NVRTC = _flag(
-    "TE_NVRTC",
-    "Compile the embedded device source with NVRTC even where a device image would load.",
+    "Compile the embedded device source with NVRTC even where a device image would load."
 )
 TE_GEMM_TUNE = _flag(
-    "TE_GEMM_TUNE",
-    "Time the candidates of the GEMM heuristic at a shape's first call and remember the winner.",
+    "Time the candidates of the GEMM heuristic at a shape's first call and remember the winner."
 )
 TE_CACHE_DIR: Variable[Path | None] = Variable(
-    "TE_CACHE_DIR",
     None,
     _absolute_path,
     "an absolute path",
     "Directory of what is remembered between processes (compiled device code, plans of attention, "
-    "tuned GEMMs). Use "
-    "cache_dir(), which knows the default.",
+    "tuned GEMMs). Use cache_dir(), which knows the default.",
 )
 
 PLUGIN_PREFERENCES = ("flagos", "default", "vendor", "reference")
-
-
-def _preference(text: str) -> str:
-    """Accept the kind of implementation that goes first, in any case."""
-    return _one_of(*PLUGIN_PREFERENCES)(text.lower())
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -339,44 +288,35 @@ def _orders(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 _WORDS = "words with commas between them"
-TE_FL_PREFER: Variable[str] = Variable(
-    "TE_FL_PREFER",
+TE_FL_PREFER = _choice(
     "",
-    _preference,
-    " or ".join(PLUGIN_PREFERENCES),
+    PLUGIN_PREFERENCES,
     "Kind of implementation that the plug-in system chooses first; flagos where unset.",
+    fold=str.lower,
 )
-TE_FL_PREFER_VENDOR = _flag(
-    "TE_FL_PREFER_VENDOR", "Where TE_FL_PREFER is unset: implementations of vendors go first."
-)
+TE_FL_PREFER_VENDOR = _flag("Where TE_FL_PREFER is unset: implementations of vendors go first.")
 TE_FL_STRICT = _flag(
-    "TE_FL_STRICT",
-    "An implementation of an operator that does not take a call is an error; else the next one is "
-    "asked.",
+    "An implementation of an operator that does not take a call is an error; else the next one "
+    "is asked."
 )
-TE_FL_ALLOW_VENDORS: Variable[tuple[str, ...]] = Variable(
-    "TE_FL_ALLOW_VENDORS", (), _words, _WORDS, "Vendors of whose implementations alone some run."
+TE_FL_ALLOW_VENDORS = Variable(
+    (), _words, _WORDS, "Vendors of whose implementations alone some run."
 )
-TE_FL_DENY_VENDORS: Variable[tuple[str, ...]] = Variable(
-    "TE_FL_DENY_VENDORS", (), _words, _WORDS, "Vendors of whose implementations none runs."
-)
-TE_FL_PER_OP: Variable[tuple[tuple[str, tuple[str, ...]], ...]] = Variable(
-    "TE_FL_PER_OP",
+TE_FL_DENY_VENDORS = Variable((), _words, _WORDS, "Vendors of whose implementations none runs.")
+TE_FL_PER_OP = Variable(
     (),
     _orders,
     "op=token|token;op=token, with tokens as docs/plugins.md has them",
     "Order of implementations of single operators, in place of that by kinds.",
 )
-TE_FL_PLUGIN_MODULES: Variable[tuple[str, ...]] = Variable(
-    "TE_FL_PLUGIN_MODULES",
+TE_FL_PLUGIN_MODULES = Variable(
     (),
     _words,
     "names of Python modules and paths of shared objects (/, or .so or .so.1 at the end) "
     "with commas between them",
     "What registers implementations, besides installed packages.",
 )
-TE_PLUGIN: Variable[str] = Variable(
-    "TE_PLUGIN",
+TE_PLUGIN = Variable(
     "",
     _module_name,
     "name of a Python module",
@@ -384,22 +324,23 @@ TE_PLUGIN: Variable[str] = Variable(
     ("NVTE_PLUGIN",),
 )
 TE_FL_SKIP_CUDA = _flag(
-    "TE_FL_SKIP_CUDA",
     "This library's CUDA kernels are not used: its operators take no CUDA tensors, those of "
-    "plug-ins and of plain torch do.",
+    "plug-ins and of plain torch do."
 )
 LOG_LEVELS = ("NOTSET", "DEBUG", "INFO", "WARN", "WARNING", "ERROR", "FATAL", "CRITICAL")
-TE_FL_LOG_LEVEL: Variable[str] = Variable(
-    "TE_FL_LOG_LEVEL",
+TE_FL_LOG_LEVEL = _choice(
     "WARNING",
-    lambda text: _one_of(*LOG_LEVELS)(text.upper()),
-    " or ".join(LOG_LEVELS),
+    LOG_LEVELS,
     "Least level of what the plug-in system writes to stderr.",
-    ("TEFL_LOG_LEVEL",),
+    "TEFL_LOG_LEVEL",
+    fold=str.upper,
 )
 
 TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 """Every variable, in the order of this file."""
+for _name, _value in list(globals().items()):
+    if isinstance(_value, Variable):
+        _value.name = _name
 
 
 def _read_together(kind: type[T], *variables: Variable) -> Callable[[], T]:
@@ -497,18 +438,7 @@ def cache_dir() -> Path | None:
     return Path(base) / "transformer_engine" if os.path.isabs(base) else None
 
 
-class Told(Protocol):
-    """An entry of `unread_variables`."""
-
-    names: str
-    same: str
-
-    def line(self, name: str, value: str) -> str:
-        """Text of the warning where it is set."""
-        ...
-
-
-def unread(entries: Iterable[Told]) -> list[str]:
+def unread(entries: Iterable["Unread"]) -> list[str]:
     """Return a line for each variable of `entries` that is set to what is not done here anyway."""
     return [
         entry.line(name, value)
@@ -519,7 +449,7 @@ def unread(entries: Iterable[Told]) -> list[str]:
 
 
 @functools.cache
-def warn_of_unread(entries: Iterable[Told]) -> None:
+def warn_of_unread(entries: Iterable["Unread"]) -> None:
     """Warn of each of `entries` that is set, once a process: at the first call."""
     for line in unread(entries):
         warnings.warn(line, UserWarning, stacklevel=2)

@@ -184,42 +184,19 @@ class Graph:
         self.tensors.append(None)
         return -1
 
-    def node(  # noqa: PLR0913 - the fields of a node
+    def node(  # noqa: PLR0913 - and those of `fields`
         self,
         kind: int,
         inputs: tuple,
         output: int,
         *,
-        name: str = "",
-        variant: int = 0,
-        flags: int = 0,
-        numbers: tuple = (),
         slices: tuple = (),
         quantization: Quantization = HIGH_PRECISION,
-        owner: int = 0,
-        slots: tuple[int, int] = (0, 0),
-        gather: int = 1,
-        external: tuple = (),
-        halves: tuple = (),
+        **fields: Any,
     ) -> None:
-        """Add a node; `slices` are the fields of ``_core.Slice``."""
-        node = _core.Node(
-            name=name,
-            kind=kind,
-            variant=variant,
-            flags=flags,
-            inputs=inputs,
-            output=output,
-            numbers=numbers,
-            slices=tuple(_core.Slice(*each) for each in slices),
-            quantization=quantization,
-            owner=owner,
-            slots=slots,
-            gather=gather,
-            external=external,
-            halves=halves,
-        )
-        self.nodes.append(node)
+        """Add a node; `slices` are the fields of ``_core.Slice``, `fields` others of the node."""
+        fields |= {"kind": kind, "inputs": inputs, "output": output, "quantization": quantization}
+        self.nodes.append(_core.Node(slices=tuple(_core.Slice(*of) for of in slices), **fields))
 
     def append(
         self, other: "Graph", x: int, prefix: str, output: str, owner: int
@@ -247,12 +224,8 @@ class Graph:
             inputs = tuple(numbers[i] for i in node.inputs)
             places = {"inputs": inputs, "output": numbers[node.output], "owner": owner}
             self.nodes.append(node._replace(name=prefix + node.name, **places))
-
-        def moved(links: list) -> list:
-            return [None if link is None else ("value", numbers[link[1]]) for link in links]
-
-        self.tensors += moved(other.tensors[1:])
-        self.drawn += moved(other.drawn)
+        self.tensors += _moved(other.tensors[1:], numbers)
+        self.drawn += _moved(other.drawn, numbers)
         self.parts += other.parts
         self.weights += [numbers[of] for of in other.weights]
         self.operands += [of + before * _core.OPERAND_ROLES for of in other.operands]
@@ -279,17 +252,14 @@ class Graph:
         So a plan is given its arguments in the order of a call.
         """
         numbers = self.order(tensors)
-
-        def moved(links: list) -> list:
-            return [None if link is None else ("value", numbers[link[1]]) for link in links]
-
         made = Graph(self.flags)
         made.values = [self.values[number] for number in numbers if number >= 0]
         for node in self.nodes:
             inputs = tuple(numbers[i] for i in node.inputs)
             made.nodes.append(node._replace(inputs=inputs, output=numbers[node.output]))
-        made.tensors, made.results = moved(tensors), moved(self.results)
-        made.parts, made.operands, made.drawn = self.parts, self.operands, moved(self.drawn)
+        made.tensors, made.results = _moved(tensors, numbers), _moved(self.results, numbers)
+        made.parts, made.operands = self.parts, self.operands
+        made.drawn = _moved(self.drawn, numbers)
         made.weights = [numbers[number] for number in self.weights]
         return made
 
@@ -348,6 +318,11 @@ class Graph:
             external=tuple(sorted(spec.external)),
             halves=tuple(sorted(spec.halves)),
         )
+
+
+def _moved(links: list, numbers: dict[int, int]) -> list:
+    """Links of the same values where these have other numbers."""
+    return [None if link is None else ("value", numbers[link[1]]) for link in links]
 
 
 RESULT = _core.VALUE_RESULT | _core.VALUE_LEADING

@@ -8,8 +8,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.flags import flags_of
 from transformer_engine.common.recipe import Recipe
+
+
+def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
+    """Join the flags, numbers of one bit each, whose condition holds; none is there twice."""
+    return sum(flag for flag, condition in bits if condition)
 
 
 class OperandCast(NamedTuple):
@@ -69,6 +73,8 @@ _BACKWARDS = {
     "dequantized": _core.BACKWARD_DEQUANTIZED,
 }
 """By ``backward_override``."""
+_MEASURING = {"current": _core.RECIPE_CURRENT, "block": _core.RECIPE_BLOCK, "row": _core.RECIPE_ROW}
+"""By kind of a recipe that finds scales in the tensors that it casts."""
 _FP8_CODES = {"e4m3": _core.DTYPE_E4M3, "e5m2": _core.DTYPE_E5M2}
 
 
@@ -121,24 +127,18 @@ def _quantization_of_casts(recipe: Recipe) -> Quantization:
         kinds = zip(dtypes, squares, strict=True)
         margin = recipe.margin
         return Quantization(*(OperandCast(_core.RECIPE_MXFP8, d, 0.0, s, margin) for d, s in kinds))
+    kind = _MEASURING.get(recipe._KIND)
+    if kind is None:
+        raise NotImplementedError(
+            f"Linear: no cast is known for a {type(recipe).__name__}: use a recipe of "
+            "transformer_engine.common.recipe, or a CustomRecipe"
+        )
     tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    ways = (
-        _core.LINEAR_FAST_OUTPUT,
-        _core.LINEAR_FAST_GRAD_INPUT,
-        _core.LINEAR_FAST_GRAD_WEIGHT,
-    )
-    fast = flags_of(
-        (way, not gemm.use_split_accumulator) for way, gemm in zip(ways, gemms, strict=True)
-    )
-    kind = _kind_of(recipe)
-    dims = (1, 1, 1)
-    if kind == _core.RECIPE_BLOCK:
-        dims = (
-            recipe.x_block_scaling_dim,
-            recipe.w_block_scaling_dim,
-            recipe.grad_block_scaling_dim,
-        )
+    ways = (_core.LINEAR_FAST_OUTPUT, _core.LINEAR_FAST_GRAD_INPUT, _core.LINEAR_FAST_GRAD_WEIGHT)
+    narrow = (not gemm.use_split_accumulator for gemm in gemms)
+    fast = flags_of(zip(ways, narrow, strict=True))
+    dims = [getattr(recipe, f"{of}_block_scaling_dim", 1) for of in ("x", "w", "grad")]
     casts = [
         measuring_cast(kind, dtype, tensor.power_2_scale, dim == 2, tensor.amax_epsilon)
         for dtype, tensor, dim in zip(dtypes, tensors, dims, strict=True)
@@ -240,17 +240,3 @@ def check_nvfp4(name: str, casts: Iterable[OperandCast]) -> None:
             f"{name}: row_scaled_activation with fp4_2d_quantization of inputs: an amax for each "
             "row needs groups inside of a row; set one of the two to False"
         )
-
-
-def _kind_of(recipe: Recipe) -> int:
-    """``_core.RECIPE_*`` of a recipe that finds scales in the tensors that it casts."""
-    if recipe.float8_current_scaling():
-        return _core.RECIPE_CURRENT
-    if recipe.float8_block_scaling():
-        return _core.RECIPE_BLOCK
-    if recipe.float8_row_scaling():
-        return _core.RECIPE_ROW
-    raise NotImplementedError(
-        f"Linear: no cast is known for a {type(recipe).__name__}: use a recipe of "
-        "transformer_engine.common.recipe, or a CustomRecipe"
-    )

@@ -4,6 +4,17 @@
 `absent` makes these modules when they are imported; no file stands there.
 """
 
+_GROUPED = "is_op_fuser_grouped_tensor_path_supported"
+_STORAGES = {
+    "float8_blockwise_tensor": "Float8BlockwiseQTensorStorage",
+    "float8_tensor": "Float8TensorStorage",
+    "hybrid_tensor": "HybridQuantizedTensorStorage",
+    "identity_tensor": "IdentityTensorStorage",
+    "mxfp8_tensor": "MXFP8TensorStorage",
+    "nvfp4_tensor": "NVFP4TensorStorage",
+}
+"""By module of ``pytorch.tensor``; programs find them below ``pytorch.tensor.storage``."""
+
 OTHER_PATHS: dict[str, dict[str, str]] = {
     "plugin.core.builtin_ops": {"plugin.builtin": "register_builtins"},
     "pytorch.attention.custom_ops": {"pytorch.cpp_extensions.attention_ops": "*"},
@@ -23,32 +34,15 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
     "pytorch.attention.multi_head_attention": {"pytorch.layer.multi_head_attention": "*"},
     "pytorch.float8_tensor": {"pytorch.tensor.float8_tensor": "Float8Quantizer Float8Tensor"},
     "pytorch.fp8": {"pytorch.quantization": "*"},
+    "pytorch.ops.basic": {"pytorch.module.grouped_linear": _GROUPED},
+    "pytorch.ops.basic.grouped_linear": {
+        "pytorch.module.grouped_linear": f"GRAD_INPUT_BUFFER_KEY OUTPUT_BUFFER_KEY {_GROUPED}"
+    },
     "pytorch.quantized_tensor": {"pytorch.tensor.quantized_tensor": "*"},
-    "pytorch.tensor.storage": {
-        "pytorch.tensor.float8_blockwise_tensor": "Float8BlockwiseQTensorStorage",
-        "pytorch.tensor.float8_tensor": "Float8TensorStorage",
-        "pytorch.tensor.hybrid_tensor": "HybridQuantizedTensorStorage",
-        "pytorch.tensor.identity_tensor": "IdentityTensorStorage",
-        "pytorch.tensor.mxfp8_tensor": "MXFP8TensorStorage",
-        "pytorch.tensor.nvfp4_tensor": "NVFP4TensorStorage",
-    },
-    "pytorch.tensor.storage.float8_blockwise_tensor_storage": {
-        "pytorch.tensor.float8_blockwise_tensor": "Float8BlockwiseQTensorStorage"
-    },
-    "pytorch.tensor.storage.float8_tensor_storage": {
-        "pytorch.tensor.float8_tensor": "Float8TensorStorage"
-    },
-    "pytorch.tensor.storage.hybrid_tensor_storage": {
-        "pytorch.tensor.hybrid_tensor": "HybridQuantizedTensorStorage"
-    },
-    "pytorch.tensor.storage.identity_tensor_storage": {
-        "pytorch.tensor.identity_tensor": "IdentityTensorStorage"
-    },
-    "pytorch.tensor.storage.mxfp8_tensor_storage": {
-        "pytorch.tensor.mxfp8_tensor": "MXFP8TensorStorage"
-    },
-    "pytorch.tensor.storage.nvfp4_tensor_storage": {
-        "pytorch.tensor.nvfp4_tensor": "NVFP4TensorStorage"
+    "pytorch.tensor.storage": {f"pytorch.tensor.{m}": name for m, name in _STORAGES.items()},
+    **{
+        f"pytorch.tensor.storage.{module}_storage": {f"pytorch.tensor.{module}": name}
+        for module, name in _STORAGES.items()
     },
     "pytorch.tensors": {"pytorch.tensor.pickling": "rebuild_quantized"},  # in checkpoints
     "pytorch.transformer": {"pytorch.layer.transformer_layer": "*"},

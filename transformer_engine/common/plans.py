@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
@@ -30,19 +30,10 @@ _keep = functools.lru_cache(maxsize=64)
 """Keeps the plans of the last 64 graphs: a new module like an earlier one gets these."""
 
 
-class Argument(NamedTuple):
-    """Arguments of a plan."""
-
-    link: Link  # what it is
-    written: bool  # the run changes it
-
-
-def _arguments(plan: Plan) -> list[Argument]:
-    return [
-        Argument((buffer.link, buffer.of), bool(buffer.written))
-        for buffer in plan.described.buffers
-        if buffer.role in _GIVEN
-    ]
+def _arguments(plan: Plan) -> dict[Link, bool]:
+    """Links of the arguments of a plan, and whether the run changes them."""
+    given = (buffer for buffer in plan.described.buffers if buffer.role in _GIVEN)
+    return {(buffer.link, buffer.of): bool(buffer.written) for buffer in given}
 
 
 def _links(plan: Plan, role: str) -> list[Link]:
@@ -152,8 +143,8 @@ class CallPlans:
         self.quantized = any(part.quantization.is_quantized for part in self.parts)
         given = _arguments(self.forward)
         # Arguments of the forward, and the scaling state that it is given.
-        self.forward_inputs = tuple(a.link for a in given if a.link[0] not in _STATE)
-        self.forward_state = tuple(a.link for a in given if a.link[0] in _STATE)
+        self.forward_inputs = tuple(link for link in given if link[0] not in _STATE)
+        self.forward_state = tuple(link for link in given if link[0] in _STATE)
         self.outputs = tuple(_links(self.forward, "output"))
         self.results = tuple(graph.results)  # of the module: the first of `outputs`
         # Places among `outputs` of the forms of the first result, where that is returned quantized,
@@ -187,7 +178,7 @@ class CallPlans:
         for i in self.reads_caches:
             sources += caches[i]
         # Random pairs that a call draws, in this order: those that one of its plans reads.
-        read = {a.link for plan in (self.forward, self.backward) if plan for a in _arguments(plan)}
+        read = {link for p in (self.forward, self.backward) if p for link in _arguments(p)}
         self.drawn = tuple(link for link in graph.drawn if link in read)
         sources += self.drawn
         # From the tensors and caches of a call.
@@ -231,29 +222,29 @@ class CallPlans:
         self.saves_packed = bool(_links(self.forward, "saved"))
         self.may_consume = not self.defer and bool(_links(self.backward, "scratch"))
         arguments = _arguments(self.backward)
-        self.backward_state = tuple(a.link for a in arguments if a.link[0] in _STATE)
+        self.backward_state = tuple(link for link in arguments if link[0] in _STATE)
         # Of the largest scores of an attention there is none, so nothing reads that.
         results = [("gradient", of) if link == "value" else (link, of) for link, of in self.results]
         ours = (*_STATE, "gradient")
-        saved = [a.link for a in arguments if a.link[0] not in ours]
+        saved = [link for link in arguments if link[0] not in ours]
         self.reads_saved = len(saved)
-        self.pick_grads = Picker([a.link for a in arguments if a.link in results], results)
+        self.pick_grads = Picker([link for link in arguments if link in results], results)
         self.gradients = tuple(_links(self.backward, "output"))
         if graph.flags_of(graph.tensors[0]) & _core.VALUE_RETURN_QUANTIZED:
             self.returned_grad = _places_of_forms(graph.operands[0] + GRAD_INPUT, self.gradients)
         if graph.flags_of(graph.results[0]) & _core.VALUE_QUANTIZED:
             maker = graph.maker_of(graph.results[0])
-            forms = forms_of(maker * _core.OPERAND_ROLES + GRAD, {a.link for a in arguments})
+            forms = forms_of(maker * _core.OPERAND_ROLES + GRAD, arguments)
             saved = [link for link in saved if link not in forms]
             known = [*results, *forms, *saved]
-            self.pick_given = Picker([a.link for a in arguments if a.link in known], known)
+            self.pick_given = Picker([link for link in arguments if link in known], known)
         if self.wgrad is not None:
             given = _arguments(self.wgrad)
-            self.wgrad_inputs = tuple(a.link for a in given if not a.written)
+            self.wgrad_inputs = tuple(link for link, written in given.items() if not written)
             known = {*results, *saved, *self.gradients}
             saved += [link for link in self.wgrad_inputs if link not in known]
             self.wgrad_has_rows = _has_rows(self.wgrad)
-            read = [a.link for a in arguments if a.link in results]
+            read = [link for link in arguments if link in results]
             # From (gradients..., saved..., gradients of the results).
             self.pick_deferred = Picker(self.wgrad_inputs, [*self.gradients, *saved, *read])
         self.saved = tuple(saved)

@@ -8,7 +8,7 @@ identity of a recipe. Modules whose recipes print alike share their amax bookkee
 those whose recipes differ in how they attend alone.
 
 Two habits of client programs shape this file. They pass keyword arguments that recipes no longer
-have (`recipe_base.accept_unknown_arguments`). And they unpickle recipes through allow-lists of
+have (`recipe_base.recipe_class`). And they unpickle recipes through allow-lists of
 class names, so the pickle of a recipe must name this module's public classes only.
 
 Every recipe runs on every device. Which of them a device multiplies by itself is asked with
@@ -29,11 +29,8 @@ from transformer_engine.common.recipe_base import (
     QParams,
     Recipe,
     _FormatHelper,  # noqa: F401 - pickles of a Format name it here
-    attention_setting,
-    format_setting,
+    format_rule,
     gemm_setting,
-    margin_setting,
-    override_setting,
     recipe_class,
     setting,
 )
@@ -103,19 +100,18 @@ class DelayedScaling(Recipe):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is not None.
     ValueError
-        A value of another field is out of range or of a wrong type. Both errors are raised by
-        assignments, too.
+        A value of another field is out of range or of a wrong type.
     """
 
-    margin: int = margin_setting()
-    fp8_format: Format = format_setting(Format.HYBRID)
+    margin: int = setting(rules.margin, 0)
+    fp8_format: Format = setting(format_rule, Format.HYBRID)
     amax_history_len: int = setting(rules.integer(1, math.inf, "an integer of at least 1"), 1024)
     amax_compute_algo: str | Callable = setting(rules.amax_compute_algo, "max")
     scaling_factor_compute_algo: Callable | None = setting(rules.optional_callable, None)
     reduce_amax: bool = setting(rules.boolean, True)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting(rules.no_backward_override)
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.no_backward_override, config.TE_BACKWARD_OVERRIDE)
     measure_first: bool = setting(rules.boolean, False)
 
     _KIND = "delayed"
@@ -176,18 +172,17 @@ class Float8CurrentScaling(_Measuring):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
-        A value of another field is out of range or of a wrong type, or a variable of the
-        environment is not understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
     use_power_2_scales: bool = setting(rules.boolean, config.TE_FP8_CURRENT_SCALING_POWER_2_SCALES)
-    fp8_format: Format = format_setting(Format.HYBRID)
+    fp8_format: Format = setting(format_rule, Format.HYBRID)
     fp8_gemm_fprop: MMParams = gemm_setting(split=False)
     fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
     fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
 
     _KIND = "current"
 
@@ -229,20 +224,20 @@ class Float8BlockScaling(_Measuring):
         without split accumulation; `fp8_dpa` or `fp8_mha` is True; `backward_override` is none of
         the three.
     ValueError
-        As of `Float8CurrentScaling`. Assignments raise these errors, too.
+        As of `Float8CurrentScaling`.
     """
 
     use_f32_scales: bool = setting(rules.boolean, config.TE_FP8_BLOCK_SCALING_FP32_SCALES)
-    fp8_format: Format = format_setting(Format.E4M3)
+    fp8_format: Format = setting(format_rule, Format.E4M3)
     x_block_scaling_dim: int = setting(rules.one_of(1, 2), 1)
     w_block_scaling_dim: int = setting(rules.one_of(1, 2), 2)
     grad_block_scaling_dim: int = setting(rules.one_of(1, 2), 1)
     fp8_gemm_fprop: MMParams = gemm_setting(split=True)
     fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
     fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
-    fp8_dpa: bool = attention_setting(rules.never)
-    fp8_mha: bool = attention_setting(rules.never)
-    backward_override: str | None = override_setting()
+    fp8_dpa: bool = setting(rules.never, False)
+    fp8_mha: bool = setting(rules.never, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
 
     _KIND = "block"
 
@@ -300,16 +295,16 @@ class Float8RowScaling(_Measuring):
         `fp8_format` is E5M2 or E2M1; `fp8_dpa` or `fp8_mha` is True; `backward_override` is none
         of the three.
     ValueError
-        As of `Float8CurrentScaling`. Assignments raise these errors, too.
+        As of `Float8CurrentScaling`.
     """
 
     use_power_2_scales: bool = setting(rules.boolean, False)
-    fp8_format: Format = format_setting(Format.HYBRID)
+    fp8_format: Format = setting(format_rule, Format.HYBRID)
     fp8_gemm_fprop: MMParams = gemm_setting(split=False)
     fp8_gemm_dgrad: MMParams = gemm_setting(split=True)
     fp8_gemm_wgrad: MMParams = gemm_setting(split=True)
-    fp8_dpa: bool = attention_setting(rules.never)
-    fp8_mha: bool = attention_setting(rules.never)
-    backward_override: str | None = override_setting()
+    fp8_dpa: bool = setting(rules.never, False)
+    fp8_mha: bool = setting(rules.never, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
 
     _KIND = "row"

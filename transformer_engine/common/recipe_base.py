@@ -49,11 +49,9 @@ class Format(Enum):
         The direction is "fwd" (activations, weights) or "bwd" (gradients); ValueError for another
         one.
         """
-        if direction == "fwd":
-            return self.value.max_fwd
-        if direction == "bwd":
-            return self.value.max_bwd
-        raise ValueError(f"direction must be 'fwd' or 'bwd', got {direction!r}")
+        if direction not in ("fwd", "bwd"):
+            raise ValueError(f"direction must be 'fwd' or 'bwd', got {direction!r}")
+        return self.value.max_fwd if direction == "fwd" else self.value.max_bwd
 
     def dtype_name(self, direction: str) -> str:
         """Return the name of a direction's element type: "e4m3", "e5m2" or "e2m1"; as `fp8_max`."""
@@ -169,33 +167,9 @@ def setting(rule: Callable[[str, Any], Any], default: Any = MISSING) -> Any:
     return field(default=default, metadata=metadata)
 
 
-# Fields that several recipes have. Each recipe lists its fields itself, in the order of its
-# constructor's arguments.
-
-
-def margin_setting() -> Any:
-    """Powers of two left free: beyond the exponents of fp32, 2**-margin is no scale any more."""
-    return setting(rules.integer(-126, 126, "an integer from -126 to 126"), 0)
-
-
-def format_setting(default: Format) -> Any:
-    """Element types: E4M3 or HYBRID."""
-    return setting(format_rule, default)
-
-
 def gemm_setting(split: bool) -> Any:
     """How a kind of GEMM runs; `split`: whether it accumulates so by default."""
     return setting(rules.instance(MMParams), MMParams(use_split_accumulator=split))
-
-
-def attention_setting(rule: Callable[[str, Any], Any] = rules.boolean) -> Any:
-    """Return whether attention runs in FP8."""
-    return setting(rule, False)
-
-
-def override_setting(rule: Callable[[str, Any], Any] = rules.backward_override) -> Any:
-    """Operands that the backward computes from."""
-    return setting(rule, config.TE_BACKWARD_OVERRIDE)
 
 
 class DerivedQParams:
@@ -255,17 +229,7 @@ _IGNORED_ARGUMENTS = frozenset(
 )
 
 
-@dataclass_transform(
-    eq_default=False,
-    field_specifiers=(
-        setting,
-        margin_setting,
-        format_setting,
-        gemm_setting,
-        attention_setting,
-        override_setting,
-    ),
-)
+@dataclass_transform(eq_default=False, field_specifiers=(setting, gemm_setting))
 def recipe_class(cls: type) -> type:
     """Make a recipe of a class whose fields are settings (class decorator).
 
@@ -310,8 +274,9 @@ class Recipe:
     have one class and the same numerics. Recipes can be written to and are therefore not hashable:
     `repr` is the key to use.
 
-    A subclass lists its fields with their rules (`recipe_class`, `setting`); a rule takes a name
-    for messages and a value, and returns the value to store or raises.
+    A subclass lists its fields with their rules (`recipe_class`, `setting`), in the order of its
+    constructor's arguments; a rule takes a name for messages and a value, and returns the value to
+    store or raises. Assignments raise what the constructor does.
     """
 
     _RULES: ClassVar[Mapping[str, Callable[[str, Any], Any]]] = {}

@@ -4,16 +4,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transformer_engine.common import config
 from transformer_engine.common import recipe_rules as rules
-from transformer_engine.common.recipe_base import (
-    Format,
-    Recipe,
-    attention_setting,
-    format_setting,
-    override_setting,
-    recipe_class,
-    setting,
-)
+from transformer_engine.common.recipe_base import Format, Recipe, format_rule, recipe_class, setting
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,14 @@ class CustomRecipe(Recipe):
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
         `qfactory` can not be called; `quantization_alignment` is no positive integer; a value of
-        another field is of a wrong type. Assignments raise these errors, too.
+        another field is of a wrong type.
     """
 
     qfactory: Callable = setting(rules.function)
-    fp8_format: Format = format_setting(Format.HYBRID)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    fp8_format: Format = setting(format_rule, Format.HYBRID)
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
     quantization_alignment: int = setting(
         rules.integer(1, 1 << 30, "an integer of at least 1"), 128
     )

@@ -11,10 +11,7 @@ from transformer_engine.common.recipe_base import (
     Format,
     QParams,
     Recipe,
-    attention_setting,
-    format_setting,
-    margin_setting,
-    override_setting,
+    format_rule,
     recipe_class,
     setting,
 )
@@ -47,15 +44,14 @@ class MXFP8BlockScaling(Recipe):
     AssertionError
         `fp8_format` is E5M2 or E2M1, or `backward_override` is none of the three.
     ValueError
-        A value of another field is out of range or of a wrong type, or a variable of the
-        environment is not understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
-    margin: int = margin_setting()
-    fp8_format: Format = format_setting(Format.E4M3)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    margin: int = setting(rules.margin, 0)
+    fp8_format: Format = setting(format_rule, Format.E4M3)
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
     enable_2d_quantization: bool = setting(rules.boolean, False)
 
     _KIND = "mxfp8"
@@ -71,24 +67,12 @@ def _fp4_qparams(where: str, value: Any) -> QParams:
 
 def _only(wanted: Format) -> Callable[[str, Any], Format]:
     """Accept one format; AssertionError otherwise."""
-
-    def rule(where: str, value: Any) -> Format:
-        if value is not wanted:
-            raise AssertionError(f"{where} must be {wanted}, got {value!r}")
-        return value
-
-    return rule
+    return rules.such(lambda value: value is wanted, str(wanted), AssertionError)
 
 
 def _word(*words: str) -> Callable[[str, Any], str]:
     """Accept one of these words; AssertionError otherwise."""
-
-    def rule(where: str, value: Any) -> str:
-        if value not in words:
-            raise AssertionError(f"{where} must be one of {', '.join(words)}, got {value!r}")
-        return value
-
-    return rule
+    return rules.such(words.__contains__, f"one of {', '.join(words)}", AssertionError)
 
 
 @recipe_class
@@ -139,8 +123,7 @@ class NVFP4BlockScaling(Recipe):
     AssertionError
         A format, a scope or `backward_override` is none of those above.
     ValueError
-        A value of another field is of a wrong type, or a variable of the environment is not
-        understood. Assignments raise these errors, too.
+        A value of another field, or a variable of the environment, is none of what is accepted.
     """
 
     disable_rht: bool = setting(rules.boolean, config.TE_NVFP4_DISABLE_RHT)
@@ -156,9 +139,9 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: str = setting(_word("MAE", "MSE"), config.TE_NVFP4_4OVER6_ERR_MODE)
     fp4_format: Format = setting(_only(Format.E2M1), Format.E2M1)
     fp8_format: Format = setting(_only(Format.E4M3), Format.E4M3)
-    fp8_dpa: bool = attention_setting()
-    fp8_mha: bool = attention_setting()
-    backward_override: str | None = override_setting()
+    fp8_dpa: bool = setting(rules.boolean, False)
+    fp8_mha: bool = setting(rules.boolean, False)
+    backward_override: str | None = setting(rules.backward_override, config.TE_BACKWARD_OVERRIDE)
 
     fp4_quant_fwd_inp = DerivedQParams(
         lambda r: QParams(random_hadamard_transform=not r.disable_rht), _fp4_qparams

@@ -14,6 +14,19 @@ from typing import Any
 from transformer_engine.common import config
 
 
+def such(
+    accepts: Callable[[Any], Any], meaning: str, error: type[Exception] = ValueError
+) -> Callable[[str, Any], Any]:
+    """Make a rule that stores what is accepted as it is; `meaning` says what that is."""
+
+    def rule(where: str, value: Any) -> Any:
+        if accepts(value):
+            return value
+        raise error(f"{where} must be {meaning}, got {value!r}")
+
+    return rule
+
+
 def boolean(where: str, value: Any) -> bool:
     """Accept a bool, or the numbers 0 and 1 as configuration files give them."""
     if isinstance(value, int) and value in (0, 1):
@@ -34,6 +47,10 @@ def integer(low: int, high: float, meaning: str) -> Callable[[str, Any], int]:
         return number
 
     return rule
+
+
+margin = integer(-126, 126, "an integer from -126 to 126")
+"""Powers of two left free: beyond the exponents of fp32, 2**-margin is no scale any more."""
 
 
 def one_of(*accepted: int) -> Callable[[str, Any], int]:
@@ -57,21 +74,13 @@ def never(where: str, value: Any) -> bool:
 
 def instance(kind: type) -> Callable[[str, Any], Any]:
     """Accept an instance of one class."""
-
-    def rule(where: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"{where} must be a {kind.__name__}, got {value!r}")
-        return value
-
-    return rule
+    return such(lambda value: isinstance(value, kind), f"a {kind.__name__}")
 
 
-def backward_override(where: str, value: Any) -> str | None:
-    """Accept None and the names of `config.BACKWARD_OVERRIDES`; AssertionError otherwise."""
-    if value is None or value in config.BACKWARD_OVERRIDES:
-        return value
-    accepted = " or ".join(repr(v) for v in (None, *config.BACKWARD_OVERRIDES))
-    raise AssertionError(f"{where} must be {accepted}, got {value!r}")
+_OVERRIDES = (None, *config.BACKWARD_OVERRIDES)
+backward_override = such(
+    _OVERRIDES.__contains__, " or ".join(map(repr, _OVERRIDES)), AssertionError
+)
 
 
 def no_backward_override(where: str, value: Any) -> None:
@@ -84,22 +93,9 @@ def no_backward_override(where: str, value: Any) -> None:
         )
 
 
-def amax_compute_algo(where: str, value: Any) -> str | Callable:
-    """Accept the two built-in algorithms and callables."""
-    if callable(value) or (isinstance(value, str) and value in ("max", "most_recent")):
-        return value
-    raise ValueError(f"{where} must be 'max', 'most_recent' or a callable, got {value!r}")
-
-
-def function(where: str, value: Any) -> Callable:
-    """Accept callables."""
-    if callable(value):
-        return value
-    raise ValueError(f"{where} must be a function, got {value!r}")
-
-
-def optional_callable(where: str, value: Any) -> Callable | None:
-    """Accept None and callables."""
-    if value is None or callable(value):
-        return value
-    raise ValueError(f"{where} must be None or a callable, got {value!r}")
+function = such(callable, "a function")
+optional_callable = such(lambda value: value is None or callable(value), "None or a callable")
+amax_compute_algo = such(
+    lambda value: callable(value) or (isinstance(value, str) and value in ("max", "most_recent")),
+    "'max', 'most_recent' or a callable",
+)

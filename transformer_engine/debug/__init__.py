@@ -3,5 +3,5 @@
 
 from transformer_engine.common import absent
 
-__getattr__, __dir__ = absent.attach(globals(), ("pytorch",))
+__getattr__, __dir__ = absent.attach(globals())
 __all__ = absent.names_of(__name__)

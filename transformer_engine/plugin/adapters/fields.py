@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.adapters import PLACED, UNEXPRESSED, Mapped
 from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
+from transformer_engine.pytorch.cpp_extensions.values import matrix
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
@@ -150,11 +151,6 @@ def apart(into: Tensor | None, *read: Tensor | None) -> Tensor | None:
     if any(t is not None and t.data_ptr() == address for t in read):
         return None
     return matrix(into)
-
-
-def matrix(tensor: Tensor) -> Tensor:
-    """[rows, columns] of [..., columns]."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def sums_of(counts: Tensor) -> Tensor:

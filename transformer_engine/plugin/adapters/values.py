@@ -19,12 +19,12 @@ from transformer_engine.plugin.adapters.fields import (
     NotTakenError,
     apart,
     fields_of,
-    matrix,
     reads,
     taken,
     written,
 )
 from transformer_engine.plugin.builtin import ACTIVATIONS
+from transformer_engine.pytorch.cpp_extensions.values import matrix
 
 _OWN = ("wide", "amax_partials")
 CAST_FIELDS = (*_OWN, *(name for name in fields_of("quantize") if name not in ("input", "noop")))

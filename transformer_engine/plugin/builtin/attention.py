@@ -56,20 +56,18 @@ def _sequences(forms: tuple[str, str], padding: bool, call: Any) -> dict[str, An
     """Where sequences begin and end."""
     counted = call.cu_seqlens_q, call.cu_seqlens_kv
     padded = call.cu_seqlens_q_padded, call.cu_seqlens_kv_padded
-    if "thd" not in forms:
-        if not padding:
-            return {}
-        query, key = map(_lengths, counted)
-        return {"query_lengths": query, "key_lengths": key}
-    if forms != ("thd", "thd"):
+    found: dict[str, Any] = {}
+    if forms == ("thd", "thd"):
+        found |= {"max_queries": int(call.max_seqlen_q), "max_keys": int(call.max_seqlen_kv)}
+        pairs = zip(counted, padded, strict=True)
+        starts = [(c if p is None else p).to(torch.int32) for c, p in pairs]
+        found |= {"query_offsets": starts[0], "key_offsets": starts[1]}
+        padding = any(each is not None for each in padded)
+    elif "thd" in forms:
         raise NotImplementedError(
             f"fused_attn: {forms[0]} queries and {forms[1]} keys: not built yet; pack both"
         )
-    found: dict[str, Any] = {}
-    found |= {"max_queries": int(call.max_seqlen_q), "max_keys": int(call.max_seqlen_kv)}
-    starts = [(c if p is None else p).to(torch.int32) for c, p in zip(counted, padded, strict=True)]
-    found |= {"query_offsets": starts[0], "key_offsets": starts[1]}
-    if any(each is not None for each in padded):
+    if padding:
         query, key = map(_lengths, counted)
         found |= {"query_lengths": query, "key_lengths": key}
     return found

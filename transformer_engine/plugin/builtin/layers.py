@@ -22,6 +22,7 @@ from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.product import product
 from transformer_engine.pytorch.cpp_extensions.values import (
     computed,
+    matrix,
     placed,
     quantized,
     refuse,
@@ -101,13 +102,6 @@ define_activations(globals(), _activated, _activation_gradient)
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _matrix(tensor: Tensor) -> Tensor:
-    """[rows, columns] of [..., columns]."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
-
-
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense tensors have memory in common."""
     begin, other_begin = one.data_ptr(), other.data_ptr()
@@ -117,8 +111,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _normed(op: str, call: Any, bias: Any, out: Any) -> tuple[Any, Tensor | None, Tensor]:
     kind = _core.NORM_LAYERNORM if op == "layernorm_fwd" else _core.NORM_RMSNORM
     inp, gamma = wide(op, "input", call.input), wide(op, "weight", call.weight)
-    matrix, ln_out = _matrix(inp), call.ln_out
-    rows = matrix.shape[:1]
+    flat, ln_out = matrix(inp), call.ln_out
+    rows = flat.shape[:1]
     rsigma = placed(out, 2, inp, rows, torch.float32)
     mean = placed(out, 1, inp, rows, torch.float32) if kind == _core.NORM_LAYERNORM else None
     dtype = torch_dtype(op, "otype", call.otype)
@@ -129,11 +123,11 @@ def _normed(op: str, call: Any, bias: Any, out: Any) -> tuple[Any, Tensor | None
         "rsigma": rsigma,
     }
     options = {"eps": call.eps, "zero_centered": call.zero_centered_gamma}
-    run = partial(_core.norm, matrix, kind, **given, **options)
+    run = partial(_core.norm, flat, kind, **given, **options)
     if type(ln_out) is Tensor and call.quantizer is None:
         fits = ln_out.dtype == dtype and ln_out.shape == inp.shape and ln_out.is_contiguous()
         if fits and not _overlap(ln_out, inp):
-            run(wide=_matrix(ln_out.detach()))
+            run(wide=matrix(ln_out.detach()))
             return ln_out, mean, rsigma
     return computed(op, run, inp, dtype, call.quantizer, ln_out), mean, rsigma
 
@@ -187,17 +181,17 @@ def _norm_gradient(
     grad, inp, gamma = wide(op, "dy", dy), wide(op, "x", call.x), wide(op, "gamma", call.gamma)
     made = placed(out, 0, inp, inp.shape), placed(out, 1, gamma, gamma.shape)
     if add is not None:
-        add = _matrix(wide(op, "add", add).to(inp.dtype))
+        add = matrix(wide(op, "add", add).to(inp.dtype))
     beta_grad = placed(out, 2, gamma, gamma.shape) if kind == _core.NORM_LAYERNORM else None
     _core.norm_backward(
-        _matrix(grad),
-        _matrix(inp),
+        matrix(grad),
+        matrix(inp),
         kind,
         wide(op, "rsigma", call.rsigma).flatten(),
         mean=None if mu is None else wide(op, "mu", mu).flatten(),
         gamma=gamma,
         grad_residual=add,
-        grad_input=_matrix(made[0]),
+        grad_input=matrix(made[0]),
         gamma_grad=made[1],
         beta_grad=beta_grad,
         zero_centered=call.zero_centered_gamma,
@@ -355,34 +349,13 @@ def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor |
 
     Parameters
     ----------
-    A, B : Tensor
-        In fp32, fp16 or bf16; or quantized, tensors or storages of any format. Row-wise data are
-        read of `A` where `transA`, and of `B` where not `transB`; else column-wise ones. Operands
-        that no kernel reads together are multiplied in fp32, and counted as ``emulated.mixed``; so
-        is one that lacks the form that is read.
-    D : Tensor, optional
-        To be written, and returned: of the result's shape, plain or quantized.
-    quantizer : Quantizer, optional
-        What casts the result, from `output_dtype`.
-    output_dtype : torch.dtype or DType, optional
-        Of the result; that of `D`, or of `A`, where None.
-    bias : Tensor, optional
-        [columns], added; with `grad` its gradient is asked for instead.
-    gelu : bool
-        The result is gelu of what it is without; with `grad` it is multiplied by the derivative of
-        gelu at `gelu_in`.
-    gelu_in : Tensor, optional
-        Of the shape of the result: with `grad` read, else written where it is given.
-    grad : bool
-        The product is one of a backward.
-    accumulate : bool
-        Add to `D`; `beta` is 1 where None.
-    use_split_accumulator : bool
-        FP8 on Hopper: add up in fp32 often; False is faster and less precise.
+    A, B, bias, gelu, gelu_in, grad, accumulate, use_split_accumulator, alpha, beta
+        As of `general_gemm`. Row-wise data are read of `A` where `transA`, and of `B` where not
+        `transB`; else column-wise ones.
+    D, quantizer, output_dtype
+        What `out`, `quantization_params` and `out_dtype` are there.
     comm_overlap, extra_output, bulk_overlap
         NotImplementedError unless None or False: they wait for user buffers.
-    alpha, beta : float
-        Factors of the product and of `D`.
     bias_type, workspace, workspace_size, comm_type
         Not needed.
 

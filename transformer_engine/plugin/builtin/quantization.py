@@ -202,31 +202,33 @@ def with_newest(call: Any) -> list[tuple[Tensor, Tensor]]:
 # torch: an optimizer calls them once for each weight and step.
 
 
-def _tiles(op: str, part: Tensor, h: int, w: int, start_offset: int, block_len: int) -> Tensor:
-    """Number of the tile of each element of a slice."""
+def _tiles(op: str, part: Tensor, call: Any, name: str, by_tile: Tensor) -> Tensor:
+    """Number of the tile of each element of a slice; a tensor has a number for each tile."""
+    h, w, start_offset, block_len = call.h, call.w, call.start_offset, call.block_len
     if start_offset < 0 or start_offset + part.numel() > h * w:
         raise ValueError(
             f"{op}: start_offset={start_offset} and {part.numel()} elements, of a matrix of "
             f"{h} x {w}"
         )
+    expected = -(-h // block_len) * -(-w // block_len)
+    if by_tile.numel() != expected:
+        raise ValueError(f"{op}: {name} of {by_tile.numel()} elements, expected {expected} tiles")
     at = torch.arange(start_offset, start_offset + part.numel(), device=part.device)
     return at // w // block_len * -(-w // block_len) + at % w // block_len
 
 
-def fp8_block_scaling_compute_partial_amax(
-    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
-) -> None:
+@operator
+def fp8_block_scaling_compute_partial_amax(call: Any) -> None:
     """Write the largest magnitudes of a slice, by tile.
 
     `tensor` are consecutive elements of a matrix [h, w], from element `start_offset` on, of a
     floating dtype; `amax` is fp32 [ceil(h / block_len), ceil(w / block_len)], 0 for tiles without
     elements here. ValueError for a slice that is none of the matrix, or another number of tiles.
     """
-    op = "fp8_block_scaling_compute_partial_amax"
-    part = checked(op, "tensor", tensor).reshape(-1)
-    tiles = _tiles(op, part, h, w, start_offset, block_len)
-    count = _count(op, "amax", amax, h, w, block_len)
-    found = torch.zeros(count, dtype=torch.float32, device=amax.device)
+    op, amax = "fp8_block_scaling_compute_partial_amax", call.amax
+    part = checked(op, "tensor", call.tensor).reshape(-1)
+    tiles = _tiles(op, part, call, "amax", amax)
+    found = torch.zeros(amax.numel(), dtype=torch.float32, device=amax.device)
     found.scatter_reduce_(0, tiles, part.float().abs(), "amax")
     amax.detach().copy_(found.view(amax.shape))
 
@@ -239,21 +241,13 @@ def fp8_block_scaling_partial_cast(call: Any) -> None:
     `fp8_block_scaling_compute_partial_amax`, whose other arguments these are; `out_dtype` is the
     FP8 `DType` of the codes.
     """
-    op, out, sizes = "fp8_block_scaling_partial_cast", call.out.detach(), (call.h, call.w)
+    op, out = "fp8_block_scaling_partial_cast", call.out.detach()
     part = checked(op, "inp", call.inp).reshape(-1)
     dtype = torch_dtype(op, "out_dtype", call.out_dtype)
     if out.numel() != part.numel():
         raise ValueError(f"{op}: out of {out.numel()} elements, inp of {part.numel()}")
-    _count(op, "scale", call.scale, *sizes, call.block_len)
-    tiles = _tiles(op, part, *sizes, call.start_offset, call.block_len)
+    tiles = _tiles(op, part, call, "scale", call.scale)
     values = part.float() * call.scale.reshape(-1)[tiles]
     largest = torch.finfo(dtype).max
     codes = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
     out.view(torch.uint8).copy_(codes.view(out.shape))
-
-
-def _count(op: str, name: str, by_tile: Tensor, h: int, w: int, block_len: int) -> int:
-    expected = -(-h // block_len) * -(-w // block_len)
-    if by_tile.numel() != expected:
-        raise ValueError(f"{op}: {name} of {by_tile.numel()} elements, expected {expected} tiles")
-    return expected

@@ -4,79 +4,31 @@
 Implementations with many arguments are functions of one object, which has these by name.
 """
 
-import ast
 import functools
 import inspect
 from collections import namedtuple
-from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
+from collections.abc import Callable
+from inspect import Signature
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import transformer_engine
-from transformer_engine.plugin.core import ops
 
 _STUB = Path(transformer_engine.__file__).parents[1] / "transformer_engine_torch/__init__.pyi"
-_NAMES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (bool, int, float, str, list, tuple, type)},
-    "Callable": Callable,
-    "Sequence": Sequence,
-    **{"Any": Any, "Tensor": torch.Tensor, "Generator": torch.Generator, "dtype": torch.dtype},
-    **{"torch": torch, "ops": ops},
-}
-"""Names that annotations of arguments consist of."""
 
 
 @functools.cache
-def _definitions() -> dict[str, ast.FunctionDef]:
-    found: dict[str, ast.FunctionDef] = {}
-    for node in ast.parse(_STUB.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.FunctionDef(name=name):
-                found[name] = node
-            case ast.Assign(targets=others, value=ast.Name(id=name)):
-                found.update((other.id, found[name]) for other in others)
+def _stubs() -> dict[str, Any]:
+    """Functions of the stub, which is Python, by name."""
+    found: dict[str, Any] = {}
+    exec(compile(_STUB.read_text(encoding="utf-8"), _STUB, "exec"), found)
     return found
-
-
-def _type(node: ast.expr | None) -> Any:
-    """The type that an annotation of the stub means."""
-    match node:
-        case ast.Name(id=name):
-            return _NAMES[name]
-        case ast.Attribute(value=owner, attr=name):
-            return getattr(_type(owner), name)
-        case ast.Subscript(value=generic, slice=arguments):
-            return _type(generic)[_type(arguments)]
-        case ast.Tuple(elts=elements):
-            return tuple(map(_type, elements))
-        case ast.BinOp(left=one, right=other):
-            return _type(one) | _type(other)
-    return ast.literal_eval(node)
 
 
 @functools.cache
 def signature(op: str) -> Signature:
     """Of an operator."""
-    node = _definitions()[op]
-    given = node.args
-    defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
-    parameters = [
-        Parameter(
-            one.arg,
-            kind,
-            default=Parameter.empty if default is None else ast.literal_eval(default),
-            annotation=_type(one.annotation),
-        )
-        for kind, names, values in (
-            (Parameter.POSITIONAL_OR_KEYWORD, given.args, defaults),
-            (Parameter.KEYWORD_ONLY, given.kwonlyargs, given.kw_defaults),
-        )
-        for one, default in zip(names, values, strict=True)
-    ]
-    return Signature(parameters, return_annotation=_type(node.returns))
+    return inspect.signature(_stubs()[op])
 
 
 def operator(function: Callable, op: str = "") -> Callable:

@@ -20,10 +20,7 @@ from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
 __all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
 
-_GROUPS = (
-    *("layers", "casts", "scaling", "lists", "optimizers", "attention"),
-    *("flash_attention", "layouts", "context_parallel"),
-)
+_GROUPS = ("layers", "casts", "scaling", "optimizers", "attention", "layouts")
 WITHOUT_CASES = {
     **dict.fromkeys(
         "create_fp8_tensor_meta get_cublasLt_version get_cudnn_version get_fused_attn_backend "

@@ -98,38 +98,21 @@ CASES: dict[str, Callable[["Draw"], Iterable["Case"]]] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """A call and what it gives.
+    """A call and what it gives."""
 
-    Parameters
-    ----------
-    name : str
-        Of the case, for people.
-    args : tuple
-        Arguments.
-    wanted : tuple or callable
-        A `Result`, or None for what is not looked at, for each result of the operator; or a
-        function of what the call returned that gives a sequence of `Wanted`.
-    kwargs : dict, optional
-        Keyword arguments.
-    written : tuple of Tensor or of lists of Tensor, optional
-        Arguments that the call may write to; all others it has to leave alone.
-    left : sequence of (Tensor or list of Tensor, Result), optional
-        Likewise, and what is in them then is compared; lists as a whole: an element alone may
-        cancel to 0. Or of a function that gives what to compare.
-    wide : bool, default True
-        The definition is asked in float64; else in the dtypes of the arguments.
-    exact : Exact, optional
-        What the call gives; None: what the definition of the operator does.
-    """
-
-    name: str
+    name: str  # for people
     args: tuple
     wanted: tuple[Result | None, ...] | Callable[[Any], Sequence[Wanted]]
+    """A `Result`, or None for what is not looked at, for each result of the operator; or a function
+    of what the call returned that gives a sequence of `Wanted`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     written: tuple = ()
+    """Tensors, or lists of them, that the call may write to; all others it has to leave alone."""
     left: Sequence[tuple[Any, Result]] = ()
-    wide: bool = True
-    exact: Exact | None = None
+    """Likewise, each with what is in it then; lists as a whole: an element alone may cancel to 0.
+    Or functions that give what to compare."""
+    wide: bool = True  # the definition is asked in float64; else in the dtypes of the arguments
+    exact: Exact | None = None  # what the call gives; None: what the definition does
 
     @staticmethod
     def of(*ops: str) -> Callable[[Callable], Callable]:

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin import builtin
-from transformer_engine.plugin.conformance.cases import (
-    Case,
-    Exact,
-    Result,
-    Wanted,
-)
+from transformer_engine.plugin.conformance.cases import Case, Exact, Result, Wanted
 
 
 def definition(op: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.plugin.builtin import ACTIVATIONS
+from transformer_engine.plugin.builtin import ACTIVATIONS, SOFTMAX
 from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, Wanted, name_of
 from transformer_engine.plugin.conformance.casts import quantizers, quantizers_of_values
 from transformer_engine.plugin.conformance.definition import definition
@@ -45,16 +45,9 @@ def _mixed(draw: Draw) -> Iterator[tuple[str, tuple[torch.dtype, torch.dtype, to
 def _forward_of_norms(op: str, draw: Draw) -> Iterator[Case]:
     centred = op == "layernorm_fwd"
 
-    def case(
-        name: str,
-        x: Tensor,
-        vectors: tuple[Tensor, Tensor | None],
-        eps: float,
-        zero_centered: bool,
-        otype: torch.dtype,
-        out: Tensor | None = None,
-        quantizer: Any = None,
-    ) -> Case:
+    def case(name: str, x: Tensor, vectors: tuple, otype: torch.dtype, **more: Any) -> Case:
+        more = {"eps": 1e-5, "out": None, "quantizer": None, "zero_centered": False} | more
+        eps, out, quantizer, zero_centered = more.values()
         wide, depth = x.double(), x.shape[-1]
         # A mean may cancel, and what is less it: their rounding goes by what is added up.
         centre = wide - wide.mean(-1, keepdim=True)
@@ -72,27 +65,29 @@ def _forward_of_norms(op: str, draw: Draw) -> Iterator[Case]:
 
     for name, shape, dtype, zero_centered, eps in _settings(draw):
         x = draw.normal(shape, dtype)
-        yield case(name, x, vectors(shape[-1], dtype), eps, zero_centered, dtype)
+        how = {"eps": eps, "zero_centered": zero_centered}
+        yield case(name, x, vectors(shape[-1], dtype), dtype, **how)
     for name, (dtype, of_factors, otype) in _mixed(draw):
         both = vectors(40, of_factors)
-        yield case(name, draw.normal((5, 40), dtype), both, 1e-5, False, otype)
+        yield case(name, draw.normal((5, 40), dtype), both, otype)
     for dtype in draw.dtypes:
         x, both, what = draw.normal((4, 32), dtype), vectors(32, dtype), name_of(dtype)
-        yield case(f"{what} to float32", x, both, 1e-5, False, torch.float32)
+        yield case(f"{what} to float32", x, both, torch.float32)
         out = draw.place(x.shape, dtype)
-        yield case(f"{what} into ln_out", x, both, 1e-5, False, dtype, out)
-        yield case(f"{what} strided", draw.strided(x), both, 1e-5, False, dtype)
-        yield case(f"{what} zeros", torch.zeros_like(x), both, 1e-5, False, dtype)
+        yield case(f"{what} into ln_out", x, both, dtype, out=out)
+        yield case(f"{what} strided", draw.strided(x), both, dtype)
+        yield case(f"{what} zeros", torch.zeros_like(x), both, dtype)
         bad = x.clone()
         bad[1, 3] = math.nan
-        yield case(f"{what} NaN in a row", bad, both, 1e-5, False, dtype)
+        yield case(f"{what} NaN in a row", bad, both, dtype)
         for kind, quantizer in quantizers_of_values(draw.device).items():
-            given = vectors(64, dtype), 1e-5, True, torch.float32, None, quantizer
-            yield case(f"{what} cast, {kind}", draw.normal((32, 64), dtype), *given)
+            given = vectors(64, dtype), torch.float32
+            how = {"quantizer": quantizer, "zero_centered": True}
+            yield case(f"{what} cast, {kind}", draw.normal((32, 64), dtype), *given, **how)
         if centred:
-            yield case(f"{what} without bias", x, (both[0], None), 1e-5, True, dtype)
+            yield case(f"{what} without bias", x, (both[0], None), dtype, zero_centered=True)
             far = (draw.normal((4, 64), torch.float32) + 1e3).to(dtype)
-            yield case(f"{what} far from 0", far, vectors(64, dtype), 1e-5, False, dtype)
+            yield case(f"{what} far from 0", far, vectors(64, dtype), dtype)
 
 
 @Case.of("layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add")
@@ -182,7 +177,6 @@ def _backward_of_activations(op: str, draw: Draw) -> Iterator[Case]:
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-_KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked")
 _SCALE = 0.7
 
 
@@ -199,7 +193,7 @@ def _mask(shape: tuple, draw: Draw) -> Tensor:
     return mask.to(torch.uint8)
 
 
-@Case.of(*(f"{kind}_softmax_forward" for kind in _KINDS))
+@Case.of(*SOFTMAX.split()[::2])
 def _forward_of_softmax(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_forward")
     for dtype in draw.dtypes:
@@ -212,7 +206,7 @@ def _forward_of_softmax(op: str, draw: Draw) -> Iterator[Case]:
             yield Case(f"{name_of(dtype)} {name}", (x, *mask, scale), wanted)
 
 
-@Case.of(*(f"{kind}_softmax_backward" for kind in _KINDS))
+@Case.of(*SOFTMAX.split()[1::2])
 def _backward_of_softmax(op: str, draw: Draw) -> Iterator[Case]:
     kind = op.removesuffix("_softmax_backward")
     for dtype in draw.dtypes:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of optimizer steps: what they leave in parameters and states, and what they do not touch.
+"""Cases of operators on lists of tensors: optimizer steps, scaling and norms.
 
-Each comes with a flag of 1, too: then nothing is written.
+Of steps: what they leave in parameters and states, and what they do not touch. Each comes with a
+flag of 1, too: then nothing is written.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Result, name_of
+from transformer_engine.plugin.conformance.scaling import fp8_dtypes
 
 _SHAPES = ((5,), (3, 7), (1,), (0,), (40, 11), (2, 129))
 _BETAS, _EPS, _LR, _DECAY = (0.8, 0.95), 1e-6, 0.03, 0.2
@@ -164,10 +167,7 @@ def _of_fp8(lists: list, numbers: _Step, kind: torch.dtype) -> list[_Left]:
 
 @Case.of("multi_tensor_adam_fp8")
 def _fp8(draw: Draw) -> Iterator[Case]:
-    from transformer_engine.pytorch.constants import DType
-
-    formats = (DType.kFloat8E4M3, torch.float8_e4m3fn), (DType.kFloat8E5M2, torch.float8_e5m2)
-    for dtype, numbers, (code, kind) in product(draw.dtypes, _STEPS, formats):
+    for dtype, numbers, (code, kind) in product(draw.dtypes, _STEPS, fp8_dtypes()):
         lists, flag = _state(draw, dtype, True), draw.flag()
         codes = [torch.full(t.shape, 0x55, dtype=torch.uint8, device=draw.device) for t in lists[1]]
         factors = (8.0, 300.0, 1.0, 2.0, 5e4, 0.5)  # some saturate
@@ -259,3 +259,42 @@ def _sgd(draw: Draw) -> Iterator[Case]:
         left = left[: 1 + (momentum > 0)] + ([_rounded(rounded, params)] if narrow else [])
         name = f"{name_of(dtype)}{' rounded' * narrow} {numbers}"
         yield from _cases(name, (_CHUNK, draw.flag(), lists, *numbers), left)
+
+
+# ---- scaling and norms -------------------------------------------------------------------------
+
+_LISTED = ((5,), (3, 7), (40, 11), (2, 129))
+
+
+@Case.of("multi_tensor_scale", "multi_tensor_scale_tensor")
+def _scale(op: str, draw: Draw) -> Iterator[Case]:
+    for dtype, wide, broken in product(draw.dtypes, (False, True), (False, True)):
+        given = [draw.normal(shape, dtype) for shape in _LISTED]
+        if broken:
+            given[1][0, 0] = math.inf
+        out = [draw.place(t.shape, torch.float32 if wide else dtype) for t in given]
+        left = [(o, Result(f"out {i}", o.dtype)) for i, o in enumerate(out)]
+        flag = draw.flag()
+        left.append((flag, Result("noop_flag", depth=0)))
+        exact = Exact(None, [*(g.double() * 0.3 for g in given), draw.flag(int(broken))])
+        name = f"{name_of(dtype)}{' to float32' * wide}{' with Inf' * broken}"
+        factor = draw.number(0.3) if op == "multi_tensor_scale_tensor" else 0.3
+        yield Case(name, (2048, flag, [given, out], factor), (None,), left=left, exact=exact)
+
+
+@Case.of("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")
+def _norm(op: str, draw: Draw) -> Iterator[Case]:
+    unscaled = op == "multi_tensor_unscale_l2norm"
+    for dtype in draw.dtypes:
+        for each in (False, True):
+            given = [draw.normal(shape, dtype) for shape in _LISTED]
+            factor = draw.number(0.5)
+            norms = torch.stack([t.double().norm() for t in given]) * (0.5 if unscaled else 1.0)
+            total, depth = norms.norm().view(1), sum(t.numel() for t in given)
+
+            each_one = Result("norms of each", torch.float32, depth) if each else None
+            wanted = (Result("the norm", torch.float32, depth), each_one)
+            more = (factor,) if unscaled else ()
+            name = f"{name_of(dtype)}{' each' * each}"
+            args = (2048, draw.flag(), [given], *more, each)
+            yield Case(name, args, wanted, exact=Exact((total, norms)))

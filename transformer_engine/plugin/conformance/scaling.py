@@ -14,7 +14,8 @@ from transformer_engine.plugin.conformance.cases import Case, Draw, Exact, Resul
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _codes() -> tuple:
+def fp8_dtypes() -> tuple:
+    """FP8 dtypes, of the library and of torch."""
     from transformer_engine.pytorch.constants import DType
 
     return (DType.kFloat8E4M3, torch.float8_e4m3fn), (DType.kFloat8E5M2, torch.float8_e5m2)
@@ -25,7 +26,7 @@ def _codes() -> tuple:
 
 @Case.of("fused_amax_and_scale_update_after_reduction")
 def _update(draw: Draw) -> Iterator[Case]:
-    options = product(("max", "most_recent"), (False, True), (0, 2), _codes(), (4, 1))
+    options = product(("max", "most_recent"), (False, True), (0, 2), fp8_dtypes(), (4, 1))
     for algo, reduced, margin, (code, kind), rows in options:
         sizes = (3, 4, 1)
         histories = [draw.normal((rows, n), torch.float32).abs() for n in sizes]
@@ -104,7 +105,9 @@ def _partial_amax(draw: Draw) -> Iterator[Case]:
 @Case.of("fp8_block_scaling_partial_cast")
 def _partial_cast(draw: Draw) -> Iterator[Case]:
     """The codes of a slice lie among those of others."""
-    for (name, part, sizes, shape, first, side), (code, kind) in product(_parts(draw), _codes()):
+    for (name, part, sizes, shape, first, side), (code, kind) in product(
+        _parts(draw), fp8_dtypes()
+    ):
         scale = (draw.uniform(shape) * torch.finfo(kind).max).float()  # some numbers saturate
         whole = torch.full((math.prod(sizes),), 0x55, dtype=torch.uint8, device=draw.device)
         out = whole[first : first + len(part)]

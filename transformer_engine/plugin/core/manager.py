@@ -176,9 +176,6 @@ class OpManager:
 
     def operator(self, op_name: str) -> _core.Operator:
         """The operator: the same object at each time, whoever registers before or after."""
-        found = self._operators.get(op_name)
-        if found is not None:
-            return found
         with self._lock:
             found = self._operators.get(op_name)
             if found is None:

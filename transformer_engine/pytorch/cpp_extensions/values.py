@@ -49,6 +49,13 @@ def wide(op: str, name: str, tensor: Any) -> Tensor:
     return found.contiguous()
 
 
+def matrix(tensor: Tensor) -> Tensor:
+    """[rows, columns] of [..., columns]."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
+
+
 def like(op: str, name: str, given: Tensor, shape: tuple, dtype: torch.dtype) -> Tensor:
     """A caller's tensor for a result; ValueError or TypeError for one of another shape, dtype."""
     if tuple(given.shape) != tuple(shape):
@@ -111,7 +118,7 @@ def computed(
     )
     if not casts_directly or dtype != torch.float32 or like.numel() == 0:
         made = torch.empty_like(like, dtype=dtype)
-        run(wide=made.flatten(0, -2) if made.dim() > 1 else made[None])
+        run(wide=matrix(made))
         return quantized(op, made, quantizer, out)
     if is_quantized and (tuple(out.shape) != tuple(like.shape) or out.device != like.device):
         return quantized(op, torch.empty_like(like, dtype=dtype), quantizer, out)  # which raises

@@ -13,3 +13,11 @@ def is_module_grouped_tensor_path_supported(recipe: Any, dtype: Any) -> bool:
     """Return whether grouped layers keep their weights in one tensor: never, as there are none."""
     del recipe, dtype
     return False
+
+
+# Of `transformer_engine.pytorch.ops.basic.grouped_linear`:
+is_op_fuser_grouped_tensor_path_supported = is_module_grouped_tensor_path_supported
+OUTPUT_BUFFER_KEY = "output"
+"""Keyword argument: memory for the output."""
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+"""Keyword argument: memory for the gradient of the input."""

@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""State of debug features: a name that is not built yet."""
-
-from transformer_engine.common import absent
-
-__getattr__, __dir__ = absent.attach(globals())
-__all__ = absent.names_of(__name__)
