@@ -6,27 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "AttnBiasTypes",
-    "AttnMaskTypes",
-    "AttnTypes",
-    "CPLoadBalancingStrategy",
-    "DType",
-    "FP8BwdTensorIdx",
-    "FP8BwdTensors",
-    "FP8FwdTensorIdx",
-    "FP8FwdTensors",
-    "GemmParallelModes",
-    "LayerTypes",
-    "MXFP8_BLOCK_SCALING_SIZE",
-    "NVFP4_BLOCK_SCALING_SIZE",
-    "QKVLayouts",
-    "TE_DType",
-    "TE_DType_To_Torch",
-    "dist_group_type",
-    "torch_dtype",
-]
-
 
 class DType(IntEnum):
     """Codes of element types."""

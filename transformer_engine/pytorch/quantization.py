@@ -10,7 +10,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import absent
 from transformer_engine.common.contexts import active
-from transformer_engine.common.recipe import (
+from transformer_engine.common.recipe import (  # noqa: F401 - programs import them from here
     DelayedScalingRequest,
     QuantizerRequest,
     QuantizerRole,
@@ -22,12 +22,12 @@ from transformer_engine.pytorch.execution.thread_state import Domain, RegionStat
 from transformer_engine.pytorch.module.manager_names import ManagerNames
 from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.scaling_state.autocast import (
+from transformer_engine.pytorch.scaling_state.autocast import (  # noqa: F401 - programs import them from here
     autocast,
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.torchside.device import (
+from transformer_engine.pytorch.torchside.device import (  # noqa: F401 - programs import them from here
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -37,33 +37,6 @@ from transformer_engine.pytorch.torchside.device import (
 from transformer_engine.pytorch.torchside.modes import graph_task
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "DelayedScalingRequest",
-    "FP8GlobalStateManager",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "autocast",
-    "check_fp8_block_scaling_support",
-    "check_fp8_support",
-    "check_mxfp8_support",
-    "check_nvfp4_support",
-    "check_recipe_support",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_align_size_for_quantization",
-    "get_default_fp8_recipe",
-    "get_default_recipe",
-    "get_fp8_max",
-    "get_fp8_te_dtype",
-    "get_fp8_torch_dtype",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "quantized_model_init",
-    *absent.names_of(__name__),
-]
 
 get_default_fp8_recipe = get_default_recipe
 

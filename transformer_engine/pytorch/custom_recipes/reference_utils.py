@@ -7,7 +7,7 @@ Under a `CustomRecipe` they are called at their stage, and what they make is mul
 import copy
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ class ReferenceTensor(QuantizedTensorStorage):
     _CAST_APART = True
     _TENSORS: tuple[str, ...] = ("data", "scale", "data_t", "scale_t")
     _SETTINGS: tuple[str, ...] = ("quant_dtype", "original_shape")
+    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "rowwise": _TENSORS[:2],
+        "columnwise": _TENSORS[2:],
+    }
 
     data: Tensor | None
     scale: Tensor | None
@@ -79,24 +83,8 @@ class ReferenceTensor(QuantizedTensorStorage):
         """Another one over the same data."""
         return copy.copy(self)
 
-    def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {"rowwise": self.data is not None, "columnwise": self.data_t is not None}
-
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Drop a form (False); one that is there stays (True). RuntimeError for one to be made."""
-        for name, wanted in (("", rowwise_usage), ("_t", columnwise_usage)):
-            if wanted and getattr(self, f"data{name}") is None:
-                raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
-            if wanted is False:
-                for field in self._TENSORS:
-                    if field.endswith("_t") == bool(name) and not field.startswith("global"):
-                        setattr(self, field, None)
-
-    def _default_quantizer(self) -> Quantizer:
-        raise RuntimeError(f"{type(self).__name__}: it has no quantizer: give one")
+    def _make_form(self, form: str) -> None:
+        raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
 
 
 class ReferenceQuantizer(Quantizer):

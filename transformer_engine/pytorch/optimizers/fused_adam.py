@@ -39,7 +39,6 @@ from transformer_engine.pytorch.torchside.device import is_capturing
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["FusedAdam", *absent.names_of(__name__)]
 
 _NAME = "FusedAdam"
 _PATH = "pytorch.optimizers.FusedAdam"

@@ -17,8 +17,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     scale_shape,
 )
 
-__all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
-
 _MODES = {1: _core.SCALING_BLOCK_1D, 2: _core.SCALING_BLOCK_2D}
 
 

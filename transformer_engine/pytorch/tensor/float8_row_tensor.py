@@ -8,8 +8,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormTensor,
 )
 
-__all__ = ["Float8RowQuantizer", "Float8RowTensor", "Float8RowTensorStorage"]
-
 
 class Float8RowTensorStorage(TwoFormStorage):
     """FP8 bytes with a scale for each row, and for each column of the column-wise form.

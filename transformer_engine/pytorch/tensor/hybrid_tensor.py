@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from transformer_engine.pytorch.tensor.quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
 )
-
-__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
 _SOURCES = ("original", "rowwise_dequantized")
 _ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
@@ -52,6 +50,10 @@ class HybridQuantizedTensorStorage(FormatStorage):
 
     _CAST_APART = True
     _SETTINGS = tuple(f"_{name}" for name in _PARTS)
+    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "rowwise": _SETTINGS[:1],
+        "columnwise": _SETTINGS[1:],
+    }
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
@@ -207,42 +209,20 @@ class HybridQuantizedTensorStorage(FormatStorage):
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         return self._storages[0]._dequantized(dtype, shape)
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None).
-
-        The column-wise one is made of the row-wise one where the quantizer casts it of that.
-        RuntimeError where it is cast by itself, and where the row-wise one is to be made.
-        """
-        if columnwise_usage and self._columnwise_storage is None:
-            self._columnwise_storage = self._columns_of_rows()
-        for name, wanted in zip(self._SETTINGS, (rowwise_usage, columnwise_usage), strict=True):
-            if wanted and getattr(self, name) is None:
-                raise RuntimeError(
-                    f"{type(self).__name__}: {name} was dropped, and can not be made from the "
-                    "other form: quantize with both usages"
-                )
-            if wanted is False:
-                setattr(self, name, None)
-
-    def _columns_of_rows(self) -> QuantizedTensorStorage | None:
-        """The column-wise storage, cast of the row-wise one; None where it is cast by itself."""
+    def _make_form(self, form: str) -> None:
+        """Make the column-wise one, where the quantizer casts it of the row-wise one."""
         quantizer, row = self._quantizer, self._rowwise_storage
-        if row is None or getattr(quantizer, "columnwise_source", _SOURCES[0]) == _SOURCES[0]:
-            return None
+        source = getattr(quantizer, "columnwise_source", _SOURCES[0])
+        if form == "rowwise" or row is None or source == _SOURCES[0]:
+            raise RuntimeError(
+                f"{type(self).__name__}: _{form}_storage was dropped, and can not be made from the "
+                "other form: quantize with both usages"
+            )
         shape = tuple(self.shape)
         with torch.no_grad():
             made = quantizer._part("columnwise", shape, self.device)
             made._write(row._dequantized(self._dtype, shape), quantizer.columnwise_quantizer)
-        return made
-
-    def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {
-            "rowwise": self._rowwise_storage is not None,
-            "columnwise": self._columnwise_storage is not None,
-        }
+        self._columnwise_storage = made
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "HybridQuantizedTensorStorage"]:
         """Take the tensors out; see `QuantizedTensorStorage`."""
@@ -256,19 +236,7 @@ class HybridQuantizedTensorStorage(FormatStorage):
 
 
 class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
-    """A tensor that has another format for each form.
-
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; that of the parts where None.
-    dtype : torch.dtype
-        Nominal one.
-    rowwise_storage, columnwise_storage, quantizer :
-        As of `HybridQuantizedTensorStorage`.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    """
+    """A tensor with a format for each form; see `HybridQuantizedTensorStorage`."""
 
     _STORAGE = HybridQuantizedTensorStorage
     _PICKLED = (*_PARTS, "quantizer", "dtype", "shape")
@@ -364,10 +332,13 @@ class HybridQuantizer(Quantizer):
         self.columnwise_source = columnwise_source
 
     @property
+    def _parts(self) -> tuple[Quantizer, Quantizer]:
+        return self.rowwise_quantizer, self.columnwise_quantizer
+
+    @property
     def _reducing(self) -> list[Any]:
         """The parts that can reduce their amaxes over ranks."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return [part for part in parts if hasattr(part, "with_amax_reduction")]
+        return [part for part in self._parts if hasattr(part, "with_amax_reduction")]
 
     @property
     def with_amax_reduction(self) -> bool:
@@ -392,8 +363,7 @@ class HybridQuantizer(Quantizer):
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return whether the formats of both parts can hold a tensor."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return all(part.is_quantizable(inp) for part in parts)
+        return all(part.is_quantizable(inp) for part in self._parts)
 
     def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
         """Raise NotImplementedError: it consists of two storages, of formats of their own."""
@@ -413,8 +383,7 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         """Return whether a tensor may be cast again where it is read again: by both parts."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return all(part.is_requantization_safe() for part in parts)
+        return all(part.is_requantization_safe() for part in self._parts)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Tell whether ranks gather row-wise data alone, of which each makes the column-wise ones.
@@ -457,12 +426,11 @@ class HybridQuantizer(Quantizer):
     def copy(self) -> "HybridQuantizer":
         """Copy the settings, and those of both quantizers."""
         made = super().copy()
-        made.rowwise_quantizer = self.rowwise_quantizer.copy()
-        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        made.rowwise_quantizer, made.columnwise_quantizer = (part.copy() for part in self._parts)
         return made
 
     def _own_settings(self) -> dict[str, Any]:
-        parts = self.rowwise_quantizer._as_plain(), self.columnwise_quantizer._as_plain()
+        parts = (part._as_plain() for part in self._parts)
         return dict(zip(_ARGUMENTS, (*parts, self.columnwise_source), strict=True))
 
     @classmethod
@@ -480,6 +448,6 @@ class HybridQuantizer(Quantizer):
 def casters_of(quantizer: Quantizer | None) -> tuple[Quantizer, ...]:
     """Quantizers of the forms of its tensors: itself, or those of both; none of None."""
     if isinstance(quantizer, HybridQuantizer):
-        row, column = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
-        return casters_of(row)[:1] + casters_of(column)[-1:]
+        row, column = map(casters_of, quantizer._parts)
+        return row[:1] + column[-1:]
     return () if quantizer is None else (quantizer,)

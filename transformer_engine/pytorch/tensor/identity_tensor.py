@@ -17,8 +17,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype,
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
-
 
 class IdentityTensorStorage(FormatStorage):
     """Values in high precision.
@@ -62,15 +60,6 @@ class IdentityTensorStorage(FormatStorage):
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         return {**self._fields(), "_hp_data": view(self._hp_data)}
-
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Nothing: the values serve both."""
-
-    def get_usages(self) -> dict[str, bool]:
-        """Both are there."""
-        return {"rowwise": True, "columnwise": True}
 
 
 class IdentityTensor(FormatTensor, IdentityTensorStorage):

@@ -20,8 +20,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     rows_of_scales,
 )
 
-__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
-
 
 class MXFP8TensorStorage(TwoFormStorage):
     """FP8 bytes with an exponent (E8M0, uint8) for each 32 values along the last dim, or across.

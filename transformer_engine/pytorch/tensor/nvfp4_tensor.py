@@ -24,7 +24,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
 )
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", *absent.names_of(__name__)]
 
 ERR_MODES = {"MAE": 1, "MSE": 2}
 """How groups choose between 4 and 6: te_four_over_six of the C header."""
@@ -58,6 +57,10 @@ class NVFP4TensorStorage(TwoFormStorage):
     """
 
     _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
+    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
+        **TwoFormStorage._FORMS,
+        "columnwise": (*TwoFormStorage._FORMS["columnwise"], "_amax_columnwise"),
+    }
     _SETTINGS = (
         "_fp8_dtype",
         "_is_2D_scaled",
@@ -144,14 +147,9 @@ class NVFP4TensorStorage(TwoFormStorage):
         turned[:columns, :down] = found[:columns]
         return codes[:, ::2] | codes[:, 1::2] << 4, turned
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None); see `TwoFormStorage`."""
-        super().update_usage(rowwise_usage, columnwise_usage)
-        if self._columnwise_data is None:
-            self._amax_columnwise = None
-        elif self._amax_columnwise is None:
+    def _make_form(self, form: str) -> None:
+        super()._make_form(form)
+        if self._amax_columnwise is None:
             self._amax_columnwise = self._amax_rowwise.clone()
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:

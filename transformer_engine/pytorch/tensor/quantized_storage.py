@@ -78,6 +78,8 @@ class QuantizedTensorStorage:
     """True where row-wise and column-wise form are casts by themselves."""
     _ARGUMENTS: ClassVar[dict[str, str]] = {}
     """Fields, and the arguments of the constructor that have other names than these have."""
+    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Fields of the row-wise and the column-wise form, data first; none where values serve both."""
 
     _quantizer: Quantizer | None = None
     _dtype: torch.dtype | None = None  # nominal
@@ -203,10 +205,25 @@ class QuantizedTensorStorage:
         RuntimeError where one is to be made, and there is nothing that it can be made of. A class
         that has no forms does nothing: its values serve both.
         """
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for form, there in self.get_usages().items():
+            if wanted[form] and not there:
+                self._make_form(form)
+        for form, names in self._FORMS.items():
+            for name in names if wanted[form] is False else ():
+                setattr(self, name, None)
+
+    def _make_form(self, form: str) -> None:
+        """Make a form, "rowwise" or "columnwise", of the other one; RuntimeError where none is."""
+        raise RuntimeError(
+            f"{type(self).__name__}: it has no {form.replace('wise', '-wise')} data, and they can "
+            "not be made from the other form: quantize with both usages"
+        )
 
     def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {"rowwise": True, "columnwise": True}
+        """Which forms are there, of the values as they are now."""
+        there = {form: getattr(self, names[0]) is not None for form, names in self._FORMS.items()}
+        return there or {"rowwise": True, "columnwise": True}
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         """Fields of a view, which `view` makes of each tensor of its shape; None: it has none."""

@@ -23,14 +23,13 @@ from transformer_engine.pytorch.tensor.quantized_storage import (
     Dequantize,
     QuantizedTensorStorage,
 )
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensor.quantizer import InnerTensor, Quantizer, plain  # noqa: F401
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_dtype,
     checked_tensor,
     positional,
 )
-from transformer_engine.pytorch.tensor.quantizer_parts import InnerTensor
-from transformer_engine.pytorch.tensor.saved_tensors import (
+from transformer_engine.pytorch.tensor.saved_tensors import (  # noqa: F401 - programs import them from here
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
@@ -43,16 +42,6 @@ from transformer_engine.pytorch.torchside.modes import (
 )
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "InnerTensor",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "prepare_for_saving",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-    *absent.names_of(__name__),
-]
 
 
 def _with_gradient(function: Any) -> Any:

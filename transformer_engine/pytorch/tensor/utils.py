@@ -22,13 +22,6 @@ from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "cast_master_weights_to_fp8",
-    "post_all_gather_processing",
-    "quantize_master_weights",
-    "replace_raw_data",
-    *absent.names_of(__name__),
-]
 
 
 @torch.no_grad()
