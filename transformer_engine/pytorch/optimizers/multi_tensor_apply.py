@@ -17,15 +17,6 @@ from transformer_engine.pytorch.optimizers.updates import checked_lists, refuse_
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = [
-    "MultiTensorApply",
-    "multi_tensor_applier",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_unscale_l2norm",
-]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
