@@ -234,7 +234,7 @@ def attach(
     def __getattr__(name: str) -> Any:
         if name == "__all__":
             own = [n for n, value in namespace.items() if not isinstance(value, ModuleType)]
-            return [*{*(n for n in own if not n.startswith("_")), *names, *lazy}]
+            return sorted({*(n for n in own if not n.startswith("_")), *names, *lazy})
         if name in names:
             value = stand_in(module, name)
         elif name in lazy:

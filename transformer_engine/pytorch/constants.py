@@ -66,14 +66,9 @@ MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 """Values that share a scale in NVFP4."""
 
-AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
+AttnMaskTypes = tuple(
+    "no_mask padding causal padding_causal causal_bottom_right padding_causal_bottom_right "
+    "arbitrary".split()
 )
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")

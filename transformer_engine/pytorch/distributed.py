@@ -344,20 +344,12 @@ def initialize_affine_weight_gpu(
 
 def get_te_classes() -> list[type]:
     """The classes of modules of this library that have parameters or FP8 state of their own."""
-    from transformer_engine.pytorch import module  # it imports this module's users
-
-    attention = importlib.import_module("transformer_engine.pytorch.attention")
-    layer = importlib.import_module("transformer_engine.pytorch.layer.transformer_layer")
-    return [
-        module.LayerNorm,
-        module.RMSNorm,
-        module.Linear,
-        module.LayerNormLinear,
-        module.LayerNormMLP,
-        attention.DotProductAttention,
-        attention.MultiheadAttention,
-        layer.TransformerLayer,
-    ]
+    package = importlib.import_module("transformer_engine.pytorch")  # which imports this module
+    names = (
+        "LayerNorm RMSNorm Linear LayerNormLinear LayerNormMLP DotProductAttention "
+        "MultiheadAttention TransformerLayer"
+    )
+    return [getattr(package, name) for name in names.split()]
 
 
 def has_te_modules(network: torch.nn.Module) -> bool:

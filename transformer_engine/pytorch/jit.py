@@ -2,6 +2,7 @@
 """Helpers around `torch.compile`, and small functions of layers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,9 +89,8 @@ def bgrad_dgelu_fused(
     return (None if added is inp else grad.flatten(0, -2).sum(0)), grad
 
 
-def gelu_fused_(inp: Tensor) -> Tensor:
-    """gelu(inp) in the tanh form."""
-    return bias_gelu_fused(inp, None)
+gelu_fused_ = partial(bias_gelu_fused, bias=None)
+"""gelu(inp) in the tanh form."""
 
 
 def dgelu_fused_(grad_output: Tensor, inp: Tensor) -> Tensor:
@@ -130,18 +130,10 @@ def bias_dropout_add(
     return residual + torch.nn.functional.dropout(_add(x, bias), prob, training)
 
 
-def bias_dropout_add_fused_train(
-    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
-) -> Tensor:
-    """Residual + dropout(x + bias)."""
-    return bias_dropout_add(x, bias, residual, prob, True)
-
-
-def bias_dropout_add_fused_inference(
-    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
-) -> Tensor:
-    """Residual + x + bias; `prob` is not read."""
-    return bias_dropout_add(x, bias, residual, prob, False)
+bias_dropout_add_fused_train = partial(bias_dropout_add, training=True)
+"""Residual + dropout(x + bias)."""
+bias_dropout_add_fused_inference = partial(bias_dropout_add, training=False)
+"""Residual + x + bias; `prob` is not read."""
 
 
 def get_bias_dropout_add(training: bool) -> Callable:

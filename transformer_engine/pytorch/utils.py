@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,9 +100,7 @@ def get_sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def is_bf16_compatible() -> bool:
-    """Return whether bf16 GEMMs run natively on the current device."""
-    return is_bf16_available()
+is_bf16_compatible = is_bf16_available
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
@@ -349,25 +348,14 @@ def make_weak_ref(x: Any) -> Any:
     )
 
 
-class _Memory:
-    """Device memory of another owner, as the CUDA array interface describes it."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (pointer, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-            "strides": None,
-        }
-
-
 def _alias(x: Tensor) -> Tensor:
     """A tensor over the memory of another one, without a reference to it."""
     size = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if size <= 0 or x.data_ptr() == 0:
         return torch.empty_like(x)
-    raw = torch.as_tensor(_Memory(x.data_ptr(), size), device=x.device)
+    memory = {"data": (x.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
+    owner = SimpleNamespace(__cuda_array_interface__={**memory, "strides": None})
+    raw = torch.as_tensor(owner, device=x.device)
     size -= size % x.element_size()
     alias = raw[:size].view(x.dtype).as_strided(x.shape, x.stride())
     return alias.requires_grad_(x.requires_grad)

@@ -16,15 +16,6 @@ from transformer_engine.pytorch.custom_recipes.gemm import GEMMType, MMParams
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
-__all__ = [
-    "Fp4Formats",
-    "HIGH_PRECISION_FLOAT_DTYPES",
-    "ReferenceQuantizer",
-    "ReferenceTensor",
-    "high_precision_gemm_ref",
-    "roundup_div",
-]
-
 HIGH_PRECISION_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Values that are not quantized."""
 
@@ -191,6 +182,3 @@ def _other(name: str) -> str:
     """The field of the other form."""
     pairs = {"global_amax_row": "global_amax_col", "global_amax_col": "global_amax_row"}
     return pairs.get(name) or (name.removesuffix("_t") if name.endswith("_t") else f"{name}_t")
-
-
-__all__ += ["GEMMType", "MMParams"]

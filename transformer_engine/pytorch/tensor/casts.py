@@ -171,13 +171,9 @@ _FIELDS = (*_WRITTEN, *_READ, *_SETTINGS)
 def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as the operator takes them: data as matrices of their elements."""
     element = _core.torch_dtype(dtype)
-    row, column = fields.get("row"), fields.get("column")
-    if row is not None:
-        fields["row"] = as_line(row).view(element)
-    if column is not None:
-        fields["column"] = _as_matrix(column, scaling, element)
-    fields["mode"] = scaling
-    return fields
+    row = _elements(fields.get("row"), element)
+    column = _as_matrix(fields.get("column"), scaling, element)
+    return {**fields, "row": row, "column": column, "mode": scaling}
 
 
 def _cast(source: Tensor, scaling: int, dtype: int, *given: Any, **named: Any) -> None:
@@ -281,18 +277,11 @@ def _dequantize(
     data = column if row is None else row
     element = _core.torch_dtype(dtype)
     made = torch.empty(tuple(shape), dtype=output, device=data.device)
-    by_rows = row is not None
-    _obeying_dequantize(
-        as_line(made),
-        mode=scaling,
-        row=_elements(row, element),
-        row_scales=row_scales if by_rows else None,
-        column=None if by_rows else _as_matrix(column, scaling, element),
-        column_scales=None if by_rows else column_scales,
-        row_amax=row_amax if by_rows else None,
-        column_amax=None if by_rows else column_amax,
-        scales_to_256=int(scales_to_256),
-    )
+    form = {"row": _elements(row, element), "row_scales": row_scales, "row_amax": row_amax}
+    if row is None:
+        form = {"column": _as_matrix(column, scaling, element)}
+        form |= {"column_scales": column_scales, "column_amax": column_amax}
+    _obeying_dequantize(as_line(made), mode=scaling, **form, scales_to_256=int(scales_to_256))
     return made
 
 
@@ -349,8 +338,7 @@ def _transpose(data: Tensor) -> Tensor:
 
 def _transpose_fake(data: Tensor) -> Tensor:
     lines = math.prod(data.shape[:-1])
-    padding = (lines + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    return data.new_empty(data.shape[-1], padding)
+    return data.new_empty(data.shape[-1], (lines + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
 
 
 _run_transpose = traceable("transpose_bytes", "Tensor data", 1, _transpose, _transpose_fake)

@@ -173,7 +173,7 @@ class Float8TensorStorage(FormatStorage):
             self._data.copy_(src._data)
             self._scales.copy_(src._scales)
             if self._transpose is not None:
-                self._transpose.copy_(_transposed(self))
+                self._transpose.copy_(casts.transpose(self._data))
         self._count_write()
         self._written()
 
@@ -249,7 +249,7 @@ class Float8TensorStorage(FormatStorage):
             return
         if self._data is None:
             raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
-        self._transpose = _transposed(self)
+        self._transpose = casts.transpose(self._data)
         self._transpose_invalid = False
 
 
@@ -275,10 +275,6 @@ def _is_of(version: _Version | None, data: Tensor) -> bool:
     if not isinstance(version, _Version) or version.data() is not data:
         return False
     return version[1:] == _version_of(data)[1:]
-
-
-def _transposed(storage: Float8TensorStorage) -> Tensor:
-    return casts.transpose(storage._data)
 
 
 def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:

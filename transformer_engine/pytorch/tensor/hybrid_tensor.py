@@ -241,10 +241,6 @@ class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
     _STORAGE = HybridQuantizedTensorStorage
     _PICKLED = (*_PARTS, "quantizer", "dtype", "shape")
 
-    @classmethod
-    def _device_of(cls, fields: dict[str, Any]) -> torch.device:
-        return next(f.device for f in map(fields.get, cls._SETTINGS) if f is not None)
-
     def __deepcopy__(self, memo: dict) -> Any:
         """Copy data, attributes, and the quantizers of both parts; a parameter stays one."""
         made = super().__deepcopy__(memo)

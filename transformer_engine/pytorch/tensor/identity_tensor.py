@@ -63,21 +63,11 @@ class IdentityTensorStorage(FormatStorage):
 
 
 class IdentityTensor(FormatTensor, IdentityTensorStorage):
-    """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
+    """A tensor of a nominal dtype over values in another, or the same, high precision.
 
     So is a *window*, a view of a format that has none of its data: what it keeps are values of the
-    whole, which are read again when those have changed.
-
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; what they have where None.
-    dtype : torch.dtype
-        Nominal one.
-    hp_data, quantizer :
-        As of `IdentityTensorStorage`.
-    requires_grad : bool, default False
-        Whether autograd records it.
+    whole, which are read again when those have changed. The arguments are as of `FormatTensor` and
+    `IdentityTensorStorage`.
     """
 
     _STORAGE = IdentityTensorStorage
@@ -198,20 +188,10 @@ class IdentityQuantizer(Quantizer):
             raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
         self.dtype = dtype
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """Allocate a tensor of a shape and nominal dtype, without values; see `Quantizer`."""
-        kept = self.copy()
-        kept.dtype = dtype if self.dtype is None else self.dtype
-        options = {"device": device, "requires_grad": requires_grad, "pin_memory": pin_memory}
-        return super(IdentityQuantizer, kept).make_empty(shape, dtype=dtype, **options)
+    def _for_values(self, dtype: torch.dtype) -> "IdentityQuantizer":
+        made = self.copy()
+        made.dtype = dtype if self.dtype is None else self.dtype
+        return made
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         options = {"dtype": self.dtype, "device": device, "pin_memory": pin_memory}

@@ -89,10 +89,8 @@ class MXFP8Quantizer(TwoFormQuantizer):
 
     Parameters
     ----------
-    fp8_dtype : DType
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
+    fp8_dtype, rowwise, columnwise
+        As of `CodesQuantizer`.
     with_2d_quantization : bool, default False
         Squares of 32 x 32 values have one exponent.
     margin : int, default 0

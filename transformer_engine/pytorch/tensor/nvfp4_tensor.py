@@ -33,17 +33,6 @@ SIGNED, UNSIGNED = 1, 2
 """How columns are transformed: te_hadamard of the C header."""
 
 
-def _packed(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
-    """Bytes of rows of four-bit values, padded to 16 of these."""
-    *leading, length = tuple(shape) or (1,)
-    options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
-    return torch.empty(*leading, -(-length // 16) * 8, **options)
-
-
-def _packed_columns(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
-    return _packed((shape[-1], math.prod(shape[:-1])), device, pin_memory)
-
-
 class NVFP4TensorStorage(TwoFormStorage):
     """Pairs of E2M1 numbers in bytes, the first in the low half, with scales of two levels.
 
@@ -206,10 +195,8 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
 
     Parameters
     ----------
-    fp4_dtype : DType, default DType.kFloat4E2M1
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
+    fp4_dtype, rowwise, columnwise
+        As of `CodesQuantizer`; there is one element type.
     with_amax_reduction : bool, default False
         Take the largest amax of the ranks of `amax_reduction_group`.
     amax_reduction_group : ProcessGroup, optional
@@ -248,8 +235,6 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     )  # fmt: skip
     _SCALES = torch.uint8
     _KINDS = NVFP4TensorStorage._KINDS
-    _empty_rows = staticmethod(_packed)
-    _empty_columns = staticmethod(_packed_columns)
 
     def __init__(
         self,
@@ -298,6 +283,14 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         self._check_shape(shape)
         return (*shape[:-1], -(-shape[-1] // 16) * 8)
+
+    def _empty_rows(self, shape: tuple, device: torch.device, pin_memory: bool) -> Tensor:
+        options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+        return torch.empty(self._rowwise_shape(shape), **options)
+
+    def _empty_columns(self, shape: tuple, device: torch.device, pin_memory: bool) -> Tensor:
+        options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+        return torch.empty(self.get_columnwise_shape(shape), **options)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the row-wise bytes of a tensor: two values to a byte, lines of 16 values."""

@@ -367,6 +367,7 @@ class QuantizedTensorStorage:
         else:
             quantizer.update_quantized(source, self, noop_flag=noop)
             self._count_write()
+        self._changed()
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms that are there."""
@@ -406,6 +407,9 @@ class QuantizedTensorStorage:
         if not is_traced_or_faked():
             tensors = self.get_data_tensors()
             increment_version([t for t in tensors if t is not None and not t.is_inference()])
+
+    def _changed(self) -> None:
+        """Count a change of a tensor, besides those of its parts."""
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """Take the tensors out, for ``save_for_backward``; `restore_from_saved` puts them back."""

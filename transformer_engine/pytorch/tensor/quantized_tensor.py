@@ -141,7 +141,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     @classmethod
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:
         """Where the data of fields lie."""
-        return next(f.device for f in fields.values() if isinstance(f, Tensor))
+        data = (Tensor, QuantizedTensorStorage)
+        return next(f.device for f in fields.values() if isinstance(f, data))
 
     def _like(self, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
         """A tensor of this class over fields, these ones where None; no gradient is wanted."""
@@ -267,13 +268,6 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
                 "torch is not supported"
             )
         return None
-
-    def _write(
-        self, source: Tensor, quantizer: Quantizer | None = None, noop: Tensor | None = None
-    ) -> None:
-        """Write plain values, as a quantizer does; see `QuantizedTensorStorage`."""
-        QuantizedTensorStorage._write(self, source, quantizer, noop)
-        self._changed()
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms; through a view into what it is a view of.

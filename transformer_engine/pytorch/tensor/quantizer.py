@@ -103,6 +103,11 @@ class Quantizer(abc.ABC):
         """
         raise self._undefined("make_empty(shape, *, dtype, device, requires_grad, pin_memory)")
 
+    def _for_values(self, dtype: torch.dtype) -> "Quantizer":
+        """Return the quantizer of a tensor of a nominal dtype."""
+        del dtype
+        return self.copy()
+
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         """Write the forms that a storage has; `source` is plain, in any floating dtype."""
         raise self._undefined("quantize_impl(tensor)")
@@ -157,8 +162,9 @@ class Quantizer(abc.ABC):
         shape, dtype = checked_shape(label, shape), checked_dtype(f"{label}: dtype", dtype)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        fields = self._empty(shape, torch.device(device), pin_memory)
-        fields["_quantizer"] = self.copy()
+        kept = self._for_values(dtype)
+        fields = kept._empty(shape, torch.device(device), pin_memory)
+        fields["_quantizer"] = kept
         if self.internal:
             return self.STORAGE._made(fields, dtype)
         return self.TENSOR._made(fields, dtype, shape, requires_grad)

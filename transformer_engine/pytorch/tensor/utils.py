@@ -18,7 +18,6 @@ from transformer_engine.pytorch.tensor.master_slices import (
     slices_of,
     turns,
 )
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
@@ -172,8 +171,7 @@ def _reduce(integers: Tensor, group: Any) -> None:
 def _count_write(weight: Any) -> None:
     """Count a write, of this rank or of others, to the data and to the parameter."""
     weight._count_write()
-    if isinstance(weight, QuantizedTensor):
-        weight._changed()
+    weight._changed()
 
 
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
