@@ -146,13 +146,8 @@ class quantized_model_init(Context, contextlib.ContextDecorator):  # noqa: N801 
         state.quantized_init = made
 
 
-def fp8_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Any:
-    """`quantized_model_init` under its older name."""
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+fp8_model_init = quantized_model_init
+"""`quantized_model_init` under its older name."""
 
 
 def _of_thread(field: str, doc: str) -> property:

@@ -7,7 +7,7 @@ Under a `CustomRecipe` they are called at their stage, and what they make is mul
 import copy
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ def roundup_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
+_PAIRS = {"data": "data_t", "scale": "scale_t", "global_amax_row": "global_amax_col"}
+_OTHERS = _PAIRS | {column: row for row, column in _PAIRS.items()}
+"""The field of the other form."""
+
+
 class ReferenceTensor(QuantizedTensorStorage):
     """A matrix in two forms: `data` and `scale` by rows, `data_t` and `scale_t` of its transpose.
 
@@ -41,10 +46,7 @@ class ReferenceTensor(QuantizedTensorStorage):
     _CAST_APART = True
     _TENSORS: tuple[str, ...] = ("data", "scale", "data_t", "scale_t")
     _SETTINGS: tuple[str, ...] = ("quant_dtype", "original_shape")
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "rowwise": _TENSORS[:2],
-        "columnwise": _TENSORS[2:],
-    }
+    _FORMS = _TENSORS[:2], _TENSORS[2:]
 
     data: Tensor | None
     scale: Tensor | None
@@ -118,7 +120,7 @@ class ReferenceQuantizer(Quantizer):
 
     def transpose_qresult(self, qresult: Any) -> Any:
         """The tensor of the transpose: the forms change places."""
-        swapped = {n: getattr(qresult, _other(n)) for n in qresult._TENSORS}
+        swapped = {n: getattr(qresult, _OTHERS[n]) for n in qresult._TENSORS}
         rows = qresult.original_shape
         size = (rows[-1], torch.Size(rows[:-1]).numel())
         fields = {**qresult._fields(), **swapped, "original_shape": size}
@@ -176,9 +178,3 @@ def high_precision_gemm_ref(
             raise ValueError("high_precision_gemm_ref: accumulate=True needs out")
         made = made + out.float()
     return made.to(out_dtype) if out is None else out.copy_(made)
-
-
-def _other(name: str) -> str:
-    """The field of the other form."""
-    pairs = {"global_amax_row": "global_amax_col", "global_amax_col": "global_amax_row"}
-    return pairs.get(name) or (name.removesuffix("_t") if name.endswith("_t") else f"{name}_t")

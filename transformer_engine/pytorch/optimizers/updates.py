@@ -37,12 +37,8 @@ def wide_copy(param: Tensor) -> Tensor:
 class Updates:
     """Updates of quantized parameters: those whose casts are part of them are run together.
 
-    Parameters
-    ----------
-    run : callable
-        ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`.
-    flag : Tensor, optional
-        int32 [1]: where it is not 0 nothing is written, by casts after `run` either.
+    By ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`. Where
+    `flag`, int32 [1], is not 0 nothing is written, by casts after `run` either.
     """
 
     def __init__(

@@ -90,15 +90,8 @@ class Computed:
     """Values of an operator that casts what it computes, as the source of a cast.
 
     A cast that needs no amax before is part of the operator; for any other the values are written
-    first, in fp32: the bits are the same.
-
-    Parameters
-    ----------
-    run : callable
-        ``run(**fields)`` runs the operator, with fields of ``te_cast_request``.
-    shape : sequence of int
-        Of the values, [rows, columns].
-    device : torch.device
+    first, in fp32: the bits are the same. ``run(**fields)`` runs the operator, with fields of
+    ``te_cast_request``; the values have a shape [rows, columns], on a device.
     """
 
     def __init__(
@@ -261,19 +254,10 @@ def partials_of(amax: Tensor) -> Tensor:
     return partials
 
 
-def _dequantize(
-    row: Tensor | None,
-    row_scales: Tensor | None,
-    column: Tensor | None,
-    column_scales: Tensor | None,
-    row_amax: Tensor | None,
-    column_amax: Tensor | None,
-    scaling: int,
-    dtype: int,
-    shape: Sequence[int],
-    output: torch.dtype,
-    scales_to_256: bool,
-) -> Tensor:
+def _dequantize(*given: Any) -> Tensor:
+    """Run the operator; arguments as of the schema below."""
+    row, row_scales, column, column_scales, row_amax, column_amax, *settings = given
+    scaling, dtype, shape, output, scales_to_256 = settings
     data = column if row is None else row
     element = _core.torch_dtype(dtype)
     made = torch.empty(tuple(shape), dtype=output, device=data.device)

@@ -51,10 +51,8 @@ class Float8TensorStorage(FormatStorage):
         Of the codes: ``kFloat8E4M3`` or ``kFloat8E5M2``.
     data_transpose : Tensor, optional
         uint8, column-wise: [columns, ...].
-    quantizer : Quantizer, optional
-        What new values are cast by; current scaling where None.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`; current scaling casts where there is no quantizer.
     transpose_invalid : bool, optional
         True: `data_transpose` is of other data than these, and is not read; it is made again where
         it is needed. Without `data` it is all there is, and counts.
@@ -62,10 +60,7 @@ class Float8TensorStorage(FormatStorage):
 
     _TENSORS = ("_data", "_transpose", "_scales")
     _SETTINGS = ("_fp8_dtype", "_transpose_version")
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "rowwise": ("_data",),
-        "columnwise": ("_transpose", "_transpose_version"),
-    }
+    _FORMS = ("_data",), ("_transpose", "_transpose_version")
     _ARGUMENTS: ClassVar[dict[str, str]] = {
         "_transpose": "data_transpose",
         "_scales": "fp8_scale_inv",
@@ -335,10 +330,6 @@ class PerTensorQuantizer(CodesQuantizer):
             column = casts.empty_columns(shape, device, pin_memory)
         scales = torch.ones(2, dtype=torch.float32, device=device, pin_memory=pin_memory)
         return {"_data": row, "_transpose": column, "_scales": scales, "_fp8_dtype": self.dtype}
-
-    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the column-wise data of a tensor."""
-        return super().get_columnwise_shape(rowwise_data_shape)
 
     def create_tensor_from_data(
         self,

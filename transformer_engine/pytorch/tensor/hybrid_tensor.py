@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,18 +42,13 @@ class HybridQuantizedTensorStorage(FormatStorage):
     ----------
     rowwise_storage, columnwise_storage : QuantizedTensorStorage, optional
         Of the same shape; one at least.
-    quantizer : Quantizer, optional
-        What new values are cast by.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`.
     """
 
     _CAST_APART = True
     _SETTINGS = tuple(f"_{name}" for name in _PARTS)
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "rowwise": _SETTINGS[:1],
-        "columnwise": _SETTINGS[1:],
-    }
+    _FORMS = _SETTINGS[:1], _SETTINGS[1:]
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
@@ -80,15 +75,12 @@ class HybridQuantizedTensorStorage(FormatStorage):
         both = (self._rowwise_storage, self._columnwise_storage)
         return tuple(storage for storage in both if storage is not None)
 
-    @property
-    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The storage that is read row-wise; None where it was dropped."""
-        return self._rowwise_storage
-
-    @property
-    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The storage that is read column-wise; None where it was dropped."""
-        return self._columnwise_storage
+    rowwise_sub_storage = property(
+        lambda self: self._rowwise_storage, doc="What is read row-wise; None where it was dropped."
+    )
+    columnwise_sub_storage = property(
+        lambda self: self._columnwise_storage, doc="What is read column-wise, likewise."
+    )
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors of both."""

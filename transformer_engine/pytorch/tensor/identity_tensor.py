@@ -25,10 +25,8 @@ class IdentityTensorStorage(FormatStorage):
     ----------
     hp_data : Tensor
         The values, in any floating dtype.
-    quantizer : Quantizer, optional
-        What new values are cast by; None keeps the dtype of these.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`; without a quantizer new values get the dtype of these.
     """
 
     _TENSORS = ("_hp_data",)

@@ -40,8 +40,7 @@ class MXFP8TensorStorage(TwoFormStorage):
     _is_2D_scaled: bool
     _with_gemm_swizzled_scales = rows_of_scales
 
-    def _mode(self) -> int:
-        return _core.SCALING_MXFP8
+    _MODE = _core.SCALING_MXFP8
 
     def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
         if fields.get("_is_2D_scaled") is None:  # nobody said so: as new values would be cast
@@ -116,9 +115,6 @@ class MXFP8Quantizer(TwoFormQuantizer):
         if not -126 <= margin <= 126:
             raise ValueError(f"MXFP8Quantizer: margin={margin}, expected -126 to 126")
         self.margin = int(margin)
-
-    def _mode(self) -> int:
-        return _core.SCALING_MXFP8
 
     def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
         """That of the tensor; ValueError for one without dims."""

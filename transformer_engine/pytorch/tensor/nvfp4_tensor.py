@@ -46,10 +46,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     """
 
     _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
-        **TwoFormStorage._FORMS,
-        "columnwise": (*TwoFormStorage._FORMS["columnwise"], "_amax_columnwise"),
-    }
+    _FORMS = TwoFormStorage._FORMS[0], (*TwoFormStorage._FORMS[1], "_amax_columnwise")
     _SETTINGS = (
         "_fp8_dtype",
         "_is_2D_scaled",
@@ -76,8 +73,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     def _fp4_dtype(self) -> DType:
         return self._fp8_dtype
 
-    def _mode(self) -> int:
-        return _core.SCALING_NVFP4
+    _MODE = _core.SCALING_NVFP4
 
     def _code(self) -> int:
         return _core.DTYPE_U8
@@ -276,9 +272,6 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
         self.nvfp4_e4m3_max = int(nvfp4_e4m3_max)
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
         self.with_random_sign_mask = bool(with_random_sign_mask)
-
-    def _mode(self) -> int:
-        return _core.SCALING_NVFP4
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         self._check_shape(shape)

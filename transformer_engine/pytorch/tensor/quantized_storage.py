@@ -78,7 +78,7 @@ class QuantizedTensorStorage:
     """True where row-wise and column-wise form are casts by themselves."""
     _ARGUMENTS: ClassVar[dict[str, str]] = {}
     """Fields, and the arguments of the constructor that have other names than these have."""
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    _FORMS: tuple[tuple[str, ...], ...] = ()
     """Fields of the row-wise and the column-wise form, data first; none where values serve both."""
 
     _quantizer: Quantizer | None = None
@@ -209,8 +209,8 @@ class QuantizedTensorStorage:
         for form, there in self.get_usages().items():
             if wanted[form] and not there:
                 self._make_form(form)
-        for form, names in self._FORMS.items():
-            for name in names if wanted[form] is False else ():
+        for keep, names in zip(wanted.values(), self._FORMS, strict=False):
+            for name in names if keep is False else ():
                 setattr(self, name, None)
 
     def _make_form(self, form: str) -> None:
@@ -222,8 +222,10 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Which forms are there, of the values as they are now."""
-        there = {form: getattr(self, names[0]) is not None for form, names in self._FORMS.items()}
-        return there or {"rowwise": True, "columnwise": True}
+        if not self._FORMS:
+            return {"rowwise": True, "columnwise": True}
+        row, column = (getattr(self, names[0]) is not None for names in self._FORMS)
+        return {"rowwise": row, "columnwise": column}
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         """Fields of a view, which `view` makes of each tensor of its shape; None: it has none."""
@@ -480,7 +482,17 @@ class QuantizedTensorStorage:
 
 
 class FormatStorage(QuantizedTensorStorage):
-    """A storage of a format of this library, which its constructor makes of named arguments."""
+    """A storage of a format of this library, which its constructor makes of named arguments.
+
+    Parameters
+    ----------
+    quantizer : Quantizer, optional
+        What new values are cast by; one of the format where None.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    arguments
+        Those of the format.
+    """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Of arguments; that of the others is None."""

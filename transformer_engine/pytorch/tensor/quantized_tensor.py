@@ -412,16 +412,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 class FormatTensor(QuantizedTensor):
     """A tensor of a format of this library: its class is made of this one and of the storage's.
 
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; that of the data where None.
-    dtype : torch.dtype, default torch.float32
-        Nominal one.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    arguments :
-        As of the storage.
+    The arguments are as of `QuantizedTensor`, and of the storage but for ``fake_dtype``; where
+    `shape` is None it is that of the data.
     """
 
     def __new__(  # noqa: D102 - the class's

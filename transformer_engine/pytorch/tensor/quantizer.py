@@ -381,9 +381,9 @@ class Quantizer(abc.ABC):
         """Return whether ranks gather row-wise data alone, and make the column-wise ones of it."""
         return self._GATHERS_ROWS
 
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the column-wise data of a tensor."""
-        return (*shape[-1:], *shape[:-1])
+        return (*rowwise_data_shape[-1:], *rowwise_data_shape[:-1])
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
         """Shape of the inverse scales of a tensor's row-wise, or column-wise, data."""

@@ -64,18 +64,13 @@ class TwoFormStorage(FormatStorage):
         fp32, as the format has them.
     fp8_dtype : DType
         Of the codes.
-    quantizer : Quantizer
-        What new values are cast by.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`.
     """
 
     _CAST_APART = True
     _TENSORS = tuple(f"_{name}" for name in FORMS)
-    _FORMS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "rowwise": _TENSORS[:2],
-        "columnwise": _TENSORS[2:],
-    }
+    _FORMS = _TENSORS[:2], _TENSORS[2:]
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
@@ -108,9 +103,11 @@ class TwoFormStorage(FormatStorage):
 
     # ---- what a format says ----------------------------------------------------------------------
 
+    _MODE: ClassVar[int]
+    """``_core.SCALING_*`` of its scales."""
+
     def _mode(self) -> int:
-        """``_core.SCALING_*`` of its scales."""
-        raise NotImplementedError
+        return self._MODE
 
     def _of_layout(self) -> "TwoFormQuantizer":
         """A quantizer that makes tensors of this layout."""
@@ -297,7 +294,7 @@ class TwoFormQuantizer(CodesQuantizer):
 
     def _mode(self) -> int:
         """``_core.SCALING_*`` of what it makes."""
-        raise NotImplementedError
+        return self.STORAGE._MODE
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         """Shape of the row-wise data of a tensor."""
