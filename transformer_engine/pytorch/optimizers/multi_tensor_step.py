@@ -18,12 +18,6 @@ from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, 
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 
-def _write(skip: Tensor, pairs: Any) -> None:
-    """Copy new values into tensors, unless there is nothing to do."""
-    for old, new in pairs:
-        old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
-
-
 def _adam(
     flag: Tensor,
     lists: list,
@@ -190,7 +184,8 @@ def multi_tensor_adam_fp8(
         cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
         top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
         written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
-        _write(skip, written)
+        for old, new in written:
+            old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
 def multi_tensor_adam_param_remainder(

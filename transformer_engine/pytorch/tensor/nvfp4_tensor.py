@@ -296,7 +296,7 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the column-wise bytes of a tensor; ValueError for one without dims."""
         self._check_shape(tuple(shape))
-        return shape[-1], -(-math.prod(shape[:-1]) // 16) * 8
+        return self._rowwise_shape((shape[-1], math.prod(shape[:-1])))
 
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {

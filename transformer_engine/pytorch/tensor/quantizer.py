@@ -38,17 +38,9 @@ def plain(tensor: Any) -> Tensor:
 
 
 class InnerTensor(NamedTuple):
-    """One of the tensors that a quantized tensor consists of.
+    """One of the tensors that a quantized tensor consists of, as it has to be."""
 
-    Attributes
-    ----------
-    ctor_kwarg : str
-        The argument of the constructor that takes it.
-    shape, dtype :
-        What that has to be.
-    """
-
-    ctor_kwarg: str
+    ctor_kwarg: str  # the argument of the constructor that takes it
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
 
