@@ -205,11 +205,13 @@ class QuantizedTensorStorage:
         RuntimeError where one is to be made, and there is nothing that it can be made of. A class
         that has no forms does nothing: its values serve both.
         """
+        if not self._FORMS:
+            return
         wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
         for form, there in self.get_usages().items():
             if wanted[form] and not there:
                 self._make_form(form)
-        for keep, names in zip(wanted.values(), self._FORMS, strict=False):
+        for keep, names in zip(wanted.values(), self._FORMS, strict=True):
             for name in names if keep is False else ():
                 setattr(self, name, None)
 
