@@ -8,7 +8,6 @@ from torch import Tensor
 
 from transformer_engine.pytorch import tensor as formats
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, checked_shape
 
 
 def pickled_class(kind: type) -> Any:
@@ -43,6 +42,8 @@ def rebuild_quantized(
     of the class: a file may not put something in place of a method; TypeError or ValueError for
     what is no shape, dtype or pair.
     """
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
+
     made = _named_class(kind, "QuantizedTensor", "quantized tensors")
     label = f"a pickled {made.__name__}"
     fields = _fields_of(made, fields, dtype, recast)
@@ -73,6 +74,8 @@ def _items(label: str, given: Any, *kinds: Any) -> tuple:
 
 def _fields_of(made: Any, fields: Any, dtype: Any, recast: Any) -> dict[str, Any]:
     """The fields of a pickle as a class takes them; ValueError for others than it has."""
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
+
     label, names = f"a pickled {made.__name__}", _field_names(made, fields)
     checked_dtype(f"{label}: dtype", dtype)
     if not isinstance(fields, dict) or not fields.keys() <= names:
