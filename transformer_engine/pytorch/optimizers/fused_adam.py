@@ -392,12 +392,12 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.capturable and is_capturing(self._dummy_overflow_buf.device):
-            if any(group["bias_correction"] for group in self.param_groups):
-                raise RuntimeError(
-                    f"{_NAME}.step: a CUDA graph is captured and capturable=False: every replay "
-                    "would correct the bias for this one step: set capturable=True"
-                )
+        fixed = not self.capturable and is_capturing(self._dummy_overflow_buf.device)
+        if fixed and any(group["bias_correction"] for group in self.param_groups):
+            raise RuntimeError(
+                f"{_NAME}.step: a CUDA graph is captured and capturable=False: every replay "
+                "would correct the bias for this one step: set capturable=True"
+            )
         ready = self._ready(grad_scaler is not None)  # what can not be updated raises there
         found = None if grad_scaler is None else grad_scaler._check_inf_per_device(self)
         for group in self.param_groups:

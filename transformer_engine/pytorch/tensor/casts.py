@@ -261,11 +261,18 @@ def _dequantize(*given: Any) -> Tensor:
     data = column if row is None else row
     element = _core.torch_dtype(dtype)
     made = torch.empty(tuple(shape), dtype=output, device=data.device)
-    form = {"row": _elements(row, element), "row_scales": row_scales, "row_amax": row_amax}
-    if row is None:
-        form = {"column": _as_matrix(column, scaling, element)}
-        form |= {"column_scales": column_scales, "column_amax": column_amax}
-    _obeying_dequantize(as_line(made), mode=scaling, **form, scales_to_256=int(scales_to_256))
+    by_rows = row is not None
+    _obeying_dequantize(
+        as_line(made),
+        mode=scaling,
+        row=_elements(row, element),
+        row_scales=row_scales if by_rows else None,
+        column=None if by_rows else _as_matrix(column, scaling, element),
+        column_scales=None if by_rows else column_scales,
+        row_amax=row_amax if by_rows else None,
+        column_amax=None if by_rows else column_amax,
+        scales_to_256=int(scales_to_256),
+    )
     return made
 
 

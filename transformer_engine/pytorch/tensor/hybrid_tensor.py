@@ -179,7 +179,16 @@ class HybridQuantizedTensorStorage(FormatStorage):
 
     @classmethod
     def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: _restored_part(cls, part) for name, part in fields.items()}
+        """Fields of a pickle: a part of a class of a program is a tensor, pickled by itself."""
+        made: dict[str, Any] = {}
+        for name, part in fields.items():
+            if part is not None and not isinstance(part, QuantizedTensor | tuple):
+                raise ValueError(
+                    f"a pickled {cls.__name__}: a part is a {type(part).__name__}, expected a "
+                    "quantized tensor: the pickle is damaged"
+                )
+            made[name] = rebuild_storage(*part) if isinstance(part, tuple) else part
+        return made
 
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
@@ -239,18 +248,6 @@ class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
         for part in made._storages:
             part._quantizer = copy.deepcopy(part._quantizer, memo)
         return made
-
-
-def _restored_part(kind: type, part: Any) -> Any:
-    """A part of a pickle: of a class of a program it is a tensor, as that pickles itself."""
-    if part is None or isinstance(part, QuantizedTensor):
-        return part
-    if not isinstance(part, tuple):
-        raise ValueError(
-            f"a pickled {kind.__name__}: a part is a {type(part).__name__}, expected a quantized "
-            "tensor: the pickle is damaged"
-        )
-    return rebuild_storage(*part)
 
 
 def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:

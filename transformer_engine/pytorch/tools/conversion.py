@@ -292,22 +292,18 @@ def _to_torch(module: Module) -> Module | str | None:
         )
     dtype = next((tensor.dtype for tensor in module.parameters()), None)
     if kind is Linear:
-        return _torch_linear(module, dtype)
+        for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_bias"):
+            if getattr(module, name):
+                return f"{name}=True"
+        if module._split is not None:
+            pieces = ", ".join(name for name, _ in module._split.pieces)
+            return f"its weight is split into {pieces}"
+        sizes = module.in_features, module.out_features
+        return torch.nn.Linear(*sizes, module.use_bias, device="meta", dtype=dtype)
     if module.zero_centered_gamma:
         return "zero_centered_gamma=True: the factor of torch.nn's is gamma, not 1 + gamma"
     options = _norm_options(module, kind)
     return theirs(module.normalized_shape, device="meta", dtype=dtype, **options)
-
-
-def _torch_linear(module: Linear, dtype: torch.dtype | None) -> Module | str:
-    for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_bias"):
-        if getattr(module, name):
-            return f"{name}=True"
-    if module._split is not None:
-        return f"its weight is split into {', '.join(name for name, _ in module._split.pieces)}"
-    return torch.nn.Linear(
-        module.in_features, module.out_features, module.use_bias, device="meta", dtype=dtype
-    )
 
 
 # ---- the swap ------------------------------------------------------------------------------------
