@@ -20,7 +20,7 @@ from transformer_engine.common.recipe import (
     Float8RowScaling,
     Format,
 )
-from transformer_engine.pytorch.tools.scale_matrix import scales_shape
+from transformer_engine.pytorch.tensor.two_forms import scale_shape
 
 BASE = "torch.nn.Linear"
 
@@ -32,7 +32,7 @@ def scaled_forms(
     keywords: dict[str, Any] = {"mode": getattr(_core, f"SCALING_{mode.upper()}")}
     for name, data in (("row", row), ("column", column)):
         if data is not None:
-            shape = scales_shape(keywords["mode"], *data.shape)
+            shape = scale_shape(keywords["mode"], *data.shape)
             scales = torch.empty(shape, dtype=torch.float32, device=data.device)
             keywords |= {name: data, f"{name}_scales": scales}
     return keywords

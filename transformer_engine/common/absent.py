@@ -211,13 +211,17 @@ def attach(
 
     `namespace` is the ``globals()`` of the module, `submodules` are modules below it, and `lazy`
     tells for a name the full name of the module that has it. Modules below it that have no files
-    need not be named. Returns the module's ``__getattr__`` and ``__dir__``.
+    need not be named. Returns the module's ``__getattr__`` and ``__dir__``. By the former a module
+    without an ``__all__`` has one: its names without an underscore, and these.
     """
     module = namespace["__name__"]
     names = frozenset(names_of(module))
     below = frozenset(submodules) | _below(module)
 
     def __getattr__(name: str) -> Any:
+        if name == "__all__":
+            own = [n for n, value in namespace.items() if not isinstance(value, ModuleType)]
+            return sorted({*(n for n in own if not n.startswith("_")), *names, *lazy})
         if name in names:
             value = stand_in(module, name)
         elif name in lazy:

@@ -35,6 +35,7 @@ from transformer_engine.pytorch.scaling_state.autocast import (  # noqa: E402
 )
 from transformer_engine.pytorch.scaling_state.extra_state import without_scaling_state  # noqa: E402
 from transformer_engine.pytorch.scaling_state.scaling import reset  # noqa: E402
+from transformer_engine.pytorch.tensor import FORMATS as _FORMATS  # noqa: E402
 from transformer_engine.pytorch.tensor.pickling import rebuild_quantized  # noqa: E402, F401 - `torch.load` knows it
 from transformer_engine.pytorch.tools.explain import explain  # noqa: E402
 from transformer_engine.pytorch.torch_version import torch_version  # noqa: E402
@@ -49,9 +50,8 @@ from transformer_engine.pytorch.torchside.device import (  # noqa: E402
 )
 
 _SUBMODULES = (
-    "_extra_state constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy "
-    "custom_recipes distributed distributed_weight ep export graph jit ops "
-    "optimizers permutation quantization router tensor utils"
+    "_extra_state constants cpp_extensions cpu_offload cross_entropy custom_recipes distributed "
+    "export graph jit ops optimizers permutation quantization router tensor utils"
 ).split()
 """Submodules that are imported when they are asked for."""
 
@@ -65,14 +65,7 @@ _NAMES_OF = {
     "module.base": "UserBufferQuantizationMode",
     "quantization": "DelayedScalingRequest QuantizerRequest QuantizerRole fp8_model_init "
     "quantized_model_init",
-    "tensor.quantized_tensor": "QuantizedTensor QuantizedTensorStorage Quantizer "
-    "prepare_for_saving restore_from_func_ctx restore_from_saved",
-    "tensor": "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
-    "Float8CurrentScalingQuantizer Float8Quantizer Float8RowQuantizer Float8RowTensor "
-    "Float8RowTensorStorage Float8Tensor Float8TensorStorage HybridQuantizedTensor "
-    "HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer IdentityTensor "
-    "IdentityTensorStorage MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage NVFP4Quantizer "
-    "NVFP4Tensor NVFP4TensorStorage",
+    **{f"tensor.{of}": names for of, names in _FORMATS.items()},
     "tools.conversion": "convert convertible",
     "tools.counts": "counters counting reset_counters scales",
     "tools.explain_attention": "explain_attention",

@@ -10,16 +10,6 @@ from typing import Any
 
 from transformer_engine.common.recipe import Recipe
 
-__all__ = [
-    "CheckpointExtraStatePolicy",
-    "UNSAFE_PICKLE_EXTRA_STATE_ENV",
-    "extra_state_pickle_advisory",
-    "is_stateless_recipe",
-    "recipe_extra_state_policy",
-    "should_load_extra_state_pickle",
-    "unsafe_pickle_extra_state_enabled",
-]
-
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Variable by which NVIDIA Transformer Engine loads pickles. It is not read here."""
 

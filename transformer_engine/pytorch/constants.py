@@ -6,27 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "AttnBiasTypes",
-    "AttnMaskTypes",
-    "AttnTypes",
-    "CPLoadBalancingStrategy",
-    "DType",
-    "FP8BwdTensorIdx",
-    "FP8BwdTensors",
-    "FP8FwdTensorIdx",
-    "FP8FwdTensors",
-    "GemmParallelModes",
-    "LayerTypes",
-    "MXFP8_BLOCK_SCALING_SIZE",
-    "NVFP4_BLOCK_SCALING_SIZE",
-    "QKVLayouts",
-    "TE_DType",
-    "TE_DType_To_Torch",
-    "dist_group_type",
-    "torch_dtype",
-]
-
 
 class DType(IntEnum):
     """Codes of element types."""
@@ -87,14 +66,9 @@ MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 """Values that share a scale in NVFP4."""
 
-AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
+AttnMaskTypes = tuple(
+    "no_mask padding causal padding_causal causal_bottom_right padding_causal_bottom_right "
+    "arbitrary".split()
 )
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")

@@ -8,17 +8,6 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 
-__all__ = [
-    "CPUOffloadEnabled",
-    "NVTE_CPU_OFFLOAD_V1",
-    "OFFLOAD_SYNCHRONIZER",
-    "get_cpu_offload_context",
-    "is_cpu_offload_enabled",
-    "mark_activation_offload",
-    "mark_not_offload",
-    *absent.names_of(__name__),
-]
-
 __getattr__, __dir__ = absent.attach(globals())
 
 NVTE_CPU_OFFLOAD_V1 = False
@@ -34,10 +23,15 @@ def is_cpu_offload_enabled() -> bool:
     return False
 
 
-def mark_activation_offload(*tensors: Tensor | None) -> None:
-    """Mark tensors that an offload would copy to the host."""
+def is_current_layer_offloaded() -> bool:
+    """Return whether the layer that runs has its activations offloaded: never."""
+    return False
+
+
+def mark_activation_offload(*tensors: Tensor | None, offload: bool = True) -> None:
+    """Mark tensors that an offload would copy to the host; without `offload` do nothing."""
     for tensor in tensors:
-        if tensor is not None:
+        if tensor is not None and offload:
             tensor.activation_offloading = True
 
 

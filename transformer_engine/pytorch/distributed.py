@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.execution.recompute import (
+from transformer_engine.pytorch.execution.recompute import (  # noqa: F401 - programs import them from here
     activation_recompute_forward,
     checkpoint,
     get_activation_recompute_contexts,
@@ -22,34 +22,6 @@ from transformer_engine.pytorch.execution.recompute import (
 )
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "activation_recompute_forward",
-    "allreduce",
-    "checkpoint",
-    "gather_along_first_dim",
-    "gather_split_1d_tensor",
-    "get_activation_recompute_contexts",
-    "get_all_rng_states",
-    "get_distributed_rank",
-    "get_distributed_world_size",
-    "get_te_classes",
-    "graph_safe_rng_available",
-    "has_te_modules",
-    "HAS_TORCH_SYMMETRIC",
-    "initialize_affine_weight_gpu",
-    "in_fp8_activation_recompute_phase",
-    "is_fp8_activation_recompute_enabled",
-    "is_graph_safe_rng_state",
-    "reduce_scatter_along_first_dim",
-    "set_all_rng_states",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_into_1d_equal_chunks",
-    "symmetric_mem_cache",
-    "use_reentrant_activation_recompute",
-    *absent.names_of(__name__),
-]
 
 __getattr__, __dir__ = absent.attach(globals())
 
@@ -216,6 +188,23 @@ def get_distributed_rank(group: Any = None) -> int:
     return torch.distributed.get_rank(group)
 
 
+def is_distributed_weight(weight: Any) -> bool:
+    """Return whether a weight is a `DistributedWeight`: never."""
+    del weight
+    return False
+
+
+def is_ep_bootstrapped() -> bool:
+    """Return whether the exchange of tokens between experts is set up: never."""
+    return False
+
+
+def is_symm_backed(t: Tensor) -> bool:
+    """Return whether a tensor lies in memory that `symm_mem_alloc` gave: never."""
+    del t
+    return False
+
+
 def _collective(name: str, older: str) -> Callable:
     """A collective of torch, which renames some: by its name, or by the older one."""
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
@@ -355,20 +344,12 @@ def initialize_affine_weight_gpu(
 
 def get_te_classes() -> list[type]:
     """The classes of modules of this library that have parameters or FP8 state of their own."""
-    from transformer_engine.pytorch import module  # it imports this module's users
-
-    attention = importlib.import_module("transformer_engine.pytorch.attention")
-    layer = importlib.import_module("transformer_engine.pytorch.layer.transformer_layer")
-    return [
-        module.LayerNorm,
-        module.RMSNorm,
-        module.Linear,
-        module.LayerNormLinear,
-        module.LayerNormMLP,
-        attention.DotProductAttention,
-        attention.MultiheadAttention,
-        layer.TransformerLayer,
-    ]
+    package = importlib.import_module("transformer_engine.pytorch")  # which imports this module
+    names = (
+        "LayerNorm RMSNorm Linear LayerNormLinear LayerNormMLP DotProductAttention "
+        "MultiheadAttention TransformerLayer"
+    )
+    return [getattr(package, name) for name in names.split()]
 
 
 def has_te_modules(network: torch.nn.Module) -> bool:

@@ -6,14 +6,6 @@ from contextlib import AbstractContextManager
 from transformer_engine.common import absent
 from transformer_engine.pytorch.torch_version import torch_version
 
-__all__ = [
-    "TORCH_MAJOR",
-    "TORCH_MINOR",
-    "is_in_onnx_export_mode",
-    "onnx_export",
-    *absent.names_of(__name__),
-]
-
 __getattr__, __dir__ = absent.attach(globals())
 
 TORCH_MAJOR, TORCH_MINOR = torch_version()[:2]

@@ -9,16 +9,6 @@ import torch
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
 
-__all__ = [
-    "graph_pool_handle",
-    "is_graph_capturing",
-    "restore_fp8_tensors",
-    "save_fp8_tensors",
-    "set_capture_end",
-    "set_capture_start",
-    *absent.names_of(__name__),
-]
-
 __getattr__, __dir__ = absent.attach(globals())
 
 graph_pool_handle = torch.cuda.graph_pool_handle

@@ -2,43 +2,13 @@
 """Helpers around `torch.compile`, and small functions of layers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-
-__all__ = [
-    "bgrad_dgelu_fused",
-    "bgrad_dgelu_fused_",
-    "bias_dropout_add",
-    "bias_dropout_add_fused_inference",
-    "bias_dropout_add_fused_inference_",
-    "bias_dropout_add_fused_train",
-    "bias_dropout_add_fused_train_",
-    "bias_gelu_fused",
-    "bias_gelu_fused_",
-    "dgelu_fused_",
-    "gelu_fused_",
-    "get_bias_dropout_add",
-    "jit_fuser",
-    "l2normalization_backward_fused",
-    "l2normalization_backward_fused_",
-    "l2normalization_fused",
-    "l2normalization_fused_",
-    "l2normalization_fwd_fused",
-    "l2normalization_fwd_fused_",
-    "lazy_compile",
-    "no_torch_dynamo",
-    "set_jit_fusion_options",
-    "warmup_jit_bias_dropout_add",
-    "warmup_jit_bias_dropout_add_all_dtypes",
-    "warmup_jit_bias_gelu",
-    "warmup_jit_bias_gelu_all_dtypes",
-    "warmup_jit_l2normalization",
-    "warmup_jit_l2normalization_all_dtypes",
-]
 
 
 def jit_fuser(function: Callable) -> Callable:
@@ -119,9 +89,8 @@ def bgrad_dgelu_fused(
     return (None if added is inp else grad.flatten(0, -2).sum(0)), grad
 
 
-def gelu_fused_(inp: Tensor) -> Tensor:
-    """gelu(inp) in the tanh form."""
-    return bias_gelu_fused(inp, None)
+gelu_fused_ = partial(bias_gelu_fused, bias=None)
+"""gelu(inp) in the tanh form."""
 
 
 def dgelu_fused_(grad_output: Tensor, inp: Tensor) -> Tensor:
@@ -161,18 +130,10 @@ def bias_dropout_add(
     return residual + torch.nn.functional.dropout(_add(x, bias), prob, training)
 
 
-def bias_dropout_add_fused_train(
-    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
-) -> Tensor:
-    """Residual + dropout(x + bias)."""
-    return bias_dropout_add(x, bias, residual, prob, True)
-
-
-def bias_dropout_add_fused_inference(
-    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
-) -> Tensor:
-    """Residual + x + bias; `prob` is not read."""
-    return bias_dropout_add(x, bias, residual, prob, False)
+bias_dropout_add_fused_train = partial(bias_dropout_add, training=True)
+"""Residual + dropout(x + bias)."""
+bias_dropout_add_fused_inference = partial(bias_dropout_add, training=False)
+"""Residual + x + bias; `prob` is not read."""
 
 
 def get_bias_dropout_add(training: bool) -> Callable:

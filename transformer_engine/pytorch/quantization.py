@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from transformer_engine import _core
 from transformer_engine.common import absent
-from transformer_engine.common.contexts import active
-from transformer_engine.common.recipe import (
+from transformer_engine.common.contexts import Context
+from transformer_engine.common.recipe import (  # noqa: F401 - programs import them from here
     DelayedScalingRequest,
     QuantizerRequest,
     QuantizerRole,
@@ -22,12 +21,12 @@ from transformer_engine.pytorch.execution.thread_state import Domain, RegionStat
 from transformer_engine.pytorch.module.manager_names import ManagerNames
 from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.scaling_state.autocast import (
+from transformer_engine.pytorch.scaling_state.autocast import (  # noqa: F401 - programs import them from here
     autocast,
     fp8_autocast,
     get_default_recipe,
 )
-from transformer_engine.pytorch.torchside.device import (
+from transformer_engine.pytorch.torchside.device import (  # noqa: F401 - programs import them from here
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -37,33 +36,6 @@ from transformer_engine.pytorch.torchside.device import (
 from transformer_engine.pytorch.torchside.modes import graph_task
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "DelayedScalingRequest",
-    "FP8GlobalStateManager",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "autocast",
-    "check_fp8_block_scaling_support",
-    "check_fp8_support",
-    "check_mxfp8_support",
-    "check_nvfp4_support",
-    "check_recipe_support",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_align_size_for_quantization",
-    "get_default_fp8_recipe",
-    "get_default_recipe",
-    "get_fp8_max",
-    "get_fp8_te_dtype",
-    "get_fp8_torch_dtype",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "quantized_model_init",
-    *absent.names_of(__name__),
-]
 
 get_default_fp8_recipe = get_default_recipe
 
@@ -117,7 +89,7 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return fp8_recipe.fp8_format.fp8_max(_DIRECTION[fprop_tensor])
 
 
-class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' name
+class quantized_model_init(Context, contextlib.ContextDecorator):  # noqa: N801 - users' name
     """Make modules with quantized weights: a context, or a decorator.
 
     The weights of linear layers that are made inside become quantized parameters; biases and norms
@@ -154,16 +126,13 @@ class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' 
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         self._settings = (enabled, recipe, preserve_high_precision_init_val)
-        self._outer: tuple | None = None
 
     def _recreate_cm(self) -> "quantized_model_init":
         """Give each call of a decorated function a context of its own."""
         return type(self)(*self._settings)
 
-    def __enter__(self) -> None:
+    def _enter(self) -> None:
         enabled, recipe, preserve = self._settings
-        if self._outer is not None:
-            raise active(self)
         state, made = current_state(), None
         if enabled:
             recipe = get_default_recipe() if recipe is None else recipe
@@ -173,21 +142,12 @@ class quantized_model_init(contextlib.ContextDecorator):  # noqa: N801 - users' 
                     "recipe"
                 )
             made = QuantizedInit(recipe, bool(preserve))
-        self._outer = ((state, ("quantized_init",), (state.quantized_init,)),)
+        self._undo_by(setattr, state, "quantized_init", state.quantized_init)
         state.quantized_init = made
 
-    @_core.Leaving
-    def __exit__(self, *error: Any) -> None:
-        pass
 
-
-def fp8_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Any:
-    """`quantized_model_init` under its older name."""
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+fp8_model_init = quantized_model_init
+"""`quantized_model_init` under its older name."""
 
 
 def _of_thread(field: str, doc: str) -> property:
@@ -261,6 +221,11 @@ class FP8GlobalStateManager(ManagerNames):
         return current_state().calibrating
 
     @classmethod
+    def get_fp8_group(cls) -> Any:
+        """The group that amaxes are reduced over; None: all ranks."""
+        return current_state().group
+
+    @classmethod
     def with_fp8_parameters(cls) -> bool:
         """Return whether modules are made with quantized weights, see `quantized_model_init`."""
         return current_state().quantized_init is not None
@@ -276,11 +241,6 @@ class FP8GlobalStateManager(ManagerNames):
         """The recipe in force; the default one where there is none."""
         recipe = current_state().recipe
         return get_default_recipe() if recipe is None else recipe
-
-    @classmethod
-    def get_fp8_group(cls) -> Any:
-        """The group that amaxes are reduced over; None: all ranks."""
-        return current_state().group
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:

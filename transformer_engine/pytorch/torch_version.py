@@ -5,8 +5,6 @@ import re
 
 import torch
 
-__all__ = ["torch_version"]
-
 
 def torch_version() -> tuple[int, ...]:
     """The release of torch in use, (major, minor, patch), to be compared with tuples."""

@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.torch_version import torch_version
+from transformer_engine.pytorch.torch_version import torch_version  # noqa: F401
 from transformer_engine.pytorch.torchside.device import (
     canonicalize_device,
     get_device_compute_capability,
@@ -22,59 +23,6 @@ from transformer_engine.pytorch.torchside.device import (
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "SplitAlongDim",
-    "all_close",
-    "assert_dim_for_fp8_exec",
-    "assert_viewless_tensor",
-    "attention_mask_func",
-    "canonicalize_device",
-    "canonicalize_dtype",
-    "canonicalize_process_group",
-    "cast_if_needed",
-    "ceil_div",
-    "check_dim_for_fp8_exec",
-    "check_gemm_dims",
-    "clear_tensor_data",
-    "combine_tensors",
-    "compare_tensors",
-    "decode_cudnn_version",
-    "deinterleave_glu_tensor",
-    "devices_match",
-    "divide",
-    "ensure_divisibility",
-    "get_cached_ones_tensor",
-    "get_cudnn_version",
-    "get_default_init_method",
-    "get_device_compute_capability",
-    "get_nvtx_range_context",
-    "get_sm_count",
-    "gpu_autocast_ctx",
-    "init_method_constant",
-    "init_method_normal",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_bf16_compatible",
-    "is_non_tn_fp8_gemm_supported",
-    "make_weak_ref",
-    "needs_quantized_gemm",
-    "nvtx_range_pop",
-    "nvtx_range_push",
-    "print_rank_0",
-    "record_compile_disabled",
-    "requires_grad",
-    "round_up_to_nearest_multiple",
-    "safely_set_viewless_tensor_data",
-    "scaled_init_method_normal",
-    "split_tensor_along_dim",
-    "torch_get_autocast_gpu_dtype",
-    "torch_version",
-    "validate_ctx_manager",
-    "validate_rng_states_func",
-    "warn_compile_eager_fallback",
-    "warn_if_compile_disabled",
-    *absent.names_of(__name__),
-]
 
 
 # ---- numbers and sizes -------------------------------------------------------------------------
@@ -152,9 +100,7 @@ def get_sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def is_bf16_compatible() -> bool:
-    """Return whether bf16 GEMMs run natively on the current device."""
-    return is_bf16_available()
+is_bf16_compatible = is_bf16_available
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
@@ -402,25 +348,14 @@ def make_weak_ref(x: Any) -> Any:
     )
 
 
-class _Memory:
-    """Device memory of another owner, as the CUDA array interface describes it."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (pointer, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-            "strides": None,
-        }
-
-
 def _alias(x: Tensor) -> Tensor:
     """A tensor over the memory of another one, without a reference to it."""
     size = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if size <= 0 or x.data_ptr() == 0:
         return torch.empty_like(x)
-    raw = torch.as_tensor(_Memory(x.data_ptr(), size), device=x.device)
+    memory = {"data": (x.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
+    owner = SimpleNamespace(__cuda_array_interface__={**memory, "strides": None})
+    raw = torch.as_tensor(owner, device=x.device)
     size -= size % x.element_size()
     alias = raw[:size].view(x.dtype).as_strided(x.shape, x.stride())
     return alias.requires_grad_(x.requires_grad)

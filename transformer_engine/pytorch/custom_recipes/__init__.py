@@ -3,13 +3,8 @@
 
 from transformer_engine.common import absent
 
-_MODULES = (
-    "gemm",
-    "quantizer_factories",
-    "quantizer_factory_zoo",
-    "reference_current_scaling",
-    "reference_nvfp4",
-    "reference_utils",
-)
-__getattr__, __dir__ = absent.attach(globals(), _MODULES)
-__all__ = [*_MODULES]
+__all__ = (
+    "gemm quantizer_factories quantizer_factory_zoo reference_current_scaling reference_nvfp4 "
+    "reference_utils"
+).split()
+__getattr__, __dir__ = absent.attach(globals(), __all__)

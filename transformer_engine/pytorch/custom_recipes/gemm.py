@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GEMMType", "MMParams", "custom_gemm"]
-
 
 class GEMMType(Enum):
     """Which product of a linear layer one is."""

@@ -57,9 +57,7 @@ def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
     """As `Float8BlockScaling`: E4M3, a scale for 128 x 128 of a weight, for 1 x 128 of others."""
     dims = 2 if tensor_of(role) == "weight" else 1
-    return Float8BlockQuantizer(
-        DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dims
-    )
+    return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dims)
 
 
 def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:

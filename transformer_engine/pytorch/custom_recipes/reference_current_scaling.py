@@ -13,8 +13,6 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import (
     ReferenceTensor,
 )
 
-__all__ = ["CurrentScalingQuantizerRef", "CurrentScalingTensorRef", "current_scaling_ref_factory"]
-
 
 class CurrentScalingTensorRef(ReferenceTensor):
     """FP8 codes of a matrix and of its transpose; a value is its code times `scale`, fp32 [1]."""

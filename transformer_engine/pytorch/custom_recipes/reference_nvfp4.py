@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
-from transformer_engine.pytorch.custom_recipes.reference_utils import (
+from transformer_engine.pytorch.custom_recipes.reference_utils import (  # noqa: F401 - programs import them from here
     Fp4Formats,
     ReferenceQuantizer,
     ReferenceTensor,
@@ -20,18 +20,6 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import (
     roundup_div,
 )
 from transformer_engine.pytorch.tensor import NVFP4Quantizer
-
-__all__ = [
-    "NVFP4QuantizerRef",
-    "NVFP4TensorRef",
-    "cast_from_fp4x2",
-    "cast_to_e4m3",
-    "cast_to_e8",
-    "cast_to_fp4x2",
-    "get_wgrad_sign_vector",
-    "high_precision_gemm_ref",
-    "nvfp4_ref_rht_2d_factory",
-]
 
 _GROUP = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -16,15 +16,6 @@ from transformer_engine.pytorch.custom_recipes.gemm import GEMMType, MMParams
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer
 
-__all__ = [
-    "Fp4Formats",
-    "HIGH_PRECISION_FLOAT_DTYPES",
-    "ReferenceQuantizer",
-    "ReferenceTensor",
-    "high_precision_gemm_ref",
-    "roundup_div",
-]
-
 HIGH_PRECISION_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Values that are not quantized."""
 
@@ -40,6 +31,11 @@ def roundup_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
+_PAIRS = {"data": "data_t", "scale": "scale_t", "global_amax_row": "global_amax_col"}
+_OTHERS = _PAIRS | {column: row for row, column in _PAIRS.items()}
+"""The field of the other form."""
+
+
 class ReferenceTensor(QuantizedTensorStorage):
     """A matrix in two forms: `data` and `scale` by rows, `data_t` and `scale_t` of its transpose.
 
@@ -50,6 +46,7 @@ class ReferenceTensor(QuantizedTensorStorage):
     _CAST_APART = True
     _TENSORS: tuple[str, ...] = ("data", "scale", "data_t", "scale_t")
     _SETTINGS: tuple[str, ...] = ("quant_dtype", "original_shape")
+    _FORMS = _TENSORS[:2], _TENSORS[2:]
 
     data: Tensor | None
     scale: Tensor | None
@@ -79,24 +76,8 @@ class ReferenceTensor(QuantizedTensorStorage):
         """Another one over the same data."""
         return copy.copy(self)
 
-    def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {"rowwise": self.data is not None, "columnwise": self.data_t is not None}
-
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Drop a form (False); one that is there stays (True). RuntimeError for one to be made."""
-        for name, wanted in (("", rowwise_usage), ("_t", columnwise_usage)):
-            if wanted and getattr(self, f"data{name}") is None:
-                raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
-            if wanted is False:
-                for field in self._TENSORS:
-                    if field.endswith("_t") == bool(name) and not field.startswith("global"):
-                        setattr(self, field, None)
-
-    def _default_quantizer(self) -> Quantizer:
-        raise RuntimeError(f"{type(self).__name__}: it has no quantizer: give one")
+    def _make_form(self, form: str) -> None:
+        raise RuntimeError(f"{type(self).__name__}: a dropped form is not made again")
 
 
 class ReferenceQuantizer(Quantizer):
@@ -139,7 +120,7 @@ class ReferenceQuantizer(Quantizer):
 
     def transpose_qresult(self, qresult: Any) -> Any:
         """The tensor of the transpose: the forms change places."""
-        swapped = {n: getattr(qresult, _other(n)) for n in qresult._TENSORS}
+        swapped = {n: getattr(qresult, _OTHERS[n]) for n in qresult._TENSORS}
         rows = qresult.original_shape
         size = (rows[-1], torch.Size(rows[:-1]).numel())
         fields = {**qresult._fields(), **swapped, "original_shape": size}
@@ -197,12 +178,3 @@ def high_precision_gemm_ref(
             raise ValueError("high_precision_gemm_ref: accumulate=True needs out")
         made = made + out.float()
     return made.to(out_dtype) if out is None else out.copy_(made)
-
-
-def _other(name: str) -> str:
-    """The field of the other form."""
-    pairs = {"global_amax_row": "global_amax_col", "global_amax_col": "global_amax_row"}
-    return pairs.get(name) or (name.removesuffix("_t") if name.endswith("_t") else f"{name}_t")
-
-
-__all__ += ["GEMMType", "MMParams"]

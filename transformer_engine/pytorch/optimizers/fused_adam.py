@@ -39,7 +39,6 @@ from transformer_engine.pytorch.torchside.device import is_capturing
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["FusedAdam", *absent.names_of(__name__)]
 
 _NAME = "FusedAdam"
 _PATH = "pytorch.optimizers.FusedAdam"
@@ -232,13 +231,6 @@ class FusedAdam(torch.optim.Optimizer):
         wide = parameter.dtype is torch.float32 and not is_quantized(local_part(parameter))
         return bool(self.master_weights) and not wide
 
-    def _stores_remainders(self, param: Tensor) -> bool:
-        return (
-            self.store_param_remainders
-            and param.dtype is torch.bfloat16
-            and not is_quantized(local_part(param))
-        )
-
     def _initialize_state(
         self,
         param: Tensor,
@@ -279,7 +271,9 @@ class FusedAdam(torch.optim.Optimizer):
             self._initialize_master(param, store_param_remainders)
 
     def _initialize_master(self, param: Tensor, stores: bool | None = None) -> None:
-        stores = self._stores_remainders(param) if stores is None else stores
+        if stores is None:
+            plain = param.dtype is torch.bfloat16 and not is_quantized(local_part(param))
+            stores = self.store_param_remainders and plain
         self._initialize_state(param, "master_param", False, stores)
         if not stores:
             self.set_scaled_state(param, "master_param", wide_copy(param))
@@ -398,12 +392,12 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.capturable and is_capturing(self._dummy_overflow_buf.device):
-            if any(group["bias_correction"] for group in self.param_groups):
-                raise RuntimeError(
-                    f"{_NAME}.step: a CUDA graph is captured and capturable=False: every replay "
-                    "would correct the bias for this one step: set capturable=True"
-                )
+        fixed = not self.capturable and is_capturing(self._dummy_overflow_buf.device)
+        if fixed and any(group["bias_correction"] for group in self.param_groups):
+            raise RuntimeError(
+                f"{_NAME}.step: a CUDA graph is captured and capturable=False: every replay "
+                "would correct the bias for this one step: set capturable=True"
+            )
         ready = self._ready(grad_scaler is not None)  # what can not be updated raises there
         found = None if grad_scaler is None else grad_scaler._check_inf_per_device(self)
         for group in self.param_groups:
@@ -495,7 +489,12 @@ class FusedAdam(torch.optim.Optimizer):
                 f"{_NAME}: the state of a parameter has {sorted(state)}, expected exp_avg and "
                 "exp_avg_sq: empty it, so that the step begins it anew"
             )
-        expanded = [name for name in state if self._expands(state, name)]
+        expanded = [  # a step updates copies of these in fp32
+            name
+            for name, kept in state.items()
+            if self.name_to_dtype_map.get(name, torch.float32) not in DIRECT
+            and kept.dtype is not torch.int16
+        ]
         if "exp_avg" in expanded:
             row.mean = self.get_unscaled_state(param, "exp_avg")
         if "exp_avg_sq" in expanded:
@@ -510,12 +509,6 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             self._rows.pop(id(param), None)
         return row
-
-    def _expands(self, state: dict, name: str) -> bool:
-        """Return whether a step updates a copy of a state in fp32."""
-        if name not in self.name_to_dtype_map or state[name].dtype is torch.int16:
-            return False
-        return self.name_to_dtype_map[name] not in DIRECT
 
     def _update(self, group: dict, rows: list[_Row], grads: list, inverse: Tensor | None) -> None:
         kinds: dict[tuple, tuple[list[_Row], list[Tensor]]] = {}

@@ -23,8 +23,6 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
 from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = ["FusedSGD"]
-
 _NAME = "FusedSGD"
 _NUMBERS = ("lr", "momentum", "weight_decay")  # that groups of parameters may have
 _COPIED = "_grad_none", "materialize_master_grads", "wd_after_momentum"

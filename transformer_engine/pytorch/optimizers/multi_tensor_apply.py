@@ -13,20 +13,10 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.optimizers.checks import DTYPES
 from transformer_engine.pytorch.optimizers.updates import checked_lists, refuse_others, run_update
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
-
-__all__ = [
-    "MultiTensorApply",
-    "multi_tensor_applier",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_unscale_l2norm",
-]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MultiTensorApply:
@@ -154,7 +144,7 @@ def _norms_by_devices(
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(i)
-    values = [t if t.dtype in _DTYPES and not is_quantized(t) else t.float() for t in tensors]
+    values = [t if t.dtype in DTYPES and not is_quantized(t) else t.float() for t in tensors]
     each = torch.empty(len(tensors), dtype=torch.float32, device=first)
     squares = torch.zeros(1, dtype=torch.float64, device=first)
     for device, chosen in places.items():

@@ -6,6 +6,7 @@ parameters, ...; `chunk_size` is not needed. Where the int32 element of `noop_fl
 is written. No operation waits for the device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,25 +16,6 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, torch_dtype
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-
-__all__ = [
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_adam_cast",
-    "multi_tensor_adam_fp8",
-    "multi_tensor_adam_param_remainder",
-    "multi_tensor_compute_scale_and_scale_inv",
-    "multi_tensor_compute_scale_inv_e8m0",
-    "multi_tensor_sgd",
-    "multi_tensor_sgd_cast",
-]
-
-
-def _write(skip: Tensor, pairs: Any) -> None:
-    """Copy new values into tensors, unless there is nothing to do."""
-    for old, new in pairs:
-        old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
 def _adam(
@@ -116,71 +98,57 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_cast(
-    casts: list[dict] | None,
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor | None = None,
+    casts: list[dict] | None, chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
 ) -> None:
-    """`multi_tensor_adam` of four lists, whose new values are cast; with `inv_scale` capturable.
+    """`multi_tensor_adam` of four lists, whose new values are cast.
 
-    `casts` are fields of `_core.quantize` for each of the values, or None.
+    `casts` are fields of `_core.quantize` for each of the values, or None; `numbers` as there, or
+    as of `multi_tensor_adam_capturable`.
     """
     lists = checked_lists("multi_tensor_adam_cast", tensor_lists, 4)
-    rest = mode, bias_correction, weight_decay, inv_scale
-    _adam(noop_flag, lists, lr, beta1, beta2, eps, step, *rest, casts=casts)
+    _adam(noop_flag, lists, *numbers, casts=casts)
 
 
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
+def _capturable(op: str, count: int, doc: str) -> Callable:
+    """An operation of so many lists, whose numbers are on the device."""
+
+    def step(
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Lists,
+        lr: Tensor,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        step: Tensor,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+        inv_scale: Tensor,
+    ) -> None:
+        lists = _masters_first(checked_lists(op, tensor_lists, count))
+        rest = mode, bias_correction, weight_decay, inv_scale
+        _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
+
+    step.__name__ = step.__qualname__ = op
+    step.__doc__ = doc
+    return step
+
+
+multi_tensor_adam_capturable = _capturable(
+    "multi_tensor_adam_capturable",
+    4,
     """`multi_tensor_adam` of four lists, with `lr`, `step` and a factor of gradients on the device.
 
     `lr` and `inv_scale` are fp32, `step` int32, tensors of one element. Gradients are left times
     `inv_scale`.
-    """
-    lists = checked_lists("multi_tensor_adam_capturable", tensor_lists, 4)
-    rest = mode, bias_correction, weight_decay, inv_scale
-    _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
-
-
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """`multi_tensor_adam_capturable` with fp32 parameters as a fifth list."""
-    lists = checked_lists("multi_tensor_adam_capturable_master", tensor_lists, 5)
-    rest = mode, bias_correction, weight_decay, inv_scale
-    _adam(noop_flag, _masters_first(lists), lr, beta1, beta2, epsilon, step, *rest)
+    """,
+)
+multi_tensor_adam_capturable_master = _capturable(
+    "multi_tensor_adam_capturable_master",
+    5,
+    """`multi_tensor_adam_capturable` with fp32 parameters as a fifth list.""",
+)
 
 
 def multi_tensor_adam_fp8(
@@ -216,7 +184,8 @@ def multi_tensor_adam_fp8(
         cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
         top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
         written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
-        _write(skip, written)
+        for old, new in written:
+            old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
 def multi_tensor_adam_param_remainder(
@@ -289,29 +258,19 @@ def multi_tensor_sgd(
 
 
 def multi_tensor_sgd_cast(
-    casts: list[dict] | None,
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
+    casts: list[dict] | None, chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
 ) -> None:
     """`multi_tensor_sgd`, whose new values are cast: `casts` as of `multi_tensor_adam_cast`."""
     del chunk_size
+    wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale = numbers
     grads, params, means, *rounded = checked_lists("multi_tensor_sgd", tensor_lists, 3, 4)
     flags = _core.UPDATE_NESTEROV if nesterov else 0
     flags |= _core.UPDATE_FIRST if first_run else 0
     flags |= _core.UPDATE_DECAY_LAST if wd_after_momentum else 0
-    numbers = {"lr": lr, "decay": wd, "momentum": momentum, "dampening": dampening}
+    named = {"lr": lr, "decay": wd, "momentum": momentum, "dampening": dampening}
+    named["grad_scale"] = scale
     lists = [grads, params, means if momentum != 0.0 else None, None, *(rounded or [None]), None]
-    numbers["grad_scale"] = scale
-    run_update(_core.UPDATE_SGD, flags, lists, noop_flag, numbers, casts=casts)
+    run_update(_core.UPDATE_SGD, flags, lists, noop_flag, named, casts=casts)
 
 
 def multi_tensor_compute_scale_and_scale_inv(

@@ -37,12 +37,8 @@ def wide_copy(param: Tensor) -> Tensor:
 class Updates:
     """Updates of quantized parameters: those whose casts are part of them are run together.
 
-    Parameters
-    ----------
-    run : callable
-        ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`.
-    flag : Tensor, optional
-        int32 [1]: where it is not 0 nothing is written, by casts after `run` either.
+    By ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`. Where
+    `flag`, int32 [1], is not 0 nothing is written, by casts after `run` either.
     """
 
     def __init__(
@@ -218,7 +214,8 @@ def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) ->
     found = []
     for (device, *_), places in groups.items():
         chosen = tuple(None if each is None else [each[i] for i in places] for each in lists)
-        _check_apart(chosen[1:])
+        for tensor in (t for each in chosen[1:] for t in each or ()):
+            check_apart("update", tensor)
         dense = tuple(
             None if each is None else [t.resolve_neg().contiguous() for t in each]
             for each in chosen
@@ -232,14 +229,8 @@ def _update_by_groups(call: tuple, lists: list, casts: Sequence[dict] | None) ->
         _wrote(chosen[first:], given[1][first:])
 
 
-def _check_apart(lists: Sequence) -> None:
-    """ValueError for what is written, where elements share memory: they would have two values."""
-    for tensor in (t for each in lists for t in each or ()):
-        check_apart("update", tensor)
-
-
 def check_apart(op: str, tensor: Tensor) -> None:
-    """ValueError for a tensor to be written of which elements share memory."""
+    """ValueError for a tensor to be written of which elements share memory, so have two values."""
     if _once(tensor, tensor) is not tensor:
         raise ValueError(
             f"{op}: shape {tuple(tensor.shape)} and strides {tensor.stride()} of what is written: "

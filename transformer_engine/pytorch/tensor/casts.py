@@ -90,15 +90,8 @@ class Computed:
     """Values of an operator that casts what it computes, as the source of a cast.
 
     A cast that needs no amax before is part of the operator; for any other the values are written
-    first, in fp32: the bits are the same.
-
-    Parameters
-    ----------
-    run : callable
-        ``run(**fields)`` runs the operator, with fields of ``te_cast_request``.
-    shape : sequence of int
-        Of the values, [rows, columns].
-    device : torch.device
+    first, in fp32: the bits are the same. ``run(**fields)`` runs the operator, with fields of
+    ``te_cast_request``; the values have a shape [rows, columns], on a device.
     """
 
     def __init__(
@@ -171,13 +164,9 @@ _FIELDS = (*_WRITTEN, *_READ, *_SETTINGS)
 def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as the operator takes them: data as matrices of their elements."""
     element = _core.torch_dtype(dtype)
-    row, column = fields.get("row"), fields.get("column")
-    if row is not None:
-        fields["row"] = as_line(row).view(element)
-    if column is not None:
-        fields["column"] = _as_matrix(column, scaling, element)
-    fields["mode"] = scaling
-    return fields
+    row = _elements(fields.get("row"), element)
+    column = _as_matrix(fields.get("column"), scaling, element)
+    return {**fields, "row": row, "column": column, "mode": scaling}
 
 
 def _cast(source: Tensor, scaling: int, dtype: int, *given: Any, **named: Any) -> None:
@@ -265,19 +254,10 @@ def partials_of(amax: Tensor) -> Tensor:
     return partials
 
 
-def _dequantize(
-    row: Tensor | None,
-    row_scales: Tensor | None,
-    column: Tensor | None,
-    column_scales: Tensor | None,
-    row_amax: Tensor | None,
-    column_amax: Tensor | None,
-    scaling: int,
-    dtype: int,
-    shape: Sequence[int],
-    output: torch.dtype,
-    scales_to_256: bool,
-) -> Tensor:
+def _dequantize(*given: Any) -> Tensor:
+    """Run the operator; arguments as of the schema below."""
+    row, row_scales, column, column_scales, row_amax, column_amax, *settings = given
+    scaling, dtype, shape, output, scales_to_256 = settings
     data = column if row is None else row
     element = _core.torch_dtype(dtype)
     made = torch.empty(tuple(shape), dtype=output, device=data.device)
@@ -349,8 +329,7 @@ def _transpose(data: Tensor) -> Tensor:
 
 def _transpose_fake(data: Tensor) -> Tensor:
     lines = math.prod(data.shape[:-1])
-    padding = (lines + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    return data.new_empty(data.shape[-1], padding)
+    return data.new_empty(data.shape[-1], (lines + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
 
 
 _run_transpose = traceable("transpose_bytes", "Tensor data", 1, _transpose, _transpose_fake)

@@ -17,8 +17,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     scale_shape,
 )
 
-__all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
-
 _MODES = {1: _core.SCALING_BLOCK_1D, 2: _core.SCALING_BLOCK_2D}
 
 
@@ -78,20 +76,12 @@ class Float8BlockwiseQTensor(TwoFormTensor, Float8BlockwiseQTensorStorage):
 
 
 class Float8BlockQuantizer(TwoFormQuantizer):
-    """Casts with a scale for each tile.
+    """Casts with a scale for each tile, a power of two unless `force_pow_2_scales` is False.
 
     Parameters
     ----------
-    fp8_dtype : DType
-        Of the codes.
-    rowwise, columnwise : bool
-        Which forms to make.
-    amax_epsilon : float, default 0.0
-        Smallest amax of a tile.
-    force_pow_2_scales : bool, default True
-        Round scales down to powers of two.
     block_scaling_dim : {1, 2}, default 2
-        Tiles of 1 x 128, or of 128 x 128.
+        Tiles of 1 x 128, or of 128 x 128. The other arguments are as of `CodesQuantizer`.
     """
 
     TENSOR, STORAGE = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
@@ -107,13 +97,8 @@ class Float8BlockQuantizer(TwoFormQuantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
-        super().__init__(
-            fp8_dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            amax_epsilon=amax_epsilon,
-            force_pow_2_scales=force_pow_2_scales,
-        )
+        how = {"amax_epsilon": amax_epsilon, "force_pow_2_scales": force_pow_2_scales}
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise, **how)
         if block_scaling_dim not in _MODES:
             raise ValueError(
                 f"Float8BlockQuantizer: block_scaling_dim={block_scaling_dim!r}, expected 1 or 2"

@@ -8,8 +8,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormTensor,
 )
 
-__all__ = ["Float8RowQuantizer", "Float8RowTensor", "Float8RowTensorStorage"]
-
 
 class Float8RowTensorStorage(TwoFormStorage):
     """FP8 bytes with a scale for each row, and for each column of the column-wise form.
@@ -18,8 +16,7 @@ class Float8RowTensorStorage(TwoFormStorage):
     they were made of.
     """
 
-    def _mode(self) -> int:
-        return _core.SCALING_ROW
+    _MODE = _core.SCALING_ROW
 
     def _of_layout(self) -> TwoFormQuantizer:
         return Float8RowQuantizer(self._fp8_dtype)
@@ -32,9 +29,6 @@ class Float8RowTensor(TwoFormTensor, Float8RowTensorStorage):
 
 
 class Float8RowQuantizer(TwoFormQuantizer):
-    """Casts with a scale for each row; arguments as of `TwoFormQuantizer`."""
+    """Casts with a scale for each row; arguments as of `CodesQuantizer`."""
 
     TENSOR, STORAGE = Float8RowTensor, Float8RowTensorStorage
-
-    def _mode(self) -> int:
-        return _core.SCALING_ROW

@@ -12,27 +12,30 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.float8_quantizers import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    PerTensorQuantizer,
-    scales_of,
-)
 from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
-from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor, Quantizer
+from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
+from transformer_engine.pytorch.tensor.quantizer import (
+    CodesQuantizer,
+    Quantizer,
+    ReducesAmax,
+    plain,
+)
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     as_bytes,
+    checked_dtype,
+    checked_tensor,
     fitted,
     fp8_type,
 )
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 
-__all__ = [
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "Float8TensorStorage",
-]
+
+def _scales_of(scale_inv: Tensor) -> Tensor:
+    """{1 / scale, scale} of an inverse scale, of any shape of one element."""
+    if checked_tensor("fp8_scale_inv", scale_inv).numel() != 1:
+        raise ValueError(f"fp8_scale_inv: shape {tuple(scale_inv.shape)}, expected (1,)")
+    inverse = scale_inv.detach().to(torch.float32).reshape(1)
+    return torch.cat((inverse, inverse.reciprocal()))
 
 
 class Float8TensorStorage(FormatStorage):
@@ -48,10 +51,8 @@ class Float8TensorStorage(FormatStorage):
         Of the codes: ``kFloat8E4M3`` or ``kFloat8E5M2``.
     data_transpose : Tensor, optional
         uint8, column-wise: [columns, ...].
-    quantizer : Quantizer, optional
-        What new values are cast by; current scaling where None.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`; current scaling casts where there is no quantizer.
     transpose_invalid : bool, optional
         True: `data_transpose` is of other data than these, and is not read; it is made again where
         it is needed. Without `data` it is all there is, and counts.
@@ -59,6 +60,7 @@ class Float8TensorStorage(FormatStorage):
 
     _TENSORS = ("_data", "_transpose", "_scales")
     _SETTINGS = ("_fp8_dtype", "_transpose_version")
+    _FORMS = ("_data",), ("_transpose", "_transpose_version")
     _ARGUMENTS: ClassVar[dict[str, str]] = {
         "_transpose": "data_transpose",
         "_scales": "fp8_scale_inv",
@@ -85,7 +87,7 @@ class Float8TensorStorage(FormatStorage):
 
     @_scale_inv.setter
     def _scale_inv(self, value: Tensor) -> None:
-        self._scales = scales_of(value)
+        self._scales = _scales_of(value)
 
     @property
     def _transpose_invalid(self) -> bool:
@@ -113,7 +115,7 @@ class Float8TensorStorage(FormatStorage):
                 given[name] = as_bytes(f"{label}: {name}", given[name])
         if shape is None:
             shape = _turned_back(transpose.shape) if data is None else tuple(data.shape)
-        fields = {"_quantizer": given["quantizer"], "_scales": scales_of(given["fp8_scale_inv"])}
+        fields = {"_quantizer": given["quantizer"], "_scales": _scales_of(given["fp8_scale_inv"])}
         fields["_fp8_dtype"] = fp8_type(f"{label}: fp8_dtype", given["fp8_dtype"])
         expected = {"data": shape, "data_transpose": (*shape[-1:], *shape[:-1])}
         for name, field in (("data", "_data"), ("data_transpose", "_transpose")):
@@ -166,7 +168,7 @@ class Float8TensorStorage(FormatStorage):
             self._data.copy_(src._data)
             self._scales.copy_(src._scales)
             if self._transpose is not None:
-                self._transpose.copy_(_transposed(self))
+                self._transpose.copy_(casts.transpose(self._data))
         self._count_write()
         self._written()
 
@@ -218,24 +220,14 @@ class Float8TensorStorage(FormatStorage):
 
     # ---- forms -----------------------------------------------------------------------------------
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None).
-
-        The transpose is made of the row-wise bytes. RuntimeError where these are to be made.
-        """
-        if rowwise_usage and self._data is None:
+    def _make_form(self, form: str) -> None:
+        """Make the transpose of the row-wise bytes; RuntimeError where these are to be made."""
+        if form == "rowwise":
             raise RuntimeError(
                 f"{type(self).__name__}: the row-wise data were dropped, and are not made of the "
                 "transpose: keep them, update_usage(rowwise_usage=True) before"
             )
-        if columnwise_usage:
-            self._create_transpose()
-        if columnwise_usage is False:
-            self._transpose = self._transpose_version = None
-        if rowwise_usage is False:
-            self._data = None
+        self._create_transpose()
 
     def get_usages(self) -> dict[str, bool]:
         """Which forms are there, of the values as they are now."""
@@ -252,7 +244,7 @@ class Float8TensorStorage(FormatStorage):
             return
         if self._data is None:
             raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
-        self._transpose = _transposed(self)
+        self._transpose = casts.transpose(self._data)
         self._transpose_invalid = False
 
 
@@ -280,29 +272,13 @@ def _is_of(version: _Version | None, data: Tensor) -> bool:
     return version[1:] == _version_of(data)[1:]
 
 
-def _transposed(storage: Float8TensorStorage) -> Tensor:
-    return casts.transpose(storage._data)
-
-
 def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the tensor of a transpose."""
     return (*shape[1:], *shape[:1])
 
 
 class Float8Tensor(FormatTensor, Float8TensorStorage):
-    """A tensor in FP8 with one scale.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the values.
-    dtype : torch.dtype
-        Nominal one: of the values where they are read in high precision.
-    data, fp8_scale_inv, fp8_dtype, data_transpose, quantizer :
-        As of `Float8TensorStorage`.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    """
+    """A tensor in FP8 with one scale; see `Float8TensorStorage`."""
 
     _STORAGE = Float8TensorStorage
     _DEFAULTS: ClassVar[dict[str, Any]] = {"fp8_dtype": DType.kFloat8E4M3}
@@ -324,16 +300,205 @@ class Float8Tensor(FormatTensor, Float8TensorStorage):
         `data_transpose` are column-wise bytes to use instead, those of `data` where that is given.
         """
         if data_transpose is None:
-            made = super().make_like(
-                tensor, shape=shape, dtype=dtype, requires_grad=requires_grad, data=data
-            )
-            return made
+            options = {"dtype": dtype, "requires_grad": requires_grad, "data": data}
+            return super().make_like(tensor, shape=shape, **options)
         if shape is None:
             shape = _turned_back(data_transpose.shape) if data is None else data.shape
-        options = {**tensor.get_metadata(), "data_transpose": data_transpose}
-        options["data"] = data
+        options = {**tensor.get_metadata(), "data_transpose": data_transpose, "data": data}
         dtype = tensor.dtype if dtype is None else dtype
         return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
 
 
-PerTensorQuantizer.TENSOR, PerTensorQuantizer.STORAGE = Float8Tensor, Float8TensorStorage
+class PerTensorQuantizer(CodesQuantizer):
+    """Casts with one scale."""
+
+    TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
+    _GATHERS_ROWS = True
+    _known: tuple[Tensor | None] | None = None
+    """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
+    0, so nobody needs them."""
+
+    def _partials(self, source: Tensor) -> Tensor | None:
+        return casts.measure(source) if self._known is None else self._known[0]
+
+    def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
+        self._check_usages()
+        row = column = None
+        if self.rowwise_usage:
+            row = casts.empty_rows(shape, device, pin_memory)
+        if self.columnwise_usage:
+            column = casts.empty_columns(shape, device, pin_memory)
+        scales = torch.ones(2, dtype=torch.float32, device=device, pin_memory=pin_memory)
+        return {"_data": row, "_transpose": column, "_scales": scales, "_fp8_dtype": self.dtype}
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """Take bytes for data that were cast with the scale of this quantizer; `internal`: storage.
+
+        Where scales are found in what is cast it is 1: set the ``_scale_inv`` of what is returned.
+        """
+        label = f"{type(self).__name__}.create_tensor_from_data"
+        fields = {
+            "_data": casts.given(as_bytes(f"{label}: data", data)),
+            "_scales": _scales_of(self._inverse_scale(data)),
+            "_fp8_dtype": self.dtype,
+            "_quantizer": self.copy(),
+        }
+        dtype = checked_dtype(f"{label}: fake_dtype", fake_dtype)
+        if internal or self.internal:
+            return self.STORAGE._made(fields, dtype)
+        return self.TENSOR._made(fields, dtype, None, requires_grad)
+
+    def _inverse_scale(self, data: Tensor) -> Tensor:
+        """Factor of the codes of such data."""
+        return torch.ones(1, dtype=torch.float32, device=data.device)
+
+    def _write_forms(
+        self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
+    ) -> None:
+        if noop is not None and into._transpose_invalid and into._data is not None:
+            into._transpose = None  # it may be left as it is, but is of older values
+        forms = {"row": into._data, "row_scales": into._scales, "column": into._transpose}
+        code = code_of(into._fp8_dtype)
+        casts.cast(source, _core.SCALING_TENSOR, code, **forms, **how, noop=noop)
+
+
+def _of_slots(name: str) -> property:
+    """An attribute that may be a view of a module's slots: read once their scales are made."""
+
+    def read(self: Any) -> Tensor:
+        if self._bound is not None:
+            self._bound.settle("forward")
+        return self.__dict__[name]
+
+    def write(self: Any, value: Tensor) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+class Float8Quantizer(PerTensorQuantizer):
+    """Casts with a scale that somebody else sets: delayed scaling.
+
+    Parameters
+    ----------
+    scale : Tensor
+        fp32 [1]: values are multiplied with it; 0 stands for 1.
+    amax : Tensor
+        fp32 [1]: each cast raises it to the largest magnitude that it met.
+    fp8_dtype, rowwise, columnwise
+        As of `CodesQuantizer`.
+    measure_first : bool, default False
+        Where `scale` is 0 cast with that which fits the tensor, as
+        ``DelayedScaling(measure_first=True)`` does; each cast measures then.
+    """
+
+    def __init__(
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        measure_first: bool = False,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self._bound: Any = None  # slots of a module, which have the scale and amax
+        for name, given in (("scale", scale), ("amax", amax)):
+            checked_tensor(f"Float8Quantizer: {name}", given)
+        self.scale, self.amax = scale, amax
+        self.measure_first = bool(measure_first)
+
+    scale = _of_slots("scale")
+    amax = _of_slots("amax")
+
+    def copy(self) -> "Float8Quantizer":
+        """Copy the settings; scale and amax are shared."""
+        made = super().copy()
+        made._bound = self._bound
+        return made
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle the values of scale and amax, apart from a module's slots."""
+        if self._bound is not None:
+            self._bound.settle("forward")
+        return {**self.__dict__, "_bound": None}
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
+        if scale is None:
+            scale = self.scale.to(source.device)
+        # Of scale 0 the scale is that of the partials: 1 of none.
+        measured = self.measure_first or self._known is not None
+        partials = self._partials(source) if measured else casts.no_partials(source)
+        how = {"scale": scale, "amax": amax, "partials": partials}
+        self._write_forms(source, into, noop, how)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
+        with torch.no_grad():
+            values = plain(checked_tensor("Float8Quantizer: tensor", tensor)).detach()
+            largest = values.abs().max() if values.numel() > 0 else values.new_zeros(())
+            self.amax.copy_(largest.reshape(1))
+
+    def _inverse_scale(self, data: Tensor) -> Tensor:
+        return torch.where(self.scale == 0, 1.0, self.scale).reciprocal()
+
+    def _own_settings(self) -> dict[str, Any]:
+        scaling = {"scale": self.scale.detach().clone(), "amax": self.amax.detach().clone()}
+        return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
+
+
+class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
+    """Casts with the scale that fits the tensor: measured in a pass of its own.
+
+    Parameters
+    ----------
+    fp8_dtype, rowwise, columnwise, amax_epsilon, force_pow_2_scales
+        As of `CodesQuantizer`.
+    device : torch.device
+        Not read: tensors are made where their values are.
+    with_amax_reduction : bool, default False
+        Take the largest amax of the ranks of `amax_reduction_group`.
+    amax_reduction_group : ProcessGroup, optional
+        All ranks where None.
+    use_existing_amax, scale, amax
+        Not read.
+    """
+
+    _REPEATS = True
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        device: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        use_existing_amax: bool = False,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        del use_existing_amax, scale, amax
+        how = {"amax_epsilon": amax_epsilon, "force_pow_2_scales": force_pow_2_scales}
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise, **how)
+        self.device = device
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        partials = self._partials(source)
+        if self._known is None:
+            partials = self._reduced(partials)
+        settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
+        self._write_forms(source, into, noop, {"partials": partials, **settings})

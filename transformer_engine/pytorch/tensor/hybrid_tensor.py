@@ -26,8 +26,6 @@ from transformer_engine.pytorch.tensor.quantized_tensor import (
     Quantizer,
 )
 
-__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
-
 _SOURCES = ("original", "rowwise_dequantized")
 _ARGUMENTS = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
 _PARTS = ("rowwise_storage", "columnwise_storage")
@@ -44,14 +42,13 @@ class HybridQuantizedTensorStorage(FormatStorage):
     ----------
     rowwise_storage, columnwise_storage : QuantizedTensorStorage, optional
         Of the same shape; one at least.
-    quantizer : Quantizer, optional
-        What new values are cast by.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`.
     """
 
     _CAST_APART = True
     _SETTINGS = tuple(f"_{name}" for name in _PARTS)
+    _FORMS = _SETTINGS[:1], _SETTINGS[1:]
 
     _rowwise_storage: QuantizedTensorStorage | None
     _columnwise_storage: QuantizedTensorStorage | None
@@ -78,15 +75,12 @@ class HybridQuantizedTensorStorage(FormatStorage):
         both = (self._rowwise_storage, self._columnwise_storage)
         return tuple(storage for storage in both if storage is not None)
 
-    @property
-    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The storage that is read row-wise; None where it was dropped."""
-        return self._rowwise_storage
-
-    @property
-    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The storage that is read column-wise; None where it was dropped."""
-        return self._columnwise_storage
+    rowwise_sub_storage = property(
+        lambda self: self._rowwise_storage, doc="What is read row-wise; None where it was dropped."
+    )
+    columnwise_sub_storage = property(
+        lambda self: self._columnwise_storage, doc="What is read column-wise, likewise."
+    )
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors of both."""
@@ -185,7 +179,16 @@ class HybridQuantizedTensorStorage(FormatStorage):
 
     @classmethod
     def _restored(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: _restored_part(cls, part) for name, part in fields.items()}
+        """Fields of a pickle: a part of a class of a program is a tensor, pickled by itself."""
+        made: dict[str, Any] = {}
+        for name, part in fields.items():
+            if part is not None and not isinstance(part, QuantizedTensor | tuple):
+                raise ValueError(
+                    f"a pickled {cls.__name__}: a part is a {type(part).__name__}, expected a "
+                    "quantized tensor: the pickle is damaged"
+                )
+            made[name] = rebuild_storage(*part) if isinstance(part, tuple) else part
+        return made
 
     def copy_from_storage(self, src: "HybridQuantizedTensorStorage") -> None:
         """Copy data and scales of another one with the same formats and forms, in place."""
@@ -207,42 +210,20 @@ class HybridQuantizedTensorStorage(FormatStorage):
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         return self._storages[0]._dequantized(dtype, shape)
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None).
-
-        The column-wise one is made of the row-wise one where the quantizer casts it of that.
-        RuntimeError where it is cast by itself, and where the row-wise one is to be made.
-        """
-        if columnwise_usage and self._columnwise_storage is None:
-            self._columnwise_storage = self._columns_of_rows()
-        for name, wanted in zip(self._SETTINGS, (rowwise_usage, columnwise_usage), strict=True):
-            if wanted and getattr(self, name) is None:
-                raise RuntimeError(
-                    f"{type(self).__name__}: {name} was dropped, and can not be made from the "
-                    "other form: quantize with both usages"
-                )
-            if wanted is False:
-                setattr(self, name, None)
-
-    def _columns_of_rows(self) -> QuantizedTensorStorage | None:
-        """The column-wise storage, cast of the row-wise one; None where it is cast by itself."""
+    def _make_form(self, form: str) -> None:
+        """Make the column-wise one, where the quantizer casts it of the row-wise one."""
         quantizer, row = self._quantizer, self._rowwise_storage
-        if row is None or getattr(quantizer, "columnwise_source", _SOURCES[0]) == _SOURCES[0]:
-            return None
+        source = getattr(quantizer, "columnwise_source", _SOURCES[0])
+        if form == "rowwise" or row is None or source == _SOURCES[0]:
+            raise RuntimeError(
+                f"{type(self).__name__}: _{form}_storage was dropped, and can not be made from the "
+                "other form: quantize with both usages"
+            )
         shape = tuple(self.shape)
         with torch.no_grad():
             made = quantizer._part("columnwise", shape, self.device)
             made._write(row._dequantized(self._dtype, shape), quantizer.columnwise_quantizer)
-        return made
-
-    def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {
-            "rowwise": self._rowwise_storage is not None,
-            "columnwise": self._columnwise_storage is not None,
-        }
+        self._columnwise_storage = made
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "HybridQuantizedTensorStorage"]:
         """Take the tensors out; see `QuantizedTensorStorage`."""
@@ -256,26 +237,10 @@ class HybridQuantizedTensorStorage(FormatStorage):
 
 
 class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
-    """A tensor that has another format for each form.
-
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; that of the parts where None.
-    dtype : torch.dtype
-        Nominal one.
-    rowwise_storage, columnwise_storage, quantizer :
-        As of `HybridQuantizedTensorStorage`.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    """
+    """A tensor with a format for each form; see `HybridQuantizedTensorStorage`."""
 
     _STORAGE = HybridQuantizedTensorStorage
     _PICKLED = (*_PARTS, "quantizer", "dtype", "shape")
-
-    @classmethod
-    def _device_of(cls, fields: dict[str, Any]) -> torch.device:
-        return next(f.device for f in map(fields.get, cls._SETTINGS) if f is not None)
 
     def __deepcopy__(self, memo: dict) -> Any:
         """Copy data, attributes, and the quantizers of both parts; a parameter stays one."""
@@ -283,18 +248,6 @@ class HybridQuantizedTensor(FormatTensor, HybridQuantizedTensorStorage):
         for part in made._storages:
             part._quantizer = copy.deepcopy(part._quantizer, memo)
         return made
-
-
-def _restored_part(kind: type, part: Any) -> Any:
-    """A part of a pickle: of a class of a program it is a tensor, as that pickles itself."""
-    if part is None or isinstance(part, QuantizedTensor):
-        return part
-    if not isinstance(part, tuple):
-        raise ValueError(
-            f"a pickled {kind.__name__}: a part is a {type(part).__name__}, expected a quantized "
-            "tensor: the pickle is damaged"
-        )
-    return rebuild_storage(*part)
 
 
 def _present(storage: HybridQuantizedTensorStorage) -> list[bool]:
@@ -364,10 +317,13 @@ class HybridQuantizer(Quantizer):
         self.columnwise_source = columnwise_source
 
     @property
+    def _parts(self) -> tuple[Quantizer, Quantizer]:
+        return self.rowwise_quantizer, self.columnwise_quantizer
+
+    @property
     def _reducing(self) -> list[Any]:
         """The parts that can reduce their amaxes over ranks."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return [part for part in parts if hasattr(part, "with_amax_reduction")]
+        return [part for part in self._parts if hasattr(part, "with_amax_reduction")]
 
     @property
     def with_amax_reduction(self) -> bool:
@@ -392,8 +348,7 @@ class HybridQuantizer(Quantizer):
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return whether the formats of both parts can hold a tensor."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return all(part.is_quantizable(inp) for part in parts)
+        return all(part.is_quantizable(inp) for part in self._parts)
 
     def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
         """Raise NotImplementedError: it consists of two storages, of formats of their own."""
@@ -413,8 +368,7 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         """Return whether a tensor may be cast again where it is read again: by both parts."""
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return all(part.is_requantization_safe() for part in parts)
+        return all(part.is_requantization_safe() for part in self._parts)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Tell whether ranks gather row-wise data alone, of which each makes the column-wise ones.
@@ -457,12 +411,11 @@ class HybridQuantizer(Quantizer):
     def copy(self) -> "HybridQuantizer":
         """Copy the settings, and those of both quantizers."""
         made = super().copy()
-        made.rowwise_quantizer = self.rowwise_quantizer.copy()
-        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        made.rowwise_quantizer, made.columnwise_quantizer = (part.copy() for part in self._parts)
         return made
 
     def _own_settings(self) -> dict[str, Any]:
-        parts = self.rowwise_quantizer._as_plain(), self.columnwise_quantizer._as_plain()
+        parts = (part._as_plain() for part in self._parts)
         return dict(zip(_ARGUMENTS, (*parts, self.columnwise_source), strict=True))
 
     @classmethod
@@ -480,6 +433,6 @@ class HybridQuantizer(Quantizer):
 def casters_of(quantizer: Quantizer | None) -> tuple[Quantizer, ...]:
     """Quantizers of the forms of its tensors: itself, or those of both; none of None."""
     if isinstance(quantizer, HybridQuantizer):
-        row, column = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
-        return casters_of(row)[:1] + casters_of(column)[-1:]
+        row, column = map(casters_of, quantizer._parts)
+        return row[:1] + column[-1:]
     return () if quantizer is None else (quantizer,)

@@ -17,8 +17,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype,
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
-
 
 class IdentityTensorStorage(FormatStorage):
     """Values in high precision.
@@ -27,10 +25,8 @@ class IdentityTensorStorage(FormatStorage):
     ----------
     hp_data : Tensor
         The values, in any floating dtype.
-    quantizer : Quantizer, optional
-        What new values are cast by; None keeps the dtype of these.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`; without a quantizer new values get the dtype of these.
     """
 
     _TENSORS = ("_hp_data",)
@@ -63,32 +59,13 @@ class IdentityTensorStorage(FormatStorage):
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         return {**self._fields(), "_hp_data": view(self._hp_data)}
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Nothing: the values serve both."""
-
-    def get_usages(self) -> dict[str, bool]:
-        """Both are there."""
-        return {"rowwise": True, "columnwise": True}
-
 
 class IdentityTensor(FormatTensor, IdentityTensorStorage):
-    """A tensor of a nominal dtype whose values are kept in another, or the same, high precision.
+    """A tensor of a nominal dtype over values in another, or the same, high precision.
 
     So is a *window*, a view of a format that has none of its data: what it keeps are values of the
-    whole, which are read again when those have changed.
-
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; what they have where None.
-    dtype : torch.dtype
-        Nominal one.
-    hp_data, quantizer :
-        As of `IdentityTensorStorage`.
-    requires_grad : bool, default False
-        Whether autograd records it.
+    whole, which are read again when those have changed. The arguments are as of `FormatTensor` and
+    `IdentityTensorStorage`.
     """
 
     _STORAGE = IdentityTensorStorage
@@ -209,20 +186,10 @@ class IdentityQuantizer(Quantizer):
             raise TypeError(f"IdentityQuantizer: dtype={dtype}, expected a floating dtype")
         self.dtype = dtype
 
-    def make_empty(
-        self,
-        shape: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """Allocate a tensor of a shape and nominal dtype, without values; see `Quantizer`."""
-        kept = self.copy()
-        kept.dtype = dtype if self.dtype is None else self.dtype
-        options = {"device": device, "requires_grad": requires_grad, "pin_memory": pin_memory}
-        return super(IdentityQuantizer, kept).make_empty(shape, dtype=dtype, **options)
+    def _for_values(self, dtype: torch.dtype) -> "IdentityQuantizer":
+        made = self.copy()
+        made.dtype = dtype if self.dtype is None else self.dtype
+        return made
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         options = {"dtype": self.dtype, "device": device, "pin_memory": pin_memory}

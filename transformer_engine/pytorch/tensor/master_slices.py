@@ -72,16 +72,8 @@ class Shards(NamedTuple):
 class Slice:
     """Some elements of a parameter, one after the other, in its nominal dtype; or none.
 
-    Parameters
-    ----------
-    storage : QuantizedTensorStorage
-        The parameter, or a part of a hybrid one.
-    part : Tensor
-        [n]
-    start : int
-        Of its first element among those of the parameter.
-    shards : Shards
-        Where to write its bytes.
+    `storage` is the parameter, or a part of a hybrid one; `part`, [n], are its elements from number
+    `start` on, whose bytes go to `shards`.
     """
 
     in_order = False

@@ -20,8 +20,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
     rows_of_scales,
 )
 
-__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
-
 
 class MXFP8TensorStorage(TwoFormStorage):
     """FP8 bytes with an exponent (E8M0, uint8) for each 32 values along the last dim, or across.
@@ -42,8 +40,7 @@ class MXFP8TensorStorage(TwoFormStorage):
     _is_2D_scaled: bool
     _with_gemm_swizzled_scales = rows_of_scales
 
-    def _mode(self) -> int:
-        return _core.SCALING_MXFP8
+    _MODE = _core.SCALING_MXFP8
 
     def _take(self, fields: dict[str, Any], dtype: torch.dtype) -> None:
         if fields.get("_is_2D_scaled") is None:  # nobody said so: as new values would be cast
@@ -91,10 +88,8 @@ class MXFP8Quantizer(TwoFormQuantizer):
 
     Parameters
     ----------
-    fp8_dtype : DType
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
+    fp8_dtype, rowwise, columnwise
+        As of `CodesQuantizer`.
     with_2d_quantization : bool, default False
         Squares of 32 x 32 values have one exponent.
     margin : int, default 0
@@ -120,9 +115,6 @@ class MXFP8Quantizer(TwoFormQuantizer):
         if not -126 <= margin <= 126:
             raise ValueError(f"MXFP8Quantizer: margin={margin}, expected -126 to 126")
         self.margin = int(margin)
-
-    def _mode(self) -> int:
-        return _core.SCALING_MXFP8
 
     def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
         """That of the tensor; ValueError for one without dims."""

@@ -24,7 +24,6 @@ from transformer_engine.pytorch.tensor.two_forms import (
 )
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", *absent.names_of(__name__)]
 
 ERR_MODES = {"MAE": 1, "MSE": 2}
 """How groups choose between 4 and 6: te_four_over_six of the C header."""
@@ -32,17 +31,6 @@ _USUAL = {"_row_scaled_nvfp4": False, "_nvfp4_e4m3_max": 448, "_with_random_sign
 """Settings that nobody has to say."""
 SIGNED, UNSIGNED = 1, 2
 """How columns are transformed: te_hadamard of the C header."""
-
-
-def _packed(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
-    """Bytes of rows of four-bit values, padded to 16 of these."""
-    *leading, length = tuple(shape) or (1,)
-    options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
-    return torch.empty(*leading, -(-length // 16) * 8, **options)
-
-
-def _packed_columns(shape: Sequence[int], device: torch.device, pin_memory: bool) -> Tensor:
-    return _packed((shape[-1], math.prod(shape[:-1])), device, pin_memory)
 
 
 class NVFP4TensorStorage(TwoFormStorage):
@@ -58,6 +46,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     """
 
     _TENSORS = (*TwoFormStorage._TENSORS, "_amax_rowwise", "_amax_columnwise")
+    _FORMS = TwoFormStorage._FORMS[0], (*TwoFormStorage._FORMS[1], "_amax_columnwise")
     _SETTINGS = (
         "_fp8_dtype",
         "_is_2D_scaled",
@@ -84,8 +73,7 @@ class NVFP4TensorStorage(TwoFormStorage):
     def _fp4_dtype(self) -> DType:
         return self._fp8_dtype
 
-    def _mode(self) -> int:
-        return _core.SCALING_NVFP4
+    _MODE = _core.SCALING_NVFP4
 
     def _code(self) -> int:
         return _core.DTYPE_U8
@@ -144,14 +132,9 @@ class NVFP4TensorStorage(TwoFormStorage):
         turned[:columns, :down] = found[:columns]
         return codes[:, ::2] | codes[:, 1::2] << 4, turned
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None); see `TwoFormStorage`."""
-        super().update_usage(rowwise_usage, columnwise_usage)
-        if self._columnwise_data is None:
-            self._amax_columnwise = None
-        elif self._amax_columnwise is None:
+    def _make_form(self, form: str) -> None:
+        super()._make_form(form)
+        if self._amax_columnwise is None:
             self._amax_columnwise = self._amax_rowwise.clone()
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
@@ -208,10 +191,8 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
 
     Parameters
     ----------
-    fp4_dtype : DType, default DType.kFloat4E2M1
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
+    fp4_dtype, rowwise, columnwise
+        As of `CodesQuantizer`; there is one element type.
     with_amax_reduction : bool, default False
         Take the largest amax of the ranks of `amax_reduction_group`.
     amax_reduction_group : ProcessGroup, optional
@@ -250,8 +231,6 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     )  # fmt: skip
     _SCALES = torch.uint8
     _KINDS = NVFP4TensorStorage._KINDS
-    _empty_rows = staticmethod(_packed)
-    _empty_columns = staticmethod(_packed_columns)
 
     def __init__(
         self,
@@ -294,12 +273,17 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
         self.with_random_sign_mask = bool(with_random_sign_mask)
 
-    def _mode(self) -> int:
-        return _core.SCALING_NVFP4
-
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         self._check_shape(shape)
         return (*shape[:-1], -(-shape[-1] // 16) * 8)
+
+    def _empty_rows(self, shape: tuple, device: torch.device, pin_memory: bool) -> Tensor:
+        options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+        return torch.empty(self._rowwise_shape(shape), **options)
+
+    def _empty_columns(self, shape: tuple, device: torch.device, pin_memory: bool) -> Tensor:
+        options = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+        return torch.empty(self.get_columnwise_shape(shape), **options)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the row-wise bytes of a tensor: two values to a byte, lines of 16 values."""
@@ -312,7 +296,7 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the column-wise bytes of a tensor; ValueError for one without dims."""
         self._check_shape(tuple(shape))
-        return shape[-1], -(-math.prod(shape[:-1]) // 16) * 8
+        return self._rowwise_shape((shape[-1], math.prod(shape[:-1])))
 
     def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
         return {

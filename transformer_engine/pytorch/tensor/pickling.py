@@ -42,15 +42,12 @@ def rebuild_quantized(
     of the class: a file may not put something in place of a method; TypeError or ValueError for
     what is no shape, dtype or pair.
     """
-    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype, checked_shape
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
 
     made = _named_class(kind, "QuantizedTensor", "quantized tensors")
     label = f"a pickled {made.__name__}"
-    fields = _fields_of(made, fields)
+    fields = _fields_of(made, fields, dtype, recast)
     shape = checked_shape(label, shape)
-    checked_dtype(f"{label}: dtype", dtype)
-    if recast is not None:
-        fields["_quantizer"] = rebuild_quantizer(*_items(label, recast, str | type, dict))
     requires_grad, is_parameter, attributes = _items(label, about, bool, bool, dict)
     taken = [name for name in attributes if not isinstance(name, str) or hasattr(made, name)]
     if taken:
@@ -75,18 +72,22 @@ def _items(label: str, given: Any, *kinds: Any) -> tuple:
     return given
 
 
-def _fields_of(made: type, fields: Any) -> dict[str, Any]:
+def _fields_of(made: Any, fields: Any, dtype: Any, recast: Any) -> dict[str, Any]:
     """The fields of a pickle as a class takes them; ValueError for others than it has."""
-    names = _field_names(made, fields)
+    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
+
+    label, names = f"a pickled {made.__name__}", _field_names(made, fields)
+    checked_dtype(f"{label}: dtype", dtype)
     if not isinstance(fields, dict) or not fields.keys() <= names:
         found = sorted(map(str, fields)) if isinstance(fields, dict) else type(fields).__name__
-        raise ValueError(
-            f"a pickled {made.__name__}: fields {found}, expected some of {sorted(names)}"
-        )
+        raise ValueError(f"{label}: fields {found}, expected some of {sorted(names)}")
     try:
-        return made._restored(fields)
+        restored = made._restored(fields)
     except KeyError as error:
-        raise ValueError(f"a pickled {made.__name__}: its field {error} is missing") from error
+        raise ValueError(f"{label}: its field {error} is missing") from error
+    if recast is not None:
+        restored["_quantizer"] = rebuild_quantizer(*_items(label, recast, str | type, dict))
+    return restored
 
 
 def _field_names(made: Any, fields: Any) -> set[str]:
@@ -106,15 +107,10 @@ def rebuild_storage(kind: Any, dtype: torch.dtype, fields: dict, recast: tuple |
 
     ValueError for a class that is none; the arguments are as of `rebuild_quantized`.
     """
-    from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
-
     made: Any = _named_class(kind, "QuantizedTensorStorage", "storages")
-    fields = _fields_of(made, fields)
+    fields = _fields_of(made, fields, dtype, recast)
     if recast is not None:
-        parts = _items(f"a pickled {made.__name__}", recast, str | type, dict)
-        fields["_quantizer"] = rebuild_quantizer(*parts)
         fields["_quantizer"].internal = True
-    checked_dtype(f"a pickled {made.__name__}: dtype", dtype)
     storage = made._made(fields, dtype)
     storage._written()
     return storage

@@ -78,6 +78,8 @@ class QuantizedTensorStorage:
     """True where row-wise and column-wise form are casts by themselves."""
     _ARGUMENTS: ClassVar[dict[str, str]] = {}
     """Fields, and the arguments of the constructor that have other names than these have."""
+    _FORMS: tuple[tuple[str, ...], ...] = ()
+    """Fields of the row-wise and the column-wise form, data first; none where values serve both."""
 
     _quantizer: Quantizer | None = None
     _dtype: torch.dtype | None = None  # nominal
@@ -203,10 +205,29 @@ class QuantizedTensorStorage:
         RuntimeError where one is to be made, and there is nothing that it can be made of. A class
         that has no forms does nothing: its values serve both.
         """
+        if not self._FORMS:
+            return
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for form, there in self.get_usages().items():
+            if wanted[form] and not there:
+                self._make_form(form)
+        for keep, names in zip(wanted.values(), self._FORMS, strict=True):
+            for name in names if keep is False else ():
+                setattr(self, name, None)
+
+    def _make_form(self, form: str) -> None:
+        """Make a form, "rowwise" or "columnwise", of the other one; RuntimeError where none is."""
+        raise RuntimeError(
+            f"{type(self).__name__}: it has no {form.replace('wise', '-wise')} data, and they can "
+            "not be made from the other form: quantize with both usages"
+        )
 
     def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {"rowwise": True, "columnwise": True}
+        """Which forms are there, of the values as they are now."""
+        if not self._FORMS:
+            return {"rowwise": True, "columnwise": True}
+        row, column = (getattr(self, names[0]) is not None for names in self._FORMS)
+        return {"rowwise": row, "columnwise": column}
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         """Fields of a view, which `view` makes of each tensor of its shape; None: it has none."""
@@ -350,6 +371,7 @@ class QuantizedTensorStorage:
         else:
             quantizer.update_quantized(source, self, noop_flag=noop)
             self._count_write()
+        self._changed()
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms that are there."""
@@ -389,6 +411,9 @@ class QuantizedTensorStorage:
         if not is_traced_or_faked():
             tensors = self.get_data_tensors()
             increment_version([t for t in tensors if t is not None and not t.is_inference()])
+
+    def _changed(self) -> None:
+        """Count a change of a tensor, besides those of its parts."""
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """Take the tensors out, for ``save_for_backward``; `restore_from_saved` puts them back."""
@@ -459,7 +484,17 @@ class QuantizedTensorStorage:
 
 
 class FormatStorage(QuantizedTensorStorage):
-    """A storage of a format of this library, which its constructor makes of named arguments."""
+    """A storage of a format of this library, which its constructor makes of named arguments.
+
+    Parameters
+    ----------
+    quantizer : Quantizer, optional
+        What new values are cast by; one of the format where None.
+    fake_dtype : torch.dtype, default torch.float32
+        Nominal dtype.
+    arguments
+        Those of the format.
+    """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Of arguments; that of the others is None."""

@@ -23,14 +23,13 @@ from transformer_engine.pytorch.tensor.quantized_storage import (
     Dequantize,
     QuantizedTensorStorage,
 )
-from transformer_engine.pytorch.tensor.quantizer import Quantizer, plain
+from transformer_engine.pytorch.tensor.quantizer import InnerTensor, Quantizer, plain  # noqa: F401
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_dtype,
     checked_tensor,
     positional,
 )
-from transformer_engine.pytorch.tensor.quantizer_parts import InnerTensor
-from transformer_engine.pytorch.tensor.saved_tensors import (
+from transformer_engine.pytorch.tensor.saved_tensors import (  # noqa: F401 - programs import them from here
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
@@ -43,16 +42,6 @@ from transformer_engine.pytorch.torchside.modes import (
 )
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "InnerTensor",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "prepare_for_saving",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-    *absent.names_of(__name__),
-]
 
 
 def _with_gradient(function: Any) -> Any:
@@ -152,7 +141,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     @classmethod
     def _device_of(cls, fields: dict[str, Any]) -> torch.device:
         """Where the data of fields lie."""
-        return next(f.device for f in fields.values() if isinstance(f, Tensor))
+        data = (Tensor, QuantizedTensorStorage)
+        return next(f.device for f in fields.values() if isinstance(f, data))
 
     def _like(self, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
         """A tensor of this class over fields, these ones where None; no gradient is wanted."""
@@ -278,13 +268,6 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
                 "torch is not supported"
             )
         return None
-
-    def _write(
-        self, source: Tensor, quantizer: Quantizer | None = None, noop: Tensor | None = None
-    ) -> None:
-        """Write plain values, as a quantizer does; see `QuantizedTensorStorage`."""
-        QuantizedTensorStorage._write(self, source, quantizer, noop)
-        self._changed()
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms; through a view into what it is a view of.
@@ -429,16 +412,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 class FormatTensor(QuantizedTensor):
     """A tensor of a format of this library: its class is made of this one and of the storage's.
 
-    Parameters
-    ----------
-    shape : sequence of int, optional
-        Of the values; that of the data where None.
-    dtype : torch.dtype, default torch.float32
-        Nominal one.
-    requires_grad : bool, default False
-        Whether autograd records it.
-    arguments :
-        As of the storage.
+    The arguments are as of `QuantizedTensor`, and of the storage but for ``fake_dtype``; where
+    `shape` is None it is that of the data.
     """
 
     def __new__(  # noqa: D102 - the class's

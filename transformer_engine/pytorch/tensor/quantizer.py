@@ -9,9 +9,10 @@ is composed of that. A class of a program defines the public methods instead (`q
 import abc
 import copy
 import itertools
+import math
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from torch import Tensor
 from transformer_engine.common import absent
 from transformer_engine.pytorch.tensor.pickling import pickled_class
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
+    FP8,
     check_flag,
     checked_dtype,
     checked_shape,
     checked_tensor,
+    fp8_type,
 )
-from transformer_engine.pytorch.tensor.quantizer_parts import QuantizerParts
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 
@@ -35,7 +37,15 @@ def plain(tensor: Any) -> Tensor:
     return tensor
 
 
-class Quantizer(QuantizerParts, abc.ABC):
+class InnerTensor(NamedTuple):
+    """One of the tensors that a quantized tensor consists of, as it has to be."""
+
+    ctor_kwarg: str  # the argument of the constructor that takes it
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+
+
+class Quantizer(abc.ABC):
     """Makes quantized tensors of a format, and casts into them.
 
     A subclass of a program defines `quantize_impl`, and, so that its tensors can be written to and
@@ -62,6 +72,10 @@ class Quantizer(QuantizerParts, abc.ABC):
     STORAGE: ClassVar[type]
     _CASTS_COMPUTED: ClassVar[bool] = False
     """True where `_cast` takes a `casts.Computed`, and casts it once."""
+    _REPEATS: ClassVar[bool] = False
+    """True where casting the same values again gives the same bits, and changes no state."""
+    _GATHERS_ROWS: ClassVar[bool] = False
+    """True where the column-wise form is made of the row-wise one alone."""
     _ARGUMENTS: ClassVar[tuple[str, ...]] = ()
     """Arguments of the constructor, besides the usages, that are attributes by the same names; an
     element type is ``dtype``."""
@@ -81,9 +95,23 @@ class Quantizer(QuantizerParts, abc.ABC):
         """
         raise self._undefined("make_empty(shape, *, dtype, device, requires_grad, pin_memory)")
 
+    def _for_values(self, dtype: torch.dtype) -> "Quantizer":
+        """Return the quantizer of a tensor of a nominal dtype."""
+        del dtype
+        return self.copy()
+
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         """Write the forms that a storage has; `source` is plain, in any floating dtype."""
         raise self._undefined("quantize_impl(tensor)")
+
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
+        """Fields of what it makes that are no tensors; those of any shape where that is None."""
+        del shape
+        return {}
+
+    def _check_shape(self, shape: tuple) -> None:
+        """ValueError for a shape that the format has no blocks for."""
+        del shape
 
     def _undefined(self, method: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__}: it defines no {method}: define it")
@@ -126,8 +154,9 @@ class Quantizer(QuantizerParts, abc.ABC):
         shape, dtype = checked_shape(label, shape), checked_dtype(f"{label}: dtype", dtype)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        fields = self._empty(shape, torch.device(device), pin_memory)
-        fields["_quantizer"] = self.copy()
+        kept = self._for_values(dtype)
+        fields = kept._empty(shape, torch.device(device), pin_memory)
+        fields["_quantizer"] = kept
         if self.internal:
             return self.STORAGE._made(fields, dtype)
         return self.TENSOR._made(fields, dtype, shape, requires_grad)
@@ -268,6 +297,91 @@ class Quantizer(QuantizerParts, abc.ABC):
             )
         self._cast(source, into, noop)
 
+    # ---- its tensors: their parts, shapes, and what may be done ----------------------------------
+    #
+    # Whoever makes tensors of parts uses both halves:
+    # ``tensor_class(**q.alloc_tensors(shape), **q.create_metadata(shape, dtype=dtype))``.
+
+    def inner_tensor_specs(self, shape: Sequence[int]) -> list[InnerTensor]:
+        """Parts of a tensor of a shape, in the usages that are set."""
+        self._check_declared("inner_tensor_specs(shape)")
+        return [
+            InnerTensor(name, tuple(part.shape), part.dtype)
+            for name, part in self.alloc_tensors(shape, device="meta").items()
+        ]
+
+    def alloc_tensors(self, shape: Sequence[int], *, device: Any = None) -> dict[str, Tensor]:
+        """Allocate what a tensor of a shape consists of, without values.
+
+        By the arguments of the constructor; `device` is as of `make_empty`.
+        """
+        self._check_declared("alloc_tensors(shape, *, device=None)")
+        shape = checked_shape(type(self).__name__, shape)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        fields = self._empty(shape, torch.device(device), False)
+        for name in self._format_settings(shape):
+            del fields[name]
+        made = self.STORAGE._as_arguments(fields)
+        return {name: part for name, part in made.items() if part is not None}
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """Arguments of the storage's constructor besides these tensors, for a nominal dtype."""
+        self._check_declared("storage_metadata(fake_dtype)")
+        return {**self._other_arguments(None), "fake_dtype": fake_dtype}
+
+    def create_metadata(
+        self, _shape: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """Arguments of the constructor of what it makes besides `alloc_tensors`.
+
+        That is a tensor, or with `internal` a storage.
+        """
+        self._check_declared("create_metadata(shape, *, dtype, requires_grad=False)")
+        shape = checked_shape(type(self).__name__, _shape)
+        made = self._other_arguments(shape)
+        if self.internal:
+            return {**made, "fake_dtype": dtype}
+        return {**made, "shape": shape, "dtype": dtype, "requires_grad": requires_grad}
+
+    def _check_declared(self, method: str) -> None:
+        """NotImplementedError for a class of a program, which does not say what it makes."""
+        if not hasattr(self, "STORAGE"):
+            raise self._undefined(method)
+
+    def _other_arguments(self, shape: tuple | None) -> dict[str, Any]:
+        settings = self.STORAGE._as_arguments(self._format_settings(shape))
+        return {**settings, "quantizer": self.copy()}
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Return whether the format can hold a tensor."""
+        checked_tensor(f"{type(self).__name__}: inp", inp)
+        try:
+            self._check_shape(tuple(inp.shape))
+        except ValueError:
+            return False
+        return inp.is_floating_point()
+
+    def is_requantization_safe(self) -> bool:
+        """Return whether a tensor may be cast again where it is read again.
+
+        That gives the same bits then, and changes no state. Of a cast of a program it is not known.
+        """
+        return self._REPEATS and self._casts_natively and self._writes_natively
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Return whether ranks gather row-wise data alone, and make the column-wise ones of it."""
+        return self._GATHERS_ROWS
+
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the column-wise data of a tensor."""
+        return (*rowwise_data_shape[-1:], *rowwise_data_shape[:-1])
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool = False) -> tuple[int, ...]:
+        """Shape of the inverse scales of a tensor's row-wise, or column-wise, data."""
+        del shape, columnwise
+        return (1,)
+
     # ---- settings --------------------------------------------------------------------------------
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -337,6 +451,52 @@ class Quantizer(QuantizerParts, abc.ABC):
         """Class and settings."""
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         return f"{type(self).__name__}({settings})"
+
+
+class CodesQuantizer(Quantizer):
+    """Casts to codes of an element type.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        Of the codes.
+    rowwise, columnwise : bool, default True
+        Which forms to make.
+    amax_epsilon : float, default 0.0
+        Smallest amax, where scales are found in what is cast.
+    force_pow_2_scales : bool, default False
+        Round such scales down to powers of two.
+    """
+
+    _CASTS_COMPUTED = True
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = ("fp8_dtype", "amax_epsilon", "force_pow_2_scales")
+    _KINDS = FP8
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        label = type(self).__name__
+        self.dtype = fp8_type(f"{label}: fp8_dtype", fp8_dtype, self._KINDS)
+        self.amax_epsilon = float(amax_epsilon)
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        if not 0.0 <= self.amax_epsilon < math.inf:
+            raise ValueError(
+                f"{label}: amax_epsilon={amax_epsilon}, expected a finite number from 0 on"
+            )
+
+    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
+        del shape
+        return {"_fp8_dtype": self.dtype}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype": self.dtype.name, **super()._settings()}
 
 
 class ReducesAmax:

@@ -90,34 +90,29 @@ def _how(cast: OperandCast) -> dict[str, Any]:
     return {"force_pow_2_scales": power_2, "amax_epsilon": cast.amax_epsilon}
 
 
-def _current(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    del first
+def _current(cast: OperandCast, device: torch.device, _first: bool) -> Quantizer:
     options = {"columnwise": False, **_how(cast)}
     return Float8CurrentScalingQuantizer(_ELEMENTS[cast.dtype], device, **options)
 
 
-def _block(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    del device, first
+def _block(cast: OperandCast, *_: Any) -> Quantizer:
     square = _has(cast, _core.CAST_TILES_2D)
     # Square tiles are turned where a backward reads them.
     options = {"columnwise": not square, "block_scaling_dim": 2 if square else 1, **_how(cast)}
     return Float8BlockQuantizer(_ELEMENTS[cast.dtype], **options)
 
 
-def _row(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    del device, first
+def _row(cast: OperandCast, *_: Any) -> Quantizer:
     return Float8RowQuantizer(_ELEMENTS[cast.dtype], **_how(cast))
 
 
-def _mxfp8(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    del device, first
+def _mxfp8(cast: OperandCast, *_: Any) -> Quantizer:
     squares = _has(cast, _core.CAST_TILES_2D)
     options = {"with_2d_quantization": squares, "margin": cast.margin}
     return MXFP8Quantizer(_ELEMENTS[cast.dtype], **options)
 
 
-def _nvfp4(cast: OperandCast, device: torch.device, first: bool) -> Quantizer:
-    del device, first
+def _nvfp4(cast: OperandCast, *_: Any) -> Quantizer:
     return NVFP4Quantizer(
         with_rht=_has(cast, _core.CAST_HADAMARD),
         with_2d_quantization=_has(cast, _core.CAST_TILES_2D),

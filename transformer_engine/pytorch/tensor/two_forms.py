@@ -18,7 +18,7 @@ from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
 from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
-from transformer_engine.pytorch.tensor.quantizer import Quantizer
+from transformer_engine.pytorch.tensor.quantizer import CodesQuantizer
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     FP8,
     as_bytes,
@@ -64,14 +64,13 @@ class TwoFormStorage(FormatStorage):
         fp32, as the format has them.
     fp8_dtype : DType
         Of the codes.
-    quantizer : Quantizer
-        What new values are cast by.
-    fake_dtype : torch.dtype, default torch.float32
-        Nominal dtype.
+    quantizer, fake_dtype
+        As of `FormatStorage`.
     """
 
     _CAST_APART = True
     _TENSORS = tuple(f"_{name}" for name in FORMS)
+    _FORMS = _TENSORS[:2], _TENSORS[2:]
     _SETTINGS: tuple[str, ...] = ("_fp8_dtype",)
     _KINDS = FP8
     """Element types that there are."""
@@ -104,9 +103,11 @@ class TwoFormStorage(FormatStorage):
 
     # ---- what a format says ----------------------------------------------------------------------
 
+    _MODE: ClassVar[int]
+    """``_core.SCALING_*`` of its scales."""
+
     def _mode(self) -> int:
-        """``_core.SCALING_*`` of its scales."""
-        raise NotImplementedError
+        return self._MODE
 
     def _of_layout(self) -> "TwoFormQuantizer":
         """A quantizer that makes tensors of this layout."""
@@ -200,38 +201,13 @@ class TwoFormStorage(FormatStorage):
 
     # ---- forms -----------------------------------------------------------------------------------
 
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Make a form (True), drop it (False) or leave it (None).
-
-        RuntimeError where one is to be made, and is not made of the other: it is cast from high
-        precision.
-        """
-        if columnwise_usage and self._columnwise_data is None:
-            made = None if self._rowwise_data is None else self._turned()
-            if made is None:
-                self._refuse("column-wise")
-            self._columnwise_data, self._columnwise_scale_inv = made
-        if rowwise_usage and self._rowwise_data is None:
-            self._refuse("row-wise")
-        if columnwise_usage is False:
-            self._columnwise_data = self._columnwise_scale_inv = None
-        if rowwise_usage is False:
-            self._rowwise_data = self._rowwise_scale_inv = None
-
-    def _refuse(self, form: str) -> None:
-        raise RuntimeError(
-            f"{type(self).__name__}: it has no {form} data, and they can not be made from the "
-            "other form: quantize with both usages"
-        )
-
-    def get_usages(self) -> dict[str, bool]:
-        """Which forms are there."""
-        return {
-            "rowwise": self._rowwise_data is not None,
-            "columnwise": self._columnwise_data is not None,
-        }
+    def _make_form(self, form: str) -> None:
+        """Make the column-wise one, where it can be made of the row-wise one."""
+        rows = form == "columnwise" and self._rowwise_data is not None
+        made = self._turned() if rows else None
+        if made is None:
+            super()._make_form(form)
+        self._columnwise_data, self._columnwise_scale_inv = made
 
     def _shown(self) -> dict[str, Any]:
         return {"fp8_dtype": self._fp8_dtype.name}
@@ -308,56 +284,17 @@ class TwoFormTensor(FormatTensor):
         return joined_fields(parts) if joins(parts) else None
 
 
-class TwoFormQuantizer(Quantizer):
-    """Casts by scales that are found in the tensor itself.
-
-    Parameters
-    ----------
-    fp8_dtype : DType
-        Of the codes.
-    rowwise, columnwise : bool, default True
-        Which forms to make.
-    amax_epsilon : float, default 0.0
-        Smallest amax.
-    force_pow_2_scales : bool
-        Round scales down to powers of two.
-    """
-
-    _CASTS_COMPUTED = True
-    _ARGUMENTS: ClassVar[tuple[str, ...]] = ("fp8_dtype", "amax_epsilon", "force_pow_2_scales")
-
-    def __init__(
-        self,
-        fp8_dtype: Any,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = False,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        label = type(self).__name__
-        self.dtype = fp8_type(f"{label}: fp8_dtype", fp8_dtype, self._KINDS)
-        self.amax_epsilon = float(amax_epsilon)
-        self.force_pow_2_scales = bool(force_pow_2_scales)
-        if not 0.0 <= self.amax_epsilon < math.inf:
-            raise ValueError(
-                f"{label}: amax_epsilon={amax_epsilon}, expected a finite number from 0 on"
-            )
-
-    def _mode(self) -> int:
-        """``_core.SCALING_*`` of what it makes."""
-        raise NotImplementedError
-
-    def _format_settings(self, shape: tuple | None) -> dict[str, Any]:
-        del shape
-        return {"_fp8_dtype": self.dtype}
+class TwoFormQuantizer(CodesQuantizer):
+    """Casts by scales that are found in the tensor itself; arguments as of `CodesQuantizer`."""
 
     _REPEATS = True
-    _KINDS = FP8
     _SCALES = torch.float32
     _empty_rows = staticmethod(casts.empty_rows)
     _empty_columns = staticmethod(casts.empty_columns)
+
+    def _mode(self) -> int:
+        """``_core.SCALING_*`` of what it makes."""
+        return self.STORAGE._MODE
 
     def _rowwise_shape(self, shape: tuple) -> tuple[int, ...]:
         """Shape of the row-wise data of a tensor."""
@@ -415,9 +352,6 @@ class TwoFormQuantizer(Quantizer):
                 f"{type(self).__name__}: shape (): its scales are of values along dims, expected "
                 "at least one dim: give tensor.reshape(1)"
             )
-
-    def _settings(self) -> dict[str, Any]:
-        return {"dtype": self.dtype.name, **super()._settings()}
 
 
 def scale_shape(mode: int, lines: int, length: int, columnwise: bool = False) -> tuple[int, ...]:

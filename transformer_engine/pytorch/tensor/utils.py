@@ -18,17 +18,9 @@ from transformer_engine.pytorch.tensor.master_slices import (
     slices_of,
     turns,
 )
-from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
 __getattr__, __dir__ = absent.attach(globals())
-__all__ = [
-    "cast_master_weights_to_fp8",
-    "post_all_gather_processing",
-    "quantize_master_weights",
-    "replace_raw_data",
-    *absent.names_of(__name__),
-]
 
 
 @torch.no_grad()
@@ -113,7 +105,8 @@ def quantize_master_weights(
         part.write(shared)
     kept = {id(part.storage) for part in slices if part.keeps_columns}
     for weight in model_weights:
-        _count_write(weight)
+        weight._count_write()  # of this rank or of others
+        weight._changed()
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
         if not manual_post_all_gather_processing and turns(weight) and id(weight) not in kept:
@@ -176,13 +169,6 @@ def _reduce(integers: Tensor, group: Any) -> None:
         distributed.all_reduce(integers, distributed.ReduceOp.MAX, group=group)
 
 
-def _count_write(weight: Any) -> None:
-    """Count a write, of this rank or of others, to the data and to the parameter."""
-    weight._count_write()
-    if isinstance(weight, QuantizedTensor):
-        weight._changed()
-
-
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     """Copy the row-wise data of a quantized tensor to a caller's buffer, and keep them there.
 
@@ -224,10 +210,8 @@ def post_all_gather_processing(model_weights: Any) -> None:
     the row-wise part; `quantize_master_weights` has written all others, and those that are not
     there are made when a backward reads them. ValueError for what is no tensor.
     """
-    weights = model_weights if isinstance(model_weights, Iterable) else [model_weights]
-    if isinstance(model_weights, Tensor):
-        weights = [model_weights]
-    for weight in weights:
+    is_one = isinstance(model_weights, Tensor) or not isinstance(model_weights, Iterable)
+    for weight in [model_weights] if is_one else model_weights:
         if not isinstance(weight, Tensor):
             raise ValueError(
                 f"post_all_gather_processing: {type(weight).__name__}, expected a parameter"

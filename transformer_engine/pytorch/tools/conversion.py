@@ -91,7 +91,10 @@ def convert(
     plan = list(_plan(model, skip, to))
     left = [(found, made) for found, made in plan if isinstance(made, str)]
     if strict and left:
-        lines = [f"  {_label(f)} ({type(f.module).__qualname__}): {why}" for f, why in left]
+        lines = [
+            f"  {found.names[0] or 'the model itself'} ({type(found.module).__qualname__}): {why}"
+            for found, why in left
+        ]
         raise ValueError(
             f"convert: strict=True, and {len(left)} modules can not be converted; nothing was "
             "changed. Name them in skip=, or give strict=False:\n" + "\n".join(lines)
@@ -180,10 +183,6 @@ def _is_ours(module: Module) -> bool:
     return any(kind.__module__.startswith(package) for kind in type(module).__mro__)
 
 
-def _label(found: _Found) -> str:
-    return found.names[0] or "the model itself"
-
-
 # ---- what becomes of one -------------------------------------------------------------------------
 
 
@@ -269,13 +268,16 @@ def _make_ours(module: Module, ours: type) -> Module | str:
             return f"its weight is {tuple(weight.shape)}, where its features say {sizes}"
         bias = _has(module, "bias")
         return Linear(*reversed(sizes), bias=bias, params_dtype=dtype, device="meta")
-    options = {"elementwise_affine": _has(module, "weight")}
-    if ours is LayerNorm:
-        options["bias"] = _has(module, "bias")
     shape = tuple(module.normalized_shape)
-    made = ours(shape, eps=module.eps, device="meta", dtype=dtype, **options)
+    made = ours(shape, device="meta", dtype=dtype, **_norm_options(module, ours))
     made.follows_input = True  # as torch's: 16 bits stay 16 bits, whatever the weight
     return made
+
+
+def _norm_options(module: Module, ours: type) -> dict[str, Any]:
+    """Further arguments of the constructor of a norm, of torch's class and of ours."""
+    options = {"eps": module.eps, "elementwise_affine": _has(module, "weight")}
+    return options | ({"bias": _has(module, "bias")} if ours is LayerNorm else {})
 
 
 def _to_torch(module: Module) -> Module | str | None:
@@ -290,24 +292,18 @@ def _to_torch(module: Module) -> Module | str | None:
         )
     dtype = next((tensor.dtype for tensor in module.parameters()), None)
     if kind is Linear:
-        return _torch_linear(module, dtype)
+        for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_bias"):
+            if getattr(module, name):
+                return f"{name}=True"
+        if module._split is not None:
+            pieces = ", ".join(name for name, _ in module._split.pieces)
+            return f"its weight is split into {pieces}"
+        sizes = module.in_features, module.out_features
+        return torch.nn.Linear(*sizes, module.use_bias, device="meta", dtype=dtype)
     if module.zero_centered_gamma:
         return "zero_centered_gamma=True: the factor of torch.nn's is gamma, not 1 + gamma"
-    options = {"elementwise_affine": _has(module, "weight")}
-    if kind is LayerNorm:
-        options["bias"] = _has(module, "bias")
-    return theirs(module.normalized_shape, module.eps, device="meta", dtype=dtype, **options)
-
-
-def _torch_linear(module: Linear, dtype: torch.dtype | None) -> Module | str:
-    for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_bias"):
-        if getattr(module, name):
-            return f"{name}=True"
-    if module._split is not None:
-        return f"its weight is split into {', '.join(name for name, _ in module._split.pieces)}"
-    return torch.nn.Linear(
-        module.in_features, module.out_features, module.use_bias, device="meta", dtype=dtype
-    )
+    options = _norm_options(module, kind)
+    return theirs(module.normalized_shape, device="meta", dtype=dtype, **options)
 
 
 # ---- the swap ------------------------------------------------------------------------------------

@@ -64,9 +64,9 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
         raise TypeError(
             f"explain: module: {type(module).__name__}, expected a module of this package"
         )
+    inner = ", ".join(name for name, m in module.named_modules() if isinstance(m, LinearBase))
     if not isinstance(module, LinearBase | CompositeLayer):
-        inner = [name for name, m in module.named_modules() if isinstance(m, LinearBase)]
-        hint = f"; explain its parts: {', '.join(inner)}" if inner else ""
+        hint = f"; explain its parts: {inner}" if inner else ""
         raise TypeError(f"explain: {type(module).__name__} runs no plans of its own{hint}")
     inp = args[0] if args else kwargs.get("inp", kwargs.get("hidden_states"))
     expect_tensor("explain: input", inp)
@@ -84,6 +84,5 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     for title, plan in plans:
         lines += _plan_text(title, plan, sizes)
     if not plans:
-        inner = [name for name, m in module.named_modules() if isinstance(m, LinearBase)]
-        lines.append(f"it calls its modules; explain them: {', '.join(inner)}")
+        lines.append(f"it calls its modules; explain them: {inner}")
     print("\n".join(lines), file=file or sys.stdout)

@@ -271,7 +271,9 @@ class watch_finite(Context):  # noqa: N801 - reads as what it does, as `autocast
         if not self._looking():
             return
         own = [(*each, True, "it was so before this call") for each in _own(module)]
-        note = _before_note(path)
+        parent = path.rpartition(".")[0] or "the model"
+        note = f"made between the modules, by the code of {parent} around this one"
+        note = note if path else "the model was given it"
         given = [(*each, True, False, note) for each in _inputs(module, args, kwargs)]
         for label, tensor, allow, origin, note in (*own, *given):
             counted = _count(tensor, allow)
@@ -323,14 +325,6 @@ def _finding(
     phase: str, path: str, module: Module, label: str, counted: tuple, origin: bool, note: str
 ) -> Finding:
     return Finding(phase, path, type(module).__name__, label, *counted, origin, note)
-
-
-def _before_note(path: str) -> str:
-    """Where an input comes from that no module made."""
-    if not path:
-        return "the model was given it"
-    parent = path.rpartition(".")[0]
-    return f"made between the modules, by the code of {parent or 'the model'} around this one"
 
 
 def _backward_finding(roles: list[_Role], counted: tuple) -> Finding:

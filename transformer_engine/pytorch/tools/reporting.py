@@ -16,6 +16,7 @@ from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.module.call import LastCall
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import AffineNorm
+from transformer_engine.pytorch.tensor.recipes import format_of
 from transformer_engine.pytorch.tools.conversion import counterpart_of
 from transformer_engine.pytorch.tools.counts import scales
 from transformer_engine.pytorch.tools.observation import (
@@ -28,12 +29,10 @@ from transformer_engine.pytorch.tools.observation import (
     observe,
 )
 from transformer_engine.pytorch.tools.scale_matrix import (
+    ONE_SCALE,
     element_name,
     emulation_of,
-    fp4_options,
     scale_matrix,
-    scales_shape,
-    scaling_mode,
 )
 from transformer_engine.pytorch.tools.skip import check_model
 
@@ -286,31 +285,14 @@ def _measured(part: int, record: ModuleRecord) -> Iterator[TensorReport]:
             )
 
 
-def _found(weight: Tensor, code: int, spec: LinearSpec) -> Tensor:
+def _found(weight: Tensor, cast: OperandCast) -> Tensor:
     """The scales that a cast of a weight finds in it, to be multiplied with it."""
-    cast = spec.quantization.weight
-    mode = scaling_mode(cast)
-    rows, columns = weight.shape
-    options: dict[str, Any] = {
-        "amax_epsilon": cast.amax_epsilon,
-        "power_2_scale": int(cast.options & _core.CAST_POWER_2 != 0),
-    }
-    if mode in (_core.SCALING_TENSOR, _core.SCALING_NVFP4):
-        partials = weight.new_empty(_core.AMAX_PARTIALS, dtype=torch.float32)
-        _core.amax(weight, partials)
-        options["partials"] = partials
-    padded = -(-columns // 16) * 16
-    fp4, micro = mode == _core.SCALING_NVFP4, mode in (_core.SCALING_MXFP8, _core.SCALING_NVFP4)
-    if micro:
-        options["square"] = int(cast.options & _core.CAST_TILES_2D != 0)
-        options["margin"] = cast.margin
-        options.update(fp4_options(cast))
-        options["row_amax"] = weight.new_empty(1, dtype=torch.float32) if fp4 else None
-    data = weight.new_empty(rows, padded // (1 + fp4), dtype=_core.torch_dtype(code))
-    shape = scales_shape(mode, rows, columns if micro else padded)
-    made = weight.new_empty(shape, dtype=torch.uint8 if micro else torch.float32)
-    _core.quantize(weight, mode=mode, row=data, row_scales=made, **options)
-    return scale_matrix(cast, made, rows, columns, options.get("row_amax"))
+    quantizer: Any = format_of(cast).make(cast, weight.device, True)
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    quantizer.internal = True
+    made = quantizer(weight)
+    scales = made._scales if cast.recipe in ONE_SCALE else made._rowwise_scale_inv
+    return scale_matrix(cast, scales, *weight.shape, getattr(made, "_amax_rowwise", None))
 
 
 def _weight(
@@ -319,7 +301,7 @@ def _weight(
     """Describe the next cast of a weight, with the scales that it finds; delayed: is given."""
     weight = torch.cat([w.detach() for w in weights])
     if found.scale is None:
-        scale = _found(weight, code, spec)
+        scale = _found(weight, spec.quantization.weight)
     else:
         scale = torch.tensor(found.scale, dtype=torch.float32, device=weight.device)
     saturated, flushed, amax = count_cast(weight, scale, _core.torch_dtype(code))

@@ -58,9 +58,7 @@ def recognise(module: Module) -> Recognised | str:
     if eps is None:
         return f"it has none of {', '.join(_EPS)}"
     try:
-        with torch.device(
-            "cpu"
-        ):  # transformers makes a model that it loads under torch.device("meta")
+        with torch.device("cpu"):  # transformers loads a model under torch.device("meta")
             return _try(module, eps, weight.dtype)
     except Exception as error:  # whatever a class of another package raises
         return f"trying its forward raised {type(error).__name__}: {error}"

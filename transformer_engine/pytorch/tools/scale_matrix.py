@@ -25,45 +25,23 @@ def scaling_mode(cast: OperandCast) -> int:
     return modes.get(cast.recipe, _core.SCALING_TENSOR)
 
 
-def fp4_options(cast: OperandCast) -> dict[str, int]:
-    """Keywords of ``_core.quantize`` for a row-wise cast to NVFP4."""
-    ways = 2 if cast.options & _core.CAST_SQUARED else 1
-    return {
-        "four_over_six": ways if cast.options & _core.CAST_FOUR_OVER_SIX else 0,
-        "scales_to_256": int(cast.options & _core.CAST_TO_256 != 0),
-    }
-
-
 def element_name(recipe: int, code: int) -> str:
     """Name of the element type of a recipe's data of a dtype."""
     return "e2m1" if recipe == _core.RECIPE_NVFP4 else _core.dtype_names()[code]
 
 
-_ONE_SCALE = (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT)
+ONE_SCALE = (_core.RECIPE_DELAYED, _core.RECIPE_CURRENT)
 _MULTIPLIED_OUT = {_core.RECIPE_MXFP8: "mxfp8", _core.RECIPE_NVFP4: "nvfp4"}
 
 
 def emulation_of(one: OperandCast, other: OperandCast) -> str:
     """Remark on a GEMM that multiplies its operands out: " (emulated mxfp8)"."""
-    recipes = {_core.RECIPE_DELAYED if c.recipe in _ONE_SCALE else c.recipe for c in (one, other)}
+    recipes = {_core.RECIPE_DELAYED if c.recipe in ONE_SCALE else c.recipe for c in (one, other)}
     by_rows = (one.options | other.options) & _core.CAST_ROW_SCALED
     if len(recipes) > 1 or by_rows or _core.RECIPE_EXTERNAL in recipes:
         return " (emulated mixed)"
     name = _MULTIPLIED_OUT.get(recipes.pop())
     return "" if name is None else f" (emulated {name})"
-
-
-def scales_shape(mode: int, rows: int, columns: int) -> tuple[int, ...]:
-    """Shape of the scales of quantized data [rows, columns]."""
-    tiles = -(-columns // TILE)
-    return {
-        _core.SCALING_MXFP8: (-(-rows // 128) * 128, -(-columns // 128) * 4),
-        _core.SCALING_NVFP4: (-(-rows // 128) * 128, -(-columns // 64) * 4),
-        _core.SCALING_TENSOR: (2,),
-        _core.SCALING_ROW: (2, rows),
-        _core.SCALING_BLOCK_1D: (tiles, -(-rows // 4) * 4),
-        _core.SCALING_BLOCK_2D: (-(-rows // TILE), -(-tiles // 4) * 4),
-    }[mode]
 
 
 def scale_matrix(
