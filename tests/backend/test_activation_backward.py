@@ -243,16 +243,14 @@ def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_scales_of_rows_and_tiles(device, name, shape, epsilon, power_2, mode, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    for usage in USAGES:
-        check_scaled(problem, mode, E4M3, epsilon, power_2, usage=usage, pad=(3, 5))
+    check_scaled(problem, mode, E4M3, epsilon, power_2, usages=USAGES, pad=(3, 5))
 
 
 @each_cast_and_shape
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 def test_small_groups(device, name, cast, shape, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    for usage in USAGES:
-        check_micro(problem, cast, rng, usage=usage, sums=True)
+    check_micro(problem, cast, rng, usages=USAGES, sums=True)
 
 
 @each_source_and_layout

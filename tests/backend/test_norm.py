@@ -308,16 +308,14 @@ def test_delayed_scaling_layouts(device, source, dtype, layout, rng):
 @pytest.mark.parametrize("kind", NORMS)
 def test_scales_of_rows_and_tiles(device, kind, shape, epsilon, power_2, mode, rng):
     problem = Problem(rng, device, kind, shape, (BF16, F32))
-    for usage in USAGES:
-        check_scaled(problem, mode, E5M2, epsilon, power_2, usage=usage, pad=(3, 5))
+    check_scaled(problem, mode, E5M2, epsilon, power_2, usages=USAGES, pad=(3, 5))
 
 
 @each_cast_and_shape
 @pytest.mark.parametrize("kind", NORMS)
 def test_small_groups(device, kind, cast, shape, rng):
     problem = Problem(rng, device, kind, shape, (BF16, F32))
-    for usage in USAGES:
-        check_micro(problem, cast, rng, usage=usage)
+    check_micro(problem, cast, rng, usages=USAGES)
 
 
 @each_source_and_layout
