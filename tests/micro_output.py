@@ -26,13 +26,13 @@ MICRO = {
     "nvfp4-stochastic": ("nvfp4", {"stochastic": True}),
 }
 """Name: (mode, options of `microscaled.expected`, or rounded by random numbers)."""
-SHAPES = [(1, 1), (40, 64), (131, 192), (129, 257), (256, 128)]
+SHAPES_OF_GROUPS = [(1, 1), (40, 64), (131, 192), (129, 257), (256, 128)]
 
 
 def each_cast_and_shape(test):
     """Run a test with the arguments `cast` and `shape` for all of them."""
     casts = pytest.mark.parametrize("cast", MICRO)
-    return casts(pytest.mark.parametrize("shape", SHAPES, ids=str)(test))
+    return casts(pytest.mark.parametrize("shape", SHAPES_OF_GROUPS, ids=str)(test))
 
 
 def each_source_and_layout(test):
