@@ -101,13 +101,13 @@ format: $(ENV)-lint ## format Python, C and CUDA C
 	$(LINT_PATH) ruff check --fix .
 	$(LINT_PATH) clang-format -i $(C_FILES)
 
-sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers
+sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers (ARGS=--nightly: each case)
 	rm -rf build/sanitize/lib
 	@$(TEST_PY) setup.py -q build_ext --inplace  # the C tests import it from here
 	@$(SANITIZED) $(TEST_PY) setup.py -q build --build-lib build/sanitize/lib
 	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q $(SPREAD) -m "not gpu" tests/c
 	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q $(SPREAD) -p only_sanitized \
-		-o pythonpath="build/sanitize/lib . tests tools" -m "not gpu" \
+		-o pythonpath="build/sanitize/lib . tests tools" \
 		$(UNSANITIZED) $(ARGS) $(SANITIZE_TESTS)
 
 cuda-headers: build/cuda-headers/.stamp ## fetch the cuBLAS and cuDNN headers (900 MB pass by) to build against

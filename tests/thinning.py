@@ -23,12 +23,13 @@ def in_turns(*axes):
     return cases
 
 
-def cover_pairs(cases):
+def cover_pairs(cases, places=2):
     """Indices of cases that together have every pair of values, of two of their places, of all.
 
-    They are found one by one: the case with the most pairs that none before it has.
+    They are found one by one: the case with the most pairs that none before it has. With another
+    number of `places`: triples of values, and so on.
     """
-    pairs = [set(itertools.combinations(enumerate(case), 2)) for case in cases]
+    pairs = [set(itertools.combinations(enumerate(case), places)) for case in cases]
     missing, chosen = set().union(*pairs), set()
     heap = [(-len(own), number) for number, own in enumerate(pairs)]
     heapq.heapify(heap)
@@ -107,8 +108,8 @@ def one_each(**axes):
     return pytest.mark.parametrize(tuple(axes), marked(cases, chosen), ids=case_id)
 
 
-def keep_pairs(items):
-    """Of each test the cases that together have every pair of values of two parameters."""
+def keep_triples(items):
+    """Of each test the cases that together have all values of any three parameters that occur."""
     tests, kept = {}, set()
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -117,11 +118,13 @@ def keep_pairs(items):
         if None in given or len({tuple(spec.params) for spec in given}) != 1:
             kept.update(cases)
             continue
-        values = [tuple(map(_key, spec.params.values())) for spec in given]
-        if len(values[0]) < 3:
+        values = zip(*(map(_key, spec.params.values()) for spec in given), strict=True)
+        values = [column for column in values if len(set(column)) > 1]
+        if len(values) < 4:
             kept.update(cases)
             continue
-        kept.update(cases[number] for number in cover_pairs(values))
+        chosen = cover_pairs(list(zip(*values, strict=True)), 3)
+        kept.update(cases[number] for number in chosen)
     return [item for item in items if item in kept]
 
 
