@@ -44,13 +44,13 @@ def cover_pairs(cases, places=2):
     return chosen
 
 
-def pairs_first(*axes):
+def pairs_first(*axes, places=2):
     """Parameters: every combination of the values of all axes; the mark nightly is on most.
 
     Those without it have every pair of values of two axes (`cover_pairs`).
     """
     cases = combine(axes)
-    return marked(cases, cover_pairs([place for _, place in cases]))
+    return marked(cases, cover_pairs([numbers for _, numbers in cases], places))
 
 
 def combine(axes):
@@ -79,6 +79,12 @@ def pairs(indirect=(), **axes):
     """
     made = pairs_first(*axes.values())
     return pytest.mark.parametrize(tuple(axes), made, indirect=indirect, ids=case_id)
+
+
+def triples(**axes):
+    """All values of any three parameters, and the other combinations nightly."""
+    made = pairs_first(*axes.values(), places=3)
+    return pytest.mark.parametrize(tuple(axes), made, ids=case_id)
 
 
 def pairs_of(names, cases):
