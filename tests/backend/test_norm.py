@@ -302,6 +302,7 @@ def test_delayed_scaling_layouts(device, source, dtype, layout, rng):
     check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
+# The cast takes fp32 values from whichever operator: code of its own.
 @pairs(
     kind=NORMS,
     shape=[(40, 64), (129, 257), (256, 128), (131, 512)],
@@ -313,6 +314,7 @@ def test_scales_of_rows_and_tiles(device, kind, shape, power_2, mode, rng):
     check_scaled(problem, mode, E5M2, 0.0, power_2, usages=USAGES, pad=(3, 5))
 
 
+# As above.
 @pairs(kind=NORMS, cast=MICRO, shape=SHAPES_OF_GROUPS)
 def test_small_groups(device, kind, cast, shape, rng):
     problem = Problem(rng, device, kind, shape, (BF16, F32))

@@ -257,6 +257,7 @@ def test_twice_the_same(device, kind, shape, rng):
     assert_repeats(lambda: problem.run().values())
 
 
+# Kernels are chosen by shape, layout and dtypes; the rest is a factor or a term in each.
 @triples(
     kind=NORMS,
     shape=[(7, 3), (33, 17), (65, 256), (20, 1096), (3, 8192), (3, 40960)],

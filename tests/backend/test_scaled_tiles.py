@@ -176,6 +176,7 @@ PAIRS = [
 ]
 
 
+# Operands are decoded, multiplied and stored by code of their own each.
 @triples(
     pair=PAIRS,
     target=[F32, BF16, F16],
