@@ -33,7 +33,7 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 	PYTHONPATH="$(CURDIR)/build/sanitize/lib" \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
 
-.PHONY: help demo test test-all test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
+.PHONY: help environments demo test test-all clients test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
 # Build in place, and install the package, once and editable, where make made the environment.
@@ -44,6 +44,8 @@ endef
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+environments: $(ENV)-lint $(ENV)-test ## set up what `make lint` and `make test` need
 
 demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precision
 	$(call BUILD,$(DEMO_PY))
@@ -58,9 +60,11 @@ test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 test-all: override ARGS += --nightly
 test-all: test ## run the long sweeps too that `make test` leaves out, those of the mark nightly
 
-test-clients: $(ENV)-clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
-	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
+clients: $(ENV)-clients ## set up and fetch what `make test-clients` needs
 	@$(CLIENTS_PY) tools/fetch_clients.py $(CLIENT_TESTS)
+
+test-clients: clients ## run released client packages on top of this one (CLIENT_TESTS=path, ARGS=...)
+	@test -n "$(NO_BUILD)" || $(CLIENTS_PY) setup.py -q build_ext --inplace
 	$(CLIENTS_PY) -m pytest -q $(SPREAD) $(ARGS) $(CLIENT_TESTS)
 
 build: $(ENV)-demo ## build the extension in place (V=1 prints each command)
@@ -101,13 +105,13 @@ format: $(ENV)-lint ## format Python, C and CUDA C
 	$(LINT_PATH) ruff check --fix .
 	$(LINT_PATH) clang-format -i $(C_FILES)
 
-sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers
+sanitize: $(ENV)-test ## run the C tests and SANITIZE_TESTS with the address and undefined-behaviour sanitizers (ARGS=--nightly: each case)
 	rm -rf build/sanitize/lib
 	@$(TEST_PY) setup.py -q build_ext --inplace  # the C tests import it from here
 	@$(SANITIZED) $(TEST_PY) setup.py -q build --build-lib build/sanitize/lib
 	$(SANITIZED) $(UBSAN_ENV) $(TEST_PY) -m pytest -q $(SPREAD) -m "not gpu" tests/c
 	$(SANITIZED) $(ASAN_RUN) $(TEST_PY) -m pytest -q $(SPREAD) -p only_sanitized \
-		-o pythonpath="build/sanitize/lib . tests tools" -m "not gpu" \
+		-o pythonpath="build/sanitize/lib . tests tools" \
 		$(UNSANITIZED) $(ARGS) $(SANITIZE_TESTS)
 
 cuda-headers: build/cuda-headers/.stamp ## fetch the cuBLAS and cuDNN headers (900 MB pass by) to build against

@@ -4,6 +4,7 @@
 Bounds are those of `tols.tol`. All take tensors of any device and compare on the CPU.
 """
 
+import numpy as np
 import torch
 from reference import encode
 from tols import EPS, F32, tol
@@ -17,10 +18,17 @@ def bits(tensor):
     return plain.view(_INTEGERS[plain.element_size()])
 
 
+def all_finite(tensor):
+    """Of a tensor on the CPU; numpy finds out in a fraction of torch's time."""
+    return bool(np.isfinite(tensor.numpy()).all())
+
+
 def assert_bits(actual, expected, *, any_nan=False):
     """Same shape, dtype and bits. any_nan: a NaN equals every other NaN."""
     assert actual.dtype == expected.dtype, f"{actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{actual.shape}, expected {expected.shape}"
+    if np.array_equal(bits(actual).numpy(), bits(expected).numpy()):  # the quick answer
+        return
     different = bits(actual) != bits(expected)
     if any_nan:
         wide = [t.detach().cpu().float() for t in (actual, expected)]
@@ -59,14 +67,14 @@ def assert_within(actual, exact, terms, depth=1):
     dtype = actual.dtype
     actual, exact, terms = (t.detach().cpu().double() for t in (actual, exact, terms))
     assert actual.shape == exact.shape, f"{actual.shape}, expected {exact.shape}"
-    assert exact.isfinite().all() and terms.isfinite().all(), "the exact values are not finite"
+    assert all_finite(exact) and all_finite(terms), "the exact values are not finite"
     margin = tol("terms", F32, depth) * terms
     if dtype != F32:  # f32 is rounded among the terms
         largest = (exact.abs() + margin).clamp(min=torch.finfo(dtype).smallest_normal)
         margin = margin + largest * EPS[dtype] / 2
     error = (actual - exact).abs()
     beyond = ~(error <= margin)
-    if beyond.any():
+    if beyond.numpy().any():
         at = tuple(beyond.nonzero()[0].tolist())
         raise AssertionError(
             f"{int(beyond.sum())} of {beyond.numel()} elements are off by more than their margin, "
@@ -116,7 +124,7 @@ def nmse(actual, exact, terms=None):
     """Sum of squared errors over the sum of squares of `exact`, or of its `terms`, in float64."""
     actual, exact = (t.detach().cpu().double() for t in (actual, exact))
     assert actual.shape == exact.shape, f"{actual.shape}, expected {exact.shape}"
-    assert exact.isfinite().all(), "the exact values are not finite"
+    assert all_finite(exact), "the exact values are not finite"
     squares = (exact if terms is None else terms).square().sum()
     errors = (actual - exact).square().sum()
     return (errors / squares).item() if squares > 0 else errors.item()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts to MXFP8 and NVFP4 that are fused to an operator (see `fp8_output`): by definition."""
 
+import itertools
+
 import pytest
 import torch
 from buffers import HIGH, LAYOUTS, Poisoned, name_of
@@ -24,13 +26,13 @@ MICRO = {
     "nvfp4-stochastic": ("nvfp4", {"stochastic": True}),
 }
 """Name: (mode, options of `microscaled.expected`, or rounded by random numbers)."""
-SHAPES = [(1, 1), (40, 64), (131, 192), (129, 257), (256, 128)]
+SHAPES_OF_GROUPS = [(1, 1), (40, 64), (131, 192), (129, 257), (256, 128)]
 
 
 def each_cast_and_shape(test):
     """Run a test with the arguments `cast` and `shape` for all of them."""
     casts = pytest.mark.parametrize("cast", MICRO)
-    return casts(pytest.mark.parametrize("shape", SHAPES, ids=str)(test))
+    return casts(pytest.mark.parametrize("shape", SHAPES_OF_GROUPS, ids=str)(test))
 
 
 def each_source_and_layout(test):
@@ -94,7 +96,7 @@ def _call_of(problem, mode, values, rng, how):
     return keywords, expected(values, MODES[mode], **how)
 
 
-def check_micro(problem, name, rng, *, sums=False, usage="both", **place):
+def check_micro(problem, name, rng, *, sums=False, usages=("both",), **place):
     """One of MICRO, beside the result of the operator and alone: the cast of its fp32 values.
 
     Parameters
@@ -107,13 +109,13 @@ def check_micro(problem, name, rng, *, sums=False, usage="both", **place):
         Of random numbers.
     sums : bool
         With `bias_grad`, against the fp32 values.
-    usage, **place :
-        Which forms, their padding (`pad`) and `layout`.
+    usages, **place :
+        Which forms, one after the other, their padding (`pad`) and `layout`.
     """
     mode, how = MICRO[name]
     values = fp32_of(problem)
     keywords, wanted = _call_of(problem, mode, values, rng, how)
-    for beside in (None, F32, BF16):
+    for usage, beside in itertools.product(usages, (None, F32, BF16)):
         output = Micro(mode, problem.shape, how.get("dtype", E4M3), problem.device, usage, **place)
         plain = Poisoned(problem.shape, beside, problem.device) if beside is not None else None
         result = {} if plain is None else {problem.result: plain.tensor}

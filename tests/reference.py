@@ -157,29 +157,30 @@ def scaled_quantize(values, mode, dtype, top, *, epsilon=0.0, power_2=False):
     `top` is the dtype whose largest number an infinite scale becomes.
     """
     rows, columns = values.shape
-    high, wide = {"row": (1, columns), "block_1d": (1, 128), "block_2d": (128, 128)}[mode]
     codes = np.zeros((rows, columns), np.uint8)
     scales = np.zeros(scales_shape(mode, rows, columns), np.float32)
-    limit = np.float32(torch.finfo(top).max)
-    for r in range(0, rows, high):
-        for c in range(0, columns, max(wide, 1)):
-            tile = values[r : r + high, c : c + wide]
-            magnitudes = np.abs(tile)
-            largest = np.max(magnitudes[~np.isnan(magnitudes)], initial=np.float32(0))
-            used = max(largest, np.float32(epsilon))
-            scale = np.float32(1.0)
-            if used > 0 and np.isfinite(used):
-                scale = np.float32(FP8_MAX[dtype]) / used
-                scale = limit if np.isinf(scale) else scale
-                if power_2:
-                    scale = np.ldexp(np.float32(1.0), int(np.frexp(scale)[1]) - 1)
-            codes[r : r + high, c : c + wide] = encode(tile * scale, dtype)
-            if mode == "row":
-                scales[:, r] = np.float32(1.0) / scale, largest
-            elif mode == "block_1d":
-                scales[c // 128, r] = np.float32(1.0) / scale
-            else:
-                scales[r // 128, c // 128] = np.float32(1.0) / scale
+    if codes.size:
+        high, wide = {"row": (1, columns), "block_1d": (1, 128), "block_2d": (128, 128)}[mode]
+        down, across = -(-rows // high), -(-columns // wide)
+        tiles = np.zeros((down * high, across * wide), np.float32)
+        tiles[:rows, :columns] = np.abs(values)
+        tiles = tiles.reshape(down, high, across, wide)
+        largest = np.fmax.reduce(tiles, axis=(1, 3), initial=0)  # NaN is ignored
+        used = np.maximum(largest, np.float32(epsilon))
+        quotient = np.float32(FP8_MAX[dtype]) / used
+        quotient = np.where(np.isinf(quotient), np.float32(torch.finfo(top).max), quotient)
+        if power_2:
+            quotient = np.ldexp(np.float32(1.0), np.frexp(quotient)[1] - 1)
+        scale = np.where((used > 0) & np.isfinite(used), quotient, np.float32(1.0))
+        each = scale.repeat(high, 0).repeat(wide, 1)[:rows, :columns]
+        codes = encode(values * each, dtype)
+        inverse = np.float32(1.0) / scale
+        if mode == "row":
+            scales[:] = inverse[:, 0], largest[:, 0]
+        elif mode == "block_1d":
+            scales[:, :rows] = inverse.T
+        else:
+            scales[:down, :across] = inverse
     return to_torch(codes.view(_NUMPY[dtype]), dtype), torch.from_numpy(scales)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 results with a scale per row or tile: poisoned buffers, what they must hold, fused casts."""
 
+import itertools
+
 import torch
 from buffers import Poisoned
 from comparators import assert_bits
@@ -37,13 +39,15 @@ class Scaled:
 
     def check(self, values, epsilon=0.0, power_2=False, top=None):
         """Data, scales and zero padding of both; nothing else is written."""
-        top = values.dtype if top is None else top
+        self.check_forms(
+            cast_forms(values, self.mode, self.dtype, top, epsilon, power_2, self.forms)
+        )
+
+    def check_forms(self, wanted):
+        """The same, of what `cast_forms` has returned."""
         for name, (data, scales) in self.forms.items():
-            matrix = as_f32(values) if name == "row" else as_f32(values).T
-            codes, expected = scaled_quantize(
-                matrix, self.mode, self.dtype, top, epsilon=epsilon, power_2=power_2
-            )
-            used = matrix.shape[1]
+            codes, expected = wanted[name]
+            used = codes.shape[1]
             assert_bits(data.tensor[:, :used], codes)
             assert (data.tensor[:, used:].view(torch.uint8) == 0).all(), "padding"
             whole = torch.zeros(scales.tensor.shape)  # of padding there are more tiles
@@ -52,19 +56,30 @@ class Scaled:
             assert data.untouched() and scales.untouched()
 
 
-def check_scaled(problem, mode, dtype, epsilon=0.0, power_2=False, **place):
+def cast_forms(values, mode, dtype, top, epsilon, power_2, names=("row", "column")):
+    """(codes, scales) by form; `top` of None is the dtype of the values."""
+    top, matrix = values.dtype if top is None else top, as_f32(values)
+    options = {"epsilon": epsilon, "power_2": power_2}
+    return {
+        name: scaled_quantize(matrix if name == "row" else matrix.T, mode, dtype, top, **options)
+        for name in names
+    }
+
+
+def check_scaled(problem, mode, dtype, epsilon=0.0, power_2=False, usages=("both",), **place):
     """A cast that is fused to an operator (see `fp8_output`), beside its result and alone.
 
     Codes, scales and padding are those of the fp32 values.
     """
     values = fp32_of(problem)
     options = {"amax_epsilon": epsilon, "power_2_scale": power_2}
-    for beside in (None, F32, torch.bfloat16):
-        output = Scaled(mode, problem.shape, dtype, problem.device, **place)
+    wanted = cast_forms(values, mode, dtype, F32, epsilon, power_2)
+    for usage, beside in itertools.product(usages, (None, F32, torch.bfloat16)):
+        output = Scaled(mode, problem.shape, dtype, problem.device, usage, **place)
         plain = Poisoned(problem.shape, beside, problem.device) if beside is not None else None
         result = {} if plain is None else {problem.result: plain.tensor}
         problem.call(**result, **options, **output.arguments())
-        output.check(values, epsilon, power_2, F32)
+        output.check_forms(wanted)
         if plain is not None:
             assert_bits(plain.tensor, values.to(beside), any_nan=True)
             assert plain.untouched()

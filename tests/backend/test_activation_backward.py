@@ -21,15 +21,15 @@ from fp8_output import (
 from layer_reference import ACTIVATIONS, GATED, activation, activation_grad_terms, wide
 from micro_output import (
     MICRO,
+    SHAPES_OF_GROUPS,
     check_micro,
     check_no_rows,
-    each_cast_and_shape,
     each_source_and_layout,
 )
 from operands import operand
 from refusals import check_refused
 from scaled_output import MODES, check_scaled
-from thinning import case_id, in_turns
+from thinning import case_id, in_turns, pairs
 from tols import BF16, E4M3, E5M2, F16, F32
 
 from transformer_engine import _core
@@ -237,22 +237,23 @@ def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
     check_delayed(problem, dtype, 37.0, layout=layout, pad=(7, 90))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("epsilon", "power_2"), SCALE_OPTIONS[:2])
-@pytest.mark.parametrize("shape", [(40, 64), (129, 257), (256, 128), (131, 512)])
-@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
-def test_scales_of_rows_and_tiles(device, name, shape, epsilon, power_2, mode, rng):
+# The cast takes fp32 values from whichever operator: code of its own.
+@pairs(
+    name=["gelu", "swiglu", "clamped_swiglu"],
+    shape=[(40, 64), (129, 257), (256, 128), (131, 512)],
+    power_2=[False, True],
+    mode=MODES,
+)
+def test_scales_of_rows_and_tiles(device, name, shape, power_2, mode, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    for usage in USAGES:
-        check_scaled(problem, mode, E4M3, epsilon, power_2, usage=usage, pad=(3, 5))
+    check_scaled(problem, mode, E4M3, 0.0, power_2, usages=USAGES, pad=(3, 5))
 
 
-@each_cast_and_shape
-@pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
+# As above.
+@pairs(name=["gelu", "swiglu", "clamped_swiglu"], cast=MICRO, shape=SHAPES_OF_GROUPS)
 def test_small_groups(device, name, cast, shape, rng):
     problem = Problem(rng, device, name, shape, (BF16, BF16))
-    for usage in USAGES:
-        check_micro(problem, cast, rng, usage=usage, sums=True)
+    check_micro(problem, cast, rng, usages=USAGES, sums=True)
 
 
 @each_source_and_layout

@@ -9,6 +9,7 @@ from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, names_of, normal
 from comparators import assert_bits, assert_repeats, assert_within
 from layer_reference import NORMS, norm, norm_grad_terms, statistics, wide
 from refusals import check_refused
+from thinning import triples
 from tols import BF16, E4M3, F16, F32
 
 from transformer_engine import _core
@@ -256,11 +257,14 @@ def test_twice_the_same(device, kind, shape, rng):
     assert_repeats(lambda: problem.run().values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=names_of)
-@pytest.mark.parametrize("shape", [(7, 3), (33, 17), (65, 256), (20, 1096), (3, 8192), (3, 40960)])
-@pytest.mark.parametrize("kind", NORMS)
+# Kernels are chosen by shape, layout and dtypes; the rest is a factor or a term in each.
+@triples(
+    kind=NORMS,
+    shape=[(7, 3), (33, 17), (65, 256), (20, 1096), (3, 8192), (3, 40960)],
+    dtypes=DTYPES,
+    added=[False, True],
+    layout=LAYOUTS,
+)
 def test_residual(device, kind, shape, dtypes, added, layout, rng):
     """The gradient of another reader is added to what is written without it, in place too."""
     problem = Problem(rng, device, kind, shape, dtypes, added=added, layout=layout)

@@ -11,7 +11,7 @@ from comparators import assert_bits, assert_nmse, assert_within
 from gemm_problem import sum_bound
 from reference import as_f32, quiet
 from scaled_output import MODES, OPTIONS, Scaled
-from thinning import case_id, in_turns, pairs_first
+from thinning import case_id, in_turns, pairs_first, triples
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 from transformer_engine import _core
@@ -176,11 +176,12 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("target", [F32, BF16, F16], ids=name_of)
-@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=case_id)
-@pytest.mark.parametrize(
-    "sizes", [(128, 256, 384), (64, 96, 160), (17, 9, 200), (1, 130, 48), (40, 1, 129)], ids=str
+# Operands are decoded, multiplied and stored by code of their own each.
+@triples(
+    pair=PAIRS,
+    target=[F32, BF16, F16],
+    dtypes=[(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)],
+    sizes=[(128, 256, 384), (64, 96, 160), (17, 9, 200), (1, 130, 48), (40, 1, 129)],
 )
 def test_gemm(device, pair, target, dtypes, sizes, rng, counters):
     """D = a b, both as they are stored and transposed, with and without a bias."""

@@ -134,14 +134,13 @@ def test_delayed_scaling(device, direction, shape, dtype, usage, rng):
 @pytest.mark.parametrize("usage", USAGES)
 def test_scales_of_rows_and_tiles(device, direction, usage, mode, rng):
     problem = Problem(rng, device, direction, (129, 257), BF16)
-    check_scaled(problem, mode, E5M2, usage=usage, pad=(3, 5))
+    check_scaled(problem, mode, E5M2, usages=[usage], pad=(3, 5))
 
 
 @each_cast_and_shape
 def test_small_groups(device, direction, cast, shape, rng):
     problem = Problem(rng, device, direction, shape, BF16)
-    for usage in USAGES:
-        check_micro(problem, cast, rng, usage=usage)
+    check_micro(problem, cast, rng, usages=USAGES)
 
 
 @each_source_and_layout

@@ -156,7 +156,7 @@ def test_poisoned(layout, rng):
     assert memory.tensor.storage_offset() == GUARD + skew
     memory.tensor.fill_(1.0)
     assert memory.untouched() and not memory.unwritten()
-    assert (memory.memory == POISON).sum() == memory.memory.numel() - 2 * 15
+    assert (memory.memory.view(torch.uint8) == POISON).sum() == memory.memory.nbytes - 2 * 15
     start = 2 * (GUARD + skew)
-    memory.memory[start - 1] = 0
+    memory.memory.view(torch.uint8)[start - 1] = 0
     assert not memory.untouched()

@@ -14,6 +14,7 @@ import torch
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.module_cases import quantized
 from pytorch.random_programs import CALLS, CURRENT, DELAYED, MODES, REGIONS, steps_of
+from thinning import every_other
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -201,8 +202,8 @@ def run_program(make, seed, device, steps=programs):
     return results
 
 
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("seed", range(12))
+# Programs are random: each runs with half of the modules.
+@every_other(kind=MODULES, seed=range(12))
 def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monkeypatch):
     as_it_is = run_program(MODULES[kind], seed, device)
     monkeypatch.setattr(linear_calls, "call_key", lambda *_: (None, ()))
@@ -216,8 +217,8 @@ def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monk
         assert_same_bits(state, expected, str(step))
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, *NORMS, *MORE])
-@pytest.mark.parametrize("seed", range(6))
+# As above.
+@every_other(kind=[*PLAIN, *NORMS, *MORE], seed=range(6))
 def test_all_ways_find_the_calls_that_would_be_decided_on(kind, seed, device, monkeypatch):
     """AMP of several dtypes, checkpoints in one another and around AMP, quantizers of a program."""
     make = {**MODULES, **NORMS, **MORE}[kind]

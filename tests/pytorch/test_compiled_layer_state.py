@@ -18,6 +18,7 @@ from pytorch.compiled_layers import (
 )
 from pytorch.helpers import assert_same_bits, same_draws, states_of
 from pytorch.layer_ways import BATCH, FUSED, HIDDEN, LENGTH, make_attention, make_layer
+from thinning import pairs
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te
@@ -185,9 +186,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("asked", ["fp8_dpa", "fp8_mha"])
+# Fields of one node, and of a recipe.
+@pairs(kind=KINDS, recipe=["delayed", "current"], asked=["fp8_dpa", "fp8_mha"])
 def test_attention_in_fp8(kind, recipe, asked):
     graphs, make_recipe = Graphs(), attending_in_fp8(recipe, **{asked: True})
     te.reset_counters()

@@ -26,6 +26,7 @@ from pytorch.layer_ways import (
     LENGTH,
     make_attention,
 )
+from thinning import one_each
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -36,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 # ---- one operator per direction ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("recipe", RECIPES)
+# Where a region begins is not the business of its recipe.
+@one_each(recipe=RECIPES, where=["outside", "inside"])
 def test_one_operator_for_a_layer(recipe, where):
     graphs, make_recipe = Graphs(), RECIPES[recipe]
     model = model_of(2, **(FUSED if where == "inside" else {}))
@@ -71,8 +72,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-@pytest.mark.parametrize("kind", KINDS)
+# A kind is of the graph of nodes, a recipe of its products.
+@one_each(kind=KINDS, recipe=["none", "delayed"])
 def test_kinds_of_layers(kind, recipe):
     graphs, given = Graphs(), {}
     model = model_of(1, **KINDS[kind])

@@ -12,6 +12,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
+from thinning import pairs
 from tols import BF16
 
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
@@ -29,8 +30,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-@pytest.mark.parametrize("options", OPTIONS)
+# A recipe is of the products, an option of what lies between them.
+@pairs(
+    backend=["native", "sdpa", "unfused"],
+    options=OPTIONS,
+    recipe=[None, "delayed"],
+    indirect=["backend"],
+)
 def test_backends(device, backend, options, recipe):
     """But for the library's operator they are made of torch's, which are no part of a plan."""
     layer = make_layer(device, BF16, **OPTIONS[options])

@@ -26,6 +26,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
+from thinning import pairs
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
@@ -118,9 +119,8 @@ def test_decoders(device, options, recipe):
     assert_ways_agree(layer, inputs_of(layer), recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.parametrize("options", ATTENTIONS)
+# A recipe is of the products, an option of what lies between them.
+@pairs(options=ATTENTIONS, kind=["self", "cross"], recipe=RECIPE_NAMES)
 def test_attention(device, options, kind, recipe):
     options = {**ATTENTIONS[options], "attention_type": kind}
     layer = make_attention(device, dtype_of(device, recipe), **options)
@@ -258,9 +258,8 @@ SDPA_LIMITS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropped"])
-@pytest.mark.parametrize("limits", [*LIMITS, *SDPA_LIMITS])
+# Limits are an input of the attention node; dropout and products are others.
+@pairs(limits=[*LIMITS, *SDPA_LIMITS], dropped=[False, True], recipe=[None, "delayed"])
 def test_limits(device, limits, dropped, recipe):
     layer = make_layer(device, dtype_of(device, recipe), **(DROPS if dropped else {}))
     given = {**LIMITS, **SDPA_LIMITS}[limits](device)
@@ -278,9 +277,12 @@ def test_limits_of_attention_alone(device, limits):
     assert_ways_agree(layer, inputs_of(layer, **given), whole=whole)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-@pytest.mark.parametrize("limits", ["causal", "padding, lengths", "alibi", "bias, all"])
-@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+# As with limits.
+@pairs(
+    kind=["off-by-one", "learnable"],
+    limits=["causal", "padding, lengths", "alibi", "bias, all"],
+    recipe=[None, "delayed"],
+)
 def test_softmax_types(device, kind, limits, recipe):
     """The gradient of the offsets is one of the plan's results."""
     options = {"softmax_type": kind, "fuse_qkv_params": True, **DROPS}
@@ -382,9 +384,8 @@ ANGLES = {
 }
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("kind", ANGLES)
+# Angles, the order of the dims and of the pairs are three fields of one node.
+@pairs(kind=ANGLES, form=["sbhd", "bshd"], interleaved=[False, True])
 def test_rotary_positions(device, kind, form, interleaved):
     options = {"rotary_pos_interleaved": interleaved, "attn_input_format": form}
     layer = make_layer(device, dtype_of(device), **options, **DROPS)

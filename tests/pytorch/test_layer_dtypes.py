@@ -17,6 +17,7 @@ from pytorch.layer_ways import (
     make_layer,
     states,
 )
+from thinning import pairs
 from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
@@ -50,9 +51,8 @@ def given_to(layer, stream, weights):
     return given
 
 
-@pytest.mark.parametrize("norms", [F32, BF16], ids=["f32 norms", "bf16 norms"])
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("kind", LAYERS)
+# Dtypes of norms are fields of their nodes; a recipe is of the products.
+@pairs(kind=LAYERS, recipe=[None, "delayed", "current"], norms=[F32, BF16])
 def test_a_residual_in_fp32(device, kind, recipe, norms):
     """Each way gives the bits of the modules, with the residual and its gradient in fp32."""
     layer = with_norms_in(make_layer(device, BF16, **LAYERS[kind]), norms)

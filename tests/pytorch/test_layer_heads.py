@@ -25,6 +25,7 @@ from pytorch.layer_ways import (
     set_of,
     states,
 )
+from thinning import pairs
 
 import transformer_engine.pytorch as te
 
@@ -79,9 +80,8 @@ def test_interleaved_groups(device, form, turned, pairs):
     assert_ways_agree(layer, given)
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("norm", [None, *NORMS])
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+# Norms of heads lie between products, of which a recipe is.
+@pairs(kind=["encoder", "decoder"], norm=[None, *NORMS], recipe=RECIPE_NAMES)
 def test_layers(device, kind, norm, recipe):
     layer = make_layer(
         device, dtype_of(device, recipe), layer_type=kind, qk_norm_type=norm, num_gqa_groups=2,

@@ -34,6 +34,7 @@ from pytorch.layer_ways import (
     train,
     watched,
 )
+from thinning import pairs
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -106,9 +107,8 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("mask", FULL)
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "attention"])
-@pytest.mark.parametrize("recipe", [None, "delayed"])
+# A mask is an input of the attention node; a recipe is of the products.
+@pairs(mask=FULL, kind=["encoder", "decoder", "attention"], recipe=[None, "delayed"])
 def test_padding_without_lengths(device, kind, mask, recipe):
     """All sequences are of full length, in every way; the bits are those without padding."""
     names = ["self_attn_mask_type", "enc_dec_attn_mask_type"][: 1 + (kind == "decoder")]

@@ -24,6 +24,7 @@ from pytorch.layer_ways import (
     states,
     watched,
 )
+from thinning import pairs
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -72,8 +73,8 @@ def alive(references):
     return [reference() for reference in references if reference() is not None]
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("kind", MAKES)
+# Layers, recipes and backends of attention end a run by the same object.
+@pairs(kind=MAKES, recipe=RECIPE_NAMES, backend=["native", "sdpa", "unfused"], indirect=["backend"])
 def test_runs_and_tensors_end_with_the_backward(device, backend, kind, recipe, runs):
     """Without the collector: there is no cycle."""
     layer = MAKES[kind](device, BF16)
@@ -90,9 +91,10 @@ def test_runs_and_tensors_end_with_the_backward(device, backend, kind, recipe, r
         assert not alive(runs) and not alive(made)
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("kind", MAKES)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+# As above.
+@pairs(
+    kind=MAKES, recipe=RECIPE_NAMES, mode=[torch.enable_grad, torch.no_grad, torch.inference_mode]
+)
 def test_runs_end_without_a_backward(device, kind, recipe, mode, runs):
     layer = MAKES[kind](device, dtype_of(device, recipe))
     given = inputs_of(layer)

@@ -42,6 +42,7 @@ from pytorch.layer_ways import (
     states,
     watched,
 )
+from thinning import pairs
 from tols import BF16, F32
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -245,9 +246,8 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+# What becomes of a main gradient is a flag of the product that makes it, in whatever layer.
+@pairs(kind=KINDS, recipe=RECIPE_NAMES, marks=MARKS)
 def test_main_grads(device, kind, recipe, marks):
     """Added to, overwritten by the first microbatch of a step, or by each."""
     dtype = dtype_of(device, recipe)
@@ -470,10 +470,13 @@ def test_a_captured_step(recipe):
 # ---- results that the loss does not use ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("used", ["output", "norm", "both"])
-@pytest.mark.parametrize("frozen", ["none", "norm", "input", "both", "proj"])
-@pytest.mark.parametrize("kind", ["attention, fused", "cross-attention"])
+# What is frozen or unused leaves steps out; a recipe is of the steps that stay.
+@pairs(
+    kind=["attention, fused", "cross-attention"],
+    frozen=["none", "norm", "input", "both", "proj"],
+    used=["output", "norm", "both"],
+    recipe=RECIPE_NAMES,
+)
 def test_results_that_are_not_used(device, kind, frozen, used, recipe):
     """What lies behind the norm has no gradient where its output alone is used: none, no zeros."""
     layer = make_attention(device, dtype_of(device, recipe), **{**ATTENTIONS[kind], **NORMED})

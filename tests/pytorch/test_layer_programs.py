@@ -13,6 +13,7 @@ import torch
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.layer_ways import BATCH, HIDDEN, LAYER, by_branches, by_modules, make_layer, watched
 from pytorch.random_programs import CALLS, MODES, REGIONS, steps_of
+from thinning import every_other
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -181,8 +182,8 @@ def run_program(kind, seed, device):
     return results
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("number", range(8))
+# Programs are others in each run.
+@every_other(kind=LAYERS, number=range(8))
 def test_random_programs(kind, number, device, rng):
     del number
     seed = int(rng.integers(2**31))

@@ -27,6 +27,7 @@ from pytorch.layer_ways import (
     watched,
 )
 from pytorch.recompute_cases import CHECKPOINTS, PROGRAMS
+from thinning import pairs
 from tols import BF16
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -40,9 +41,8 @@ pytestmark = IGNORED
 # ---- checkpoints in checkpoints, pipelines, stops ------------------------------------------------
 
 
-@few
-@pytest.mark.parametrize("inner", CHECKPOINTS)
-@pytest.mark.parametrize("outer", CHECKPOINTS)
+# The recipe counts in what a checkpoint repeats, one by one.
+@pairs(outer=CHECKPOINTS, inner=CHECKPOINTS, recipe=["none", "delayed", "current"])
 def test_nested(device, outer, inner, recipe):
     """Around two layers, of which one has a checkpoint of its own."""
     pair = torch.nn.ModuleList([make_layer(device, BF16, **DROPS) for _ in range(2)])

@@ -31,6 +31,7 @@ from pytorch.module_cases import (
     weights_of,
 )
 from pytorch.module_pairs import Pair, assert_added, run_with
+from thinning import one_each
 from tols import tol
 
 from transformer_engine.common.recipe import (
@@ -128,8 +129,8 @@ def test_accumulate_into_main_grad(device, kind, dtype, recipe, main):
             assert_added(weight.main_grad, before[name], gradient, main, dtype)
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTED)
-@pytest.mark.parametrize("recipe", OF_MAIN_GRADS)
+# Graphs hold what eager code runs, which is compared for all of these.
+@one_each(kind=CHECKPOINTED, recipe=OF_MAIN_GRADS)
 def test_fp16_main_grad_compiled(device, kind, recipe):
     """A graph of torch adds what eager code adds, of every recipe's operands in 16 bits."""
     torch._dynamo.reset()

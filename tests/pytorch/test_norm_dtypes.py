@@ -11,6 +11,7 @@ from comparators import assert_grad64, assert_nmse
 from layer_reference import wide
 from pytorch import module_reference
 from pytorch.helpers import RECIPES, assert_same_bits, counted
+from thinning import pairs
 from tols import tol
 from torch import nn
 
@@ -147,8 +148,8 @@ def test_without_weight(device, kind):
         norm(torch.randn(3, FEATURES, device=device, dtype=F64))
 
 
-@per_dtype("weight")
-@pytest.mark.parametrize("given", [F64, *DTYPES], ids=dtype_id)
+# Graphs hold what eager code runs, which is compared for all of these.
+@pairs(kind=NORMS, given=[F64, *DTYPES], weight=DTYPES)
 def test_compiled(device, kind, given, weight):
     torch._dynamo.reset()
     norm = make(kind, device, weight)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytorch.helpers import RECIPES, assert_same_bits, same_draws, states_of
 from pytorch.quantized_cases import WEIGHT_RECIPES
+from thinning import pairs
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
@@ -248,14 +249,14 @@ def assert_chain_has_the_bits(links, recipe, device):
     assert_one_plan(module)
 
 
-@pytest.mark.parametrize("recipe", CHAINED)
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_who_reads_a_norm_reads_what_it_is_rounded_to(device, norm, recipe):
+# A reader asks for the form of its recipe, whichever norm or gate writes it.
+@pairs(recipe=CHAINED, reader=READERS, norm=["layernorm", "rmsnorm"], gated=[False, True])
+def test_who_reads_a_norm_reads_what_it_is_rounded_to(device, norm, gated, reader, recipe):
     """Also of several readers, whose gradients are added up before they come to the norm."""
-    for reader in READERS:
-        links = (norm, reader) if reader in WITH_LINEARS else (norm, reader, "linear")
-        assert_chain_has_the_bits(links, CHAINED[recipe](), device)
-        assert_chain_has_the_bits((norm, "gate", reader, "linear"), CHAINED[recipe](), device)
+    links = (norm, reader) if reader in WITH_LINEARS else (norm, reader, "linear")
+    if gated:
+        links = (norm, "gate", reader, "linear")
+    assert_chain_has_the_bits(links, CHAINED[recipe](), device)
 
 
 @pytest.mark.parametrize("recipe", CHAINED)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits
 from pytorch.quantized_cases import E4M3, E5M2, FORMATS
+from thinning import pairs
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -59,9 +60,8 @@ def data_of(tensor):
     return [t.clone() for t in (*found, *([] if amax is None else [amax]))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("master", [False, True], ids=["alone", "master"])
-@pytest.mark.parametrize("name", CASTS)
+# The cast takes what the update has made in fp32.
+@pairs(name=CASTS, master=[False, True], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_adam_is_an_update_and_a_cast(device, name, master, dtype):
     params, wide = parameters_of(name, device, master)
     plain = [torch.nn.Parameter(values.clone()) for values in wide]

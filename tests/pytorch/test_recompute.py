@@ -20,6 +20,7 @@ from pytorch.recompute_cases import (
     plain,
     train,
 )
+from thinning import pairs_of
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -36,8 +37,10 @@ SITUATIONS = [(r, d, "linear") for r in RECIPES for d in (0.0, 0.5)]
 SITUATIONS += [(r, 0.5, k) for r in ("delayed", "current") for k in KINDS if k != "linear"]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize(("recipe", "dropout", "kind"), SITUATIONS)
+# Checkpoints and dropout are of torch: a recipe meets both.
+@pairs_of(
+    ("name", "recipe", "dropout", "kind"), [(n, *one) for n in PROGRAMS for one in SITUATIONS]
+)
 def test_region_outside(device, start, name, recipe, dropout, kind):
     made = RECIPES[recipe]()
 

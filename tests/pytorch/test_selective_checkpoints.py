@@ -2,11 +2,12 @@
 """Selective checkpoints of torch: whatever a policy saves, the bits of a run without one."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
-from thinning import pairs_first
+from thinning import pairs, pairs_first, pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -152,28 +153,28 @@ def compare(start, make, recipe, run, device, **how):
 
 SITUATIONS = [(kind, recipe) for kind in ("linear", "mlp") for recipe in RECIPES]
 SITUATIONS += [(kind, recipe) for kind in MODULES for recipe in ("delayed", "current")]
+SITUATIONS = sorted({*SITUATIONS, ("layer-dropout", "nvfp4")})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("kind", "recipe"), sorted({*SITUATIONS, ("layer-dropout", "nvfp4")}))
+# A policy names operators, whatever they hold.
+@pairs_of(
+    ("kind", "recipe", "policy"), [(*one, policy) for one in SITUATIONS for policy in POLICIES]
+)
 def test_every_recipe_and_module(device, start, kind, recipe, policy):
     make = functools.partial(model_of, kind, device)
     compare(start, make, RECIPES[recipe], selected(policy), device)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-@pytest.mark.parametrize("region", ["outside", "inside"])
+# As above.
+@pairs(recipe=["none", "delayed", "current"], policy=POLICIES, region=["outside", "inside"])
 def test_checkpoint_of_this_package(device, start, recipe, policy, region):
     make = functools.partial(model_of, "mlp", device)
     run = selected(policy, te.checkpoint)
     compare(start, make, RECIPES[recipe], run, device, region=region)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-@pytest.mark.parametrize("cached", [False, True])
+# As above; weights are kept or not by one flag of a call.
+@pairs(kind=["linear", "mlp"], recipe=RECIPES, policy=POLICIES, cached=[False, True])
 def test_microbatches(device, start, kind, recipe, policy, cached):
     """The repetition of a call that made or read the quantized weight runs what that one did."""
 
@@ -212,9 +213,8 @@ def test_attention_in_fp8(device, start, recipe, policy, emulated, monkeypatch):
     compare(start, make, lambda: recipe(fp8_dpa=True), selected(policy), device, dtype=dtype)
 
 
-@pytest.mark.parametrize("inner", POLICIES)
-@pytest.mark.parametrize("outer", ["none", "ours", "plain", "reentrant"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+# As above.
+@pairs(recipe=["delayed", "current"], outer=["none", "ours", "plain", "reentrant"], inner=POLICIES)
 def test_nested_checkpoints(device, start, outer, inner, recipe):
     """Selective ones in selective ones, and in others."""
     around = {
@@ -311,15 +311,20 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("first", [None, True, False])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "measured", "current", "nvfp4", "custom"])
-@pytest.mark.parametrize("quantized", [False, True])
+def repetitions():
+    """Cases of the test below; a norm has no microbatches, weights of casts have a recipe."""
+    recipes = ["none", "delayed", "measured", "current", "nvfp4", "custom"]
+    for case in itertools.product(MODULES, recipes, [None, True, False], [False, True]):
+        kind, recipe, first, quantized = case
+        if quantized and (recipe == "none" or first is not None):
+            continue
+        if first is None or kind != "norm":
+            yield case
+
+
+# As above.
+@pairs_of(("kind", "recipe", "first", "quantized"), list(repetitions()))
 def test_the_repetition_runs_the_operators_of_its_forward(device, kind, recipe, first, quantized):
-    if quantized and (recipe == "none" or first is not None):
-        pytest.skip("weights of high precision; weights that are their own casts")
-    if first is not None and kind == "norm":
-        pytest.skip("a norm has no microbatches")
     more = {} if first is None else {"is_first_microbatch": first}
     seen = []
 
