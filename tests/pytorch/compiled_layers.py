@@ -60,7 +60,7 @@ class Graphs:
 
     def plans(self):
         """(runs of plans in each forward, in each backward)."""
-        runs = ("run", "run_with_state")
+        runs = ("run", "run_with_state", "run_recorded")
         return tuple(
             [sum(n in runs for n in one) for one in way] for way in (self.forward, self.backward)
         )

@@ -344,10 +344,10 @@ def test_autocast_of_torch(where, recipe):
 
 
 def test_calls_by_modules():
-    """What no operator of a layer holds, quantized parameters say; the bits are the same."""
+    """What no operator of a layer holds, quantized pieces say; the bits are the same."""
     graphs, recipe = Graphs(), Float8CurrentScaling()
     with te.quantized_model_init(recipe=recipe):
-        layer = make_layer("cpu", BF16, **FUSED)
+        layer = make_layer("cpu", BF16)
     x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=BF16)
     with te.autocast(recipe=recipe):
         assert_same_bits(graphs.compile(layer)(x), layer(x))

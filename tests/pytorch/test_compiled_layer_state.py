@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled layers with more state than that of linear modules: main gradients, FP8 attention."""
+"""Compiled layers with more state: main gradients, FP8 attention, quantized weights."""
 
 import copy
 import itertools
@@ -172,6 +172,35 @@ def test_a_weight_without_main_gradient():
 
 
 # ---- attention in FP8 ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("none", "wide")])
+def test_quantized_parameters(recipe):
+    """One operator reads them as they are at each call, so after a step of an optimizer too."""
+    made, graphs, results = RECIPES[recipe](), Graphs(), []
+    with te.quantized_model_init(recipe=made):
+        layer = make_layer("cpu", BF16, **FUSED)
+    x = torch.randn(32, BATCH, HIDDEN, dtype=BF16)
+    for compile in (lambda own: own, graphs.compile):
+        own = copy.deepcopy(layer)
+        te.reset()
+        run, optimizer, found = compile(own), torch.optim.SGD(own.parameters(), lr=0.5), []
+        with same_draws("cpu"):
+            for step in range(3):
+                optimizer.zero_grad()
+                given = (x * 1.5**step).requires_grad_()
+                with te.autocast(recipe=made):
+                    out = run(given)
+                out.square().mean().backward()
+                optimizer.step()
+                values = [p.detach().float() for p in own.parameters()]
+                found.append(
+                    [out.detach(), given.grad, *[p.grad for p in own.parameters()], values]
+                )
+        results.append([found, states_of(own)])
+    assert_same_bits(*results)
+    assert not torch.equal(found[0][-1][0], found[1][-1][0])
+    assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
 
 
 def attending_in_fp8(kind, **options):

@@ -47,6 +47,7 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.custom_quantizers import ask, common_request, remembered
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.modes import (
+    beside_graph,
     constant_in_graphs,
     graph_task,
     in_transform,
@@ -492,7 +493,7 @@ def end_call(module: Any, call: ModuleCall, casts: Casts) -> None:
     """Note that a call has run."""
     region = casts.region
     if call.updates_backward and region.replay is None:
-        region.state.owes_update = False
+        beside_graph(setattr, region.state, "owes_update", False)
     if region.record:
         module._record(
             region, casts.slots if region.replay is None else None, call.updates_backward

@@ -8,7 +8,8 @@ id: another process may load it.
 
 ``run`` is a pure function of its inputs and returns a list, for any number of results. A plan that
 writes amax histories or main gradients runs behind ``run_with_state_<n>``, which gives n tensors:
-an operator that mutates and returns a list can not be functionalised. Of these, one is defined when
+an operator that mutates and returns a list can not be functionalised. (In a checkpoint of a graph
+it runs as three others: see `_run_to_repeat`.) Of these, one is defined when
 the first plan of as many results is traced. Graphs that outlive a process find what they need:
 programs of torch.export change no state, so they hold ``run`` alone, and what torch.compile has
 cached it takes after it has traced the same calls again.
@@ -37,6 +38,8 @@ from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
     dispatch_modes,
     exporting,
+    in_traced_checkpoint,
+    keep_result,
     leaves_of,
     seen_here,
     take_back,
@@ -81,20 +84,21 @@ def define(
     implementation: Callable,
     fake: Callable,
     tags: tuple[torch.Tag, ...] = (),
+    then: Callable[[Any], Any] | None = None,
     library: torch.library.Library = _LIBRARY,
 ) -> None:
     """Make a native function an operator ``torch.ops.transformer_engine.<name>``.
 
     At least one argument of the schema is a tensor: it says on which device to run.
     `implementation` gets tensors of the CPU or of a CUDA device, `fake` gives empty results of the
-    right shapes and dtypes.
+    right shapes and dtypes. `then` is called where a graph is made of operators, behind the node.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=tags)
     for device in ("CPU", "CUDA"):
         library.impl(name, implementation, device)
     torch.library.register_fake(f"transformer_engine::{name}", fake, lib=library)
-    library.impl(name, _refusing_backward(name), "Autograd", with_keyset=True)
+    library.impl(name, _refusing_backward(name, then), "Autograd", with_keyset=True)
     library.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
     offer_formulas()
 
@@ -162,7 +166,7 @@ def _refusing_batches(name: str) -> Callable:
     return run
 
 
-def _refusing_backward(name: str) -> Callable:
+def _refusing_backward(name: str, then: Callable | None = None) -> Callable:
     """Autograd's part of an operator.
 
     Modules call operators inside of their own autograd function. Who differentiates through one
@@ -174,6 +178,8 @@ def _refusing_backward(name: str) -> Callable:
         operator = getattr(torch.ops.transformer_engine, name).default
         with below_autograd():
             results = operator.redispatch(after_autograd(keyset), *arguments, **named)
+        if then is not None:
+            then(operator)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return results
         tensors = [t for t in leaves_of(*arguments) if isinstance(t, Tensor)]
@@ -251,12 +257,13 @@ def _run(
     selection: int,
     state: Sequence[Tensor] = (),
     places: Sequence[int] = (),
+    of_checkpoint: bool = False,
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
     is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
     scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
     at = plan.given - len(places) if places else len(given) - scaled
-    if is_forward:
+    if is_forward and not of_checkpoint:  # whose scales are those of the first forward
         given[at:] = recompute.of_first((tuple(slots), plan.casts), given[at:], plan.measures)
     if places:
         given[at:] = [given[at + place] for place in places]
@@ -303,6 +310,77 @@ _traced_update = define_obeying(
     _scaling_update,
     lambda *_: None,
 )
+
+
+# ---- in checkpoints of a graph -------------------------------------------------------------------
+
+
+def _run_recorded(*arguments: Any) -> list[Tensor]:
+    """`_run` of a forward over histories of its own, which are its last results: one row each.
+
+    The last arguments are how many, and `places`. The repetition of a checkpoint in a graph runs it
+    again, and must not write to the histories of the modules, nor read them.
+    """
+    *arguments, count, places = arguments
+    scale = arguments[2][-1]  # the scales are the last inputs
+    rows = [scale.new_zeros(1, len(scale)) for _ in range(count)]
+    return [*_run(*arguments, rows, places, of_checkpoint=True), *rows]
+
+
+def _run_recorded_fake(*arguments: Any) -> list[Tensor]:
+    *arguments, count, _ = arguments
+    scale = arguments[2][-1]
+    return [*_run_fake(*arguments), *[scale.new_empty(1, len(scale)) for _ in range(count)]]
+
+
+def _keep_scale(scale: Tensor, text: str, slots: Sequence[int]) -> Tensor:
+    """The scales that a forward in a checkpoint of a graph casts with, for its repetition too."""
+    plan = plan_of(text)
+    (scale,) = recompute.of_first((tuple(slots), plan.casts), [scale], plan.measures)
+    return scale.clone()
+
+
+def _record_amaxes(history: Tensor, row: Tensor) -> None:
+    """Take amaxes over into a history, but those of a forward that another checkpoint repeats."""
+    if not recompute.repeats():
+        torch.fmax(history[0], row[0], out=history[0])
+
+
+FORMULAS["run_recorded"] = FORMULAS["run"]
+define(
+    f"run_recorded({_RUN}, int count, int[] places) -> Tensor[]", _run_recorded, _run_recorded_fake
+)
+define(
+    "keep_scale(Tensor scale, str plan, int[] slots) -> Tensor",
+    _keep_scale,
+    lambda scale, *_: torch.empty_like(scale),
+    then=keep_result,
+)
+define("record_amaxes(Tensor(a!) history, Tensor row) -> ()", _record_amaxes, lambda *_: None)
+
+
+@constant_in_graphs
+def _scales_to_keep(text: str, inputs: int, places: int) -> int:
+    """How many of the inputs of a forward, the last ones, are scales that its repetition needs.
+
+    0 where the operator that is traced is in no checkpoint of the graph, or is of a backward.
+    """
+    plan = plan_of(text)
+    if plan.graph.direction != _core.DIRECTION_FORWARD or not in_traced_checkpoint():
+        return 0
+    return inputs - (plan.given - places) if places else 1
+
+
+def _run_to_repeat(given: tuple, scales: int, state: list[Tensor], places: Sequence[int]) -> tuple:
+    """Run a forward that a checkpoint in the graph repeats, where no state may move."""
+    operators = torch.ops.transformer_engine
+    plan, slots, inputs, *others = given
+    at = len(inputs) - scales
+    inputs = [*inputs[:at], *[operators.keep_scale(one, plan, slots) for one in inputs[at:]]]
+    made = operators.run_recorded(plan, slots, inputs, *others, len(state), places)
+    for history, row in zip(state, made[-len(state) :], strict=True):
+        operators.record_amaxes(history, row)
+    return tuple(made[: -len(state)])
 
 
 @Lock().held
@@ -370,6 +448,9 @@ def run_traced(
     given: tuple = (plan, slots, inputs, saved, rows, number, selection)
     operator = torch.ops.transformer_engine.run
     if state:
+        scales = _scales_to_keep(plan, len(inputs), len(places)) if of_graph else 0
+        if scales:
+            return _run_to_repeat(given, scales, state, places)
         operator, given = (
             getattr(torch.ops.transformer_engine, _with_state(plan)),
             (*given, state, places),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.execution import plan_ops, recompute
-from transformer_engine.pytorch.torchside.modes import real_tensors, selective
+from transformer_engine.pytorch.torchside.modes import keep_result, real_tensors, selective
 
 
 def _draw(like: Tensor) -> Tensor:
@@ -25,6 +25,7 @@ plan_ops.define(
     _draw,
     lambda like: like.new_empty(2, dtype=torch.int64),
     (torch.Tag.nondeterministic_seeded,),
+    keep_result,
 )
 
 
@@ -33,6 +34,7 @@ plan_ops.define(
     lambda like, count: [_draw(like) for _ in range(count)],
     lambda like, count: [like.new_empty(2, dtype=torch.int64) for _ in range(count)],
     (torch.Tag.nondeterministic_seeded,),
+    keep_result,
 )
 
 

@@ -285,6 +285,11 @@ def of_first(
     return state
 
 
+def repeats() -> bool:
+    """Return whether a checkpoint on the Python stack repeats its forward."""
+    return graph_task() != -1 and frames()[1] is not None
+
+
 def same_pairs(pairs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Random pairs of a call under a selective checkpoint: a repetition has those of its forward.
 
@@ -383,10 +388,10 @@ def checkpoint(
 
     The repeated forward uses the recipe, scaling factors and random numbers of the first one, so
     the gradients are those of a run without recompute, bit for bit, wherever `autocast` was
-    entered. Inside a graph that is being traced it is `torch.utils.checkpoint.checkpoint`, for
-    functions in high precision; on CUDA devices torch draws other random numbers there than in
-    eager code, and repeats these. Elsewhere all of the function is repeated, where torch's
-    ``set_checkpoint_early_stop`` does not say otherwise.
+    entered. Inside a graph that is being traced it is `torch.utils.checkpoint.checkpoint`; on CUDA
+    devices torch draws other random numbers there than in eager code, and repeats these. Elsewhere
+    all of the function is repeated, where torch's ``set_checkpoint_early_stop`` does not say
+    otherwise.
 
     Parameters
     ----------

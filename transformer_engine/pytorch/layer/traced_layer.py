@@ -32,6 +32,7 @@ from transformer_engine.pytorch.execution.thread_state import (
     current_state,
     in_region,
 )
+from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LastCall, LayerCall, ModuleCall
 from transformer_engine.pytorch.module.call_key import converted
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
@@ -40,6 +41,7 @@ from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
     autocast_dtype,
+    beside_graph,
     exporting,
     in_transform,
     real_tensors,
@@ -138,18 +140,22 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
         return None
     found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
+    tensors = (inp, *attended, *parameters)
     call = _GraphCall(found, slots or [None] * len(owners))
+    if found.plans.reads_caches:
+        parts = [one._linear_tensors() for one in owners]
+        call.caches = [None] * sum([len(own) for own in parts])
+        quantized.forms_held(owners, parts, call.caches, recipe, tensors)
     if found.plans.main_grads:
         call.weights = _weights_of(owners)
     records = found.plans.backward is not None
     call.updates_backward = found.plans.quantized and records and state.owes_update
     call.domain = state.domain
-    tensors = (inp, *attended, *parameters)
     if found.dtypes:
         tensors = converted(tensors, found.dtypes)
     out = (run_call if records else run_without_backward)(call, *tensors)
     if call.updates_backward:
-        state.owes_update = False
+        beside_graph(setattr, state, "owes_update", False)
     return out
 
 
@@ -282,14 +288,17 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
         calls = None if options is None else LayerCalls.of(layer, options, {})
-    if calls is None or calls._quantized_parameters:
+    if calls is None:
         return ""
+    places = [*calls._places]
+    for held in calls._quantized_parameters:
+        places[held.at - 1] = held.parameters, held.name
     paths = {id(module): path for path, module in reversed([*layer.named_modules()])}
     modules = [layer, *calls.modules]
     modules += [each for each in calls._all if all(each is not other for other in modules)]
     numbers = {id(module._parameters): i for i, module in enumerate(modules)}
     parameters = [
-        "." if place is None else f"{numbers[id(place[0])]}.{place[1]}" for place in calls._places
+        "." if place is None else f"{numbers[id(place[0])]}.{place[1]}" for place in places
     ]
     lines = []
     for module in modules:
@@ -333,6 +342,8 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if _core.tensors_of_call(inp, calls._places)[0] is None:  # some are of other classes
         return ""
     if first_microbatch is not None and state.enabled:  # caches of weights are in no graph
+        return ""
+    if calls._quantized_parameters and not state.enabled:  # they are read in high precision
         return ""
     attending = _attending_of(layer, calls, inp, options, ways)
     if attending is None:

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.module.program_names import *  # noqa: F403 - pr
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, pack_state, unpack_state
 from transformer_engine.pytorch.torchside.modes import (
+    beside_graph,
     constant_in_graphs,
     exporting,
     graph_task,
@@ -251,7 +252,7 @@ class Fp8Module(NativeModule):
         state = current_state()
         if traced:
             self._ensure_slots(*arenas.rule_of(recipe)[:-1], group, device)
-            arenas.adopt(state, self._slots.domain)
+            beside_graph(arenas.adopt, state, self._slots.domain)
             return self._slots
         slots = self._slots
         if not self._slots_fit(arenas.identity_of(recipe), group, device):

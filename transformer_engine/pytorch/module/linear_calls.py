@@ -55,6 +55,7 @@ from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
     begins_no_graph,
+    beside_graph,
     constant_in_graphs,
     dispatch_modes,
     exporting,
@@ -213,7 +214,7 @@ class LinearCalls(Fp8Module):
         repeats = region is not None and bool(region.replays)
         kept = tuple([part for part, _ in call.plans.writes_caches])
         if updates_backward and not repeats:
-            state.owes_update = False
+            beside_graph(setattr, state, "owes_update", False)
         if kept and not repeats:
             recipe = state.recipe if region is None else region.recipe
             of = self._linear_tensors() if parts is None else parts

@@ -12,9 +12,14 @@ from transformer_engine import _core
 from transformer_engine.common.contexts import active
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.execution import recompute
-from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.execution.thread_state import RegionState, current_state
 from transformer_engine.pytorch.scaling_state import arenas, reduction, scaling
-from transformer_engine.pytorch.torchside.modes import constant_in_graphs, exporting, graph_task
+from transformer_engine.pytorch.torchside.modes import (
+    beside_graph,
+    constant_in_graphs,
+    exporting,
+    graph_task,
+)
 
 
 def get_default_recipe() -> Recipe:
@@ -99,6 +104,13 @@ _FIELDS = ("enabled", "calibrating", "recipe", "group", "owes_update", "depth", 
 """Fields of its thread's state that a region sets. `region` is the innermost region. Where an outer
 region is left before an inner one, `_core.Leaving` hands on the values that the outer one has
 saved: the inner one restores them when it is left."""
+_TRACED_FIELDS = _FIELDS[:-1]
+
+
+def _set(state: RegionState, values: tuple) -> None:
+    """Set these fields while a graph is traced."""
+    for name, value in zip(_TRACED_FIELDS, values, strict=True):
+        setattr(state, name, value)
 
 
 class autocast:  # noqa: N801 - the name that users know
@@ -197,6 +209,9 @@ class autocast:  # noqa: N801 - the name that users know
                 arenas.own_domain(state)  # now: calls note it before one makes state
                 if reduction.STARTED:
                     scaling.settle(state.domain)
+        if traced:
+            beside_graph(self._enter_in_graph, state, recipe)
+            return
         # From here on nothing is called, so nothing can raise: a region is entered or it is not.
         depth = state.depth
         values = (
@@ -207,11 +222,8 @@ class autocast:  # noqa: N801 - the name that users know
             state.owes_update,
             depth,
         )
-        if traced:
-            self._outer = ((state, _FIELDS[:-1], values),)
-        else:
-            self._outer = ((state, _FIELDS, (*values, state.region), "region"),)
-            state.region = self
+        self._outer = ((state, _FIELDS, (*values, state.region), "region"),)
+        state.region = self
         state.enabled = self._enabled
         state.calibrating = self._calibrating
         state.recipe = recipe
@@ -220,14 +232,22 @@ class autocast:  # noqa: N801 - the name that users know
             state.owes_update = True
         state.depth = depth + 1
 
+    def _enter_in_graph(self, state: RegionState, recipe: Recipe | None) -> None:
+        outer = [getattr(state, name) for name in _TRACED_FIELDS]
+        self._outer = ((state, _TRACED_FIELDS, tuple(outer)),)
+        owes, depth = state.owes_update or state.depth == 0, state.depth + 1
+        _set(state, (self._enabled, self._calibrating, recipe, self._group, owes, depth))
+
+    def _leave_in_graph(self) -> None:
+        for state, _, values in self._outer or ():
+            _set(state, values)
+        self._outer = None
+
     @_core.Leaving
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         """Restore the outer region; update the forward scales where this was the outermost one."""
         if self._outer is not None:  # a graph is traced
-            for state, names, values in self._outer:
-                for name, value in zip(names, values, strict=True):
-                    setattr(state, name, value)
-            self._outer = None
+            beside_graph(self._leave_in_graph)
         state = current_state()
         if (
             kind is None

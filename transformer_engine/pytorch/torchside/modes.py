@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import starmap
+from operator import getitem
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from torch._C._dynamo.eval_frame import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import _inject_new_class
 from torch.utils._python_dispatch import (
@@ -372,6 +374,52 @@ def trace_again(reason: str) -> NoReturn:
     from torch._dynamo.exc import UnspecializeRestartAnalysis  # the compiler: it is loaded, it runs
 
     raise UnspecializeRestartAnalysis(restart_reason=reason)
+
+
+def beside_graph(function: Callable, *arguments: Any) -> Any:
+    """Call a function that changes state of Python, for code that may be traced.
+
+    A graph holds tensors; what a trace changes besides is done once, when the graph has run. In a
+    checkpoint that lies in the graph torch refuses such changes, because the repetition in the
+    backward does not make them again: here it must not.
+    """
+    if not torch.compiler.is_compiling():
+        return function(*arguments)
+    from torch._dynamo import utils  # the compiler: it is loaded, it runs
+
+    return utils._disable_side_effect_safety_checks_for_current_subtracer(function, *arguments)
+
+
+def in_traced_checkpoint() -> bool:
+    """Return whether what is traced now lies in a checkpoint of the graph.
+
+    To be asked outside of the graph, by functions that are `constant_in_graphs`.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded, as above
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if tracer.description == "torch.utils.checkpoint.checkpoint":
+            return True
+        tracer = tracer.parent
+    return False
+
+
+def keep_result(operator: Any) -> None:
+    """Save what an operator has made just now for the backward, where operators make a graph.
+
+    In a checkpoint of the graph, whose backward would run the operator again.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    made = next(n for n in reversed(mode.tracer.graph.nodes) if n.target is operator)
+    if made.meta.pop("recompute", None) is not None:
+        from torch.utils.checkpoint import CheckpointPolicy  # loaded, as there is a checkpoint
+
+        items = [user for user in made.users if user.target is getitem]
+        for node in items or [made]:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def without_memory(tensor: Tensor) -> bool:
