@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import setuptools
-from setuptools import Command, Extension, setup
-from setuptools import Distribution as _Distribution
+from setuptools import Command, Distribution as _Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext as _build_ext
 from setuptools.command.build_py import build_py as _build_py
 

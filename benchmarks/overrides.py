@@ -24,8 +24,7 @@ import torch
 from timing import Column, Figure, Machine, Report, alternate, parser, start, warm
 
 import transformer_engine.pytorch as te
-from transformer_engine import _core
-from transformer_engine import plugin as plugins
+from transformer_engine import _core, plugin as plugins
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.plugin import core as plugin
 from transformer_engine.plugin.adapters import NATIVE

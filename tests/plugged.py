@@ -12,8 +12,7 @@ from tols import E4M3, F32, PASSED_ON, tol
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.plugin import adapters
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import adapters, core as plugin
 
 TOKENS, HIDDEN, FFN = 32, 64, 128
 RECIPES = {

@@ -11,8 +11,7 @@ from tols import tol
 
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
-from transformer_engine.plugin import adapters
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import adapters, core as plugin
 
 LENGTH, BATCH, HEADS, GROUPS, DIM = 12, 2, 4, 2, 16
 HIDDEN = HEADS * DIM

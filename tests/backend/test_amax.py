@@ -16,8 +16,7 @@ from buffers import (
     op_count,
 )
 from comparators import assert_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from reference import amax
 from tols import BF16, E4M3, F16, F32
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from buffers import HIGH, LAYOUTS, Poisoned, laid_out, name_of, normal, op_count
 from comparators import assert_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tols import BF16, F32
 
 from transformer_engine import _core

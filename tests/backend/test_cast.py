@@ -17,8 +17,7 @@ from buffers import (
     op_count,
 )
 from comparators import assert_bits, bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from reference import as_f32, narrow
 from tols import BF16, E4M3, E5M2, F16, F32
 

@@ -17,8 +17,7 @@ from buffers import (
     op_count,
 )
 from comparators import assert_bits, assert_repeats
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from operands import operand
 from reference import dequantize, to_torch
 from refusals import check_refused

@@ -8,8 +8,7 @@ import pytest
 import torch
 from buffers import LAYOUTS, RAGGED, Poisoned, name_of, op_count
 from comparators import assert_bits, bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from reference import nearest
 from thinning import case_id, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32

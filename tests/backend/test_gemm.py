@@ -7,8 +7,7 @@ import torch
 from buffers import FP8, HIGH, LAYOUTS, Poisoned, floats, fp8_gemms, laid_out, name_of, names_of
 from comparators import assert_bits
 from gemm_problem import COMBOS, FP8_COMBOS, HIGH_COMBOS, Problem, fp8_operands
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from operands import operand
 from reference import narrow
 from refusals import check_refused

@@ -18,8 +18,7 @@ from fp8_output import (
     fp32_of,
     padding,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from layer_reference import NORMS, norm, norm_terms, statistics, wide
 from micro_output import (
     MICRO,

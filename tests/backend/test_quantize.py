@@ -18,8 +18,7 @@ from buffers import (
 )
 from comparators import assert_bits, assert_nmse, assert_repeats
 from fp8_output import USAGES, Output, padding
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from operands import operand
 from reference import amax, boundaries, to_numpy
 from refusals import check_refused

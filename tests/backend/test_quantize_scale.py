@@ -6,8 +6,7 @@ import pytest
 import torch
 from buffers import FP8, HIGH, Poisoned, floats, name_of, normal
 from comparators import assert_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from operands import operand
 from reference import FLT_MAX, FP8_MAX, amax, current_scale, quantize
 from thinning import case_id, in_turns

@@ -6,8 +6,7 @@ import pytest
 import torch
 from buffers import Poisoned, name_of, op_count
 from comparators import assert_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from reference import FLT_MAX, FP8_MAX, delayed_update
 from tols import BF16, E4M3, E5M2, F32
 

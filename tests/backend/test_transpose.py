@@ -5,8 +5,7 @@ import pytest
 import torch
 from buffers import FP8, LAYOUTS, RAGGED, Poisoned, laid_out, name_of, op_count
 from comparators import assert_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tols import BF16, E4M3, E5M2
 
 from transformer_engine import _core

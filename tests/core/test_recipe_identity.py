@@ -10,8 +10,7 @@ import pickle
 import pickletools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from transformer_engine.common import config
 from transformer_engine.common.recipe import (

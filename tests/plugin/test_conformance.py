@@ -8,8 +8,7 @@ import torch
 from conformance_faults import and_then, changed, fails, implementation
 
 from transformer_engine import plugin as plugins
-from transformer_engine.plugin import conformance
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import conformance, core as plugin
 from transformer_engine.plugin.builtin import OPERATORS
 from transformer_engine.plugin.conformance.attention import settings
 from transformer_engine.plugin.conformance.cases import name_of

@@ -31,8 +31,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.plugin import adapters
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import adapters, core as plugin
 from transformer_engine.pytorch.distributed import activation_recompute_forward
 
 pytestmark = pytest.mark.usefixtures("manager")

@@ -12,8 +12,7 @@ from tols import BF16, F32, tol
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine import _core
-from transformer_engine.plugin import adapters
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import adapters, core as plugin
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 pytestmark = pytest.mark.usefixtures("manager")

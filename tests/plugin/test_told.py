@@ -17,8 +17,7 @@ from plugged import KIND, Recorded, data, made, register
 import transformer_engine.plugin as plugins
 import transformer_engine_torch as tex
 from transformer_engine import _core
-from transformer_engine.plugin import builtin
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import builtin, core as plugin
 from transformer_engine.plugin.core import builtin_ops, logger_manager
 
 REASON = "it takes no Tuesdays"

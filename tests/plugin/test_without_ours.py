@@ -8,8 +8,7 @@ from plugged import FFN, HIDDEN, MODULES, RECIPES, data, made, native, ran, regi
 import transformer_engine.plugin as plugins
 import transformer_engine.pytorch as te
 from transformer_engine import _core
-from transformer_engine.plugin import adapters
-from transformer_engine.plugin import core as plugin
+from transformer_engine.plugin import adapters, core as plugin
 
 pytestmark = pytest.mark.usefixtures("manager")
 

@@ -12,8 +12,7 @@ from tols import F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.plugin.core import ops
-from transformer_engine.pytorch.attention import backends, masks
-from transformer_engine.pytorch.attention import problem as formats
+from transformer_engine.pytorch.attention import backends, masks, problem as formats
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 from transformer_engine.pytorch.cpp_extensions import fused_attn
 

@@ -9,8 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of, states_of
 from torch.distributed.checkpoint.state_dict import _EXTRA_STATE
 

@@ -6,8 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from comparators import assert_bits, assert_nmse
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pytorch import attention_model as model
 from pytorch.helpers import captured
 from tols import BF16, F32, tol

@@ -12,8 +12,7 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, counted
 from pytorch.layer_microbatches import accumulate
-from pytorch.layer_recompute import RECIPES, plans_run, step
-from pytorch.layer_recompute import region as region_of
+from pytorch.layer_recompute import RECIPES, plans_run, region as region_of, step
 from pytorch.layer_ways import (
     DROPS,
     FUSED,

@@ -29,8 +29,7 @@ from pytorch.layer_ways import (
 from pytorch.recompute_cases import CHECKPOINTS, PROGRAMS
 from thinning import pairs
 from tols import BF16
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint as torch_checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_engine.pytorch.module.layer_call import LayerCalls

@@ -28,8 +28,14 @@ from pytorch.module_cases import (
     region,
     step,
 )
-from pytorch.module_reference import ACTIVATIONS, Step, definition, rows_off_kinks, values_of
-from pytorch.module_reference import KINDS as NORMS
+from pytorch.module_reference import (
+    ACTIVATIONS,
+    KINDS as NORMS,
+    Step,
+    definition,
+    rows_off_kinks,
+    values_of,
+)
 from tols import tol
 
 import transformer_engine.pytorch as te

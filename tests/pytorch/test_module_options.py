@@ -23,8 +23,7 @@ from pytorch.module_cases import (
     weights_of,
     whole,
 )
-from pytorch.module_reference import ACTIVATIONS, Step, definition, values_of
-from pytorch.module_reference import KINDS as NORMS
+from pytorch.module_reference import ACTIVATIONS, KINDS as NORMS, Step, definition, values_of
 from tols import tol
 
 import transformer_engine.pytorch as te

@@ -21,8 +21,7 @@ from pytorch.recompute_cases import (
     train,
 )
 from thinning import pairs_of
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint as torch_checkpoint, set_checkpoint_early_stop
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling

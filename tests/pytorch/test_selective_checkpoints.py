@@ -11,10 +11,10 @@ from thinning import pairs, pairs_first, pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    checkpoint as torch_checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core

@@ -4,6 +4,8 @@
 A graph has them among the fields of its linear nodes (`graphs.LinearSpec`).
 """
 
+import functools
+import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ from transformer_engine.common.recipe import Recipe
 
 
 def flags_of(bits: Iterable[tuple[int, Any]]) -> int:
-    """Join the flags, numbers of one bit each, whose condition holds; none is there twice."""
-    return sum(flag for flag, condition in bits if condition)
+    """Join the flags, numbers of one bit each, whose condition holds."""
+    return functools.reduce(operator.or_, (flag for flag, condition in bits if condition), 0)
 
 
 class OperandCast(NamedTuple):

@@ -20,8 +20,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from transformer_engine.common import absent, config
-from transformer_engine.common import recipe_rules as rules
+from transformer_engine.common import absent, config, recipe_rules as rules
 from transformer_engine.common.recipe_base import (
     DerivedQParams,
     Format,

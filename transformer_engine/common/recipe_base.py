@@ -14,8 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
-from transformer_engine.common import config
-from transformer_engine.common import recipe_rules as rules
+from transformer_engine.common import config, recipe_rules as rules
 
 _RECIPES = "transformer_engine.common.recipe"
 

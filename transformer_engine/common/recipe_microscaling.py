@@ -4,8 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformer_engine.common import config
-from transformer_engine.common import recipe_rules as rules
+from transformer_engine.common import config, recipe_rules as rules
 from transformer_engine.common.recipe_base import (
     DerivedQParams,
     Format,

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.execution.recompute import (  # noqa: F401 - programs import them from here
-    activation_recompute_forward,
-    checkpoint,
-    get_activation_recompute_contexts,
-    in_fp8_activation_recompute_phase,
-    is_fp8_activation_recompute_enabled,
-    use_reentrant_activation_recompute,
+from transformer_engine.pytorch.execution.recompute import (
+    activation_recompute_forward as activation_recompute_forward,
+    checkpoint as checkpoint,
+    get_activation_recompute_contexts as get_activation_recompute_contexts,
+    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,
+    use_reentrant_activation_recompute as use_reentrant_activation_recompute,
 )
 from transformer_engine.pytorch.module.base import Fp8Module
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor

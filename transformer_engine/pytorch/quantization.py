@@ -9,10 +9,10 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.common.contexts import Context
-from transformer_engine.common.recipe import (  # noqa: F401 - programs import them from here
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
+from transformer_engine.common.recipe import (
+    DelayedScalingRequest as DelayedScalingRequest,
+    QuantizerRequest as QuantizerRequest,
+    QuantizerRole as QuantizerRole,
     Recipe,
 )
 from transformer_engine.pytorch import graph
@@ -21,17 +21,17 @@ from transformer_engine.pytorch.execution.thread_state import Domain, RegionStat
 from transformer_engine.pytorch.module.manager_names import ManagerNames
 from transformer_engine.pytorch.module.quantized import QuantizedInit
 from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.scaling_state.autocast import (  # noqa: F401 - programs import them from here
-    autocast,
-    fp8_autocast,
-    get_default_recipe,
+from transformer_engine.pytorch.scaling_state.autocast import (
+    autocast as autocast,
+    fp8_autocast as fp8_autocast,
+    get_default_recipe as get_default_recipe,
 )
-from transformer_engine.pytorch.torchside.device import (  # noqa: F401 - programs import them from here
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
+from transformer_engine.pytorch.torchside.device import (
+    is_bf16_available as is_bf16_available,
+    is_fp8_available as is_fp8_available,
+    is_fp8_block_scaling_available as is_fp8_block_scaling_available,
+    is_mxfp8_available as is_mxfp8_available,
+    is_nvfp4_available as is_nvfp4_available,
 )
 from transformer_engine.pytorch.torchside.modes import graph_task
 

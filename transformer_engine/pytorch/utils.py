@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.common.contexts import Context
-from transformer_engine.pytorch.torch_version import torch_version  # noqa: F401
+from transformer_engine.pytorch.torch_version import torch_version as torch_version
 from transformer_engine.pytorch.torchside.device import (
     canonicalize_device,
     get_device_compute_capability,

@@ -7,10 +7,10 @@ from transformer_engine_torch import (
     NVTE_QKV_Format,
     convert_bshd_to_thd,
     convert_thd_to_bshd,
+    copy_to_kv_cache as _copy_to_kv_cache,
     fa_prepare_bwd,
     fa_prepare_fwd,
 )
-from transformer_engine_torch import copy_to_kv_cache as _copy_to_kv_cache
 
 __all__ = [
     "QKV_FORMAT_VALUE",

@@ -18,8 +18,11 @@ from transformer_engine.plugin.core.ops import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
-from transformer_engine.pytorch.constants import TE_DType as TORCH_DType
+from transformer_engine.pytorch.constants import (
+    FP8BwdTensorIdx,
+    FP8FwdTensorIdx,
+    TE_DType as TORCH_DType,
+)
 from transformer_engine_torch import get_fused_attn_backend
 
 __getattr__, __dir__ = absent.attach(globals())

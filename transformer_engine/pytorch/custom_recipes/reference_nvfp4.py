@@ -12,12 +12,12 @@ from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
-from transformer_engine.pytorch.custom_recipes.reference_utils import (  # noqa: F401 - programs import them from here
+from transformer_engine.pytorch.custom_recipes.reference_utils import (
     Fp4Formats,
     ReferenceQuantizer,
     ReferenceTensor,
-    high_precision_gemm_ref,
-    roundup_div,
+    high_precision_gemm_ref as high_precision_gemm_ref,
+    roundup_div as roundup_div,
 )
 from transformer_engine.pytorch.tensor import NVFP4Quantizer
 

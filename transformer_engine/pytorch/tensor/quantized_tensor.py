@@ -23,16 +23,20 @@ from transformer_engine.pytorch.tensor.quantized_storage import (
     Dequantize,
     QuantizedTensorStorage,
 )
-from transformer_engine.pytorch.tensor.quantizer import InnerTensor, Quantizer, plain  # noqa: F401
+from transformer_engine.pytorch.tensor.quantizer import (
+    InnerTensor as InnerTensor,
+    Quantizer as Quantizer,
+    plain,
+)
 from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_dtype,
     checked_tensor,
     positional,
 )
-from transformer_engine.pytorch.tensor.saved_tensors import (  # noqa: F401 - programs import them from here
-    prepare_for_saving,
-    restore_from_func_ctx,
-    restore_from_saved,
+from transformer_engine.pytorch.tensor.saved_tensors import (
+    prepare_for_saving as prepare_for_saving,
+    restore_from_func_ctx as restore_from_func_ctx,
+    restore_from_saved as restore_from_saved,
 )
 from transformer_engine.pytorch.torchside.modes import (
     compilation,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.attention_kinds import in_format
-from transformer_engine.plugin.builtin import ROPE
-from transformer_engine.plugin.builtin import attention as native
+from transformer_engine.plugin.builtin import ROPE, attention as native
 from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.plugin.core.ops import qkv_format_name
 from transformer_engine.pytorch.attention.masks import alibi_bias, padding_mask, window_mask
