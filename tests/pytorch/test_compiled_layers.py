@@ -18,10 +18,11 @@ from pytorch.compiled_layers import (
     train,
     unique_graphs,
 )
-from pytorch.helpers import assert_same_bits, same_draws
+from pytorch.helpers import assert_same_bits, same_draws, states_of
 from pytorch.layer_ways import (
     BATCH,
     FUSED,
+    HEADS,
     HIDDEN,
     LENGTH,
     make_attention,
@@ -30,6 +31,7 @@ from thinning import one_each
 from tols import BF16
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -145,3 +147,57 @@ def test_modules_of_a_program(recipe):
         results.append(found)
     assert_same_bits(*results)
     assert {*graphs.plans()[0], *graphs.plans()[1]} == {1}
+
+
+class Reader(te.PlannedModule):
+    """A module that hands its tensors on to attentions, or has a function of its own."""
+
+    def __init__(self, function, mask_type):
+        super().__init__()
+        options = {"input_layernorm": True, "attn_mask_type": mask_type}
+        self.attention = make_attention("cpu", BF16, **options)
+        self.reading = make_attention("cpu", BF16, attention_type="cross", **options)
+        self.mlp = te.LayerNormMLP(HIDDEN, 64, params_dtype=BF16, device="cpu")
+        self.function = function
+
+    def emit(self, nodes, x, source, mask=None, angles=None):
+        made = nodes.run(self.attention, x, attention_mask=mask, rotary_pos_emb=angles)
+        x = nodes.add(made, x)
+        if self.function is not None:
+            x = nodes.function(self.function, x)
+        masks = None if mask is None else (mask, mask)
+        read = nodes.run(self.reading, x, encoder_output=source, attention_mask=masks)
+        return nodes.run(self.mlp, nodes.add(read, x))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "function"),
+    [("none", None), ("delayed", None), ("attention", None), ("delayed", torch.tanh)],
+)
+def test_tensors_and_functions_of_a_program(recipe, function):
+    """Tensors are inputs of the one operator; a function is traced between operators of modules."""
+    in_fp8 = recipe == "attention"
+    graphs, module = Graphs(), Reader(function, "no_mask" if in_fp8 else "padding")
+    x, source = torch.randn(2, LENGTH, BATCH, HIDDEN, dtype=BF16).unbind()
+    mask = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+    mask[0, :, :, LENGTH - 2 :] = True
+    mask = None if in_fp8 else mask
+    angles = te.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    results = []
+    for compile in (lambda f: f, graphs.compile):
+        own, found = copy.deepcopy(module), []
+        te.reset()
+        run, made = compile(own), DelayedScaling(fp8_dpa=True) if in_fp8 else RECIPES[recipe]()
+        for _ in range(2):
+            for call in (dict(), dict(angles=angles)):
+                own.zero_grad()
+                given = [tensor.clone().requires_grad_() for tensor in (x, source)]
+                with region(made):
+                    out = run(*given, mask=mask, **call)
+                out.square().sum().backward()
+                grads = [p.grad for p in own.parameters()]
+                found.append([out.detach(), *[each.grad for each in given], *grads])
+        results.append([found, states_of(own)])
+    assert_same_bits(*results)
+    forward, backward = graphs.plans()
+    assert ({*forward, *backward} == {1}) == (function is None)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.problem import AttentionOptions
 from transformer_engine.pytorch.execution.stages import HalvedFunction
 from transformer_engine.pytorch.layer import traced_layer
 from transformer_engine.pytorch.layer.composite import CompositeLayer
@@ -62,6 +63,35 @@ class _Eager:
     ) -> Tensor:
         """``dropout(x) + residual``."""
         return bias_dropout_add(x, None, residual, dropout, drop_path)
+
+
+class _Ways:
+    """Finds how the attentions of a call attend, in the graph that is traced."""
+
+    def __init__(self, inp: Tensor) -> None:
+        self._inp = inp
+        self.ways: list = []  # as of `traced_layer.run`
+        self.in_graph = True  # False: the call goes by modules
+
+    def run(self, module: Any, x: Value, **call: Any) -> Value:
+        """Note a module."""
+        if getattr(module, "IS_PLANNED", False):
+            return module.emit(self, x, **call)
+        if isinstance(module, MultiheadAttention):
+            self.ways.append(module.way_in_graph(self._inp, AttentionOptions(**call)))
+            self.in_graph = self.in_graph and self.ways[-1] is not NotImplemented
+        return x
+
+    def function(self, function: Any, *xs: Value) -> Value:
+        """Note a function of rows, which is traced between the modules around it."""
+        del function
+        self.in_graph = False
+        return xs[0]
+
+    def add(self, x: Value, residual: Value, **drops: Any) -> Value:
+        """Note an addition."""
+        del residual, drops
+        return x
 
 
 class PlannedModule(CompositeLayer):
@@ -166,14 +196,22 @@ class PlannedModule(CompositeLayer):
         self, x: Tensor, args: tuple, kwargs: dict, first_microbatch: bool | None
     ) -> Any:
         """Run it as one call in the graph that is traced; None where it has to call its modules."""
-        if not all([isinstance(value, _PLAIN) for value in (*args, *kwargs.values())]):
+        known = (*_PLAIN, Tensor)
+        if not all([isinstance(value, known) for value in (*args, *kwargs.values())]):
+            return None
+        found = _Ways(x)
+        self.emit(found, Value(), *args, **kwargs)
+        if not found.in_graph:
             return None
         named = tuple([(name, traced_layer.constants(value)) for name, value in kwargs.items()])
-        return traced_layer.run(self, x, (traced_layer.constants(args), named, first_microbatch))
+        given = traced_layer.constants(args), named, first_microbatch
+        return traced_layer.run(self, x, given, found.ways)
 
     def _options_in_graph(self, given: tuple) -> Any:
         args, named, first_microbatch = given
-        return self._given(args, dict(named), first_microbatch)
+        args = [_as_given(value) for value in args]
+        kwargs = {name: _as_given(value) for name, value in named}
+        return self._given(tuple(args), kwargs, first_microbatch)
 
     def _calls_of(self, options: Any) -> LayerCalls | None:
         if options is None:
@@ -212,6 +250,11 @@ class PlannedModule(CompositeLayer):
         attends = (module for module in self.modules() if isinstance(module, MultiheadAttention))
         dims = not options.drops_paths or inp.dim() == 3  # paths go by the first of two
         return dims and all(module._is_planned(inp) for module in attends)
+
+
+def _as_given(value: Any) -> Any:
+    """An argument of a call, of which a graph has made a constant; a stand-in for a tensor."""
+    return torch.empty(0) if value == traced_layer.OBJECT else value
 
 
 def _without_values(value: Any) -> Any:

@@ -86,10 +86,10 @@ def constants(value: Any) -> Any:
         return operator.index(value)  # what differs from graph to graph becomes a symbol
     if isinstance(value, tuple | list):
         return tuple([constants(each) for each in value])
-    return _OBJECT
+    return OBJECT
 
 
-_OBJECT = "an object"
+OBJECT = "an object"
 
 
 def may_hold(inp: Tensor) -> bool:
