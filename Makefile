@@ -125,6 +125,9 @@ wheel-check: $(ENV)-test ## install into build/wheel-check without a network and
 clean: ## delete what the build made
 	rm -rf build transformer_engine/_core*.so transformer_engine/_core_names.pyi
 
+# Both work in one environment.
+$(ENV)-test: | $(ENV)-lint
+
 # The clients' packages go on top of the test environment, which stays as light as it is.
 $(ENV)-clients: $(ENV)-test
 	@$(PYTHON) tools/environment.py clients $(TEST_PY) $@ \

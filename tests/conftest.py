@@ -115,7 +115,7 @@ def pytest_generate_tests(metafunc):
     if "device" not in metafunc.fixturenames:
         return
     for mark in metafunc.definition.iter_markers("parametrize"):
-        names = mark.args[0]
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         if "device" in (names.replace(" ", "").split(",") if isinstance(names, str) else names):
             return  # a test that names its devices
     devices = ["cpu"]

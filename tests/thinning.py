@@ -29,6 +29,7 @@ def cover_pairs(cases, places=2):
     They are found one by one: the case with the most pairs that none before it has. With another
     number of `places`: triples of values, and so on.
     """
+    assert all(len(case) >= places for case in cases), "fewer parameters than meet"
     pairs = [set(itertools.combinations(enumerate(case), places)) for case in cases]
     missing, chosen = set().union(*pairs), set()
     heap = [(-len(own), number) for number, own in enumerate(pairs)]
@@ -101,8 +102,20 @@ def every_other(**axes):
     return pytest.mark.parametrize(tuple(axes), marked(cases, chosen), ids=case_id)
 
 
+def chosen(wanted, **axes):
+    """The combinations that are `wanted`, tuples in the order of the axes; all others nightly."""
+    cases, wanted = combine(axes.values()), set(wanted)
+    numbers = {number for number, (values, _) in enumerate(cases) if values in wanted}
+    assert len(numbers) == len(wanted), "a wanted case is none of the combinations"
+    return pytest.mark.parametrize(tuple(axes), marked(cases, numbers), ids=case_id)
+
+
 def one_each(**axes):
-    """Each value of the first parameter, each combination of the others; all others nightly."""
+    """Each value of the first parameter, each combination of the others; all others nightly.
+
+    The order of the values says which meet, in every run: for parameters that all code treats
+    alike.
+    """
     cases = combine(axes.values())
     rests = {rest: n for n, rest in enumerate(dict.fromkeys(places[1:] for _, places in cases))}
     count = cases[-1][1][0] + 1

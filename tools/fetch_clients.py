@@ -66,10 +66,11 @@ def main():
         size = count_megabytes(pins)
         print(f"build/clients gets {' '.join(pins)}: about {size:,} MB", flush=True)
     for heading, pin in wanted:
-        with tempfile.TemporaryDirectory() as scratch:
+        folder = folder_of(pin)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = download(sys.executable, heading, pin, Path(scratch))
-            folder_of(pin).parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(made, folder_of(pin))
+            made.rename(folder)  # whole at once: tests may look for it meanwhile
 
 
 if __name__ == "__main__":

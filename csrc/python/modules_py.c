@@ -45,7 +45,7 @@ static int is_plain(PyObject *const *keys, PyObject *own)
         return 0;
     compiled = PyDict_GetItemWithError(own, keys[TEPY_KEY_COMPILED]);
     if (compiled != NULL && compiled != Py_None) return 0;
-    for (int i = TEPY_KEY_HOOKS; i < TEPY_KEY_COUNT; i++) {
+    for (int i = TEPY_KEY_HOOKS; i <= TEPY_KEY_BACKWARD_PRE_HOOKS; i++) {
         PyObject *hooks = PyDict_GetItemWithError(own, keys[i]);
         if (hooks == NULL || PyObject_Size(hooks) != 0) return 0;
     }

@@ -204,7 +204,7 @@ static int make_workspace(op_call *call, te_context *context)
     call->held[at] = tepy_empty(call->state, call->device, TE_DTYPE_U8, &length, 1);
     if (call->held[at] == NULL ||
         tepy_fresh_data(call->state, call->held[at], (tepy_site){call->function, field->name},
-                        &workspace.data) != 0) {
+                        call->device, length, &workspace.data) != 0) {
         return -1;
     }
     memcpy((char *)&call->args + field->offset, &workspace, sizeof workspace);

@@ -318,7 +318,8 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
                            : tepy_empty(run->state, run->device, info->dtype, shape, ndim);
     if (tensor == NULL) return -1;
     if (PyTuple_SetItem(run->outputs, index, tensor) != 0) return -1; /* takes the reference */
-    return tepy_fresh_data(run->state, tensor, (tepy_site){run->function, info->name}, &view->data);
+    return tepy_fresh_data(run->state, tensor, (tepy_site){run->function, info->name}, run->device,
+                           elements * (int64_t)te_dtype_bytes(info->dtype), &view->data);
 }
 
 /* The result tuple with its tensors: outputs, then the saved buffer or None. */
@@ -336,8 +337,8 @@ static int make_results(tepy_run_call *run)
         return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(Py_None));
     run->saved = tepy_empty(run->state, run->device, TE_DTYPE_U8, &saved_bytes, 1);
     if (run->saved == NULL ||
-        tepy_fresh_data(run->state, run->saved, (tepy_site){run->function, "saved"},
-                        &run->call.saved) != 0) {
+        tepy_fresh_data(run->state, run->saved, (tepy_site){run->function, "saved"}, run->device,
+                        saved_bytes, &run->call.saved) != 0) {
         return -1;
     }
     return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(run->saved));
@@ -373,7 +374,7 @@ static int make_scratch(tepy_run_call *run, int kept)
         run->scratch_object = tepy_empty(run->state, run->device, TE_DTYPE_U8, &bytes, 1);
         if (run->scratch_object == NULL ||
             tepy_fresh_data(run->state, run->scratch_object, (tepy_site){run->function, "scratch"},
-                            &data) != 0) {
+                            run->device, bytes, &data) != 0) {
             return -1;
         }
     }

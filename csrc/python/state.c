@@ -24,6 +24,11 @@ int tepy_state_verify(const tepy_state *state, tepy_stage stage)
 
 /* All references are the first members of the state, one behind the other. */
 #define REFERENCES (offsetof(tepy_state, exchange) / sizeof(PyObject *))
+#define X(name, ...) +1
+#define Y(name, count, ...) +(count)
+_Static_assert(REFERENCES == 0 TEPY_STATE_REFS(X) TEPY_STATE_ARRAYS(Y), "and nothing else is");
+#undef X
+#undef Y
 
 int tepy_state_visit(tepy_state *state, visitproc visit, void *arg)
 {

@@ -67,10 +67,10 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(OWN_FORWARD, "_FORWARD")                                                                     \
     X(FORWARD, "forward")                                                                          \
     X(COMPILED, "_compiled_call_impl")                                                             \
-    X(HOOKS, "_forward_hooks") /* from here on those of modules */                                 \
+    X(HOOKS, "_forward_hooks") /* first of those of modules */                                     \
     X(PRE_HOOKS, "_forward_pre_hooks")                                                             \
     X(BACKWARD_HOOKS, "_backward_hooks")                                                           \
-    X(BACKWARD_PRE_HOOKS, "_backward_pre_hooks")
+    X(BACKWARD_PRE_HOOKS, "_backward_pre_hooks") /* last */
 
 typedef enum tepy_key {
 #define X(NAME, text) TEPY_KEY_##NAME,
@@ -194,8 +194,10 @@ int tepy_device_slot(te_device device);
 /* New reference: torch.empty of this shape. */
 PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const int64_t *shape,
                      int32_t ndim);
-/* Address of a tensor that torch.empty just made; -1 with an exception where it has no memory. */
-int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, void **data);
+/* Address of a tensor that torch.empty just made; -1 with an exception where it has no memory, less
+ * than `bytes`, or on another device: a mode of torch may change what that gives. */
+int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, te_device device,
+                    int64_t bytes, void **data);
 
 /* ---- storage_py.c ---- */
 

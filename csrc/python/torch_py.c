@@ -227,16 +227,30 @@ PyObject *tepy_empty(tepy_state *state, te_device device, te_dtype dtype, const 
     return tensor;
 }
 
-int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, void **data)
+int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, te_device device,
+                    int64_t bytes, void **data)
 {
     tepy_dl_tensor dl;
-    if (state->exchange->view(tensor, &dl) != 0) return -1;
+    int64_t elements;
+    int is_there;
+    if (state->exchange->view(tensor, &dl) != 0)
+        return tepy_fail_from_current(PyExc_TypeError, site,
+                                      "torch.empty gave a tensor that has no memory to write");
+    elements = tepy_dl_elements(&dl);
+    if (dl.data == NULL && elements > 0)
+        return tepy_fail(PyExc_TypeError, site,
+                         "torch.empty gave %R without memory (a fake tensor mode is on): trace "
+                         "through the registered operators instead",
+                         Py_TYPE(tensor));
+    is_there = device.type == TE_DEVICE_CPU
+                   ? dl.device.type == TEPY_DL_CPU || dl.device.type == TEPY_DL_CUDA_HOST
+                   : dl.device.type == TEPY_DL_CUDA && dl.device.index == device.index;
     *data = dl.data == NULL ? NULL : (char *)dl.data + dl.byte_offset;
-    if (dl.data != NULL || tepy_dl_elements(&dl) == 0) return 0;
-    return tepy_fail(PyExc_TypeError, site,
-                     "torch.empty gave %R without memory (a fake tensor mode is on): trace "
-                     "through the registered operators instead",
-                     Py_TYPE(tensor));
+    if (is_there && elements * dl.dtype.bits / 8 >= bytes) return 0;
+    return tepy_fail(PyExc_ValueError, site,
+                     "torch.empty gave another tensor than was asked for, %lld elements of DLPack "
+                     "device %d: leave the mode of torch that changes its results",
+                     (long long)elements, (int)dl.device.type);
 }
 
 /* ---- what a call is found by ------------------------------------------------------------------

@@ -239,14 +239,14 @@ static int take_elements(l2norm_call *call, PyObject *factor, PyObject *flag)
     return 0;
 }
 
-/* A new tensor of fp32, kept as number `at`, and its memory. */
-static float *make(l2norm_call *call, int64_t count, int at)
+/* A new tensor of fp32, kept as number `at`, and its memory in *data. */
+static int make(l2norm_call *call, int64_t count, int at, void **data)
 {
-    void *data = NULL;
     call->kept[at] = tepy_empty(call->state, call->device, TE_DTYPE_F32, &count, 1);
-    if (call->kept[at] == NULL) return NULL;
-    (void)tepy_fresh_data(call->state, call->kept[at], (tepy_site){"l2norm", "results"}, &data);
-    return data;
+    return call->kept[at] == NULL
+               ? -1
+               : tepy_fresh_data(call->state, call->kept[at], (tepy_site){"l2norm", "results"},
+                                 call->device, count * (int64_t)sizeof(float), data);
 }
 
 /* The norms of tensors have no elements where nobody asks for them. */
@@ -254,12 +254,16 @@ static int make_results(l2norm_call *call, int per_tensor)
 {
     te_l2norm_args *args = &call->args;
     const te_status st = te_l2norm_workspace(args, &args->workspace_size);
-    if (tepy_check(st) != 0) return -1;
-    args->total = make(call, 1, TOTAL);
-    args->each = make(call, per_tensor ? args->count : 0, EACH);
-    args->workspace = make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE);
-    if (!per_tensor) args->each = NULL;
-    return PyErr_Occurred() == NULL ? 0 : -1;
+    void *total, *each, *workspace;
+    if (tepy_check(st) != 0 || make(call, 1, TOTAL, &total) != 0 ||
+        make(call, per_tensor ? args->count : 0, EACH, &each) != 0 ||
+        make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE, &workspace) != 0) {
+        return -1;
+    }
+    args->total = total;
+    args->each = per_tensor ? each : NULL;
+    args->workspace = workspace;
+    return 0;
 }
 
 static te_status run_l2norm(te_context *context, const void *args, void *stream)

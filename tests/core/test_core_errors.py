@@ -251,6 +251,48 @@ def test_fake_mode_gives_no_silent_result():
     assert (tensors[4] == 0).all()
 
 
+class OtherEmpty(torch.overrides.TorchFunctionMode):
+    """Gives another tensor in the place of a new one."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return self.made if function is torch.empty else function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("what", ["few elements", "another device"])
+@pytest.mark.parametrize("call", ["workspace", "l2norm", "plan"])
+def test_a_mode_that_makes_other_tensors(call, what):
+    """Nothing is written to memory that is too small, or to what is no memory."""
+    x, ones = torch.randn(64, 64), torch.ones(64)
+    calls = {
+        "workspace": lambda: core.norm_backward(
+            x, x, 1, ones, grad_input=x.clone(), gamma_grad=ones.clone(), gamma=ones
+        ),
+        "l2norm": lambda: core.l2norm((x,), None, None, True),
+        "plan": lambda: core.run(
+            linear_plan(core, core.DIRECTION_FORWARD), 0, 0, *linear_tensors()
+        ),
+    }
+    arena = torch.zeros(1 << 16, dtype=torch.uint8)
+    few = what == "few elements"
+    made = arena[:3] if few else torch.empty(1 << 16, dtype=torch.uint8, device="meta")
+    error = ValueError if few else TypeError
+    with OtherEmpty(made), pytest.raises(error, match="another tensor" if few else "no memory"):
+        calls[call]()
+    assert not arena.any()
+
+
+def test_fake_mode_around_norms_of_lists():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = torch.randn(8)
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"l2norm.*memory"):
+        core.l2norm((real,), None, None, True)
+
+
 def x24():
     return torch.zeros(ROWS, K)
 

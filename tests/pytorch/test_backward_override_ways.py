@@ -26,7 +26,7 @@ from pytorch.recipe_cases import (
     results,
     step,
 )
-from thinning import one_each
+from thinning import chosen, in_turns
 from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -160,8 +160,9 @@ def test_deferred_mlp(device, recipe, override):
             assert_same_gemm(a, b, device, None, FFN, name)
 
 
-# Graphs hold one operator with a plan; what the plan holds is compared in eager mode.
-@one_each(module=MODULES, recipe=FEW, override=OVERRIDES)
+# Graphs hold one operator with a plan; what the plan holds is compared in eager mode, so recipes
+# take turns. What is saved for a backward is of module and override.
+@chosen(in_turns(MODULES, OVERRIDES, FEW), module=MODULES, override=OVERRIDES, recipe=FEW)
 def test_compiled(device, module, recipe, override):
     torch.compiler.reset()
     model, (x, grad) = made(module, device), data(device)

@@ -202,9 +202,11 @@ def run_program(make, seed, device, steps=programs):
     return results
 
 
-# Programs are random: each runs with half of the modules.
-@every_other(kind=MODULES, seed=range(12))
-def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monkeypatch):
+# Programs are others in each run.
+@every_other(kind=MODULES, number=range(12))
+def test_found_calls_are_those_that_would_be_decided_on(kind, number, device, rng, monkeypatch):
+    del number
+    seed = int(rng.integers(2**31))
     as_it_is = run_program(MODULES[kind], seed, device)
     monkeypatch.setattr(linear_calls, "call_key", lambda *_: (None, ()))
     long_way = run_program(MODULES[kind], seed, device)
@@ -218,9 +220,11 @@ def test_found_calls_are_those_that_would_be_decided_on(kind, seed, device, monk
 
 
 # As above.
-@every_other(kind=[*PLAIN, *NORMS, *MORE], seed=range(6))
-def test_all_ways_find_the_calls_that_would_be_decided_on(kind, seed, device, monkeypatch):
+@every_other(kind=[*PLAIN, *NORMS, *MORE], number=range(6))
+def test_all_ways_find_the_calls_that_would_be_decided_on(kind, number, device, rng, monkeypatch):
     """AMP of several dtypes, checkpoints in one another and around AMP, quantizers of a program."""
+    del number
+    seed = int(rng.integers(2**31))
     make = {**MODULES, **NORMS, **MORE}[kind]
     as_it_is = run_program(make, seed, device, ways)
     for owner in (linear_calls, norm):

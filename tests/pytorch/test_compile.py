@@ -319,6 +319,30 @@ def test_region_without_a_recipe_inside_a_graph():
         assert torch.equal(eager, graph)
 
 
+@pytest.mark.parametrize("outer", [{"recipe": Float8CurrentScaling()}, {"enabled": False}])
+def test_region_of_delayed_scaling_in_a_graph_inside_of_another(outer):
+    data, results, recipe = torch.randn(2, 16, WIDTH), [], DelayedScaling()
+    for compiled in (False, True):
+        te.reset()
+        with same_draws("cpu"):
+            model = model_on("cpu")
+
+        def step(x, model=model):
+            with te.autocast(recipe=recipe):
+                return model(x)
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        for x in data:
+            with te.autocast(**outer):
+                out = run(x)
+            out.square().sum().backward()
+            results.append(out.detach())
+        results += [*state_of(model), *(p.grad for p in model.parameters())]
+    half = len(results) // 2
+    for eager, graph in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(eager, graph)
+
+
 def test_a_module_that_dies_while_another_is_traced():
     """The update inside the graph goes through the state of every module of the process."""
     te.reset()

@@ -42,7 +42,7 @@ from pytorch.layer_ways import (
     states,
     watched,
 )
-from thinning import pairs
+from thinning import chosen, in_turns, pairs
 from tols import BF16, F32
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -470,13 +470,16 @@ def test_a_captured_step(recipe):
 # ---- results that the loss does not use ----------------------------------------------------------
 
 
-# What is frozen or unused leaves steps out; a recipe is of the steps that stay.
-@pairs(
-    kind=["attention, fused", "cross-attention"],
-    frozen=["none", "norm", "input", "both", "proj"],
-    used=["output", "norm", "both"],
-    recipe=RECIPE_NAMES,
-)
+UNUSED = {
+    "kind": ["attention, fused", "cross-attention"],
+    "frozen": ["none", "norm", "input", "both", "proj"],
+    "used": ["output", "norm", "both"],
+    "recipe": RECIPE_NAMES,
+}
+
+
+# What is frozen or unused leaves steps out, by the kind; a recipe is of the steps that stay.
+@chosen(in_turns(*UNUSED.values()), **UNUSED)
 def test_results_that_are_not_used(device, kind, frozen, used, recipe):
     """What lies behind the norm has no gradient where its output alone is used: none, no zeros."""
     layer = make_attention(device, dtype_of(device, recipe), **{**ATTENTIONS[kind], **NORMED})

@@ -11,7 +11,7 @@ from comparators import assert_bits, assert_nmse
 from microscaled import expected, mxfp8_values, nvfp4_values
 from pytorch.helpers import captured
 from pytorch.recipe_cases import MODULES, WIDTH, assert_same, data, made, modules, step
-from thinning import one_each
+from thinning import chosen, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
 import transformer_engine.pytorch as te
@@ -206,8 +206,13 @@ def test_microbatches(device, recipe, module):
     assert counts[f"op.{device}.quantize"] == casts + 2 * MODULES[module][1]
 
 
-# Graphs hold one operator with a plan; what the plan holds is compared in eager mode.
-@one_each(module=MODULES, recipe=RECIPES)
+OF_DRAWS = [(module, "nvfp4") for module in MODULES]
+BY_TURNS = in_turns(MODULES, ["mxfp8", "mxfp8-hybrid-2d", "nvfp4-plain"])
+
+
+# Graphs hold one operator with a plan; what the plan holds is compared in eager mode. What a plan
+# is given is another matter where it draws.
+@chosen([*OF_DRAWS, *BY_TURNS], module=MODULES, recipe=RECIPES)
 def test_compiled(device, recipe, module):
     """The bits of eager steps; of several modules that draw, a compiler chooses the order."""
     torch.compiler.reset()

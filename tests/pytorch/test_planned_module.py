@@ -348,6 +348,43 @@ def test_masks_and_arguments_of_a_call(device):
     assert_one_plan(block)
 
 
+class MayCross(te.PlannedModule):
+    """Attends to a source where it is given one, and tells by its length."""
+
+    def __init__(self, least=0, **options):
+        super().__init__()
+        self.norm = te.RMSNorm(HIDDEN, **options)
+        self.cross = te.MultiheadAttention(
+            HIDDEN, HEADS, attention_type="cross", attention_dropout=0.0, **options
+        )
+        self.least = least
+
+    def emit(self, nodes, x, source=None):
+        normed = nodes.run(self.norm, x)
+        if source is None or (self.least and source.shape[0] < self.least):
+            return normed
+        return nodes.add(nodes.run(self.cross, normed, encoder_output=source), normed)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("least", [0, 1, 1000])
+@pytest.mark.parametrize("order", ["without first", "with first"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_tensors_that_a_call_may_lack(device, order, least, compiled):
+    """By position or by name: each has a plan of its own; what asks of their shapes, none."""
+    dtype = planned_dtype(device)
+    module = MayCross(least, params_dtype=dtype, device=device)
+    x, source = inputs("encoder-decoder", device, dtype)
+    kinds = [((x,), {}), ((x, source), {}), ((x,), {"source": source}), ((x, None), {})]
+    own = torch.compile(module, backend="aot_eager") if compiled else module
+    for args, options in kinds if order == "without first" else reversed(kinds):
+        given = args[1] if len(args) > 1 else options.get("source")
+        expected = module.norm(x)
+        if given is not None and given.shape[0] >= least:
+            expected = module.cross(expected, encoder_output=given) + expected
+        assert_same_bits(own(*args, **options), expected)
+
+
 def test_settings_count_from_the_next_call_on(device):
     module = Parallel(0.0, device=device)
     given = inputs("parallel", device)

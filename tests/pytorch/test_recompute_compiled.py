@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.recompute_cases import CHECKPOINTS, PROGRAMS, ROWS, WIDTH, Block, plain
-from thinning import one_each
+from thinning import pairs
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
@@ -71,7 +71,7 @@ def pair(device, count, kind="linear"):
 
 
 # A checkpoint repeats calls of operators, which hold what recipe and kind of module ask for.
-@one_each(recipe=RECIPES, name=OWN, kind=["linear", "mlp"])
+@pairs(name=OWN, recipe=RECIPES, kind=["linear", "mlp"])
 def test_backward_outside_of_the_region(device, name, recipe, kind):
     """Two compiled blocks around one that is not; scales change between forward and repetition."""
     blocks, same, x = pair(device, 3, kind)
@@ -98,8 +98,8 @@ def test_two_modules_in_one_function(device, name):
         assert_same_bits(found[:2], expected[:2])
 
 
-# Where the backward runs and what repeats the forward: test_recompute.py has all of both.
-@one_each(name=PROGRAMS, inside=[False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("inside", [False, True])
 def test_region_of_the_function(device, name, inside):
     """A function that enters its region itself, and a backward inside or outside of another one."""
     made = RECIPES["current"]()
@@ -124,7 +124,8 @@ def map_all(function, items):
     return [function(item) for item in items]
 
 
-@one_each(name=[name for name in PROGRAMS if name not in OWN], recipe=["delayed", "current"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OWN])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_others_repeat_in_the_same_precision_or_not_at_all(device, name, recipe):
     (block,), _, x = pair(device, 1)
     compiled = torch.compile(block, backend="aot_eager")

@@ -294,7 +294,7 @@ def unsupported_recipe(module: Any) -> str:
 
 
 class BackwardFacts(NamedTuple):
-    """BackwardFacts that the kind of the backward depends on."""
+    """What the kind of the backward depends on."""
 
     delayed: bool  # scaling is delayed
     switched_on: bool  # as of TE_FP8_ATTENTION_BACKWARD

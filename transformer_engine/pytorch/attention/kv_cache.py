@@ -379,7 +379,7 @@ class PagedKVCacheManager(LibraryCacheManager):
 
     # ---- questions ---------------------------------------------------------------------------
 
-    def get_sequence_pages_of(self) -> int:
+    def get_sequence_count(self) -> int:
         """How many sequences there are."""
         return len(self.sequences)
 
@@ -391,7 +391,7 @@ class PagedKVCacheManager(LibraryCacheManager):
         """Return whether some page is no sequence's."""
         return bool(self._free)
 
-    def get_page_pages_of(self, seq: Any) -> int:
+    def get_page_count(self, seq: Any) -> int:
         """How many pages a sequence has; KeyError for an id that there is not."""
         return len(self._pages[seq])
 

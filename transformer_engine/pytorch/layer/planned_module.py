@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PlannedModule`: modules that a program composes of this library's, run as one plan."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,12 +66,12 @@ class _Eager:
         return bias_dropout_add(x, None, residual, dropout, drop_path)
 
 
-class _Ways:
+class _AttentionsOfCall:
     """Finds how the attentions of a call attend, in the graph that is traced."""
 
     def __init__(self, inp: Tensor) -> None:
         self._inp = inp
-        self.ways: list = []  # as of `traced_layer.run`
+        self.attending: list = []  # as of `traced_layer.run`
         self.in_graph = True  # False: the call goes by modules
 
     def run(self, module: Any, x: Value, **call: Any) -> Value:
@@ -78,8 +79,8 @@ class _Ways:
         if getattr(module, "IS_PLANNED", False):
             return module.emit(self, x, **call)
         if isinstance(module, MultiheadAttention):
-            self.ways.append(module.way_in_graph(self._inp, AttentionOptions(**call)))
-            self.in_graph = self.in_graph and self.ways[-1] is not NotImplemented
+            self.attending.append(module.attending_in_graph(self._inp, AttentionOptions(**call)))
+            self.in_graph = self.in_graph and self.attending[-1] is not NotImplemented
         return x
 
     def function(self, function: Any, *xs: Value) -> Value:
@@ -180,16 +181,21 @@ class PlannedModule(CompositeLayer):
             return None
         outline = Outline(self)
         try:
-            self.emit(outline, Value(), *args, **kwargs)
+            self._emit_with(outline, Value(), args, kwargs)
         except ByModules:
             return None
-        plain = [(name, value) for name, value in (*enumerate(args), *kwargs.items())]
-        plain = [pair for pair in plain if not isinstance(pair[1], Tensor)]
-        if not all(isinstance(value, _PLAIN) for _, value in plain):
+        # Tensors are known by their names, for `emit` may ask whether there is one.
+        named = tuple(
+            [
+                (name, CallTensor if isinstance(value, (Tensor, CallTensor)) else value)
+                for name, value in (*enumerate(args), *kwargs.items())
+            ]
+        )
+        if not all(value is CallTensor or isinstance(value, _PLAIN) for _, value in named):
             return None
         made = _Given(outline.options)
         made.args, made.kwargs, made.first_microbatch = args, kwargs, first_microbatch
-        made.key, made.drops_paths = tuple(plain), outline.drops_paths
+        made.key, made.drops_paths = named, outline.drops_paths
         return made
 
     def _run_in_graph(
@@ -199,13 +205,13 @@ class PlannedModule(CompositeLayer):
         known = (*_PLAIN, Tensor)
         if not all([isinstance(value, known) for value in (*args, *kwargs.values())]):
             return None
-        found = _Ways(x)
+        found = _AttentionsOfCall(x)
         self.emit(found, Value(), *args, **kwargs)
         if not found.in_graph:
             return None
         named = tuple([(name, traced_layer.constants(value)) for name, value in kwargs.items()])
         given = traced_layer.constants(args), named, first_microbatch
-        return traced_layer.run(self, x, given, found.ways)
+        return traced_layer.run(self, x, given, found.attending)
 
     def _options_in_graph(self, given: tuple) -> Any:
         args, named, first_microbatch = given
@@ -230,12 +236,16 @@ class PlannedModule(CompositeLayer):
             return [self.emit(nodes, x, *options.args, **options.kwargs)]
         args = [_without_values(value) for value in options.args]
         kwargs = {name: _without_values(value) for name, value in options.kwargs.items()}
+        return [self._emit_with(nodes, x, args, kwargs)]
+
+    def _emit_with(self, nodes: Any, x: Value, args: Sequence, kwargs: dict[str, Any]) -> Value:
+        """Call `emit`; `ByModules` where it computes with a tensor that others stand for."""
         try:
-            return [self.emit(nodes, x, *args, **kwargs)]
+            return self.emit(nodes, x, *args, **kwargs)
         except (AttributeError, TypeError) as error:
             if CallTensor.__name__ not in str(error):
                 raise
-            raise ByModules from error  # it computes with a tensor of the call
+            raise ByModules from error
 
     def _first_microbatch(self, options: Any) -> bool | None:
         return options.first_microbatch
@@ -254,7 +264,7 @@ class PlannedModule(CompositeLayer):
 
 def _as_given(value: Any) -> Any:
     """An argument of a call, of which a graph has made a constant; a stand-in for a tensor."""
-    return torch.empty(0) if value == traced_layer.OBJECT else value
+    return CallTensor() if value == traced_layer.OBJECT else value
 
 
 def _without_values(value: Any) -> Any:

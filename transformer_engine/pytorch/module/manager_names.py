@@ -122,7 +122,7 @@ class ManagerNames:
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
         """Text of what slots have to have in common: a recipe (None: the default) and a group."""
         recipe = get_default_recipe() if recipe is None else recipe
-        return unique_key(identity_of(recipe) if recipe.delayed() else repr(recipe), group)
+        return unique_key(identity_of(recipe), group)
 
     @classmethod
     def get_key_in_buffer(cls, forward: bool, fp8_recipe: Recipe | None, fp8_group: Any) -> str:

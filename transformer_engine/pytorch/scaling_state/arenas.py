@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from transformer_engine.common import config
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import Domain, RegionState
 from transformer_engine.pytorch.torchside.locks import Lock
@@ -50,13 +50,13 @@ class Rule(NamedTuple):
     recipe: DelayedScaling | None  # the recipe, for a callable `scale`; None without one
 
 
-def identity_of(recipe: DelayedScaling) -> str:
-    """Text of what the state of a recipe goes by: recipes that only attend otherwise share it.
+def identity_of(recipe: Recipe) -> str:
+    """Text of what the state of a recipe goes by: those that only attend otherwise share it.
 
     A callable that makes scales is given the recipe, and may read all of it.
     """
     text = repr(recipe)
-    if recipe.scaling_factor_compute_algo is None:
+    if recipe.delayed() and recipe.scaling_factor_compute_algo is None:
         for name in ("fp8_dpa", "fp8_mha"):
             text = text.replace(f"{name}=True", f"{name}=False")
     return text
