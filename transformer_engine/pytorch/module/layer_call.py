@@ -263,7 +263,7 @@ class LayerCalls:
         """
         found: list[Attending] = []
         cast = autocast_dtype(inp.device.type) if any_autocast() else None
-        for (module, (parameters, name)), given in zip(self._sites, options, strict=True):
+        for (module, (parameters, name)), given in zip(self._sites, options, strict=False):
             attends = layer if module is None else module
             dtype = cast or parameters.get(name, inp).dtype
             how = attends._attending(inp, given, dtype, region.frame)
