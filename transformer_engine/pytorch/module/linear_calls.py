@@ -6,6 +6,7 @@ kept by it. Where there is none, `_decide` promotes the tensors, finds the recip
 state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
 """
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -83,6 +84,17 @@ class _BoundState(NamedTuple):
 
 class PlansOfGraphs:
     """Plans as attributes: a trace that reads a dict makes its length a condition of the graph."""
+
+    _numbers = itertools.count()  # no name comes again, for an older graph may read it
+
+    def name_of(self, plans: CallPlans) -> str:
+        """Name of the attribute, new ones for plans that have none."""
+        for name, held in vars(self).items():
+            if held is plans:
+                return name
+        name = f"plans_{next(self._numbers)}"
+        setattr(self, name, plans)
+        return name
 
 
 class LinearCalls(Fp8Module):
@@ -576,9 +588,7 @@ class LinearCalls(Fp8Module):
             self._keep_recipe(repr, key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_last_call"] = LastCall(plans, reason)
-        name = f"plans_{list(self._plans).index(key)}"
-        setattr(self._of_graphs, name, plans)
-        return name
+        return self._of_graphs.name_of(plans)
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
@@ -595,7 +605,10 @@ class LinearCalls(Fp8Module):
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps, *norm_flags)
         prepare_device(device)
         spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.LINEARS)
-        return keep(self._plans, key, call_plans(spec))
+        made = keep(self._plans, key, call_plans(spec))
+        if len(self._plans) == 1:  # all others were dropped
+            self.__dict__["_of_graphs"] = PlansOfGraphs()
+        return made
 
     def _codes(self, dtypes: tuple) -> list[int]:
         """Codes of the dtypes of a key; TypeError for what no plan takes."""
