@@ -13,6 +13,8 @@ from tols import F32
 from transformer_engine import _core
 
 MODES = ("row", "block_1d", "block_2d")
+# Of rows and tiles that are fused with an operator: one tile, ragged ones, several.
+SHAPES_OF_TILES = [(40, 64), (129, 257), (256, 128), (131, 512)]
 # (amax_epsilon, power_2_scale)
 OPTIONS = [(0.0, False), (0.0, True), (0.5, False)]
 

@@ -73,35 +73,34 @@ static void row_moments(const float *x, float shift, int64_t n, float moments[2]
 TE_CPU_INPUT_TYPES(X)
 #undef X
 
+/* The sums of norm_gradient_sums over n elements from `first` on, at most as many as there are
+ * partial sums. */
+TE_INLINE void add_gradient_sums(const te_cpu_norm_row *row, const float *restrict dz,
+                                 const float *restrict x, int64_t first, int64_t n,
+                                 float *restrict plain, float *restrict scaled)
+{
+    const float *restrict weight = row->weight;
+    float *restrict gamma_sums = row->gamma_sums, *restrict beta_sums = row->beta_sums;
+    float mean = row->mean, rsigma = row->rsigma;
+    for (int64_t j = 0; j < n; j++) {
+        float normal = (x[first + j] - mean) * rsigma, grad = dz[first + j];
+        float weighted = grad * weight[first + j];
+        gamma_sums[first + j] += grad * normal;
+        beta_sums[first + j] += grad;
+        plain[j] += weighted;
+        scaled[j] += weighted * normal;
+    }
+}
+
 static void norm_gradient_sums(const te_cpu_norm_row *row, const float *restrict dz,
                                const float *restrict x, int64_t n, float sums[2])
 {
     float plain[TE_CPU_PARTIAL_SUMS] = {0}, scaled[TE_CPU_PARTIAL_SUMS] = {0};
-    const float *restrict weight = row->weight;
-    float *restrict gamma_sums = row->gamma_sums, *restrict beta_sums = row->beta_sums;
-    float mean = row->mean, rsigma = row->rsigma;
-    for (int64_t first = 0; first < n; first += TE_CPU_PARTIAL_SUMS) {
-        int64_t rest = n - first;
-        if (rest >= TE_CPU_PARTIAL_SUMS) {
-            for (int64_t j = 0; j < TE_CPU_PARTIAL_SUMS; j++) {
-                float normal = (x[first + j] - mean) * rsigma, grad = dz[first + j];
-                float weighted = grad * weight[first + j];
-                gamma_sums[first + j] += grad * normal;
-                beta_sums[first + j] += grad;
-                plain[j] += weighted;
-                scaled[j] += weighted * normal;
-            }
-            continue;
-        }
-        for (int64_t j = 0; j < rest; j++) {
-            float normal = (x[first + j] - mean) * rsigma, grad = dz[first + j];
-            float weighted = grad * weight[first + j];
-            gamma_sums[first + j] += grad * normal;
-            beta_sums[first + j] += grad;
-            plain[j] += weighted;
-            scaled[j] += weighted * normal;
-        }
+    int64_t whole = n / TE_CPU_PARTIAL_SUMS * TE_CPU_PARTIAL_SUMS;
+    for (int64_t i = 0; i < whole; i += TE_CPU_PARTIAL_SUMS) {
+        add_gradient_sums(row, dz, x, i, TE_CPU_PARTIAL_SUMS, plain, scaled);
     }
+    add_gradient_sums(row, dz, x, whole, n - whole, plain, scaled);
     sums[0] = join_partial_sums(plain);
     sums[1] = join_partial_sums(scaled);
 }

@@ -28,7 +28,7 @@ from micro_output import (
 )
 from operands import operand
 from refusals import check_refused
-from scaled_output import MODES, check_scaled
+from scaled_output import MODES, SHAPES_OF_TILES, check_scaled
 from thinning import case_id, in_turns, pairs
 from tols import BF16, E4M3, E5M2, F16, F32
 
@@ -223,7 +223,7 @@ def test_delayed_scaling_layouts(device, name, source, dtype, layout, rng):
 # The cast takes fp32 values from whichever operator: code of its own.
 @pairs(
     name=["gelu", "swiglu", "clamped_swiglu"],
-    shape=[(40, 64), (129, 257), (256, 128), (131, 512)],
+    shape=SHAPES_OF_TILES,
     power_2=[False, True],
     mode=MODES,
 )

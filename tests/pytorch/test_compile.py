@@ -297,31 +297,18 @@ def test_training_evaluation_and_high_precision_alternate(device, options, model
         assert not torch.equal(eager[0], eager[1])
 
 
-def test_region_without_a_recipe_inside_a_graph():
-    """Which is made with every eager region, and with the first graph."""
+OUTER = {
+    "nothing": contextlib.nullcontext,
+    "current": lambda: te.autocast(recipe=Float8CurrentScaling()),
+    "disabled": lambda: te.autocast(enabled=False),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["no recipe", "delayed"])
+def test_region_inside_a_graph(recipe, outer):
+    """Without a recipe it has the default, made with every eager region, and the first graph."""
     data, results = torch.randn(3, 16, WIDTH), []
-    for compiled in (False, True):
-        with same_draws("cpu"):
-            model = model_on("cpu")
-
-        def step(x, model=model):
-            with te.autocast():
-                return model(x)
-
-        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
-        for x in data:
-            out = run(x)
-            out.square().sum().backward()
-            results.append(out.detach())
-        results += [*state_of(model), *(p.grad for p in model.parameters())]
-    half = len(results) // 2
-    for eager, graph in zip(results[:half], results[half:], strict=True):
-        assert torch.equal(eager, graph)
-
-
-@pytest.mark.parametrize("outer", [{"recipe": Float8CurrentScaling()}, {"enabled": False}])
-def test_region_of_delayed_scaling_in_a_graph_inside_of_another(outer):
-    data, results, recipe = torch.randn(2, 16, WIDTH), [], DelayedScaling()
     for compiled in (False, True):
         te.reset()
         with same_draws("cpu"):
@@ -333,7 +320,7 @@ def test_region_of_delayed_scaling_in_a_graph_inside_of_another(outer):
 
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         for x in data:
-            with te.autocast(**outer):
+            with OUTER[outer]():
                 out = run(x)
             out.square().sum().backward()
             results.append(out.detach())

@@ -19,7 +19,7 @@ from pytorch.layer_ways import (
     make_layer,
 )
 from pytorch.own_quantizers import OWN
-from pytorch.test_planned_module import KINDS as PLANNED, inputs
+from pytorch.planned_modules import KINDS as PLANNED, inputs
 from tols import BF16, F32
 
 import transformer_engine.pytorch as te

@@ -13,6 +13,7 @@ than 62 tensors (`MOST_TENSORS` of csrc/python/torch_py.c).
 """
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -43,7 +44,38 @@ KEPT = 16
 _grad_enabled = torch.is_grad_enabled
 
 
-def keep(kept: dict, key: Any, value: Any) -> Any:
+class KeptPlans:
+    """Plans by the keys of calls; those that a graph reads are attributes, too.
+
+    A trace that reads a dict would make its length a condition of the graph.
+    """
+
+    _numbers = itertools.count()  # no name comes again, for an older graph may read it
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __setitem__(self, key: tuple, plans: Any) -> None:
+        self.by_key[key] = plans
+
+    def clear(self) -> None:
+        """Drop all, names too."""
+        self.__dict__ = {"by_key": {}}  # in one step, for other threads read
+
+    def name_of(self, plans: Any) -> str:
+        """Name of the attribute that these are."""
+        for name, held in vars(self).items():
+            if held is plans:
+                return name
+        name = f"plans_{next(self._numbers)}"
+        setattr(self, name, plans)
+        return name
+
+
+def keep(kept: dict | KeptPlans, key: Any, value: Any) -> Any:
     """Keep a value by its key, among at most `KEPT`; return it."""
     if len(kept) >= KEPT:
         kept.clear()

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.common.plans import CallPlans
 from transformer_engine.pytorch.execution.stages import (
     Halves,
     Observer,
@@ -24,8 +23,8 @@ from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import custom_quantizers, quantized
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import Deferred, LastCall
-from transformer_engine.pytorch.module.call_key import KeptCall
-from transformer_engine.pytorch.module.linear_calls import LinearCalls, PlansOfGraphs
+from transformer_engine.pytorch.module.call_key import KeptCall, KeptPlans
+from transformer_engine.pytorch.module.linear_calls import LinearCalls
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.torchside.modes import without_memory
@@ -49,7 +48,7 @@ class LinearBase(LinearCalls):
 
     _quantized_init: quantized.QuantizedInit | None = None
     """How the weights are quantized when they are made."""
-    _plans: dict[tuple, CallPlans]
+    _plans: KeptPlans
     cache_weights = False
     """Keep quantized weights from call to call, until they change (docs/quantized_tensors.md)."""
 
@@ -142,8 +141,7 @@ class LinearBase(LinearCalls):
             self._forget_casts_of(name)
 
     def _forget_plans(self) -> None:
-        self.__dict__["_plans"] = {}
-        self.__dict__["_of_graphs"] = PlansOfGraphs()  # those that a graph reads, by name
+        self.__dict__["_plans"] = KeptPlans()
 
     def _forget_casts_of(self, name: str) -> None:
         """Drop the cached cast of the weight that a parameter belongs to."""
@@ -169,8 +167,8 @@ class LinearBase(LinearCalls):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state |= {"_plans": {}, "_of_graphs": PlansOfGraphs(), "_bound": {}}
-        state |= {"_quantized_parameters": (), "_wgrads": deque()}
+        state |= {"_plans": KeptPlans(), "_bound": {}, "_quantized_parameters": ()}
+        state["_wgrads"] = deque()
         state |= dict.fromkeys(("_last_call", "_present", "_custom"))
         state["_weight_caches"] = (None,) * len(self.LINEARS)
         state.pop("_observer", None)

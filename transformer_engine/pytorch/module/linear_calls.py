@@ -6,7 +6,6 @@ kept by it. Where there is none, `_decide` promotes the tensors, finds the recip
 state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
 """
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ from transformer_engine.pytorch.module.main_gradients import TO_MAIN_GRAD, flag_
 from transformer_engine.pytorch.module.operands import (
     CallTensors,
     LinearTensors,
-    check_dtypes,
+    codes_of,
     conversions,
     parameter_flags,
     promoted,
@@ -80,21 +79,6 @@ class _BoundState(NamedTuple):
     slots: scaling.Slots | None
     repeated: tuple[Tensor | None, Tensor | None]  # ``scales``, ``unread_history`` of `ModuleCall`
     caches: Sequence  # as of `ModuleCall`
-
-
-class PlansOfGraphs:
-    """Plans as attributes: a trace that reads a dict makes its length a condition of the graph."""
-
-    _numbers = itertools.count()  # no name comes again, for an older graph may read it
-
-    def name_of(self, plans: CallPlans) -> str:
-        """Name of the attribute, new ones for plans that have none."""
-        for name, held in vars(self).items():
-            if held is plans:
-                return name
-        name = f"plans_{next(self._numbers)}"
-        setattr(self, name, plans)
-        return name
 
 
 class LinearCalls(Fp8Module):
@@ -570,8 +554,8 @@ class LinearCalls(Fp8Module):
         if traced:
             codes, epsilons = quantization[0].flat()
             name = self._ensure_plans(key, codes, tuple(map(plan_ops.as_constant, epsilons)))
-            return getattr(self._of_graphs, name)
-        plans = self._plans.get(key)
+            return getattr(self._plans, name)
+        plans = self._plans.by_key.get(key)
         return self._make_plans(key, quantization) if plans is None else plans
 
     @constant_in_graphs
@@ -580,7 +564,7 @@ class LinearCalls(Fp8Module):
         import torch.utils.flop_counter  # noqa: F401 - a graph may run where nothing of ours does
 
         plan_ops.offer_formulas()
-        plans = self._plans.get(key)
+        plans = self._plans.by_key.get(key)
         if plans is None:
             found = Quantization.of_flat(*quantization)
             plans = self._make_plans(key, (found,) * len(self.LINEARS))
@@ -588,12 +572,15 @@ class LinearCalls(Fp8Module):
             self._keep_recipe(repr, key[1])
         reason = None if plans.quantized else "no FP8 was in force where it was compiled"
         self.__dict__["_last_call"] = LastCall(plans, reason)
-        return self._of_graphs.name_of(plans)
+        return self._plans.name_of(plans)
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
         device, _, recompute, norm_flags, flags, *dtypes = key
-        inp, out, norm_dtype, *rest = self._codes(tuple(dtypes))
+        labels = ["inp", "output", "layer_norm_weight"]
+        for prefix in self.LINEARS:
+            labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
+        inp, out, norm_dtype, *rest = codes_of(type(self).__name__, labels, dtypes)
         parts = []
         for i, sizes in enumerate(self._sizes()):
             weight, bias, grad = rest[3 * i : 3 * i + 3]
@@ -605,18 +592,7 @@ class LinearCalls(Fp8Module):
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps, *norm_flags)
         prepare_device(device)
         spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.LINEARS)
-        made = keep(self._plans, key, call_plans(spec))
-        if len(self._plans) == 1:  # all others were dropped
-            self.__dict__["_of_graphs"] = PlansOfGraphs()
-        return made
-
-    def _codes(self, dtypes: tuple) -> list[int]:
-        """Codes of the dtypes of a key; TypeError for what no plan takes."""
-        labels = ["inp", "output", "layer_norm_weight"]
-        for prefix in self.LINEARS:
-            labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
-        check_dtypes(type(self).__name__, labels, dtypes)
-        return [_core.dtype_code(dtype) for dtype in dtypes]
+        return keep(self._plans, key, call_plans(spec))
 
 
 @Outside

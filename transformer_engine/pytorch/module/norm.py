@@ -23,8 +23,8 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.call_key import KeptCall, call_key, converted, keep
 from transformer_engine.pytorch.module.operands import (
     DTYPES,
-    check_dtypes,
     check_input,
+    codes_of,
     conversions,
     one_dtype,
     parameter_flags,
@@ -256,11 +256,11 @@ class NormModule(NativeModule):
     def _make_plans(self, key: tuple) -> CallPlans:
         device, inp, gamma, out, features, settings, eps = key
         wanted, *flags = settings
-        check_dtypes(type(self).__name__, ("inp", "weight", "the output"), (inp, gamma, out))
+        labels = "inp", "the output", "weight"
+        *codes, of_norm = codes_of(type(self).__name__, labels, (inp, out, gamma))
         prepare_device(device)
-        norm = Norm(self.KIND, _core.dtype_code(gamma), eps, *flags)
-        codes = _core.dtype_code(inp), _core.dtype_code(out)
-        return keep(self._plans, key, norm_plans(features, norm, codes, wanted))
+        norm = Norm(self.KIND, of_norm, eps, *flags)
+        return keep(self._plans, key, norm_plans(features, norm, tuple(codes), wanted))
 
 
 class AffineNorm(NormModule):

@@ -88,8 +88,8 @@ def check_input(kind: str, inp: Any, name: str = "inp") -> None:
         )
 
 
-def check_dtypes(kind: str, labels: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
-    """Raise a TypeError for a dtype that no plan takes."""
+def codes_of(kind: str, labels: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """``_core.DTYPE_*`` of dtypes, which have labels; TypeError for one that no plan takes."""
     for label, dtype in zip(labels, dtypes, strict=True):
         if dtype not in DTYPES:
             what = "the input" if label == "inp" else "the module"
@@ -97,6 +97,7 @@ def check_dtypes(kind: str, labels: Iterable[str], dtypes: Iterable[torch.dtype]
                 f"{kind}: {label} is {dtype}, expected torch.float32, torch.float16 or "
                 f"torch.bfloat16; convert {what}"
             )
+    return [_core.dtype_code(dtype) for dtype in dtypes]
 
 
 def _what(tensor: Tensor) -> str:
