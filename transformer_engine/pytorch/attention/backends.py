@@ -42,7 +42,7 @@ from transformer_engine.pytorch.attention.problem import (
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
-from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.device import accelerator, on_cuda, prepare_device
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
@@ -284,8 +284,8 @@ _LARGEST_CAP = 2.0**100  # of cuDNN's attention: see csrc/cuda/attention_support
 
 @constant_in_graphs
 def _device_facts(device: torch.device) -> tuple[int, int]:
-    """Compute capability (90 for 9.0) and version of cuDNN; zeros for the CPU."""
-    if device.type != "cuda":
+    """Compute capability (90 for 9.0) and version of cuDNN; zeros for others than CUDA."""
+    if not on_cuda(device):
         return 0, 0
     prepare_device(device)
     major, minor = torch.cuda.get_device_capability(device)
@@ -501,9 +501,9 @@ def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
     """By which recipes this attention casts queries, keys and values, by their classes' names.
 
     True where some backend runs a call without mask, bias or dropout so, with the settings of
-    the module and of the environment, on the current device: CUDA where there is one.
+    the module and of the environment, on the machine's accelerator, or the CPU.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator())
     calls = list(_undemanding_kinds(core, device, _switches()))
     found, capped = {}, core.softcap > 0.0
     for recipe in _RECIPES:
