@@ -131,7 +131,9 @@ def activation_gradient(
     if kind in PLAIN:
         return grad * PLAIN[kind].slope(x)
     function, first, factor, slope = _gate(kind, x, limit, alpha, linear_offset)
-    return torch.cat((grad * factor * function.slope(first), grad * function.value(first) * slope), -1)
+    return torch.cat(
+        (grad * factor * function.slope(first), grad * function.value(first) * slope), -1
+    )
 
 
 def _activation_of(fields: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
