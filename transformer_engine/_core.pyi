@@ -423,6 +423,31 @@ def obey(dispatcher: Dispatcher | None, /) -> None:
 def find_selections(find: Callable[[], Any], /) -> None:
     """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
 
+def meet_devices(meet: Callable[[Tensor], Any], /) -> None:
+    """Call ``meet(tensor)`` for a tensor of a device type that is not known: it may add that."""
+
+def add_device_type(name: str, dlpack: int, torch_name: str, /) -> int:
+    """Number of a device type, which is added if it is not there.
+
+    `dlpack` is its DLDeviceType. Backends that are registered for the number run its operators.
+    ValueError for a name or a number that another type has; RuntimeError where no more types fit.
+    """
+
+def device_type_name(device_type: int, /) -> str:
+    """Name of a device type, "invalid" of one that is not there."""
+
+def count_gemm(device_type: int, a: int, b: int, /) -> None:
+    """Count a GEMM by the ``DTYPE_*`` of its operands, where a function of Python ran it."""
+
+def count_attention(device_type: int, dtype: int, backward: int, /) -> None:
+    """Count an attention, or its gradient, by the ``DTYPE_*`` of its queries."""
+
+def count_emulated(mode: int, /) -> None:
+    """Count a GEMM of operands that were multiplied out from a ``SCALING_*``."""
+
+def count_mixed() -> None:
+    """Count a GEMM of operands that were multiplied out for having different modes."""
+
 def before_cuda(check: Callable[[], Any], /) -> None:
     """Call ``check()`` before a context of a CUDA device is made: it may raise."""
 

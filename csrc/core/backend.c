@@ -40,7 +40,7 @@ struct te_op_table {
 };
 
 /* Tables that calls in flight may hold at a time, and those in force. pool[0] is never used. */
-#define POOL 32
+#define POOL 40
 
 TE_PROCESS_LOCK(lock);
 static registration *registered; /* in order */
@@ -146,11 +146,11 @@ static te_status unused_table(int plugins, const char *name, te_op_table **table
 /* Fills a table with the backends of a device and puts it in force. */
 static void publish(te_op_table *table, te_device_type device, registration **unused)
 {
-    const te_device_driver *driver = device == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
+    const te_device_driver *driver = te_driver_of(device);
     te_op_table *replaced;
     uint64_t word;
     table->number = ++published_count;
-    if (driver != NULL) add_backend(table, driver->backend, NULL);
+    if (driver != NULL && driver->backend != NULL) add_backend(table, driver->backend, NULL);
     for (registration *plugin = registered; plugin != NULL; plugin = plugin->next) {
         if (plugin->backend.device != device) continue;
         add_backend(table, &plugin->backend, plugin);
@@ -268,9 +268,9 @@ te_status te_backend_register(const te_backend *backend)
     TE_FAIL_IF(backend == NULL || backend->size < offsetof(te_backend, slots) ||
                    backend->name == NULL,
                TE_ERROR_INVALID, "backend: size and name must be set");
-    TE_FAIL_IF((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT, TE_ERROR_INVALID,
-               "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)", backend->name,
-               (int)backend->device);
+    TE_FAIL_IF(te_device_type_dlpack(backend->device) == 0, TE_ERROR_INVALID,
+               "backend %s: device = %d, expected 0 (CPU), 1 (CUDA) or a type that was added",
+               backend->name, (int)backend->device);
     made = calloc(1, sizeof *made);
     TE_FAIL_IF(made == NULL, TE_ERROR_MEMORY, "backend %s: no memory to register it",
                backend->name);
@@ -339,7 +339,8 @@ static int any_left(search *in)
 {
     for (; in->at < in->end; in->at++) {
         const te_backend *backend = backend_at(in, in->at);
-        if (backend->slots[in->op].function != NULL && backend->device == in->device) return 1;
+        const int is_asked = backend->device == in->device || backend->device == TE_DEVICE_ANY;
+        if (is_asked && backend->slots[in->op].function != NULL) return 1;
     }
     return 0;
 }
@@ -368,8 +369,8 @@ static te_status resolve(search *in, const void *args, const te_op_slot **out)
         if (st != TE_ERROR_UNSUPPORTED) return st;
     }
     if (st == TE_ERROR_UNSUPPORTED) return st; /* the last candidate said why */
-    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of this type of device has this operator",
-                   te_op_name(in->op));
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "%s: no backend of %s has this operator",
+                   te_op_name(in->op), te_device_type_name(in->device));
 }
 
 static te_status check_call(te_context *context, te_op op, const void *args)

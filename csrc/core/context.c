@@ -45,10 +45,11 @@ te_status te_context_create(te_device device, te_context **out)
     const te_device_driver *driver;
     TE_FAIL_IF(out == NULL, TE_ERROR_INVALID, "out is NULL");
     *out = NULL;
-    TE_FAIL_IF((int)device.type < 0 || device.type >= TE_DEVICE_COUNT || device.index < 0,
+    TE_FAIL_IF(te_device_type_dlpack(device.type) == 0 || device.index < 0 ||
+                   device.index >= TE_DEVICE_INDICES,
                TE_ERROR_INVALID, "device (%d, %d) does not exist", (int)device.type,
                (int)device.index);
-    driver = device.type == TE_DEVICE_CPU ? te_cpu_driver() : te_cuda_driver();
+    driver = te_driver_of(device.type);
     TE_FAIL_IF(driver == NULL, TE_ERROR_UNSUPPORTED,
                "this build has no CUDA backend: rebuild where the CUDA headers are found");
     context = calloc(1, sizeof *context);
@@ -92,8 +93,8 @@ te_status te_context_tune_gemm(te_context *context, int32_t enabled, const char 
 {
     TE_TRY(te_context_check(context));
     TE_FAIL_IF(context->driver->tune_gemm == NULL, TE_ERROR_UNSUPPORTED,
-               "tune_gemm: the GEMM of device type %d has no choice to tune",
-               (int)context->device.type);
+               "tune_gemm: the GEMM of %s has no choice to tune",
+               te_device_type_name(context->device.type));
     return context->driver->tune_gemm(context->state, enabled, cache_file);
 }
 

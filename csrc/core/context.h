@@ -14,9 +14,10 @@ typedef struct te_device_driver {
     /* Makes the device's state; NULL state is legal. Runs without any lock of the core held. */
     te_status (*open)(int32_t index, void **state);
     void (*close)(void *state); /* NULL state is legal */
-    const te_backend *backend;  /* the built-in backend, priority 0 */
+    const te_backend *backend;  /* the built-in backend, priority 0; NULL: there is none */
     /* Behind te_context_tune_gemm; NULL: the device has nothing to tune. */
     te_status (*tune_gemm)(void *state, int32_t enabled, const char *cache_file);
+    /* Behind te_update and te_l2norm; NULL: the device has no kernel for them. */
     te_status (*update)(te_context *context, const te_update_args *args, void *stream);
     te_status (*l2norm)(te_context *context, const te_l2norm_args *args, void *stream);
 } te_device_driver;
@@ -24,6 +25,8 @@ typedef struct te_device_driver {
 /* NULL where the library was built without the device. */
 const te_device_driver *te_cpu_driver(void);
 const te_device_driver *te_cuda_driver(void);
+/* The same of any type; NULL also of a type that is not there. */
+const te_device_driver *te_driver_of(te_device_type type);
 
 const te_device_driver *te_context_driver(const te_context *context);
 /* What the driver's open made. */

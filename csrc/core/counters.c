@@ -2,81 +2,86 @@
 #include "core/counters.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 
+#include "core/fork.h"
 #include "core/holders.h"
 
-/* One number per counter: for each device its GEMMs by dtypes, its attentions by dtype and its
- * operators, for each device its GEMMs by scaling modes, then fallbacks. */
+/* One number per counter: for each type of device its GEMMs by dtypes and by scaling modes, its
+ * attentions by dtype and its operators; then fallbacks, and what was multiplied out. */
 #define GEMMS (TE_DTYPE_COUNT * TE_DTYPE_COUNT)
-#define ATTENTIONS (2 * TE_DTYPE_COUNT)
-#define GEMM_AT(device, a, b)                                                                      \
-    ((device) * (GEMMS + ATTENTIONS + TE_OP_COUNT) + (a)*TE_DTYPE_COUNT + (b))
-#define ATTENTION_AT(device, dtype, backward)                                                      \
-    (GEMM_AT(device, 0, 0) + GEMMS + (backward)*TE_DTYPE_COUNT + (dtype))
-#define OP_AT(device, op) (GEMM_AT(device, 0, 0) + GEMMS + ATTENTIONS + (op))
 #define SCALINGS (TE_SCALING_COUNT * TE_SCALING_COUNT)
-#define SCALING_AT(device, a, b)                                                                   \
-    (GEMM_AT(TE_DEVICE_COUNT, 0, 0) + (device)*SCALINGS + (a)*TE_SCALING_COUNT + (b))
-#define FALLBACK_AT(reason) (SCALING_AT(TE_DEVICE_COUNT, 0, 0) + (reason))
+#define ATTENTIONS (2 * TE_DTYPE_COUNT)
+#define BY_DEVICE (GEMMS + SCALINGS + ATTENTIONS + TE_OP_COUNT)
+#define GEMM_AT(device, a, b) ((device)*BY_DEVICE + (a)*TE_DTYPE_COUNT + (b))
+#define SCALING_AT(device, a, b) ((device)*BY_DEVICE + GEMMS + (a)*TE_SCALING_COUNT + (b))
+#define ATTENTION_AT(device, dtype, backward)                                                      \
+    ((device)*BY_DEVICE + GEMMS + SCALINGS + (backward)*TE_DTYPE_COUNT + (dtype))
+#define OP_AT(device, op) ((device)*BY_DEVICE + GEMMS + SCALINGS + ATTENTIONS + (op))
+#define FALLBACK_AT(reason) (TE_DEVICE_COUNT * BY_DEVICE + (reason))
 #define EMULATED_AT(mode) (FALLBACK_AT(TE_FALLBACK_COUNT) + (mode))
 #define MIXED_AT EMULATED_AT(TE_SCALING_COUNT) /* operands that no GEMM reads together */
 #define COUNTERS (MIXED_AT + 1)
+#define NAME_SIZE 48
 
 /* Less what threads had kept of them at the last reset. */
 static _Atomic int64_t counts[COUNTERS];
 
-/* The pairs of operand dtypes that a GEMM accepts. */
-#define GEMM_PAIRS(X, DEVICE, device)                                                              \
-    X(DEVICE, device, F32, f32, F32, f32)                                                          \
-    X(DEVICE, device, F16, f16, F16, f16)                                                          \
-    X(DEVICE, device, BF16, bf16, BF16, bf16)                                                      \
-    X(DEVICE, device, E4M3, e4m3, E4M3, e4m3)                                                      \
-    X(DEVICE, device, E4M3, e4m3, E5M2, e5m2)                                                      \
-    X(DEVICE, device, E5M2, e5m2, E4M3, e4m3)
-
-/* The pairs of scaling modes that a GEMM accepts besides those per tensor. */
-#define SCALING_PAIRS(X, DEVICE, device)                                                           \
-    X(DEVICE, device, ROW, row, ROW, row)                                                          \
-    X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_1D, block_1d)                                      \
-    X(DEVICE, device, BLOCK_1D, block_1d, BLOCK_2D, block_2d)                                      \
-    X(DEVICE, device, BLOCK_2D, block_2d, BLOCK_1D, block_1d)
-
-/* The dtypes that an attention accepts. */
-#define ATTENTION_DTYPES(X, DEVICE, device)                                                        \
-    X(DEVICE, device, F32, f32)                                                                    \
-    X(DEVICE, device, F16, f16) X(DEVICE, device, BF16, bf16) X(DEVICE, device, E4M3, e4m3)
-
-/* Made from the same lists as the numbers, so none can be missing or wrong. */
-static const char *const names[COUNTERS] = {
-#define X(DEVICE, device, A, a, B, b)                                                              \
-    [GEMM_AT(TE_DEVICE_##DEVICE, TE_DTYPE_##A, TE_DTYPE_##B)] = "gemm." #device "." #a "." #b,
-    GEMM_PAIRS(X, CPU, cpu) GEMM_PAIRS(X, CUDA, cuda)
+static const char *const fallback_names[] = {
+#define X(NAME, name) #name,
+    TE_FALLBACKS(X)
 #undef X
-#define X(DEVICE, device, A, a, B, b)                                                              \
-    [SCALING_AT(TE_DEVICE_##DEVICE, TE_SCALING_##A, TE_SCALING_##B)] =                             \
-        "scaling." #device "." #a "." #b,
-        SCALING_PAIRS(X, CPU, cpu) SCALING_PAIRS(X, CUDA, cuda)
-#undef X
-#define X(DEVICE, device, A, a)                                                                    \
-    [ATTENTION_AT(TE_DEVICE_##DEVICE, TE_DTYPE_##A, 0)] = "attention." #device "." #a,             \
-                                                    [ATTENTION_AT(TE_DEVICE_##DEVICE,              \
-                                                                  TE_DTYPE_##A, 1)] =              \
-                                                        "attention_backward." #device "." #a,
-            ATTENTION_DTYPES(X, CPU, cpu) ATTENTION_DTYPES(X, CUDA, cuda)
-#undef X
-#define X(NAME, name)                                                                              \
-    [OP_AT(TE_DEVICE_CPU, TE_OP_##NAME)] = "op.cpu." #name,                                        \
-                          [OP_AT(TE_DEVICE_CUDA, TE_OP_##NAME)] = "op.cuda." #name,
-                TE_OPS(X)
-#undef X
-#define X(NAME, name) [FALLBACK_AT(TE_FALLBACK_##NAME)] = "fallback." #name,
-                    TE_FALLBACKS(X)
-#undef X
-#define X(NAME, name, along, across) [EMULATED_AT(TE_SCALING_##NAME)] = "emulated." #name,
-                        TE_SCALING_MODES(X)
-#undef X
-                            [MIXED_AT] = "emulated.mixed",
 };
+static const char *const scaling_names[] = {
+#define X(NAME, name, along, across) #name,
+    TE_SCALING_MODES(X)
+#undef X
+};
+
+static void format_name_of_device(int at, char name[NAME_SIZE])
+{
+    const char *device = te_device_type_name((te_device_type)(at / BY_DEVICE));
+    int rest = at % BY_DEVICE;
+    if (rest < GEMMS) {
+        (void)snprintf(name, NAME_SIZE, "gemm.%s.%s.%s", device,
+                       te_dtype_name((te_dtype)(rest / TE_DTYPE_COUNT)),
+                       te_dtype_name((te_dtype)(rest % TE_DTYPE_COUNT)));
+    } else if ((rest -= GEMMS) < SCALINGS) {
+        (void)snprintf(name, NAME_SIZE, "scaling.%s.%s.%s", device,
+                       scaling_names[rest / TE_SCALING_COUNT],
+                       scaling_names[rest % TE_SCALING_COUNT]);
+    } else if ((rest -= SCALINGS) < ATTENTIONS) {
+        (void)snprintf(name, NAME_SIZE, "attention%s.%s.%s",
+                       rest < TE_DTYPE_COUNT ? "" : "_backward", device,
+                       te_dtype_name((te_dtype)(rest % TE_DTYPE_COUNT)));
+    } else {
+        (void)snprintf(name, NAME_SIZE, "op.%s.%s", device, te_op_name((te_op)(rest - ATTENTIONS)));
+    }
+}
+
+static void format_name(int at, char name[NAME_SIZE])
+{
+    if (at < FALLBACK_AT(0)) {
+        format_name_of_device(at, name);
+    } else if (at < EMULATED_AT(0)) {
+        (void)snprintf(name, NAME_SIZE, "fallback.%s", fallback_names[at - FALLBACK_AT(0)]);
+    } else {
+        (void)snprintf(name, NAME_SIZE, "emulated.%s",
+                       at == MIXED_AT ? "mixed" : scaling_names[at - EMULATED_AT(0)]);
+    }
+}
+
+TE_PROCESS_LOCK(lock);
+
+/* The same at each call: of a counter that is not 0, so its device is there. */
+static const char *name_of(int at)
+{
+    static char names[COUNTERS][NAME_SIZE];
+    (void)pthread_mutex_lock(&lock);
+    if (names[at][0] == '\0') format_name(at, names[at]);
+    (void)pthread_mutex_unlock(&lock);
+    return names[at];
+}
 
 static void count(int at)
 {
@@ -126,13 +131,11 @@ void te_count_mixed(void)
 /* The part of a counter that threads keep: what they have run of an operator. It only grows. */
 static int64_t kept_by_threads(int at)
 {
+    const int device = at / BY_DEVICE, op = at - OP_AT(device, 0);
     int64_t sum = 0;
-    for (int device = 0; device < TE_DEVICE_COUNT; device++) {
-        const int op = at - OP_AT(device, 0);
-        if (op < 0 || op >= TE_OP_COUNT) continue;
-        for (const te_holder *one = te_holders_all(); one != NULL; one = one->next) {
-            sum += atomic_load_explicit(&one->ran[device][op], memory_order_relaxed);
-        }
+    if (at >= FALLBACK_AT(0) || op < 0) return 0;
+    for (const te_holder *one = te_holders_all(); one != NULL; one = one->next) {
+        sum += atomic_load_explicit(&one->ran[device][op], memory_order_relaxed);
     }
     return sum;
 }
@@ -143,8 +146,8 @@ te_status te_counters_read(te_counter *out, size_t capacity, size_t *found)
     for (int at = 0; at < COUNTERS; at++) {
         int64_t value = atomic_load_explicit(&counts[at], memory_order_relaxed);
         value += kept_by_threads(at);
-        if (value == 0 || names[at] == NULL) continue;
-        if (out != NULL && *found < capacity) out[*found] = (te_counter){names[at], value};
+        if (value == 0) continue;
+        if (out != NULL && *found < capacity) out[*found] = (te_counter){name_of(at), value};
         ++*found;
     }
     return TE_OK;

@@ -120,9 +120,9 @@ static te_status check_backend(const te_plugin *plugin, const te_plugin_backend 
                    (backend->vendor == NULL || backend->vendor[0] == '\0'),
                TE_ERROR_INVALID, "backend %s: it has no vendor", backend->name);
     if (backend->vendor != NULL) TE_TRY(check_name("vendor", backend->vendor));
-    TE_FAIL_IF((int)backend->device < 0 || backend->device >= TE_DEVICE_COUNT, TE_ERROR_INVALID,
-               "backend %s: device = %d, expected 0 (CPU) or 1 (CUDA)", backend->name,
-               (int)backend->device);
+    TE_FAIL_IF(te_device_type_dlpack(backend->device) == 0, TE_ERROR_INVALID,
+               "backend %s: device = %d, expected 0 (CPU), 1 (CUDA) or a type that was added",
+               backend->name, (int)backend->device);
     TE_FAIL_IF(backend->operator_count == 0 || backend->operators == NULL, TE_ERROR_INVALID,
                "backend %s: it has no operators", backend->name);
     for (registered_backend *other = plugin->backends; other != NULL; other = other->next) {
@@ -239,6 +239,8 @@ static const te_host_api host = {
     .from_f32 = te_from_f32,
     .interrupted = te_interrupt_asked,
     .counters_read = te_counters_read,
+    .device_type_add = te_device_type_add,
+    .device_type_name = te_device_type_name,
 };
 
 /* ---- life --------------------------------------------------------------------------------- */

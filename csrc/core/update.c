@@ -213,6 +213,8 @@ te_status te_update(te_context *context, const te_update_args *args, void *strea
     TE_TRY(check_lists(args, device));
     TE_TRY(check_casts(args, device));
     if ((args->flags & TE_UPDATE_CHECK) != 0U) return TE_OK;
+    TE_FAIL_IF(te_context_driver(context)->update == NULL, TE_ERROR_UNSUPPORTED,
+               "update: there is no kernel for %s", te_device_type_name(device.type));
     return te_context_driver(context)->update(context, args, stream);
 }
 
@@ -264,5 +266,8 @@ te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *strea
                     args->workspace, needed);
     NORM_REFUSED_IF((uintptr_t)args->workspace % sizeof(float) != 0,
                     "workspace: %p, expected a multiple of 4", args->workspace);
+    TE_FAIL_IF(te_context_driver(context)->l2norm == NULL, TE_ERROR_UNSUPPORTED,
+               "l2norm: there is no kernel for %s",
+               te_device_type_name(te_context_device(context).type));
     return te_context_driver(context)->l2norm(context, args, stream);
 }

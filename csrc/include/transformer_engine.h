@@ -86,15 +86,31 @@ TE_API int te_dtype_is_high_precision(te_dtype dtype); /* f32, f16 or bf16 */
 /* ---- devices and contexts ----------------------------------------------------------------- */
 
 typedef enum te_device_type {
+    TE_DEVICE_ANY = -1, /* of a backend of a te_selection alone: it is asked on every device */
     TE_DEVICE_CPU = 0,
     TE_DEVICE_CUDA = 1,
-    TE_DEVICE_COUNT = 2
+    TE_DEVICE_OTHER = 2, /* the first of those that te_device_type_add makes */
+    TE_DEVICE_COUNT = 8  /* as many as there may be */
 } te_device_type;
+
+/* Adds a type of device for which this library has no kernels: backends that are registered for it
+ * run its operators. `name` is the one that torch has for it ("npu"): at most 15 letters, digits
+ * and _. `dlpack` is its DLDeviceType. A type that is there already stays as it is. INVALID for
+ * another name, for a name that has another number, and for a number that has another name; STATE
+ * where no more types fit. *type is -1 on failure. */
+TE_API te_status te_device_type_add(const char *name, int32_t dlpack, te_device_type *type);
+TE_API const char *te_device_type_name(te_device_type type); /* "cuda"; "invalid": there is none */
+/* DLDeviceType of a type, 0: there is none; and the type of one, -1: there is none. CUDA's host
+ * memory is the CPU's. */
+TE_API int32_t te_device_type_dlpack(te_device_type type);
+TE_API int32_t te_device_type_of_dlpack(int32_t dlpack);
 
 typedef struct te_device {
     te_device_type type;
-    int32_t index; /* 0 on the CPU */
+    int32_t index; /* 0 on the CPU; below TE_DEVICE_INDICES */
 } te_device;
+
+#define TE_DEVICE_INDICES 64
 
 /* Host objects of one device: vendor handles, loaded kernels, plan and algorithm caches.
  * Thread-safe. */

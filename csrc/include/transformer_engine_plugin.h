@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 #define TE_PLUGIN_ABI_MAJOR 1
-#define TE_PLUGIN_ABI_MINOR 0
+#define TE_PLUGIN_ABI_MINOR 1
 /* Of the interface as this header has it: uint32_t, the major number above the minor one. */
 #define TE_PLUGIN_ABI ((uint32_t)TE_PLUGIN_ABI_MAJOR << 16 | (uint32_t)TE_PLUGIN_ABI_MINOR)
 
@@ -125,6 +125,10 @@ typedef struct te_host_api {
      * most ten times a second: it may run handlers of signals. */
     int (*interrupted)(void);
     te_status (*counters_read)(te_counter *out, size_t capacity, size_t *count);
+
+    /* From 1.1 on: for plug-ins of a device of their own, the number by which backends name it. */
+    te_status (*device_type_add)(const char *name, int32_t dlpack, te_device_type *type);
+    const char *(*device_type_name)(te_device_type type);
 } te_host_api;
 
 /* True where the library has a member of the table that came after 1.0. */

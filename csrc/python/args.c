@@ -95,7 +95,7 @@ int tepy_device_args(const char *function, PyObject *type, PyObject *index, te_d
     device->index = 0;
     if (index == NULL) return 0;
     if (tepy_int(index, (tepy_site){function, "device_index"}, 0,
-                 device->type == TE_DEVICE_CPU ? 0 : TEPY_CUDA_DEVICES - 1, &value) != 0) {
+                 device->type == TE_DEVICE_CPU ? 0 : TE_DEVICE_INDICES - 1, &value) != 0) {
         return -1;
     }
     device->index = (int32_t)value;
@@ -115,7 +115,25 @@ int tepy_stream(const tepy_state *state, te_device device, void **stream)
 {
     *stream = NULL;
     if (device.type == TE_DEVICE_CPU) return 0;
-    return state->exchange->current_stream(TEPY_DL_CUDA, device.index, stream);
+    return state->exchange->current_stream(te_device_type_dlpack(device.type), device.index,
+                                           stream);
+}
+
+int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_device *given,
+                   tepy_site site, te_device *device)
+{
+    int32_t type = te_device_type_of_dlpack(given->type);
+    if (type < 0 && state->meet_device != NULL) {
+        PyObject *met = PyObject_CallFunctionObjArgs(state->meet_device, tensor, NULL);
+        if (met == NULL) return -1;
+        Py_DECREF(met);
+        type = te_device_type_of_dlpack(given->type);
+    }
+    if (type < 0)
+        return tepy_fail(PyExc_TypeError, site,
+                         "the type of its device, %d of DLPack, is not known", (int)given->type);
+    *device = (te_device){(te_device_type)type, type == TE_DEVICE_CPU ? 0 : given->index};
+    return 0;
 }
 
 /* The plain tensor behind an object: the object itself, or what classify makes of it (in *held). */
@@ -183,7 +201,7 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
     if (state->exchange->view(tensor, dl) != 0) {
         return tepy_fail_from_current(PyExc_TypeError, site,
                                       "it has no memory to read (meta, sparse or transformed): "
-                                      "pass a plain dense CPU or CUDA tensor (parameters "
+                                      "pass a plain dense tensor (parameters "
                                       "made on the meta device get memory by reset_parameters())");
     }
     if (dtype_of(dl->dtype, spec->form, &view->dtype) != 0) {
@@ -193,15 +211,7 @@ static int raw_view(const tepy_state *state, PyObject *tensor, const tepy_spec *
         Py_DECREF(torch_dtype);
         return -1;
     }
-    if (dl->device.type == TEPY_DL_CPU || dl->device.type == TEPY_DL_CUDA_HOST) {
-        view->device = (te_device){TE_DEVICE_CPU, 0};
-    } else if (dl->device.type == TEPY_DL_CUDA) {
-        view->device = (te_device){TE_DEVICE_CUDA, dl->device.index};
-    } else {
-        return tepy_fail(PyExc_TypeError, site,
-                         "DLPack device type %d is not supported: pass a CPU or CUDA tensor",
-                         (int)dl->device.type);
-    }
+    if (tepy_device_of(state, tensor, &dl->device, site, &view->device) != 0) return -1;
     if (dl->data == NULL && tepy_dl_elements(dl) > 0) {
         return tepy_fail(
             PyExc_TypeError, site,

@@ -79,6 +79,9 @@ int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_
 /* (device type, index) as two integers. */
 int tepy_device_args(const char *function, PyObject *type, PyObject *index, te_device *device);
 int tepy_same_device(tepy_site site, te_device device, te_device expected);
+/* The device of a tensor, whose type is added if it is not there; -1 with an exception. */
+int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_device *given,
+                   tepy_site site, te_device *device);
 /* The stream that torch works on; NULL for the CPU. */
 int tepy_stream(const tepy_state *state, te_device device, void **stream);
 
@@ -87,10 +90,10 @@ static inline int tepy_same(te_device a, te_device b)
     return a.type == b.type && a.index == b.index;
 }
 
-/* "cpu" or "cuda", to print with the index. */
+/* "cuda", to print with the index. */
 static inline const char *tepy_device_name(te_device device)
 {
-    return device.type == TE_DEVICE_CPU ? "cpu" : "cuda";
+    return te_device_type_name(device.type);
 }
 
 #endif

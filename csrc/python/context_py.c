@@ -22,6 +22,36 @@ static int may_use(const tepy_state *state, te_device device)
     return done == NULL ? -1 : 0;
 }
 
+PyObject *tepy_meet_devices(PyObject *module, PyObject *meet)
+{
+    if (tepy_require_callable(meet, (tepy_site){"meet_devices", "meet"}) != 0) return NULL;
+    tepy_set(&tepy_state_of(module)->meet_device, Py_NewRef(meet));
+    return Py_NewRef(Py_None);
+}
+
+PyObject *tepy_add_device_type(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    tepy_state *state = tepy_state_of(module);
+    const char *name = tepy_text(args[0], (tepy_site){"add_device_type", "name"}, NULL);
+    te_device_type type = TE_DEVICE_ANY;
+    int64_t dlpack = 0;
+    if (name == NULL ||
+        tepy_int(args[1], (tepy_site){"add_device_type", "dlpack"}, 1, INT32_MAX, &dlpack) != 0 ||
+        tepy_text(args[2], (tepy_site){"add_device_type", "torch_name"}, NULL) == NULL ||
+        tepy_check(te_device_type_add(name, (int32_t)dlpack, &type)) != 0) {
+        return NULL;
+    }
+    if (type >= TE_DEVICE_OTHER) tepy_set(&state->device_names[type], Py_NewRef(args[2]));
+    return PyLong_FromLong((long)type);
+}
+
+PyObject *tepy_device_type_name(PyObject *module, PyObject *arg)
+{
+    te_device device;
+    if (tepy_device_args("device_type_name", arg, NULL, &device) != 0) return NULL;
+    return PyUnicode_FromString(te_device_type_name(device.type));
+}
+
 PyObject *tepy_before_cuda(PyObject *module, PyObject *check)
 {
     if (tepy_require_callable(check, (tepy_site){"before_cuda", "check"}) != 0) return NULL;

@@ -358,11 +358,13 @@ static void *align_up(void *data)
 static int make_scratch(tepy_run_call *run, int kept)
 {
     const tepy_dl_exchange *exchange = run->state->exchange;
-    int cpu = run->device.type == TE_DEVICE_CPU;
-    /* torch aligns to 64 bytes on the CPU, to 512 on CUDA */
+    /* torch aligns to 64 bytes on the CPU, to 512 on CUDA; others may not */
     int64_t bytes = (int64_t)run->call.scratch_size + SCRATCH_ALIGN;
     tepy_dl_tensor prototype = {
-        NULL, {cpu ? TEPY_DL_CPU : TEPY_DL_CUDA, run->device.index}, 1, {1, 8, 1}, &bytes, NULL, 0};
+        NULL,   {te_device_type_dlpack(run->device.type), run->device.index},
+        1,      {1, 8, 1},
+        &bytes, NULL,
+        0};
     void *data = NULL;
     if (run->call.scratch_size == 0) return 0;
     if (!kept && exchange->allocate != NULL &&

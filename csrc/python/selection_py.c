@@ -108,42 +108,43 @@ static int take_slot(selection *self, Py_ssize_t at, PyObject *item)
     return 0;
 }
 
-/* The slot of a function for a device; one without a function where it is a plug-in's for another.
- */
-static te_op_slot slot_for(const selection *self, tepy_function_slot *slot, te_device_type device)
+/* The backend that the next slot of an operator goes into: the first one of the device behind those
+ * that have slots of the operator, for they are asked before it, or a new one. */
+static te_backend *backend_for(selection *self, int *count, te_op op, te_device_type device)
 {
-    const te_plugin_slot *native = tepy_native_slot(tepy_state_of(self->module), slot->function);
-    if (native == NULL) return (te_op_slot){.function = tepy_call_function, .self = slot};
-    return native->device == device ? native->slot : (te_op_slot){.function = NULL};
+    int at = *count, behind = *count;
+    while (behind > 0 && self->backends[behind - 1].slots[op].function == NULL) {
+        behind--;
+        if (self->backends[behind].device == device) at = behind;
+    }
+    if (at == *count) {
+        self->backends[at] =
+            (te_backend){.size = sizeof(te_backend), .name = "a selection", .device = device};
+        self->ordered[(*count)++] = &self->backends[at];
+    }
+    return &self->backends[at];
 }
 
-/* Spreads the functions over backends, for every device: the n-th of an operator into the n-th. */
+/* Spreads the slots over backends: a function of Python is asked on every device, a plug-in's on
+ * its own. */
 static int make_backends(selection *self)
 {
-    int layers = 0, counts[TE_OP_COUNT] = {0};
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        int *count = &counts[self->slots[i].op];
-        if (++*count > layers) layers = *count;
-    }
-    self->backends = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof *self->backends);
-    self->ordered = calloc((size_t)layers * TE_DEVICE_COUNT + 1, sizeof(te_backend *));
+    int count = 0;
+    self->backends = calloc((size_t)self->count + 1, sizeof *self->backends);
+    self->ordered = calloc((size_t)self->count + 1, sizeof(te_backend *));
     if (self->backends == NULL || self->ordered == NULL) return tepy_no_memory();
-    for (int b = 0; b < layers * TE_DEVICE_COUNT; b++) {
-        self->backends[b] = (te_backend){.size = sizeof(te_backend), .name = "a selection"};
-        self->backends[b].device = (te_device_type)(b % TE_DEVICE_COUNT);
-        self->ordered[b] = &self->backends[b];
-    }
-    for (Py_ssize_t i = self->count - 1; i >= 0; i--) {
+    for (Py_ssize_t i = 0; i < self->count; i++) {
         tepy_function_slot *slot = &self->slots[i];
-        const int layer = --counts[slot->op];
-        for (int device = 0; device < TE_DEVICE_COUNT; device++) {
-            self->backends[layer * TE_DEVICE_COUNT + device].slots[slot->op] =
-                slot_for(self, slot, (te_device_type)device);
-        }
+        const te_plugin_slot *native =
+            tepy_native_slot(tepy_state_of(self->module), slot->function);
+        const te_device_type device = native == NULL ? TE_DEVICE_ANY : native->device;
+        backend_for(self, &count, slot->op, device)->slots[slot->op] =
+            native == NULL ? (te_op_slot){.function = tepy_call_function, .self = slot}
+                           : native->slot;
     }
     self->native = (te_selection){.size = sizeof self->native,
                                   .number = te_selection_next_number(),
-                                  .count = layers * TE_DEVICE_COUNT,
+                                  .count = count,
                                   .backends = self->ordered};
     return 0;
 }

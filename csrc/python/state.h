@@ -17,8 +17,8 @@
 
 #include "python/dlpack.h"
 
-#define TEPY_CUDA_DEVICES 64
-#define TEPY_DEVICES (1 + TEPY_CUDA_DEVICES) /* the CPU, then the CUDA devices by index */
+/* The CPU, then the devices of each other type by index. */
+#define TEPY_DEVICES (1 + (TE_DEVICE_COUNT - 1) * TE_DEVICE_INDICES)
 
 /* When a slot is filled: INIT by the module's exec, BIND by bind_torch, LAZY at first use. */
 typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
@@ -45,6 +45,7 @@ typedef enum tepy_stage { TEPY_INIT, TEPY_BIND, TEPY_LAZY } tepy_stage;
     X(dispatcher, LAZY)       /* whose selections runs of plans obey */                            \
     X(find_dispatcher, LAZY)  /* callable that looks for one */                                    \
     X(before_cuda, LAZY)      /* callable that raises where CUDA is not to be used */              \
+    X(meet_device, LAZY)      /* callable that adds the type of device of a tensor */              \
     X(labels, LAZY)           /* a threading.local: where threads show the scopes they are in */   \
     X(empty_like, BIND)       /* torch.empty_like */                                               \
     X(empty, BIND)            /* torch.empty */                                                    \
@@ -81,10 +82,11 @@ typedef enum tepy_key {
 
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \
-    X(dtypes, TE_DTYPE_COUNT, BIND) /* torch dtypes by te_dtype */                                 \
-    X(contexts, TEPY_DEVICES, LAZY) /* Context objects by device */                                \
-    X(tuning, TEPY_DEVICES, LAZY)   /* by device: NULL: off; the cache file's path, or None */     \
-    X(devices, TEPY_DEVICES, LAZY)  /* torch.device objects by device */                           \
+    X(dtypes, TE_DTYPE_COUNT, BIND)        /* torch dtypes by te_dtype */                          \
+    X(device_names, TE_DEVICE_COUNT, LAZY) /* torch's, of types that were added */                 \
+    X(contexts, TEPY_DEVICES, LAZY)        /* Context objects by device */                         \
+    X(tuning, TEPY_DEVICES, LAZY)  /* by device: NULL: off; the cache file's path, or None */      \
+    X(devices, TEPY_DEVICES, LAZY) /* torch.device objects by device */                            \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
     X(field_names, TE_OP_COUNT, INIT)      /* names of the fields of each operator, interned */    \
     X(record_types, TE_RECORD_COUNT, INIT) /* named tuples by te_record_number */                  \
@@ -295,6 +297,9 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(tune_gemm, 0, 3, 4, "device_type, device_index, enabled, cache_file=None, /")                \
     X(update, 1, 7, 8, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /")   \
     X(l2norm, 1, 4, 4, "tensors, factor, flag, per_tensor, /")                                     \
+    X(add_device_type, 0, 3, 3, "name, dlpack, torch_name, /")                                     \
+    X(count_gemm, 0, 3, 3, "device_type, a, b, /")                                                 \
+    X(count_attention, 0, 3, 3, "device_type, dtype, backward, /")                                 \
     X(register_backend, 1, 4, 4, "name, device_type, priority, functions, /")
 
 /* Calling conventions of the others: parameters of the C function and flags of its method. */
@@ -327,6 +332,10 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(load_plugin, ONE, "path, /")                                                                 \
     X(obey, ONE, "dispatcher, /")                                                                  \
     X(find_selections, ONE, "find, /")                                                             \
+    X(meet_devices, ONE, "meet, /")                                                                \
+    X(device_type_name, ONE, "device_type, /")                                                     \
+    X(count_emulated, ONE, "mode, /")                                                              \
+    X(count_mixed, NONE, "/")                                                                      \
     X(before_cuda, ONE, "check, /")                                                                \
     X(selected, NONE, "/")                                                                         \
     X(unselected, NONE, "/")                                                                       \

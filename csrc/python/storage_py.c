@@ -42,7 +42,7 @@ static int dense_view(const tepy_state *state, PyObject *whole, tepy_dl_tensor *
     }
     memset(view, 0, sizeof *view);
     if (state->exchange->view(whole, view) != 0) {
-        return tepy_fail_from_current(PyExc_TypeError, site, "pass a dense CPU or CUDA tensor");
+        return tepy_fail_from_current(PyExc_TypeError, site, "pass a dense tensor with memory");
     }
     if (view->ndim < 1 || view->ndim > MAX_DIMS) {
         return tepy_fail(PyExc_ValueError, site, "%d dims, expected 1 to %d", (int)view->ndim,
@@ -107,7 +107,7 @@ PyObject *tepy_share(const tepy_state *state, PyObject *whole, const te_tensor *
                              .dtype = dtypes[view->dtype],
                              .shape = own.shape,
                              .strides = own.strides};
-    tensor.device.type = view->device.type == TE_DEVICE_CPU ? TEPY_DL_CPU : TEPY_DL_CUDA;
+    tensor.device.type = te_device_type_dlpack(view->device.type);
     tensor.device.index = view->device.index;
     return lend(state, whole, &tensor);
 }

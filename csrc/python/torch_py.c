@@ -28,8 +28,9 @@ int tepy_require_torch(const tepy_state *state, const char *function)
 int tepy_device_slot(te_device device)
 {
     if (device.type == TE_DEVICE_CPU && device.index == 0) return 0;
-    if (device.type == TE_DEVICE_CUDA && device.index >= 0 && device.index < TEPY_CUDA_DEVICES) {
-        return 1 + device.index;
+    if (device.type > TE_DEVICE_CPU && device.type < TE_DEVICE_COUNT && device.index >= 0 &&
+        device.index < TE_DEVICE_INDICES) {
+        return 1 + ((int)device.type - 1) * TE_DEVICE_INDICES + device.index;
     }
     PyErr_Format(PyExc_ValueError, "device (%d, %d) does not exist", (int)device.type,
                  (int)device.index);
@@ -187,9 +188,15 @@ static PyObject *device_object(tepy_state *state, te_device device, int slot)
 {
     PyObject *object;
     if (state->devices[slot] != NULL) return state->devices[slot];
-    object = device.type == TE_DEVICE_CPU
-                 ? PyObject_CallFunction(state->device_type, "s", "cpu")
-                 : PyObject_CallFunction(state->device_type, "si", "cuda", (int)device.index);
+    if (device.type == TE_DEVICE_CPU) {
+        object = PyObject_CallFunction(state->device_type, "s", "cpu");
+    } else if (state->device_names[device.type] == NULL) {
+        object = PyObject_CallFunction(state->device_type, "si", te_device_type_name(device.type),
+                                       (int)device.index);
+    } else {
+        object = PyObject_CallFunction(state->device_type, "Oi", state->device_names[device.type],
+                                       (int)device.index);
+    }
     if (object != NULL) tepy_set(&state->devices[slot], object);
     return object;
 }
@@ -232,6 +239,7 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
 {
     tepy_dl_tensor dl;
     int64_t elements;
+    int32_t type;
     int is_there;
     if (state->exchange->view(tensor, &dl) != 0)
         return tepy_fail_from_current(PyExc_TypeError, site,
@@ -242,9 +250,9 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
                          "torch.empty gave %R without memory (a fake tensor mode is on): trace "
                          "through the registered operators instead",
                          Py_TYPE(tensor));
-    is_there = device.type == TE_DEVICE_CPU
-                   ? dl.device.type == TEPY_DL_CPU || dl.device.type == TEPY_DL_CUDA_HOST
-                   : dl.device.type == TEPY_DL_CUDA && dl.device.index == device.index;
+    type = te_device_type_of_dlpack(dl.device.type);
+    is_there =
+        type == (int32_t)device.type && (type == TE_DEVICE_CPU || dl.device.index == device.index);
     *data = dl.data == NULL ? NULL : (char *)dl.data + dl.byte_offset;
     if (is_there && elements * dl.dtype.bits / 8 >= bytes) return 0;
     return tepy_fail(PyExc_ValueError, site,
@@ -256,10 +264,16 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
 /* ---- what a call is found by ------------------------------------------------------------------
  */
 
-/* Index of a CUDA device, -1 for the CPU. */
+#define NOT_KNOWN (-2)
+
+/* A number of a device: 0 for the CPU, for others what tepy_device_slot gives. NOT_KNOWN: its type
+ * was not added yet. */
 static int number_of(const tepy_dl_device *device)
 {
-    return device->type == TEPY_DL_CUDA ? device->index : -1;
+    const int32_t type = te_device_type_of_dlpack(device->type);
+    if (type <= TE_DEVICE_CPU) return type < 0 ? NOT_KNOWN : 0;
+    if (device->index < 0 || device->index >= TE_DEVICE_INDICES) return NOT_KNOWN;
+    return 1 + (type - 1) * TE_DEVICE_INDICES + device->index;
 }
 
 /* Borrowed: the item of a dict that a place (dict, key) names, or None for None; NULL where there
@@ -329,10 +343,8 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     if (tensors == NULL) return NULL;
     memset(&facts, 0, sizeof facts);
     if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
-        look_at(state, args, tensors, &inp, &facts) == 0 &&
-        (inp.device.type != TEPY_DL_CUDA || inp.device.index >= 0) &&
-        inp.device.type <= TEPY_DL_CUDA_HOST) {
-        int device = number_of(&inp.device);
+        look_at(state, args, tensors, &inp, &facts) == 0 && number_of(&inp.device) != NOT_KNOWN) {
+        const int device = number_of(&inp.device);
         return Py_BuildValue("((iiLLN)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
                              (long long)inp.shape[inp.ndim - 1], (long long)facts.flags,
                              mixed_dtypes(&facts, PyTuple_Size(tensors)), tensors);
@@ -372,7 +384,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     int leading;
     if ((type != state->tensor_type && type != state->parameter_type) ||
         state->exchange->view(tensor, dl) != 0 || dl->ndim < 3 || dl->ndim > 5 ||
-        dl->device.type > TEPY_DL_CUDA_HOST) {
+        number_of(&dl->device) == NOT_KNOWN) {
         return -1;
     }
     flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
