@@ -171,7 +171,7 @@ def _fours(
 
 def _sums_of_squares(losses: Tensor) -> Tensor:
     """Sums of each 16 lines as a tree, i and i + 8, of these i and i + 4, ..; for each line."""
-    sums = losses.reshape(-1, 16, losses.shape[1])
+    sums = losses.reshape(losses.shape[0] // 16, 16, losses.shape[1])
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
@@ -188,15 +188,15 @@ def _round_bf16(values: Tensor) -> Tensor:
 
 def transformed(values: Tensor, hadamard: int) -> Tensor:
     """Groups of 16 rows times H16 / 4, negated by signs first: [rows filled up to 16, columns]."""
-    columns = values.shape[1]
-    v = padded(values, (round_up(values.shape[0], 16), columns))
-    v = _round_bf16(v).reshape(-1, 16, columns) * 0.0625
+    rows, columns = round_up(values.shape[0], 16), values.shape[1]
+    v = _round_bf16(padded(values, (rows, columns))) * 0.0625
+    v = v.reshape(rows // 16, 16, columns)
     if hadamard == _SIGNED:
         v = torch.stack([-v[:, i] if _SIGNS >> i & 1 else v[:, i] for i in range(16)], 1)
     for step in (1, 2, 4, 8):
-        pairs = v.reshape(-1, 8 // step, 2, step, columns)
+        pairs = v.reshape(rows // 16, 8 // step, 2, step, columns)
         v = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
-    return _round_bf16(limited(v.reshape(-1, columns) * 4.0, _LARGEST_BF16))
+    return _round_bf16(limited(v.reshape(rows, columns) * 4.0, _LARGEST_BF16))
 
 
 def largest_transformed(values: Tensor, hadamard: int) -> Tensor:
@@ -243,8 +243,9 @@ def _squares(
     full: Tensor, factors: _Factors, fields: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Largest magnitudes of squares, and `_fours` of these, for each row [rows, groups]."""
-    groups = full.reshape(full.shape[0], full.shape[1] // 16, 16)
-    tops = groups.abs().amax(2).reshape(-1, 16, groups.shape[1]).amax(1)
+    rows, columns = full.shape
+    groups = full.reshape(rows, columns // 16, 16)
+    tops = groups.abs().amax(2).reshape(rows // 16, 16, columns // 16).amax(1)
     tops = tops.repeat_interleave(16, 0)
     return tops, _fours(groups, tops, factors, fields)
 

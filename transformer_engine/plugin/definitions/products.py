@@ -10,6 +10,7 @@ No device multiplies FP8 or FP4 here: operands are multiplied out, and the produ
 that ("emulated.tensor", "emulated.mixed"), besides the product of the fp32 matrices.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.definitions import casts
+from transformer_engine.plugin.definitions import casts, device_type
 from transformer_engine.plugin.definitions.codes import encode, is_fp8
 from transformer_engine.plugin.definitions.scales import largest
 
 _BLOCKS = _core.SCALING_BLOCK_1D, _core.SCALING_BLOCK_2D
 _GROUPS = _core.SCALING_MXFP8, _core.SCALING_NVFP4
+_OF_TENSORS = _core.SCALING_TENSOR, _core.SCALING_NVFP4
 _GELU = 1  # te_epilogue
 
 
@@ -69,38 +71,62 @@ def _matrix(fields: Mapping[str, Any], of: _Operand, raw: bool) -> Tensor:
     return values.t() if of.transposed else values
 
 
-def _count(a: _Operand, b: _Operand, device: torch.device, depth: int, mixed: bool) -> None:
-    """Count what runs, as the CPU backend does where that multiplies operands out."""
-    plain = a.mode == b.mode == _core.SCALING_NONE and not mixed
-    dtypes = (a.data.dtype, b.data.dtype) if plain else (torch.float32, torch.float32)
+def _count(fields: Mapping[str, Any], a: _Operand, b: _Operand, depth: int) -> None:
+    """Count what runs, as backends do that multiply operands out."""
+    mixed, modes = _is_mixed(a, b), (a.mode, b.mode)
+    plain = not mixed and modes == (_core.SCALING_NONE, _core.SCALING_NONE)
     if depth:
-        _core.count_gemm(device.type, *map(_core.dtype_code, dtypes))
-    if mixed:
-        _core.count_mixed()
-    elif not plain:
+        multiplied = (a.data.dtype, b.data.dtype) if plain else (torch.float32, torch.float32)
+        _core.count_gemm(device_type(fields["d"]), *map(_core.dtype_code, multiplied))
+    if not mixed and not plain:
         _core.count_emulated(a.mode)
+    elif mixed or fields["multiplied_out"]:
+        _core.count_mixed()
+
+
+# ---- the operator --------------------------------------------------------------------------------
 
 
 def gemm(fields: Mapping[str, Any]) -> None:
     """d = epilogue(a b + bias), or d += a b, in fp32; what is quantized is multiplied out.
 
-    The product of operands that have one factor each, FP8 with a scale of the tensor and NVFP4, is
-    that of their codes times both factors, as in the C code.
+    Of operands that have one factor each, FP8 with a scale of the tensor and NVFP4, codes are
+    multiplied, and the product by both factors.
     """
-    d, flags = fields["d"], fields
+    d = fields["d"]
     if not d.numel():
         return
     a, b = _operand(fields, "a"), _operand(fields, "b")
-    mixed = _is_mixed(a, b)
-    left, right = _matrix(fields, a, not mixed), _matrix(fields, b, not mixed)
-    depth = min(left.shape[1], right.shape[0])
-    _count(a, b, d.device, depth, mixed or bool(flags["multiplied_out"]))
+    raw = not _is_mixed(a, b)
+    left, right = _matrix(fields, a, raw), _matrix(fields, b, raw)
+    depth = min(left.shape[1], right.shape[0])  # one may be padded further
+    _count(fields, a, b, depth)
     if fields["bias_grad"] is not None:
         fields["bias_grad"].copy_(left.sum(1))
     if fields["accumulate"] and not depth:
         return
     values = torch.matmul(left[:, :depth], right[:depth])
-    factors = [casts.factor(fields, of.prefix, of.by_rows) for of in (a, b)] if not mixed else []
-    if factors and None not in factors:
-        values = values * (factors[0] * factors[1])
-    _finish(fields, values)
+    if raw and a.mode in _OF_TENSORS:
+        factors = (casts.factor(fields, of.prefix, of.by_rows) for of in (a, b))
+        values = values * math.prod(factors)
+    _deliver(values, fields)
+
+
+def _deliver(values: Tensor, fields: Mapping[str, Any]) -> None:
+    """The epilogue of sums [m, n], and where they are wanted."""
+    d, amax = fields["d"], fields["d_amax"]
+    if fields["bias"] is not None:
+        values = values + fields["bias"].to(torch.float32)
+    if fields["aux"] is not None:
+        fields["aux"].copy_(values)
+    if fields["epilogue"] == _GELU:
+        values = torch.nn.functional.gelu(values, approximate="tanh")
+    if fields["accumulate"]:
+        values = values + d.to(torch.float32)
+    if not is_fp8(d.dtype):
+        d.copy_(values)
+        return
+    scale = fields["d_scale"]
+    casts.store(d, encode(values if scale is None else values * scale, d.dtype))
+    if amax is not None:
+        amax.copy_(casts.raised(amax, largest(values)))

@@ -61,7 +61,9 @@ def round_up(size: int, to: int) -> int:
 # ---- scales --------------------------------------------------------------------------------------
 
 
-def scale_of_amax(amax: Tensor, dtype: torch.dtype, fields: Mapping[str, Any], top: float) -> Tensor:
+def scale_of_amax(
+    amax: Tensor, dtype: torch.dtype, fields: Mapping[str, Any], top: float
+) -> Tensor:
     """Largest number of an FP8 dtype / amax, by `amax_epsilon` and `power_2_scale`; Inf is `top`."""
     epsilon = fields["amax_epsilon"]
     amax = torch.where(amax < epsilon, epsilon, amax)
