@@ -407,7 +407,12 @@ def test_fill(dtype, rng):
 
 @pairs(source=HIGH, target=HIGH, layout=tuple(LAYOUTS))
 def test_cast(source, target, layout, rng):
-    for shape, other in (((33, 65), (33, 65)), ((5, 40), (9, 50)), ((9, 50), (5, 40)), ((0, 2),) * 2):
+    for shape, other in (
+        ((33, 65), (33, 65)),
+        ((5, 40), (9, 50)),
+        ((9, 50), (5, 40)),
+        ((0, 2),) * 2,
+    ):
         x = matrix(rng, shape, source, layout)
         check("cast", x, poisoned(other, target, layout))
         check("cast", x.t(), poisoned(other[::-1], target, layout))
