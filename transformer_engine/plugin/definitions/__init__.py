@@ -16,6 +16,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformer_engine import _core
+
 _MODULES = {
     "casts": "quantize dequantize amax transpose fill cast scaling_update",
     "products": "gemm",
@@ -40,3 +42,9 @@ def _run(op: str, fields: Mapping[str, Any]) -> None:
 
     module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
     in_own_dtypes(getattr(module, op))(fields)
+
+
+def device_type(tensor: Any) -> int:
+    """The number of the type of a tensor's device, by which calls are counted."""
+    kind, (dlpack, _) = tensor.device.type, tensor.__dlpack_device__()
+    return _core.add_device_type(kind, int(dlpack), kind)  # one that is there stays as it is
