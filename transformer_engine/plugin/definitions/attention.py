@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.definitions import device_type
 from transformer_engine.plugin.definitions.casts import raised
 from transformer_engine.plugin.definitions.codes import encode
 from transformer_engine.plugin.definitions.layers import drop
@@ -26,6 +27,7 @@ from transformer_engine.plugin.definitions.scores import (
     side_of,
     softmax_gradient,
     weigh,
+    wrong_of,
 )
 from transformer_engine.pytorch.attention.masks import window_mask
 
@@ -93,8 +95,8 @@ def attend(
     weights = _dropped(made.weights, fields)
     output = product(weights if cast is None else cast(weights), v)
     sums = made.log_sums(-INF).masked_fill(limits.outside[..., 0], -INF)
-    output, sums = (_nan_where_wrong(t, queries, keys) for t in (output, sums))
-    return queries.unpad(output), _unpad_sums(sums, queries), top
+    wrong = wrong_of(queries, keys)
+    return queries.unpad(output, wrong), _unpad_sums(sums, queries, wrong), top
 
 
 def _for_each_query(tensor: Tensor, query: Tensor) -> Tensor:
@@ -102,18 +104,10 @@ def _for_each_query(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[2] // max(tensor.shape[1], 1), 1)
 
 
-def _nan_where_wrong(tensor: Tensor, queries: Side, keys: Side) -> Tensor:
-    """NaN of sequences that can not be."""
-    for valid in (queries.valid, keys.valid):
-        if valid is not None:
-            valid = valid.view(-1, *(1,) * (tensor.dim() - 1))
-            tensor = torch.where(valid, tensor, torch.nan)
-    return tensor
-
-
-def _unpad_sums(sums: Tensor, queries: Side) -> Tensor:
+def _unpad_sums(sums: Tensor, queries: Side, wrong: Tensor | None) -> Tensor:
     """[batch, heads, queries], or of packed sequences [1, tokens, heads]."""
-    return sums if queries.rows is None else queries.unpad(sums, -INF)
+    made = queries.unpad(sums, wrong, -INF)
+    return made.transpose(1, 2) if queries.rows is None else made
 
 
 def _pad_sums(sums: Tensor, queries: Side) -> Tensor:
@@ -177,7 +171,7 @@ def _write_scales(target: Tensor, scale: Tensor) -> None:
 
 def _count(fields: Mapping[str, Any], backward: int) -> None:
     query = fields["query"]
-    _core.count_attention(_core.DEVICE_CPU, _core.dtype_code(query.dtype), backward)
+    _core.count_attention(device_type(query), _core.dtype_code(query.dtype), backward)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -248,8 +242,9 @@ class _Gradient:
             "key": _joined(product(of_scores.transpose(2, 3), self.query), heads),
             "value": _joined(product(self.weights.transpose(2, 3), self.grad), heads),
         }
-        made = {n: _nan_where_wrong(t, self.queries, self.keys) for n, t in made.items()}
-        return {n: (self.queries if n == "query" else self.keys).unpad(t) for n, t in made.items()}
+        sides = {"query": self.queries, "key": self.keys, "value": self.keys}
+        wrong = wrong_of(self.queries, self.keys)
+        return {name: sides[name].unpad(grads, wrong) for name, grads in made.items()}
 
 
 _NO_FACTORS = {"scores": 1.0, "of_weights": 1.0, "mean": 1.0}
@@ -265,8 +260,7 @@ def attention_backward(fields: Mapping[str, Any]) -> None:
     for name, made in call.gradients().items():
         _write(fields[f"grad_{name}"], made)
     if fields["grad_bias"] is not None:
-        of_bias = _nan_where_wrong(call.of_biased, call.queries, call.keys)
-        fields["grad_bias"].copy_(of_bias.sum_to_size(fields["grad_bias"].shape))
+        fields["grad_bias"].copy_(call.of_biased.sum_to_size(fields["grad_bias"].shape))
     if fields["grad_sink"] is not None:
         fields["grad_sink"].copy_(call.of_sink)
 

@@ -80,20 +80,33 @@ class Side(NamedTuple):
     lengths: Tensor  # [batch] int64
     longest: int
     tokens: int  # of the tensors
-    rows: Tensor | None  # of packed sequences, as `Sequences.token_rows` has them
-    valid: Tensor | None  # [batch]: lengths and places that can be; None: all
+    valid: Tensor | None = None  # [batch]: lengths and places that can be; None: all
+    rows: Tensor | None = None  # of packed sequences, as `Sequences.token_rows` has them
+    first: Tensor | None = None  # the token with which each packed sequence begins, int64
 
     def pad(self, tensor: Tensor) -> Tensor:
         """[batch, length, heads, ..] or packed [1, tokens, heads, ..] as [batch, heads, ..]."""
         tensor = tensor if self.rows is None else to_padded(tensor[0], self.rows)
         return tensor.transpose(1, 2)
 
-    def unpad(self, tensor: Tensor, fill: float = 0.0) -> Tensor:
-        """And back; `fill` for packed tokens of no sequence."""
+    def unpad(self, tensor: Tensor, wrong: Tensor | None, fill: float = 0.0) -> Tensor:
+        """And back: NaN of the sequences that are `wrong`; `fill` of tokens of no sequence."""
         tensor = tensor.transpose(1, 2)
-        if self.rows is None:
+        if self.rows is not None:
+            tensor = to_packed(tensor, self.rows, self.tokens, fill)[None]
+        if wrong is None:
             return tensor
-        return to_packed(tensor, self.rows, self.tokens, fill)[None]
+        spoilt = self._tokens_of(wrong)
+        spoilt = spoilt.view(*spoilt.shape, *(1,) * (tensor.dim() - 2))
+        return torch.where(spoilt, torch.nan, tensor)
+
+    def _tokens_of(self, sequences: Tensor) -> Tensor:
+        """Which tokens are of these sequences: [batch, 1], or [1, tokens] of packed ones."""
+        if self.first is None:
+            return sequences[:, None]
+        token, first = torch.arange(self.tokens, device=self.first.device), self.first[:, None]
+        own = (token >= first) & (token < first + self.lengths[:, None])
+        return (own & sequences[:, None]).any(0)[None]
 
 
 def side_of(fields: Mapping[str, Any], name: str, tensor: Tensor) -> Side:
@@ -104,12 +117,18 @@ def side_of(fields: Mapping[str, Any], name: str, tensor: Tensor) -> Side:
         longest = fields["max_queries" if name == "query" else "max_keys"]
         sequences = Sequences(offsets, lengths, longest)
         counts, rows = sequences.token_counts().long(), sequences.token_rows(tokens)
-        return Side(counts, longest, tokens, rows, sequences.valid(tokens))
+        valid = sequences.valid(tokens)
+        return Side(counts, longest, tokens, valid, rows, offsets[:-1].long())
     if lengths is None:
-        full = torch.full((batch,), tokens, device=tensor.device)
-        return Side(full, tokens, tokens, None, None)
+        return Side(torch.full((batch,), tokens, device=tensor.device), tokens, tokens)
     valid = (lengths >= 0) & (lengths <= tokens)
-    return Side(lengths.long(), tokens, tokens, None, valid)
+    return Side(lengths.long(), tokens, tokens, valid)
+
+
+def wrong_of(queries: Side, keys: Side) -> Tensor | None:
+    """Which sequences can not be, [batch]; None: none."""
+    found = [~side.valid for side in (queries, keys) if side.valid is not None]
+    return torch.stack(found).any(0) if found else None
 
 
 # ---- scores --------------------------------------------------------------------------------------
