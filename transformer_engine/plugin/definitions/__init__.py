@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators of the C library compute, in plain torch, on any device that torch has.
+
+For a device that has no kernels of ours: `functions` gives what `_core.register_backend` takes.
+They are slow, and follow the arithmetic of the CPU: casts, scales and copies have its bits, sums
+may be made in another order. Codes are made of integers, for not every device converts to FP8.
+Nothing is read back to the host but where a function says so.
+
+A function gets the fields of a call by name, as `_core.op_fields` lists them (tensors over the
+memory of the call, None where absent, numbers), and writes to those. The arguments were checked.
+Importing this package imports no torch: a module is imported when one of its functions is called.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformer_engine import _core
+
+_MODULES = {
+    "casts": "quantize dequantize amax transpose fill cast scaling_update",
+    "products": "gemm",
+    "layers": "norm norm_backward activation activation_backward softcap dropout_add "
+    "dropout_backward",
+    "attention": "softmax softmax_backward attention attention_backward",
+    "rope": "rope",
+    "caches": "cache_append cache_gather",
+}
+
+DEFINITIONS: dict[str, str] = {op: module for module, ops in _MODULES.items() for op in ops.split()}
+"""By operator the module of this package that has a function of its name."""
+
+
+def functions() -> dict[str, Callable[[Mapping[str, Any]], None]]:
+    """By operator a function of the fields of a call, in which no autocast of torch counts."""
+    return {op: functools.partial(_run, op) for op in DEFINITIONS}
+
+
+def _run(op: str, fields: Mapping[str, Any]) -> None:
+    from transformer_engine.pytorch.torchside.modes import in_own_dtypes
+
+    module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
+    in_own_dtypes(getattr(module, op))(fields)
+
+
+def device_type(tensor: Any) -> int:
+    """The number of the type of a tensor's device, by which calls are counted."""
+    kind, (dlpack, _) = tensor.device.type, tensor.__dlpack_device__()
+    return _core.add_device_type(kind, int(dlpack), kind)  # one that is there stays as it is
