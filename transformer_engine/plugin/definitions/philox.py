@@ -33,7 +33,9 @@ def words(rng: Tensor, first: int, count: int) -> Tensor:
     zeros = torch.zeros_like(low)
     c = low & _WORD, high, zeros, zeros
     for step in range(_ROUNDS):
-        keys = [k + step * n & _WORD for k, n in zip((seed_low, seed_high), _KEY_STEPS, strict=True)]
+        keys = [
+            k + step * n & _WORD for k, n in zip((seed_low, seed_high), _KEY_STEPS, strict=True)
+        ]
         (high0, low0), (high1, low1) = (_product(m, c[2 * i]) for i, m in enumerate(_MULTIPLIERS))
         c = high1 ^ c[1] ^ keys[0], low1, high0 ^ c[3] ^ keys[1], low0
     return torch.stack(c, -1).flatten()[first % 4 :][:count]

@@ -372,19 +372,33 @@ def rotate_by_torch(t: Tensor, freqs: Tensor, positions: Positions) -> Tensor:
     else:
         angles = freqs[at.to(freqs.device), 0]
     wide = torch.promote_types(t.dtype, torch.float32)
-    angles = angles.to(t.device, wide)  # [.., 1, channels]
-    rotated, rest = t.split([freqs.shape[3], t.shape[-1] - freqs.shape[3]], -1)
-    values = rotated.to(wide)
-    if positions.interleaved:
-        pairs = values.unflatten(-1, (-1, 2))
-        partners = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+    made = turn(t, angles.to(t.device, wide), positions.interleaved)
+    return made if inside is None else torch.where(inside[:, None, None], made, t)
+
+
+def turn(t: Tensor, angles: Tensor, interleaved: bool, backward: bool = False) -> Tensor:
+    """Compute t cos + rot(t) sin over the first channels, in the dtype of the angles.
+
+    `angles` broadcast to [.., rotated channels]; the other channels are passed on. `backward`: the
+    transposed map, of gradients.
+    """
+    rotary = angles.shape[-1]
+    rotated, rest = t.split([rotary, t.shape[-1] - rotary], -1)
+    values, sines = rotated.to(angles.dtype), angles.sin()
+    if backward:
+        turned = values * angles.cos() - _partners(values * sines, interleaved)
     else:
-        first, second = values.chunk(2, -1)
-        partners = torch.cat((-second, first), -1)
-    values = (values * angles.cos() + partners * angles.sin()).to(t.dtype)
-    if inside is not None:
-        values = torch.where(inside[:, None, None], values, rotated)
-    return torch.cat((values, rest), -1)
+        turned = values * angles.cos() + _partners(values, interleaved) * sines
+    return torch.cat((turned.to(t.dtype), rest), -1)
+
+
+def _partners(values: Tensor, interleaved: bool) -> Tensor:
+    """(-second half, first half), or pairs (-odd, even)."""
+    if interleaved:
+        pairs = values.unflatten(-1, (-1, 2))
+        return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
+    half = values.shape[-1] // 2
+    return torch.cat((-values[..., half:], values[..., :half]), -1)
 
 
 # ---- application ---------------------------------------------------------------------------------

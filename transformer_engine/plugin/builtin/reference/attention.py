@@ -15,68 +15,10 @@ from transformer_engine.plugin.attention_kinds import in_format
 from transformer_engine.plugin.builtin import ROPE, attention as native
 from transformer_engine.plugin.builtin.signatures import define, operator
 from transformer_engine.plugin.core.ops import qkv_format_name
-from transformer_engine.pytorch.attention.masks import alibi_bias, padding_mask, window_mask
-from transformer_engine.pytorch.attention.problem import Sequences, to_packed, to_padded
+from transformer_engine.plugin.definitions.attention import attend
 from transformer_engine.pytorch.attention.rope import Positions, rotate_by_torch
 from transformer_engine.pytorch.cpp_extensions.values import exact, quantized, refuse
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
-
-
-def _padded(fields: dict[str, Any], of: str, *tensors: Tensor) -> tuple:
-    """Lengths of sequences, rows of packed ones (else None), and tensors [sequences, longest, ..].
-
-    `of` "query" or "key", by the fields of `_core.attention`.
-    """
-    offsets, lengths = fields.get(f"{of}_offsets"), fields.get(f"{of}_lengths")
-    batch, longest = tensors[0].shape[:2]
-    if offsets is None:
-        full = torch.full((batch,), longest, device=tensors[0].device)
-        return full if lengths is None else lengths, None, tensors
-    bound = fields["max_queries" if of == "query" else "max_keys"]
-    sequences = Sequences(offsets, lengths, bound)
-    rows = sequences.token_rows(longest)
-    return sequences.token_counts(), rows, [to_padded(t[0], rows) for t in tensors]
-
-
-def attend(
-    fields: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, logarithms of sums, largest scores [heads]) of a call of `_core.attention`.
-
-    Tensors are [batch, length, heads, channels], or packed [1, tokens, heads, channels], as the
-    output is; the sums are [batch, heads, length], or packed [1, tokens, heads], -Inf where no key
-    is attended.
-    """
-    of_queries, rows, (q,) = _padded(fields, "query", query)
-    of_keys, _, both = _padded(fields, "key", key, value)
-    groups = query.shape[2] // key.shape[2]
-    q, (k, v) = q.transpose(1, 2), (t.transpose(1, 2).repeat_interleave(groups, 1) for t in both)
-    queries, keys = q.shape[2], k.shape[2]
-    shift = (of_keys - of_queries).view(-1, 1, 1, 1) * fields["bottom_right"]
-    outside = padding_mask(of_queries, queries).transpose(2, 3)
-    masked = outside | padding_mask(of_keys, keys)
-    window = window_mask((fields["window_left"], fields["window_right"]), shift, queries, keys)
-    masked = masked if window is None else masked | window
-    scores = fields["scale"] * (q @ k.transpose(2, 3))
-    if "bias" in fields:
-        scores = scores + fields["bias"][..., :queries, :keys].to(q.dtype)
-    if "slopes" in fields:
-        scores = scores + alibi_bias(fields["slopes"], queries, keys, shift)
-    scores = joined = scores.masked_fill(masked, -torch.inf)
-    top = q.new_full(q.shape[1:2], -torch.inf)
-    top = scores.detach().amax((0, 2, 3)) if scores.numel() else top
-    if "sink" in fields:
-        sink = fields["sink"].to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        joined = torch.cat((scores, sink), -1)
-    sums = joined.logsumexp(-1)
-    weights = (scores - sums.masked_fill(sums == -torch.inf, 0)[..., None]).exp()
-    out = (torch.where(masked, 0.0, weights) @ v).transpose(1, 2)
-    sums = sums.masked_fill(outside[..., 0], -torch.inf)
-    if rows is None:
-        return out, sums, top
-    out = to_packed(out, rows, query.shape[1])[None]
-    sums = to_packed(sums.transpose(1, 2), rows, query.shape[1], -torch.inf)[None]
-    return out, sums, top
 
 
 @in_own_dtypes

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations, norms, softmax, dropout and products; see `builtin.layers`.
 
-Gradients of activations are autograd's. The mask of dropout is bool, of the shape of the input:
-True is kept.
+The mask of dropout is bool, of the shape of the input: True is kept.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from transformer_engine import _core
 from transformer_engine.plugin.builtin import layers as native
 from transformer_engine.plugin.builtin.signatures import define, operator
+from transformer_engine.plugin.definitions.layers import (
+    activate,
+    activation_gradient,
+    norm_gradient,
+    norm_statistics,
+    normalized,
+)
+from transformer_engine.plugin.definitions.scores import softmax_gradient, weigh
 from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.values import (
     checked,
@@ -25,47 +31,19 @@ from transformer_engine.pytorch.cpp_extensions.values import (
 )
 from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
-FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": torch.relu,
-    "srelu": lambda x: torch.relu(x).square(),
-    "silu": functional.silu,
-}
-"""Activations of one argument, by name."""
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "glu": torch.sigmoid,
-    "geglu": FORMULAS["gelu"],
-    "qgeglu": FORMULAS["qgelu"],
-    "reglu": FORMULAS["relu"],
-    "sreglu": FORMULAS["srelu"],
-    "swiglu": FORMULAS["silu"],
-}
-"""Functions of the first half of the columns, of gated activations."""
 
-
-def activate(kind: str, call: Any, x: Tensor) -> Tensor:
-    """The activation of a call, in the dtype of `x`."""
-    if kind in FORMULAS:
-        return FORMULAS[kind](x)
-    first, second = x.chunk(2, -1)
-    if kind in GATED:
-        return GATED[kind](first) * second
-    first, second = first.clamp(max=call.limit), second.clamp(-call.limit, call.limit)
-    return first * torch.sigmoid(call.alpha * first) * (second + 1)
+def _numbers(kind: str, call: Any) -> dict[str, float]:
+    return {"limit": call.limit, "alpha": call.alpha} if kind == "clamped_swiglu" else {}
 
 
 def _activated(op: str, kind: str, call: Any) -> Any:
-    made = activate(kind, call, exact(op, "input", call.input))
+    made = activate(kind, exact(op, "input", call.input), **_numbers(kind, call))
     return quantized(op, made.to(call.input.dtype), call.quantizer)
 
 
 def _activation_gradient(op: str, kind: str, call: Any) -> Any:
-    x = checked(op, "fwd_input", call.fwd_input).double()  # powers of large values are finite
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        out = activate(kind, call, x)
-    (made,) = torch.autograd.grad(out, x, checked(op, "grad", call.grad).double())
+    x, grad = exact(op, "fwd_input", call.fwd_input), exact(op, "grad", call.grad)
+    made = activation_gradient(kind, x, grad, **_numbers(kind, call))
     cast = quantized(op, made.to(call.fwd_input.dtype), call.quantizer)
     if not op.startswith("dbias_"):
         return cast
@@ -78,14 +56,15 @@ native.define_activations(globals(), _activated, _activation_gradient)
 # ---- norms ---------------------------------------------------------------------------------------
 
 
+def _kind(op: str) -> int:
+    return _core.NORM_LAYERNORM if op.startswith("layernorm") else _core.NORM_RMSNORM
+
+
 def _normed(op: str, call: Any) -> tuple[Any, Tensor | None, Tensor]:
     """(y, mu or None, rsigma) of rows, less their means in a layernorm."""
-    centred, mu = exact(op, "input", call.input), None
-    if op == "layernorm_fwd":
-        mu = centred.mean(-1, keepdim=True)
-        centred = centred - mu
-    rsigma = (centred.square().mean(-1, keepdim=True) + call.eps).rsqrt()
-    y = centred * rsigma * (exact(op, "weight", call.weight) + call.zero_centered_gamma)
+    x = exact(op, "input", call.input)
+    mu, rsigma = norm_statistics(_kind(op), x, call.eps)
+    y = normalized(x, mu, rsigma) * (exact(op, "weight", call.weight) + call.zero_centered_gamma)
     bias = getattr(call, "bias", None)
     y = y if bias is None else y + exact(op, "bias", bias)
     y = quantized(op, y.to(torch_dtype(op, "otype", call.otype)), call.quantizer, call.ln_out)
@@ -94,17 +73,15 @@ def _normed(op: str, call: Any) -> tuple[Any, Tensor | None, Tensor]:
 
 def _norm_gradient(op: str, call: Any) -> tuple[Tensor, ...]:
     """(dx with what is added to it, gradients of gamma, of beta in a layernorm)."""
-    rows, layernorm = (*call.x.shape[:-1], 1), op == "layernorm_bwd"
+    rows, kind, mu = (*call.x.shape[:-1], 1), _kind(op), None
     grad = exact(op, "dy", call.dz if op == "rmsnorm_bwd_add" else call.dy)
-    centred, rsigma = exact(op, "x", call.x), exact(op, "rsigma", call.rsigma).view(rows)
-    if layernorm:
-        centred = centred - exact(op, "mu", call.mu).view(rows)
-    normed = centred * rsigma
-    through = grad * (exact(op, "gamma", call.gamma) + call.zero_centered_gamma)
-    dx = through - normed * (through * normed).mean(-1, keepdim=True)
-    dx = rsigma * (dx - through.mean(-1, keepdim=True) if layernorm else dx)
+    if kind == _core.NORM_LAYERNORM:
+        mu = exact(op, "mu", call.mu).view(rows)
+    weight = exact(op, "gamma", call.gamma) + call.zero_centered_gamma
+    statistics = mu, exact(op, "rsigma", call.rsigma).view(rows)
+    dx, of_gamma = norm_gradient(kind, grad, exact(op, "x", call.x), weight, statistics)
     dx = dx + exact(op, "add", call.add) if op == "rmsnorm_bwd_add" else dx
-    of_factors = grad * normed, *((grad,) if layernorm else ())
+    of_factors = of_gamma, *((grad,) if mu is not None else ())
     sums = [each.reshape(-1, call.x.shape[-1]).sum(0).to(call.gamma.dtype) for each in of_factors]
     return dx.to(call.x.dtype), *sums
 
@@ -126,14 +103,13 @@ def _softmax(op: str, call: Any) -> Tensor:
     elif op != "scaled_softmax_forward":  # keys behind the query: the last of both go together
         masked = (~masked).triu(keys - queries + 1)
     scores = (exact(op, "input", call.input) * call.scale).masked_fill(masked, -torch.inf)
-    nothing = masked.expand_as(scores).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0).to(call.input.dtype)
+    return weigh(scores).weights.to(call.input.dtype)
 
 
 def _softmax_gradient(op: str, call: Any) -> Tensor:
     """Compute scale * p * (dp - sum of dp * p over the last dim), whatever was masked."""
     p, grad = exact(op, "softmax_output", call.softmax_output), exact(op, "", call.output_grad)
-    made = call.scale * p * (grad - (grad * p).sum(-1, keepdim=True))
+    made, _ = softmax_gradient(p, grad, call.scale)
     return made.to(call.softmax_output.dtype)
 
 
@@ -195,17 +171,15 @@ def generic_gemm(call: Any) -> tuple[Any, Tensor | None, Tensor | None, Tensor |
     before = sums = None
     if call.gelu and call.grad:
         before = gelu_in
-        x = exact(op, "gelu_in", gelu_in).view(total.shape).requires_grad_()
-        with torch.enable_grad():
-            through = FORMULAS["gelu"](x)
-        (total,) = torch.autograd.grad(through, x, total)
+        x = exact(op, "gelu_in", gelu_in).view(total.shape)
+        total = activation_gradient("gelu", x, total)
         sums = total.flatten(0, -2).sum(0) if wanted else None
     elif call.gelu:
         before = total.to(dtype)
         if gelu_in is not None:
             gelu_in.detach().copy_(before.view(gelu_in.shape))
             before = gelu_in
-        total = FORMULAS["gelu"](total)
+        total = activate("gelu", total)
     elif call.grad and wanted:
         sums = left.flatten(0, -2).sum(1)
     sums = None if sums is None else sums.to(bias.dtype)
