@@ -185,7 +185,7 @@ def test_fp8_output(d, recorded, rng):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "e4m3"])
 def test_no_depth(kind, rng):
-    """d = bias, or stays; sums of nothing are 0; and what is counted is counted by the C code."""
+    """The bias alone is written, or nothing; sums of nothing are 0."""
     product = Product(rng, (kind, kind), (5, 16, 0))
     d = F32 if kind == "e4m3" else PLAIN[kind]
     bias, before = product.bias(d), normal(rng, product.shape, d)
