@@ -269,11 +269,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_", set_to_nothing);
 }
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+} // namespace npu
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &npu::no_fused_attention)
+}
+
+namespace at::autocast { // torch's macros name its members
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFallthrough());
+}
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-    using namespace at::autocast; // the macros name its members
-    using at::Scalar, at::ScalarType, at::TensorList;
 #define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FP32_OF_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
@@ -285,8 +293,4 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
     AT_FORALL_PROMOTE(WIDEST)
 }
 
-} // namespace npu
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &npu::no_fused_attention)
-}
+} // namespace at::autocast
