@@ -42,6 +42,11 @@ def register():
     _register_with_dynamo()
 
 
+def is_registered():
+    """Whether `register` has been called in this process."""
+    return _native is not None
+
+
 def _register_with_dynamo():
     from torch._dynamo import device_interface
 
