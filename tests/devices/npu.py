@@ -39,7 +39,6 @@ def register():
     default_generators = tuple(native.default_generator(n) for n in range(device_count()))
     torch._register_device_module("npu", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    _register_with_dynamo()
 
 
 def is_registered():
@@ -47,7 +46,11 @@ def is_registered():
     return _native is not None
 
 
-def _register_with_dynamo():
+def register_with_compiler():
+    """Tell torch.compile of the device's streams, as vendors do; torch._dynamo takes 2 s to import.
+
+    Graphs without streams need none of it.
+    """
     from torch._dynamo import device_interface
 
     here = sys.modules[__name__]

@@ -201,7 +201,7 @@ class Group final : public c10d::Backend {
         for (size_t number = 0; number < inputs.size(); number++) {
             parts.push_back(_reduce_scatter_base(outputs.at(number), inputs[number], options));
         }
-        return all_of(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(parts), outputs);
+        return all_of(OpType::COALESCED, std::move(parts), outputs);
     }
 
     // ---- what only moves ----
@@ -262,8 +262,9 @@ class Group final : public c10d::Backend {
         auto copies = bytes_of(inputs), rooms = room_for(outputs);
         auto from = counts(copies), to = counts(rooms);
         auto copy = at::cat(copies), room = at::cat(rooms);
+        const auto found = room.split_with_sizes(to);
         auto part = gloo_->alltoall_base(room, copy, to, from, options);
-        return begun(OpType::ALLTOALL, std::move(part), outputs, room.split_with_sizes(to));
+        return begun(OpType::ALLTOALL, std::move(part), outputs, found);
     }
     intrusive_ptr<Work> send(Tensors &tensors, int target, int tag) override {
         auto copies = bytes_of(tensors);
