@@ -253,6 +253,25 @@ def test_a_repetition_runs_the_graph_of_its_forward(device, prefer):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_thread_that_was_in_no_graph_runs_those_of_others(device):
+    """A backward on CUDA runs on such a thread; one that is in a scope has a graph of its own."""
+    module, x = made("RMSNorm", device), data(device)
+    Recorded().register()
+    compiled = torch.compile(module, fullgraph=True)
+    compiled(x)
+    torch._dynamo.utils.counters.clear()
+
+    def run(prefer):
+        with plugin.with_preference(prefer) if prefer else contextlib.nullcontext():
+            compiled(x)
+
+    for prefer, graphs in ((None, 0), ("vendor", 1)):
+        thread = threading.Thread(target=run, args=(prefer,))
+        thread.start()
+        thread.join()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 def test_registered_between_forward_and_backward(device):
     """Where nobody was obeyed: the manager itself is younger than the forward."""
     _core.obey(None)

@@ -143,8 +143,21 @@ def _name_in_graph(generation: str, scope: str) -> str:
 IN_FORCE = -1
 """In place of a number: whatever is in force for the thread."""
 
-_LABELS = threading.local()
-"""``scope``: which scope of policies the thread is in, for the conditions of graphs."""
+
+class _Labels(threading.local):
+    """``scope``: which scope of policies the thread is in, for the conditions of graphs.
+
+    Each thread makes its own at the first look, a thread of torch that runs a backward, too.
+    """
+
+    read = False  # by a graph; until then no thread needs one
+
+    def __init__(self) -> None:
+        if _Labels.read:
+            _core.label_scopes(self)
+
+
+_LABELS = _Labels()
 _KEPT: dict[int, Any] = {}
 """Scopes of the selections that graphs have been traced with, by number."""
 
@@ -152,6 +165,7 @@ _KEPT: dict[int, Any] = {}
 @constant_in_graphs
 def _find_first() -> None:
     """Let plug-ins be found, and this thread show its scope."""
+    _Labels.read = True
     _core.label_scopes(_LABELS)
     _core.selected()
 
