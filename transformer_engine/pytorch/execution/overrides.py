@@ -19,6 +19,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION
+from transformer_engine.pytorch.torchside.device import add_type
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 _POLICY = (
@@ -63,6 +64,32 @@ def find() -> None:
 
 
 _core.find_selections(find)
+
+
+_MEETING = threading.Lock()
+_LAST = -(2**31)
+"""Priority of what is asked after all others."""
+
+
+def _meet(tensor: Any, dlpack: int) -> None:
+    """Make a type of device known: what nobody else runs there, definitions in torch run.
+
+    Torch built for ROCm says "cuda" of a device on which no CUDA kernel runs.
+    """
+    kind = tensor.device.type
+    name = "rocm" if kind == "cuda" else kind
+    with _MEETING:
+        if kind in _MET:
+            return
+        definitions = importlib.import_module("transformer_engine.plugin.definitions")
+        number = add_type(name, dlpack, kind)
+        _core.register_backend(f"{name}.reference.torch", number, _LAST, definitions.functions())
+        _MET.add(kind)
+
+
+_MET: set[str] = set()
+"""Types of devices that were made known."""
+_core.meet_devices(_meet)
 
 
 def replace_operators() -> None:

@@ -77,6 +77,16 @@ def add_type(name: str, dlpack: int, torch_name: str) -> int:
     return number
 
 
+def number_of_type(device_type: str) -> int:
+    """Number of a type of device in the C library; ValueError for one that it has not met."""
+    return _TYPES.index(device_type)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether this library has kernels for a device; else operators are others' there."""
+    return device.type == "cpu" or on_cuda(device)
+
+
 def type_of_number(number: int) -> str:
     """Type of a device by the number that it has in the facts of `_core.tensors_of_call`."""
     return _TYPES[(number - 1) // _INDICES + 1]
