@@ -16,8 +16,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformer_engine import _core
-
 _MODULES = {
     "casts": "quantize dequantize amax transpose fill cast scaling_update",
     "products": "gemm",

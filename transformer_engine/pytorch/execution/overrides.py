@@ -19,7 +19,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION
-from transformer_engine.pytorch.torchside.device import add_type
+from transformer_engine.pytorch.torchside.device import add_type, type_name
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 _POLICY = (
@@ -74,10 +74,9 @@ _LAST = -(2**31)
 def _meet(tensor: Any, dlpack: int) -> None:
     """Make a type of device known: what nobody else runs there, definitions in torch run.
 
-    Torch built for ROCm says "cuda" of a device on which no CUDA kernel runs.
+    `dlpack` is as of `_core.meet_devices`.
     """
-    kind = tensor.device.type
-    name = "rocm" if kind == "cuda" else kind
+    kind, name = tensor.device.type, type_name(tensor.device)
     with _MEETING:
         if kind in _MET:
             return

@@ -51,9 +51,14 @@ def has_streams(device_type: str) -> bool:
     return module is not None and all(hasattr(module, name) for name in names)
 
 
+def type_name(device: torch.device) -> str:
+    """Type of a device as the C library names it: "rocm" where torch says "cuda" of AMD's."""
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
 def on_cuda(device: torch.device) -> bool:
-    """Return whether CUDA kernels of this library run there: not where torch is built for ROCm."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Return whether CUDA kernels of this library run there."""
+    return type_name(device) == "cuda"
 
 
 def get_device_compute_capability() -> tuple[int, int]:
