@@ -92,9 +92,9 @@ def rows(machine: Machine, name: str, turns: int, calls: int) -> list[dict]:
     made = []
     for way, seconds in found.items():
         figure = Figure.of(seconds).scaled(1e3)
-        of_eager = ratio(seconds, found["eager"]).median
-        made.append({"recipe": name, "way": way, "ratio": of_eager}
-                    | {"ms": figure["median"], "low": figure["low"], "high": figure["high"]})  # fmt: skip
+        row = {"recipe": name, "way": way, "ms": figure["median"]}
+        row |= {"low": figure["low"], "high": figure["high"]}
+        made.append({**row, "ratio": ratio(seconds, found["eager"]).median})
     return made
 
 
