@@ -4,10 +4,11 @@
 import contextlib
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from buffers import FP8, HIGH, LAYOUTS, Poisoned, every_value, floats, laid_out, normal
+from buffers import FP8, HIGH, LAYOUTS, Poisoned, every_value, floats, laid_out
 from comparators import assert_bits, assert_within
 from definitions import assert_defined, by_definition
 from fp8_output import USAGES
@@ -251,6 +252,24 @@ def test_groups_of_nothing_and_of_one_kind(name, rng):
     x = torch.full((32, 64), torch.finfo(F32).max)
     x[::3] *= -0.75
     check("quantize", x, **micro_call(rng, x, name))
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_sums_of_errors_have_one_order(square, rng):
+    """Thirds that lose as much with 4 as with 6, but for what sums are rounded to."""
+    lines = rng.integers(-24, 25, (4000, 16))
+    lines[:, 0] = 24  # becomes 6 in steps of 4, and 4 in steps of 6
+    losses = (
+        np.abs(lines - step * (lines / step).astype(ml_dtypes.float4_e2m1fn).astype(float))
+        for step in (4, 6)
+    )
+    more = np.subtract(*losses).sum(1)
+    drawn = rng.integers(0, len(lines), (20000, 16 if square else 1))
+    even = lines[drawn[more[drawn].sum(1) == 0]]  # [groups, lines of each, 16]
+    assert len(even) > 100
+    x = torch.from_numpy(np.concatenate(even, 1)).float() / 3
+    fields = forms(MICRO["nvfp4"], x.shape, "cpu") | {"partials": partials(x)}
+    check("quantize", x, **fields, four_over_six=1, scales_to_256=1, square=int(square))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
