@@ -16,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from devices import process as npu_process
 
 import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
 from transformer_engine import _core
@@ -80,7 +81,7 @@ def pytest_collection_finish():
 
 def left_out(config):
     """Marks whose tests this run leaves out, with the reason: those that `-m` does not name."""
-    reasons = {mark: missing(mark) for mark in ("gpu", "multigpu")}
+    reasons = {mark: missing(mark) for mark in ("gpu", "multigpu", "npu")}
     reasons["nightly"] = None if config.getoption("nightly") else "--nightly runs them"
     named = re.findall(r"\w+", config.getoption("markexpr"))
     return {mark: reason for mark, reason in reasons.items() if reason and mark not in named}
@@ -89,6 +90,8 @@ def left_out(config):
 @functools.cache
 def missing(marker):
     """Say why tests of this mark can not run here; None where they can."""
+    if marker == "npu":
+        return npu_process.missing()
     needed = {"gpu": 1, "multigpu": 2}[marker]
     if not _core.has_cuda():
         return "the extension was built without CUDA"
@@ -96,8 +99,16 @@ def missing(marker):
     return None if found >= needed else f"needs {needed} CUDA device(s), found {found}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Send tests of the device npu to the process that has it."""
+    if item.get_closest_marker("npu") is None or npu_process.is_here() or missing("npu"):
+        return None
+    return npu_process.run(item, nextitem)
+
+
 def pytest_runtest_setup(item):
-    for marker in ("gpu", "multigpu"):
+    for marker in ("gpu", "multigpu", "npu"):
         if item.get_closest_marker(marker) is not None:
             reason = missing(marker)
             if reason is not None:
@@ -130,10 +141,16 @@ def seed(request):
     run = request.config.getoption("seed")
     number = zlib.crc32(f"{run} {request.node.nodeid}".encode())
     print(f"seed {number} (pytest --seed {run})")
-    # Without a GPU torch.manual_seed keeps each seed for one to come, and the stack as text.
-    manual_seed = torch.default_generator.manual_seed if missing("gpu") else torch.manual_seed
-    manual_seed(number)
+    # Without a device torch.manual_seed keeps each seed for one to come, and the stack as text.
+    alone = missing("gpu") and not npu_process.is_here()
+    (torch.default_generator.manual_seed if alone else torch.manual_seed)(number)
     return number
+
+
+@pytest.fixture
+def npu():
+    """The first of two devices of a third party, for tests of the mark `npu`."""
+    return torch.device("npu", 0)
 
 
 @pytest.fixture

@@ -423,8 +423,11 @@ def obey(dispatcher: Dispatcher | None, /) -> None:
 def find_selections(find: Callable[[], Any], /) -> None:
     """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
 
-def meet_devices(meet: Callable[[Tensor], Any], /) -> None:
-    """Call ``meet(tensor)`` for a tensor of a device type that is not known: it may add that."""
+def meet_devices(meet: Callable[[Tensor, int], Any], /) -> None:
+    """Call ``meet(tensor, dlpack)`` for a tensor of a device type that is not known: it may add it.
+
+    `dlpack` is the type's DLDeviceType.
+    """
 
 def add_device_type(name: str, dlpack: int, torch_name: str, /) -> int:
     """Number of a device type, which is added if it is not there.

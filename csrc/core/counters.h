@@ -27,18 +27,10 @@ typedef enum te_fallback {
         TE_FALLBACK_COUNT
 } te_fallback;
 
-/* One GEMM handed to the device's library or kernel, by the dtypes of its operands. */
-void te_count_gemm(te_device_type device, te_dtype a, te_dtype b);
-/* How its operands are scaled, where by rows or tiles. */
+/* How the operands of a GEMM are scaled, where by rows or tiles; beside te_count_gemm. */
 void te_count_scaling(te_device_type device, te_scaling_mode a, te_scaling_mode b);
-/* One attention, or its gradient, by the dtype of the queries. */
-void te_count_attention(te_device_type device, te_dtype dtype, int backward);
 /* One operator run. */
 void te_count_op(te_device_type device, te_op op);
 void te_count_fallback(te_fallback reason);
-/* A GEMM of operands that were multiplied out, having no kernel for this mode. */
-void te_count_emulated(te_scaling_mode mode);
-/* One of operands that were multiplied out, having no kernel that reads both. */
-void te_count_mixed(void);
 
 #endif

@@ -370,6 +370,16 @@ typedef struct te_counter {
 TE_API te_status te_counters_read(te_counter *out, size_t capacity, size_t *count);
 TE_API void te_counters_reset(void);
 
+/* What a backend tells of its GEMMs and attentions, where it hands them to the device: a GEMM by
+ * the dtypes of its operands, */
+TE_API void te_count_gemm(te_device_type device, te_dtype a, te_dtype b);
+/* or, where operands had to be multiplied out, having no kernel for this mode (mixed: none that
+ * reads both), as emulated; */
+TE_API void te_count_emulated(te_scaling_mode mode);
+TE_API void te_count_mixed(void);
+/* an attention, or its gradient, by the dtype of the queries. */
+TE_API void te_count_attention(te_device_type device, te_dtype dtype, int backward);
+
 #include "transformer_engine_plans.h" /* needs all of the above */
 #include "transformer_engine_records.h"
 #include "transformer_engine_updates.h"

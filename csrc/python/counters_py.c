@@ -4,8 +4,6 @@
  */
 #include "python/args.h"
 
-#include "core/counters.h"
-
 PyObject *tepy_counters(PyObject *module, PyObject *unused)
 {
     te_counter *list = NULL;

@@ -268,7 +268,8 @@ def test_close(device, name, rng):
 def test_four_over_six_loses_less(device, square, err_mode, rng):
     """No group loses more than with 6 alone; of 4 / 4 and 3 / 4 of something, some lose less.
 
-    Where there are two ways the scale for 6 is rounded otherwise: a few are the next E4M3 number.
+    Where there are two ways the scale for 6 is rounded otherwise: a few are the next E4M3 number,
+    whether that is used or has lost against the scale for 4.
     """
     x = rng.choice([-1, -0.75, 0.75, 1], (8, 16, 16, 16)) * rng.uniform(1, 2, (8, 1, 16, 1))
     x[:, :, ::2] = rng.standard_normal((8, 16, 8, 16))
@@ -284,9 +285,8 @@ def test_four_over_six_loses_less(device, square, err_mode, rng):
         losses.append(error.reshape(shape).sum((1, 3)))
     plain, chosen = losses
     next_one = (scales[0] - scales[1]).abs() == 1
-    assert next_one.sum() <= 4
     loses_more = chosen > plain * (1 + tol("sum", F32, 256) + 4 * EPS[F32])
-    assert not (loses_more & ~next_one).any()
+    assert (next_one | loses_more).sum() <= 4
     assert (chosen < plain).any()
 
 

@@ -126,7 +126,7 @@ def test_accumulates(kind, ways, rng):
 
 @pytest.mark.parametrize("depth", [8, 24, 40])
 @pytest.mark.parametrize(
-    "kinds", [("bf16", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "row")], ids=str
+    "kinds", [("bf16", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "nvfp4"), ("nvfp4", "row")], ids=str
 )
 def test_padded_apart(kinds, depth, rng):
     """Rows of 16 are filled up in one operand, or in both."""
@@ -185,7 +185,7 @@ def test_fp8_output(d, recorded, rng):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "e4m3"])
 def test_no_depth(kind, rng):
-    """d = bias, or stays; sums of nothing are 0; and what is counted is counted by the C code."""
+    """The bias alone is written, or nothing; sums of nothing are 0."""
     product = Product(rng, (kind, kind), (5, 16, 0))
     d = F32 if kind == "e4m3" else PLAIN[kind]
     bias, before = product.bias(d), normal(rng, product.shape, d)

@@ -217,17 +217,26 @@ class _Repeated(torch.autograd.Function):
         return None, torch.autograd.grad(y, x, grad)[0]
 
 
-def test_a_program_repeats_by_the_policy_of_its_thread(device):
-    """And not by that of the first forward that ever was."""
+@pytest.mark.parametrize("of", ["the process", "a with block"])
+def test_a_program_repeats_by_the_policy_of_its_thread(device, of):
+    """And not by that of the first forward that ever was.
+
+    On CUDA a thread of torch runs the backward, which no ``with`` block is around.
+    """
     module, x = made("RMSNorm", device), data(device).requires_grad_()
     recorded = Recorded().register()
-    with plugin.with_preference("vendor"):
-        _Repeated.apply(module, x).sum().backward()
-    assert recorded.ways == ["forward", "forward", "backward"]
-    recorded.calls.clear()
-    with plugin.with_preference("flagos"):
-        _Repeated.apply(module, x).sum().backward()
-    assert recorded.calls == []
+    for prefer in ("vendor", "flagos"):
+        plugin.set_global_policy(plugin.SelectionPolicy(prefer="flagos"))
+        block = plugin.with_preference(prefer)
+        if of == "the process":
+            plugin.set_global_policy(plugin.SelectionPolicy(prefer=prefer))
+            block = contextlib.nullcontext()
+        with block:
+            _Repeated.apply(module, x).sum().backward()
+        by_vendor = prefer == "vendor"
+        repeated = by_vendor and (of == "the process" or device == "cpu")
+        assert recorded.ways == ["forward"] * by_vendor + ["forward", "backward"] * repeated
+        recorded.calls.clear()
 
 
 @pytest.mark.parametrize("prefer", ["flagos", "vendor"])
@@ -242,6 +251,25 @@ def test_a_repetition_runs_the_graph_of_its_forward(device, prefer):
     for _ in range(2):
         te.checkpoint(compiled, x, use_reentrant=False).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_thread_that_was_in_no_graph_runs_those_of_others(device):
+    """A backward on CUDA runs on such a thread; one that is in a scope has a graph of its own."""
+    module, x = made("RMSNorm", device), data(device)
+    Recorded().register()
+    compiled = torch.compile(module, fullgraph=True)
+    compiled(x)
+    torch._dynamo.utils.counters.clear()
+
+    def run(prefer):
+        with plugin.with_preference(prefer) if prefer else contextlib.nullcontext():
+            compiled(x)
+
+    for prefer, graphs in ((None, 0), ("vendor", 1)):
+        thread = threading.Thread(target=run, args=(prefer,))
+        thread.start()
+        thread.join()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_registered_between_forward_and_backward(device):

@@ -43,6 +43,13 @@ def serve(rank, size, device, folder):
     if device == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
+    if device == "npu":
+        from devices import npu, npu_group
+
+        npu.register()
+        npu_group.register()
+        npu.set_device(rank)
+        backend = "cpu:gloo,npu:npucl"
     store = f"file://{folder}/store"
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group(backend, store, rank=rank, world_size=size, timeout=limit)
@@ -64,7 +71,7 @@ class Ranks:
     Parameters
     ----------
     device : str
-        "cpu" (gloo), or "cuda" (one GPU each, NCCL).
+        "cpu" (gloo), "cuda" (one GPU each, NCCL) or "npu" (one test device each, two at most).
     size : int
         Number of processes.
     """
@@ -85,7 +92,7 @@ class Ranks:
                 waiting[-1].settimeout(LIMIT)
                 arguments = rank, self.size, self.device, folder
                 program = f"from pytorch.ranks import serve\nserve(*{arguments})"
-                fresh = self.device != "cpu"
+                fresh = self.device == "cuda"
                 self._processes.append(processes.start(program, fresh=fresh))
             self._connections = [Connection(one.accept()[0].detach()) for one in waiting]
 

@@ -35,6 +35,10 @@ class LinearFlags(NamedTuple):
         """Those of both."""
         return LinearFlags(*[a | b for a, b in zip(self, other, strict=True)])
 
+    def of_weight(self, bits: int) -> "LinearFlags":
+        """The same with others for the weight: torch 2.11 traces no `_replace` as a constant."""
+        return LinearFlags(self.node, self.input, bits, self.bias, self.output)
+
 
 class LinearSpec(NamedTuple):
     """One linear layer of a call; everything but the number of tokens."""

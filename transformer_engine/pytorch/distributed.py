@@ -21,6 +21,7 @@ from transformer_engine.pytorch.execution.recompute import (
     use_reentrant_activation_recompute as use_reentrant_activation_recompute,
 )
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.torchside.device import accelerator, module_of
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __getattr__, __dir__ = absent.attach(globals())
@@ -34,16 +35,9 @@ symmetric_mem_cache: dict[Any, Any] = {}
 # ---- random states -----------------------------------------------------------------------------
 
 
-def _random_state() -> Tensor:
-    """State of the generator that trackers swap: that of the current CUDA device, or the CPU's."""
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_random_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+def _generator() -> Any:
+    """What has the random state that trackers swap: the accelerator's module, or torch's CPU."""
+    return module_of(accelerator()) or torch.random
 
 
 def _checked_states(what: str, states: Any) -> dict[str, Tensor]:
@@ -60,8 +54,8 @@ class CudaRNGStatesTracker:
     """Random states by name: inside `fork` a named one is in force, and goes on where it was.
 
     So ranks draw equal numbers for what they share and different ones for what they do not. The
-    state is that of the current CUDA device, or of the CPU where there is no CUDA device; on a
-    machine with a GPU, the CPU's generator is left alone.
+    state is that of the current device of the machine's accelerator, or of the CPU where there is
+    none; where there is one, the CPU's generator is left alone.
     """
 
     def __init__(self) -> None:
@@ -93,14 +87,12 @@ class CudaRNGStatesTracker:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
         if name in self.states_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: name {name!r} is there already")
-        before = _random_state()
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
-        self.states_[name] = _random_state()
+        before = _generator().get_rng_state()
+        module = module_of(accelerator())
+        (torch.default_generator if module is None else module).manual_seed(seed)
+        self.states_[name] = _generator().get_rng_state()
         self.seeds_.add(seed)
-        _set_random_state(before)
+        _generator().set_rng_state(before)
 
     def fork(self, name: str = "model-parallel-rng") -> "_Fork":
         """Draw from a named state in a ``with`` block; KeyError where it was not added."""
@@ -127,19 +119,19 @@ class _Fork(Context, contextlib.ContextDecorator):
                 f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(states)}; "
                 "call add(name, seed) first"
             )
-        self._after, self._draws, self._before = None, False, _random_state()
+        self._after, self._draws, self._before = None, False, _generator().get_rng_state()
         self._undo_by(self._give_back)
-        _set_random_state(states[name])
+        _generator().set_rng_state(states[name])
         self._draws = True
 
     def _give_back(self) -> None:
         if self._before is None:
             return
         if self._draws and self._after is None:
-            self._after = _random_state()
+            self._after = _generator().get_rng_state()
         if self._after is not None:
             self._tracker.states_[self._name] = self._after
-        _set_random_state(self._before)
+        _generator().set_rng_state(self._before)
         self._before = None
 
 

@@ -27,6 +27,8 @@ from transformer_engine.pytorch.scaling_state.autocast import (
     get_default_recipe as get_default_recipe,
 )
 from transformer_engine.pytorch.torchside.device import (
+    get_device_compute_capability,
+    is_any_captured,
     is_bf16_available as is_bf16_available,
     is_fp8_available as is_fp8_available,
     is_fp8_block_scaling_available as is_fp8_block_scaling_available,
@@ -59,7 +61,7 @@ def check_recipe_support(recipe: Recipe) -> None:
         raise TypeError(f"recipe: {type(recipe).__name__} object, expected a recipe")
     tiles = recipe.float8_block_scaling() or recipe.float8_row_scaling()
     supported, reason = check_fp8_block_scaling_support() if tiles else check_fp8_support()
-    if torch.cuda.is_available() and not supported:
+    if get_device_compute_capability() != (0, 0) and not supported:
         raise RuntimeError(f"{type(recipe).__name__}: {reason}")
 
 
@@ -245,9 +247,7 @@ class FP8GlobalStateManager(ManagerNames):
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Return whether a CUDA graph is being captured."""
-        if graph.is_graph_capturing():
-            return True
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return graph.is_graph_capturing() or is_any_captured()
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:

@@ -95,6 +95,8 @@ def overrides(implementations: Iterable[Any]) -> tuple:
 _LIBRARY = {f"te_{op}": op for op in _core.op_names()}
 _WITHOUT = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
 """Operators that can express no call of that of the C library which is theirs, and that one."""
+_REFERENCE = frozenset(("reference", "impl:reference.torch"))
+"""Tokens that name definitions, which run operators where this library has no kernels."""
 _ADMIT_OURS = frozenset(("flagos", "default", f"impl:{NATIVE}"))
 """Tokens that name this library's own."""
 UNEXPRESSED = "the operator's arguments do not express it"

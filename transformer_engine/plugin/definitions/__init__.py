@@ -16,8 +16,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformer_engine import _core
-
 _MODULES = {
     "casts": "quantize dequantize amax transpose fill cast scaling_update",
     "products": "gemm",
@@ -32,19 +30,42 @@ DEFINITIONS: dict[str, str] = {op: module for module, ops in _MODULES.items() fo
 """By operator the module of this package that has a function of its name."""
 
 
+ADMITTING = frozenset(("reference", "impl:reference.torch"))
+"""Tokens of policies that name these."""
+
+
 def functions() -> dict[str, Callable[[Mapping[str, Any]], None]]:
-    """By operator a function of the fields of a call, in which no autocast of torch counts."""
+    """By operator a function of the fields of a call, in which no autocast of torch counts.
+
+    It raises NotImplementedError where the policy in force admits no definitions.
+    """
     return {op: functools.partial(_run, op) for op in DEFINITIONS}
 
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
+    from transformer_engine.plugin.core.policy import get_policy
     from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
+    if not admitted(get_policy(), op):
+        tokens = ", ".join(get_policy().get_per_op_order(f"te_{op}") or ())
+        device = next(value.device for value in fields.values() if hasattr(value, "device"))
+        raise NotImplementedError(
+            f"te_{op} on {device}: nobody takes the call. The policy names {tokens}; its "
+            "definition in torch runs where the policy names `reference`, too"
+        )
     module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
     in_own_dtypes(getattr(module, op))(fields)
 
 
+@functools.lru_cache(maxsize=1024)
+def admitted(policy: Any, op: str) -> bool:
+    """Return whether a policy lets an operator of the C library run by its definition."""
+    tokens = policy.get_per_op_order(f"te_{op}")
+    return tokens is None or not ADMITTING.isdisjoint(tokens)
+
+
 def device_type(tensor: Any) -> int:
-    """The number of the type of a tensor's device, by which calls are counted."""
-    kind, (dlpack, _) = tensor.device.type, tensor.__dlpack_device__()
-    return _core.add_device_type(kind, int(dlpack), kind)  # one that is there stays as it is
+    """The number that `_core` has for the type of a tensor's device; calls are counted by it."""
+    from transformer_engine.pytorch.torchside.device import number_of_type
+
+    return number_of_type(tensor.device.type)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.definitions import microscales, scales
 from transformer_engine.plugin.definitions.codes import (
-    LARGEST_F32,
+    at_most_largest,
     encode,
     is_fp8,
     largest_of,
@@ -227,9 +227,8 @@ def scaling_update(fields: Fields) -> None:
     window = live[None] if fields["algo"] == _MOST_RECENT else history
     found = torch.where(window.isnan(), -torch.inf, window).amax(0)
     made = quotient(torch.full_like(found, fields["fp8_max"]), found)
-    made = torch.where(made.isfinite(), made, LARGEST_F32)
     usable = found.isfinite() & (found > 0.0) & ~idle
-    scale.copy_(torch.where(usable, made, scale))
+    scale.copy_(torch.where(usable, at_most_largest(made), scale))
     if len(history) > 1:
         moved = torch.cat((history[2:], live[None]))
         history[1:] = torch.where(idle, history[1:], moved)

@@ -23,14 +23,13 @@ class _Format(NamedTuple):
 
     mantissa: int  # bits of it
     bias: int  # of the exponent
-    largest: float
     last: int  # code of the largest number
     infinity: int | None  # its code
 
 
 _FORMATS = {
-    torch.float8_e4m3fn: _Format(3, 7, 448.0, 0x7E, None),
-    torch.float8_e5m2: _Format(2, 15, 57344.0, 0x7B, 0x7C),
+    torch.float8_e4m3fn: _Format(3, 7, 0x7E, None),
+    torch.float8_e5m2: _Format(2, 15, 0x7B, 0x7C),
 }
 
 
@@ -62,6 +61,11 @@ def limited(values: Tensor, limit: float) -> Tensor:
     return torch.where(values < -limit, -limit, values)
 
 
+def at_most_largest(values: Tensor) -> Tensor:
+    """Numbers beyond the largest one of fp32, Inf included, become that; NaN stays."""
+    return torch.where(values > LARGEST_F32, LARGEST_F32, values)
+
+
 def magnitudes(values: Tensor) -> Tensor:
     """|values|, 0 for NaN."""
     return torch.where(values.isnan(), 0.0, values.abs())
@@ -76,7 +80,7 @@ def encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     shift = 23 - fp8.mantissa
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & _MAGNITUDE
-    clamped = magnitude.clamp(max=_bits_of(fp8.largest))
+    clamped = magnitude.clamp(max=_bits_of(largest_of(dtype)))
     # Subnormal codes are multiples of the last place of numbers from `large` on.
     large = 2.0 ** (24 - fp8.bias - fp8.mantissa)
     small = (clamped.view(torch.float32) + large).view(torch.int32) - _bits_of(large)
@@ -146,7 +150,8 @@ def encode_e2m1(values: Tensor, random: Tensor | None = None) -> Tensor:
         codes = sum(step.to(torch.uint8) for step in steps)
     else:
         codes = sum((x >= number).to(torch.uint8) for number in _NUMBERS)
-        per_step = torch.where(x < 2.0, 2.0, torch.where(x < 4.0, 1.0, 0.5))
+        steps = torch.where(x < 4.0, torch.ones_like(x), 0.5)  # of 1 and 0.5, and of 2 below 2
+        per_step = torch.where(x < 2.0, 2.0, steps)
         up = (codes < 7) & (random < (x - decode_e2m1(codes)) * per_step)
         codes = codes + up.to(torch.uint8)
     codes = codes | torch.signbit(values).to(torch.uint8) << 3

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine import _core
 from transformer_engine.plugin.definitions import philox
 from transformer_engine.plugin.definitions.codes import (
-    LARGEST_F32,
+    at_most_largest,
     decode,
     decode_e2m1,
     decode_e8m0,
@@ -30,7 +29,6 @@ from transformer_engine.plugin.definitions.codes import (
 )
 from transformer_engine.plugin.definitions.scales import (
     dtype_of,
-    largest,
     largest_partial,
     numbers,
     padded,
@@ -52,7 +50,8 @@ def mxfp8(values: Tensor, fields: Mapping[str, Any], top: float) -> dict[str, Te
     (rows, columns), dtype = values.shape, dtype_of(fields)
     high, wide = round_up(rows, 32), round_up(columns, 32)
     tiles = padded(values, (high, wide)).reshape(high // 32, 32, wide // 32, 32)
-    amax_of_row, amax_of_column = (magnitudes(tiles).amax(dim, keepdim=True) for dim in (3, 1))
+    sizes = magnitudes(tiles)
+    amax_of_row, amax_of_column = (sizes.amax(dim, keepdim=True) for dim in (3, 1))
     if fields["square"]:
         shared = amax_of_row.amax(1, keepdim=True)
         amax_of_row, amax_of_column = shared.expand(-1, 32, -1, -1), shared.expand(-1, -1, -1, 32)
@@ -61,8 +60,7 @@ def mxfp8(values: Tensor, fields: Mapping[str, Any], top: float) -> dict[str, Te
         if fields[form] is None:
             continue
         exponents = encode_e8m0(amax, largest_of(dtype), fields["margin"])
-        multiplier = decode_e8m0(torch.where(exponents == 0xFF, exponents, 254 - exponents))
-        codes = encode(tiles * multiplier, dtype).reshape(high, wide)
+        codes = encode(tiles * decode_e8m0(254 - exponents), dtype).reshape(high, wide)
         made[form] = codes[:rows, :columns]
         if form == "row":
             made["row_scales"] = exponents.reshape(high, wide // 32)[:rows]
@@ -86,21 +84,16 @@ def _range_of(fields: Mapping[str, Any], prefix: str = "") -> float:
     return 6.0 * (256.0 if fields[f"{prefix}scales_to_256"] else 448.0)
 
 
-def _at_most_largest(values: Tensor) -> Tensor:
-    """Inf becomes the largest number; NaN stays."""
-    return torch.where(values > LARGEST_F32, LARGEST_F32, values)
-
-
 def _amax_of_form(form: str, values: Tensor, fields: Mapping[str, Any]) -> Tensor:
     """The amax that a form is made with: [1], or of each row [rows]."""
     if form == "row" and fields["row_scaled"]:
         if not values.numel():
-            return torch.zeros(values.shape[0], device=values.device)
-        return _at_most_largest(magnitudes(values).amax(1))
+            return torch.zeros(values.shape[0], dtype=values.dtype, device=values.device)
+        return at_most_largest(magnitudes(values).amax(1))
     partials = fields["partials"]
     if form == "column" and fields["column_partials"] is not None:
         partials = fields["column_partials"]
-    return _at_most_largest(largest_partial(partials))
+    return at_most_largest(largest_partial(partials))
 
 
 class _Factors(NamedTuple):
@@ -114,7 +107,7 @@ class _Factors(NamedTuple):
 def _factors(amax: Tensor, fields: Mapping[str, Any]) -> _Factors:
     of_tensor = _range_of(fields)
     amax = amax[:, None]
-    scale = _at_most_largest(quotient(torch.full_like(amax, of_tensor), amax))
+    scale = at_most_largest(quotient(torch.full_like(amax, of_tensor), amax))
     return _Factors(amax, torch.where(amax == 0.0, 1.0, scale), of_tensor)
 
 
@@ -123,7 +116,7 @@ def _group_scales(tops: Tensor, factors: _Factors, fours: Tensor | None) -> Tens
 
     None: all become 6, which is rounded otherwise than where that is a choice.
     """
-    tops = _at_most_largest(tops)
+    tops = at_most_largest(tops)
     if fours is None:
         sixth = reciprocal(torch.full_like(factors.encode, 6.0))
         return tops * (factors.encode * sixth)
@@ -133,7 +126,7 @@ def _group_scales(tops: Tensor, factors: _Factors, fours: Tensor | None) -> Tens
 
 def _multipliers(factors: _Factors, group_scales: Tensor) -> Tensor:
     """What the values of groups are multiplied by."""
-    return _at_most_largest(reciprocal(group_scales * reciprocal(factors.encode)))
+    return at_most_largest(reciprocal(group_scales * reciprocal(factors.encode)))
 
 
 # ---- NVFP4: four over six ------------------------------------------------------------------------
@@ -197,11 +190,6 @@ def transformed(values: Tensor, hadamard: int) -> Tensor:
         pairs = v.reshape(rows // 16, 8 // step, 2, step, columns)
         v = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
     return _round_bf16(limited(v.reshape(rows, columns) * 4.0, _LARGEST_BF16))
-
-
-def largest_transformed(values: Tensor, hadamard: int) -> Tensor:
-    """The largest magnitude of what the columns are transformed to, [1] fp32."""
-    return largest(transformed(values, hadamard))
 
 
 # ---- NVFP4: casts --------------------------------------------------------------------------------

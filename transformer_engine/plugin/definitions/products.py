@@ -88,7 +88,7 @@ def _count(fields: Mapping[str, Any], a: _Operand, b: _Operand, depth: int) -> N
 
 
 def gemm(fields: Mapping[str, Any]) -> None:
-    """d = epilogue(a b + bias), or d += a b, in fp32; what is quantized is multiplied out.
+    """Write epilogue(a b + bias) to d, or add a b to it; what is quantized is multiplied out.
 
     Of operands that have one factor each, FP8 with a scale of the tensor and NVFP4, codes are
     multiplied, and the product by both factors.

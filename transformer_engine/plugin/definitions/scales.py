@@ -38,7 +38,7 @@ def dtype_of(fields: Mapping[str, Any], prefix: str = "") -> torch.dtype:
 def largest(values: Tensor) -> Tensor:
     """The largest magnitude of a tensor, [1] fp32: NaN is none, 0 of nothing."""
     if not values.numel():
-        return torch.zeros(1, device=values.device)
+        return torch.zeros(1, dtype=values.dtype, device=values.device)
     return magnitudes(values).amax().reshape(1)
 
 
@@ -62,17 +62,26 @@ def round_up(size: int, to: int) -> int:
 
 
 def scale_of_amax(
-    amax: Tensor, dtype: torch.dtype, fields: Mapping[str, Any], top: float
+    amax: Tensor,
+    dtype: torch.dtype,
+    epsilon: float = 0.0,
+    power_2: bool = False,
+    top: float = LARGEST_F32,
 ) -> Tensor:
-    """Largest number of an FP8 dtype / amax, by `amax_epsilon` and `power_2_scale`; Inf is `top`."""
-    epsilon = fields["amax_epsilon"]
+    """The largest number of an FP8 dtype / amax, at least of `epsilon`; 1 where that is 0 or Inf.
+
+    An infinite quotient becomes `top`; with `power_2` it is rounded down to a power of two.
+    """
     amax = torch.where(amax < epsilon, epsilon, amax)
     scale = quotient(torch.full_like(amax, largest_of(dtype)), amax)
     scale = torch.where(scale.isfinite(), scale, top)
     scale = torch.where(amax.isfinite() & (amax != 0.0), scale, 1.0)
-    if fields["power_2_scale"]:
-        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    return scale
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if power_2 else scale
+
+
+def _made(amax: Tensor, fields: Mapping[str, Any], top: float = LARGEST_F32) -> Tensor:
+    epsilon, power_2 = fields["amax_epsilon"], bool(fields["power_2_scale"])
+    return scale_of_amax(amax, dtype_of(fields), epsilon, power_2, top)
 
 
 def _scale_of_tensor(fields: Mapping[str, Any]) -> Tensor:
@@ -80,7 +89,7 @@ def _scale_of_tensor(fields: Mapping[str, Any]) -> Tensor:
     scale, partials = fields["scale"], fields["partials"]
     if partials is None:
         return scale
-    made = scale_of_amax(largest_partial(partials), dtype_of(fields), fields, LARGEST_F32)
+    made = _made(largest_partial(partials), fields)
     return made if scale is None else torch.where(scale != 0.0, scale, made)
 
 
@@ -112,17 +121,16 @@ def _cast_lines(
     lines: Tensor, form: str, fields: Mapping[str, Any], top: float
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a form."""
-    mode, dtype = fields["mode"], fields[form].dtype
-    rows, columns = lines.shape
+    mode, (rows, columns) = fields["mode"], lines.shape
     if not lines.numel():
         codes = torch.zeros(lines.shape, dtype=torch.uint8, device=lines.device)
-        return codes, torch.zeros(fields[f"{form}_scales"].shape, device=lines.device)
+        return codes, torch.zeros_like(fields[f"{form}_scales"])
     high, wide = _TILES.get(mode, (1, columns))
     down, across = -(-rows // high), -(-columns // wide)
     tiles = padded(lines, (down * high, across * wide)).reshape(down, high, across, wide)
     amax = magnitudes(tiles).amax((1, 3))
-    scale = scale_of_amax(amax, dtype, fields, top)
-    codes = encode(tiles * scale[:, None, :, None], dtype)
+    scale = _made(amax, fields, top)
+    codes = encode(tiles * scale[:, None, :, None], fields[form].dtype)
     codes = codes.reshape(down * high, across * wide)[:rows, :columns]
     inverse = reciprocal(scale)
     if mode == _core.SCALING_ROW:

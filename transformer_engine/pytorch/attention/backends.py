@@ -42,7 +42,12 @@ from transformer_engine.pytorch.attention.problem import (
 from transformer_engine.pytorch.execution.overrides import attention_class_name
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
-from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.device import (
+    accelerator,
+    on_cuda,
+    prepare_device,
+    type_name,
+)
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     autocast_dtype,
@@ -66,7 +71,7 @@ class Feature(NamedTuple):
     present: Callable[[CallKind], bool]
     lacking: dict[str, str]
     """Why not, by who does not run it: a key of `BACKENDS`, or "cudnn", which is behind `native` on
-    CUDA, or "cpu", behind it elsewhere. Formats too; "": the name says it all."""
+    CUDA. Formats too; "": the name says it all."""
 
 
 def _always(call_kind: CallKind) -> bool:
@@ -230,7 +235,7 @@ class Choice(NamedTuple):
 
 def _refusal(backend: str, call_kind: CallKind) -> Refusal | None:
     """The first feature of a kind of call that a backend lacks; None: it runs it."""
-    behind = ("cpu" if call_kind.device == "cpu" else "cudnn") if backend == "native" else backend
+    behind = "cudnn" if backend == "native" and call_kind.device == "cuda" else backend
     for name, present, lacking in FEATURES:
         why = lacking.get(backend, lacking.get(behind))
         if why is not None and present(call_kind):
@@ -284,8 +289,8 @@ _LARGEST_CAP = 2.0**100  # of cuDNN's attention: see csrc/cuda/attention_support
 
 @constant_in_graphs
 def _device_facts(device: torch.device) -> tuple[int, int]:
-    """Compute capability (90 for 9.0) and version of cuDNN; zeros for the CPU."""
-    if device.type != "cuda":
+    """Compute capability (90 for 9.0) and version of cuDNN; zeros for others than CUDA."""
+    if not on_cuda(device):
         return 0, 0
     prepare_device(device)
     major, minor = torch.cuda.get_device_capability(device)
@@ -443,7 +448,7 @@ def _facts(
         dtype,
         device,
         _switches(),
-        "" if device.type == "cpu" else _cudnn_lacks(options, sizes, dtype, cap, packed),
+        _cudnn_lacks(options, sizes, dtype, cap, packed) if on_cuda(device) else "",
         packed,
         not packed and not options.has_lengths(),
         slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1,
@@ -491,8 +496,8 @@ def _call_kind(
     channels = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
     return CallKind(
         kind, window, masks.ends_bottom_right(bottom_right, kind), square, bias, grouped, dtype,
-        device.type, switches, channels, *_device_facts(device), cudnn_lacks, packed, slopes_grad,
-        slopes_apart, core.softmax_type, core.return_max_logit, in_fp8,
+        type_name(device), switches, channels, *_device_facts(device), cudnn_lacks, packed,
+        slopes_grad, slopes_apart, core.softmax_type, core.return_max_logit, in_fp8,
         has_mask and kind.padding, *more,
     )  # fmt: skip
 
@@ -501,9 +506,9 @@ def get_qkv_quantization_capabilities(core: Any) -> dict[str, bool]:
     """By which recipes this attention casts queries, keys and values, by their classes' names.
 
     True where some backend runs a call without mask, bias or dropout so, with the settings of
-    the module and of the environment, on the current device: CUDA where there is one.
+    the module and of the environment, on the machine's accelerator, or the CPU.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator())
     calls = list(_undemanding_kinds(core, device, _switches()))
     found, capped = {}, core.softcap > 0.0
     for recipe in _RECIPES:

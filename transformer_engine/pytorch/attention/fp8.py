@@ -46,6 +46,7 @@ from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.custom_quantizers import ask, common_request, remembered
 from transformer_engine.pytorch.scaling_state import arenas, scaling
+from transformer_engine.pytorch.torchside.device import type_name
 from transformer_engine.pytorch.torchside.modes import (
     beside_graph,
     constant_in_graphs,
@@ -330,7 +331,7 @@ GRADIENT_RULE: tuple[Clause, ...] = (
     Clause("packed sequences: cuDNN has no kernel", lambda f: f.packed),
     Clause(f"CUDA, queries that are no multiple of {BLOCK}: what cuDNN 9.19 makes of the last ones "
            "is wrong",
-           lambda f: f.device != "cpu" and not f.packed and not fills_blocks(f.queries)),
+           lambda f: f.device == "cuda" and not f.packed and not fills_blocks(f.queries)),
     Clause("dropout", lambda f: f.dropout > 0.0),
     Clause("repeatable gradients: the kernel's are not", lambda f: f.deterministic),
 )  # fmt: skip
@@ -473,7 +474,7 @@ def casts_of(
     if traced:
         epsilons = tuple([plan_ops.as_constant(epsilon) for epsilon in epsilons])
     # Without a gradient no graph depends on how many queries there are.
-    kind = {"device": like.device.type, "wide": more.wide_backward, **problem}
+    kind = {"device": type_name(like.device), "wide": more.wide_backward, **problem}
     fp8_gradient = gradient and backward_in_fp8(module, region.recipe, limits, **kind)
     slots, scales, history = scaling_state_of(module, region, like)
     no_amax = scales is not None and history is None

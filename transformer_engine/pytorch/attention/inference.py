@@ -26,7 +26,7 @@ from transformer_engine.pytorch.attention.kv_cache import (
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, positive_sizes
-from transformer_engine.pytorch.torchside.device import canonicalize_device
+from transformer_engine.pytorch.torchside.device import canonicalize_device, is_capturing
 
 __getattr__, __dir__ = absent.attach(globals())
 __all__ = [
@@ -232,7 +232,7 @@ class InferenceParams:
         RuntimeError
             There are not enough pages, or what a captured step can not do.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.device):
             self._advance(step_dict)
             return
         self._catch_up()

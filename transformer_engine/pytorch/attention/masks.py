@@ -295,7 +295,7 @@ class CallKind(NamedTuple):
     bias: str  # one of `backends.BIAS_TYPES`
     grouped: bool  # several heads share keys and values
     dtype: torch.dtype  # of queries, keys and values
-    device: str  # type of their device
+    device: str  # type of their device, as of `device.type_name`
     switches: AttentionSwitches  # what the environment allows
     channels: tuple[int, int]  # of a head: of queries and keys, and of values
     capability: int = 0  # of a CUDA device: 90 for 9.0. Tracers compare numbers, not their tuples
@@ -476,7 +476,7 @@ def _with_slopes(limits: Limits, call_kind: CallKind, sizes: tuple, shift: Tenso
     _, _, queries, keys = sizes
     if shift is not None:  # diagonals that a mask alone tells apart
         return limits._without_slopes(queries, keys, shift)
-    if call_kind.device == "cpu" or call_kind.packed:
+    if call_kind.device != "cuda" or call_kind.packed:
         return limits
     # cuDNN's kernels count from the top left corner, with one slope of a head.
     from_corner = not limits.bottom_right or (queries == keys and limits.query_lengths is None)

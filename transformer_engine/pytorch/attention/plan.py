@@ -38,7 +38,7 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.layer_call import Attending, fills_of
 from transformer_engine.pytorch.module.quantized import measures_first
-from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.device import is_captured, prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
@@ -186,7 +186,7 @@ def is_constant(core: Any, limits: Limits) -> bool:
         return False
     made = [tensor for tensor in (limits.sink, limits.slopes) if tensor is not None]
     # What is made while a graph is captured is memory of that graph.
-    return not any(t.is_cuda and torch.cuda.is_current_stream_capturing() for t in made)
+    return not any(map(is_captured, made))
 
 
 def _draw_in(tracker: Callable | None) -> Callable[[Tensor], None] | None:

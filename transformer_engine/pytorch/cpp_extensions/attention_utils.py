@@ -35,6 +35,7 @@ from transformer_engine.pytorch.attention.scores import checked_score_mod
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of, refuse_options
+from transformer_engine.pytorch.torchside.device import accelerator
 
 __all__ = [
     "AttentionLogging",
@@ -206,7 +207,7 @@ def _call_kind_of(params: AttentionParams) -> CallKind:
         (*of_keys, params.num_gqa_groups, params.head_dim_v),
     )
     given = Heads(tuple(torch.empty(shape, **like) for shape in shapes))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator())
     form = "thd" if packed else "bshd"
     call_kind = kind_of_call(module, given, options, form, modified, device)
     if params.deterministic:

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensorStor
 from transformer_engine.pytorch.tensor.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
-from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.device import on_cuda, prepare_device
 from transformer_engine.pytorch.torchside.modes import allows_tf32
 
 _GELU = _core.ACTIVATION_GELU
@@ -296,10 +296,10 @@ def _applies_gelu(
         return False
     one, other = pair[0].dtype, pair[1].dtype
     if modes == _WITH_GELU[0]:
-        return one == other and (device.type != "cuda" or dtype in (one, torch.float32))
+        return one == other and (not on_cuda(device) or dtype in (one, torch.float32))
     if one == other == torch.float8_e5m2:
         return False
-    if device.type != "cuda":
+    if not on_cuda(device):
         return True
     if _core.SCALING_MXFP8 in modes:
         return dtype != torch.float16

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
+from transformer_engine.plugin.definitions.codes import encode, reciprocal
+from transformer_engine.plugin.definitions.scales import largest, scale_of_amax
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
     ReferenceQuantizer,
@@ -75,23 +77,12 @@ class CurrentScalingQuantizerRef(ReferenceQuantizer):
 
         1 where the amax is 0 or Inf; at most the largest fp32 number.
         """
-        size = x.detach().abs().float()
-        size = torch.where(size.isnan(), 0.0, size)  # it is no magnitude
-        amax = size.amax().reshape(1) if x.numel() else size.new_zeros(1)
-        amax = amax.clamp(min=eps)
-        largest = torch.full_like(amax, torch.finfo(quant_dtype).max)
-        # of two tensors: a number divided by one is that number times a reciprocal
-        scale = torch.div(largest, amax).clamp(max=torch.finfo(torch.float32).max)
-        scale = torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
-        if pow_2_scales:
-            mantissa, exponent = torch.frexp(scale)
-            scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
-        return scale, torch.reciprocal(scale)
+        scale = scale_of_amax(largest(x.detach().float()), quant_dtype, eps, pow_2_scales)
+        return scale, reciprocal(scale)
 
     def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
         scale, inverse = self.compute_scale(matrix, self.dtype, self.eps, self.pow_2_scales)
-        limit = torch.finfo(self.dtype).max
-        data = (matrix.float() * scale).clamp(-limit, limit).to(self.dtype)
+        data = encode(matrix.detach().float() * scale, self.dtype).view(self.dtype)
         fields: dict[str, Any] = {"quant_dtype": self.dtype}
         if self.rowwise_usage:
             fields |= {"data": data, "scale": inverse}

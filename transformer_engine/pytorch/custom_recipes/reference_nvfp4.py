@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
+from transformer_engine.plugin.definitions.codes import decode_e2m1, encode, encode_e2m1
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
     Fp4Formats,
@@ -22,27 +23,19 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import (
 from transformer_engine.pytorch.tensor import NVFP4Quantizer
 
 _GROUP = 16
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _LARGEST = 6.0 * 448.0  # code times scale
 
 
 def cast_to_fp4x2(x: Tensor) -> Tensor:
     """Numbers [..., n] as E2M1, to nearest even, two in a byte [..., n / 2]: the first is low."""
-    size = x.detach().float().abs()
-    middles = torch.tensor(_MIDDLES, device=x.device)
-    codes = torch.bucketize(size, middles)  # a middle goes down
-    tie = (size.unsqueeze(-1) == middles).any(-1)
-    codes = torch.where(tie & (codes % 2 == 1), codes + 1, codes)
-    codes = torch.where(size.isnan(), 0, codes + 8 * torch.signbit(x)).to(torch.uint8)
+    codes = encode_e2m1(x.detach().float())
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def cast_from_fp4x2(x: Tensor, dq_dtype: torch.dtype) -> Tensor:
     """Undo `cast_to_fp4x2`: numbers of a dtype."""
-    grid = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=dq_dtype, device=x.device)
-    return torch.stack((grid[(x & 15).long()], grid[(x >> 4).long()]), -1).flatten(-2)
+    return decode_e2m1(torch.stack((x & 15, x >> 4), -1).flatten(-2)).to(dq_dtype)
 
 
 def cast_to_e8(decode_scale: Tensor) -> Tensor:
@@ -54,7 +47,8 @@ def cast_to_e8(decode_scale: Tensor) -> Tensor:
 
 def cast_to_e4m3(decode_scale: Tensor, global_amax: Tensor) -> Tensor:
     """The product as E4M3, which saturates."""
-    return (decode_scale * global_amax).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    product = (decode_scale * global_amax).float()
+    return encode(product, torch.float8_e4m3fn).view(torch.float8_e4m3fn)
 
 
 def get_wgrad_sign_vector() -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION
+from transformer_engine.pytorch.torchside.device import add_type, type_name
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 _POLICY = (
@@ -63,6 +64,31 @@ def find() -> None:
 
 
 _core.find_selections(find)
+
+
+_MEETING = threading.Lock()
+_LAST = -(2**31)
+"""Priority of what is asked after all others."""
+
+
+def _meet(tensor: Any, dlpack: int) -> None:
+    """Make a type of device known: what nobody else runs there, definitions in torch run.
+
+    `dlpack` is as of `_core.meet_devices`.
+    """
+    kind, name = tensor.device.type, type_name(tensor.device)
+    with _MEETING:
+        if kind in _MET:
+            return
+        definitions = importlib.import_module("transformer_engine.plugin.definitions")
+        number = add_type(name, dlpack, kind)
+        _core.register_backend(f"{name}.reference.torch", number, _LAST, definitions.functions())
+        _MET.add(kind)
+
+
+_MET: set[str] = set()
+"""Types of devices that were made known."""
+_core.meet_devices(_meet)
 
 
 def replace_operators() -> None:
@@ -143,8 +169,21 @@ def _name_in_graph(generation: str, scope: str) -> str:
 IN_FORCE = -1
 """In place of a number: whatever is in force for the thread."""
 
-_LABELS = threading.local()
-"""``scope``: which scope of policies the thread is in, for the conditions of graphs."""
+
+class _Labels(threading.local):
+    """``scope``: which scope of policies the thread is in, for the conditions of graphs.
+
+    Each thread makes its own at the first look, a thread of torch that runs a backward, too.
+    """
+
+    read = False  # by a graph; until then no thread needs one
+
+    def __init__(self) -> None:
+        if _Labels.read:
+            _core.label_scopes(self)
+
+
+_LABELS = _Labels()
 _KEPT: dict[int, Any] = {}
 """Scopes of the selections that graphs have been traced with, by number."""
 
@@ -152,6 +191,7 @@ _KEPT: dict[int, Any] = {}
 @constant_in_graphs
 def _find_first() -> None:
     """Let plug-ins be found, and this thread show its scope."""
+    _Labels.read = True
     _core.label_scopes(_LABELS)
     _core.selected()
 

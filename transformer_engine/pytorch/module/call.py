@@ -25,6 +25,7 @@ from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.main_gradients import dummy_grad, main_grad_of
 from transformer_engine.pytorch.scaling_state import reduction, scaling
+from transformer_engine.pytorch.torchside.device import is_captured
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, keeps_autograd_graph
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -135,7 +136,7 @@ class ModuleCall:
         """
         if packed[0] is None or keeps_autograd_graph():
             return False
-        return not (packed[0].is_cuda and torch.cuda.is_current_stream_capturing())
+        return not is_captured(packed[0])
 
     def run_forward(
         self, tensors: tuple[Tensor | None, ...], run: "CallRun | None" = None

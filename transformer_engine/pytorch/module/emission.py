@@ -27,6 +27,7 @@ from transformer_engine.pytorch.module.layer_stages import (
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES, conversions
+from transformer_engine.pytorch.torchside.device import is_capturing, module_of
 from transformer_engine.pytorch.torchside.modes import autocast_dtype
 
 
@@ -314,10 +315,12 @@ class Emission:
             torch.zeros(2, self.graph.values[x.number].shape[1], dtype=x.dtype, device=self._device)
             for x in xs
         ]
-        on_cuda = self._device.type == "cuda"
-        if on_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise ByModules
-        with torch.random.fork_rng([self._device] if on_cuda else [], device_type="cuda"):
+        kind, has_own = self._device.type, module_of(self._device.type) is not None
+        with torch.random.fork_rng(
+            [self._device] if has_own else [], device_type=kind if has_own else "cuda"
+        ):
             before = _random_states(self._device)
             try:
                 with torch.enable_grad():
@@ -457,8 +460,8 @@ class Emission:
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """Of the generators that a function may draw from."""
-    states = [torch.random.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    states, module = [torch.random.get_rng_state()], module_of(device.type)
+    return states if module is None else [*states, module.get_rng_state(device)]
 
 
 def _call_of(

@@ -12,7 +12,6 @@ from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization
 from transformer_engine.pytorch.torchside.modes import faking, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
-DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -74,18 +73,16 @@ def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
             raise TypeError(
                 f"{kind}: inp is {_what(inp)}, a parameter {_what(tensor)}: shapes alone are "
                 "computed where neither has memory. Make the module under torch.device('meta') or "
-                "the same FakeTensorMode, or take an input of the CPU or of a CUDA device: convert "
-                "it to a plain torch.Tensor"
+                "the same FakeTensorMode, or take an input that has memory: convert it to a plain "
+                "torch.Tensor"
             )
 
 
 def check_input(kind: str, inp: Any, name: str = "inp") -> None:
-    """Raise a TypeError for what is no tensor on a device of the library."""
+    """Raise a TypeError for what is no dense tensor."""
     expect_tensor(f"{kind}: {name}", inp)
-    if inp.device.type not in DEVICES:
-        raise TypeError(
-            f"{kind}: {name} is on {inp.device}, expected a tensor of the CPU or of a CUDA device"
-        )
+    if inp.layout is not torch.strided:
+        raise TypeError(f"{kind}: {name} is {inp.layout}, expected a dense tensor: .to_dense()")
 
 
 def codes_of(kind: str, labels: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from transformer_engine.pytorch.torchside.device import accelerator
 from transformer_engine.pytorch.torchside.modes import active_device
 
 WEIGHT_DEVIATION = 0.023
@@ -20,13 +21,11 @@ WEIGHT_DEVIATION = 0.023
 def default_device() -> torch.device:
     """Device of modules that are told none.
 
-    What an enclosing ``with torch.device(...)`` or `torch.set_default_device` says; else "cuda"
-    where there is one, else "cpu".
+    What an enclosing ``with torch.device(...)`` or `torch.set_default_device` says; else the
+    machine's accelerator, "cuda" say, where it has one, else "cpu".
     """
     chosen = active_device()
-    if chosen is not None:
-        return chosen
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(accelerator()) if chosen is None else chosen
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:

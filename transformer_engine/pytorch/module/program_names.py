@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.torchside.device import canonicalize_device
 
 __all__ = [
     "UserBufferQuantizationMode",
@@ -51,13 +52,11 @@ _DUMMIES: dict[tuple, Tensor] = {}
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """Return a stand-in for a weight gradient that was added to ``main_grad`` already.
 
-    Of the shape and dtype of the weight, on the current CUDA device, or the CPU where there is
-    none; of zeros with `zero`, else its contents mean nothing. One memory serves all calls of a
-    kind.
+    Of the shape and dtype of the weight, on the current device of the machine's accelerator, or the
+    CPU where there is none; of zeros with `zero`, else its contents mean nothing. One memory serves
+    all calls of a kind.
     """
-    device = torch.device(default_device())
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = canonicalize_device(default_device())
     key = (tuple(shape), dtype, device)
     if key not in _DUMMIES:
         _DUMMIES[key] = torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -149,7 +149,7 @@ def given_forms(
                     "weight where gradients are enabled, or run without gradients"
                 )
             cached = WEIGHT_CACHED | _core.VALUE_KEEP_QUANTIZED
-            flags[i] = flags[i]._replace(weight=flags[i].weight & ~cached | bits)
+            flags[i] = flags[i].of_weight(flags[i].weight & ~cached | bits)
     if arrives:
         with unseen():
             forms, bits = forms_of(tensors.input, "input", narrow and torch.is_grad_enabled())

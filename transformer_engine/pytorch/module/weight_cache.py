@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module.quantized import forms_held
+from transformer_engine.pytorch.torchside.device import is_any_captured
 from transformer_engine.pytorch.torchside.modes import dispatch_modes
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -126,8 +127,7 @@ def microbatch(
         return None
     if state.recipe.delayed() and torch.is_grad_enabled():
         return None
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return None if capturing else Microbatch.BY_ITSELF
+    return None if is_any_captured() else Microbatch.BY_ITSELF
 
 
 def keep_caches(modules: Sequence, caches: Sequence, parts: Sequence, recipes: Sequence) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor, distributed
 
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.scaling_state.arenas import SLOTS, Arena, Chunk
-from transformer_engine.pytorch.torchside.device import is_capturing
+from transformer_engine.pytorch.torchside.device import has_streams, is_capturing, module_of
 
 STARTED: list[Arena] = []
 """Arenas with a reduction that was started and not waited for, in the order of the starts."""
@@ -69,8 +69,7 @@ class _LaterWork:
 
     def __init__(self, begin: Callable, device: torch.device, former: "_LaterWork | None") -> None:
         self._begin, self._device, self._former = begin, device, former
-        self._ready = torch.cuda.Event()
-        self._ready.record(torch.cuda.current_stream(device))
+        self._ready = event_of(device)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -80,7 +79,8 @@ class _LaterWork:
             if self._former is not None:
                 self._former.started()
                 self._former = None
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            module = module_of(self._device.type)
+            with module.device(self._device), module.stream(module.Stream()):
                 self._ready.wait()
                 self._work = self._begin()
         except BaseException as error:  # for the thread that waits
@@ -320,12 +320,12 @@ def drop_all() -> None:
 
 
 def _take_digests(arena: Arena, buffer: Tensor) -> None:
-    """Check the digests of all ranks; those of a GPU are copied to the host for a later check."""
+    """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
     digests = buffer[SLOTS:]
-    if not buffer.is_cuda:
+    if not has_streams(buffer.device.type):
         _check(arena, digests)
     elif not is_capturing(arena.device):
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        buffer.record_stream(module_of(buffer.device.type).current_stream(buffer.device))
         arena.peers.arriving = copy_of(digests)
 
 
@@ -356,10 +356,16 @@ def _refuse(arena: Arena, what: str, cause: BaseException | None = None) -> NoRe
     ) from cause
 
 
-def copy_of(values: Tensor) -> tuple[Tensor, "torch.cuda.Event"]:
+def event_of(device: torch.device) -> Any:
+    """Event of what the current stream of a device has been given so far."""
+    module = module_of(device.type)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+def copy_of(values: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host that is being made, and the event that tells when it is complete."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(values.device))
-    return host, event
+    return host, event_of(values.device)

@@ -35,7 +35,12 @@ from transformer_engine.pytorch.scaling_state.arenas import (
     sweep,
     take,
 )
-from transformer_engine.pytorch.torchside.device import is_capturing, outside_capture
+from transformer_engine.pytorch.torchside.device import (
+    has_streams,
+    is_captured,
+    is_capturing,
+    outside_capture,
+)
 from transformer_engine.pytorch.torchside.locks import Lock
 from transformer_engine.pytorch.torchside.modes import (
     compilation,
@@ -257,7 +262,7 @@ def warn_of_switch(kind: str, before: str, now: str) -> None:
 
 def _refuse_capture(device: torch.device) -> None:
     """State made while a graph is captured would live in the graph's own memory pool."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(
             "a module runs under this FP8 recipe for the first time while a CUDA graph is being "
             "captured; run it once before the capture (warm-up), with the same recipe"
@@ -471,8 +476,8 @@ def _stop_measuring(arena: Arena, chunk: Chunk) -> None:
         chunk.arriving = None
         return
     scales = chunk.scale
-    if scales.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
+    if has_streams(scales.device.type):
+        if is_captured(scales):
             return
         if chunk.arriving is not None and not chunk.arriving[1].query():
             return

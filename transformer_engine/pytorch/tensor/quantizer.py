@@ -27,6 +27,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_tensor,
     fp8_type,
 )
+from transformer_engine.pytorch.torchside.device import accelerator
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
 
@@ -153,7 +154,7 @@ class Quantizer(abc.ABC):
         label = type(self).__name__
         shape, dtype = checked_shape(label, shape), checked_dtype(f"{label}: dtype", dtype)
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = accelerator()
         kept = self._for_values(dtype)
         fields = kept._empty(shape, torch.device(device), pin_memory)
         fields["_quantizer"] = kept
@@ -318,7 +319,7 @@ class Quantizer(abc.ABC):
         self._check_declared("alloc_tensors(shape, *, device=None)")
         shape = checked_shape(type(self).__name__, shape)
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = accelerator()
         fields = self._empty(shape, torch.device(device), False)
         for name in self._format_settings(shape):
             del fields[name]

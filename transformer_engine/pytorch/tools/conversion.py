@@ -13,7 +13,7 @@ from torch.nn import Module
 from transformer_engine.pytorch.module.base import NativeModule
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
-from transformer_engine.pytorch.module.operands import DEVICES, DTYPES
+from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
 from transformer_engine.pytorch.tools.rmsnorms import named_like_one, recognise
 from transformer_engine.pytorch.tools.skip import Skip, check_model
@@ -242,8 +242,6 @@ def _unfit(module: Module) -> str | None:
             return f"{name} is a {type(tensor).__name__}: convert before the model is sharded"
         if tensor.dtype not in DTYPES:
             return f"{name} is {tensor.dtype}, not torch.float32, torch.float16 or torch.bfloat16"
-        if tensor.device.type not in (*DEVICES, "meta"):
-            return f"{name} is on {tensor.device}, not on the CPU or a CUDA device"
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         return "its parameters differ in dtype"
     return None

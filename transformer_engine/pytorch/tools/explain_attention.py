@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.problem import (
     given_heads,
 )
 from transformer_engine.pytorch.execution.thread_state import current_state
+from transformer_engine.pytorch.torchside.device import accelerator
 
 _NAME = "explain_attention"
 
@@ -198,7 +199,7 @@ def _kind_of(layers: tuple, dtype: Any, device: Any) -> tuple[torch.dtype, torch
         if isinstance(layer, Tensor):
             return layer.dtype, layer.device
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator()
     return torch.bfloat16 if dtype is None else dtype, torch.device(device)
 
 

@@ -1,31 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capabilities of the devices of this machine."""
+"""What devices can do, asked in one place; the types of devices are torch's, any of them.
+
+A device of which nothing else is known has memory and runs operators. Whether it has streams, or
+graphs of them, its module of torch says (``torch.npu`` of a device "npu"). Kernels of this library
+run on the CPU, and on CUDA devices of NVIDIA.
+"""
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common import absent, config
 from transformer_engine.common.contexts import Context
 
 
+def accelerator() -> str:
+    """The type of device of this machine beside the CPU, "cpu" where there is none."""
+    if torch.cuda.is_available():
+        return "cuda"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
 def canonicalize_device(device: torch.device | str | None) -> torch.device:
-    """A device with an index where it is a CUDA device; the current one for None."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    """A device with an index where its type has several; the current one for None."""
+    device = torch.device(accelerator() if device is None else device)
+    module = module_of(device.type)
+    if device.index is None and module is not None:
+        device = torch.device(device.type, module.current_device())
     return device
 
 
+@functools.cache
+def module_of(device_type: str) -> Any:
+    """The module of torch for a type of device, None for types without one: the CPU, meta."""
+    if device_type in ("cpu", "meta"):
+        return None
+    return getattr(torch, device_type, None)
+
+
+@functools.cache
+def has_streams(device_type: str) -> bool:
+    """Return whether what is called on such a device may run later, in the order of streams."""
+    module = module_of(device_type)
+    names = "Event", "Stream", "current_stream", "stream", "device"
+    return module is not None and all(hasattr(module, name) for name in names)
+
+
+def type_name(device: torch.device) -> str:
+    """Type of a device as the C library names it: "rocm" where torch says "cuda" of AMD's."""
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
+def on_cuda(device: torch.device) -> bool:
+    """Return whether CUDA kernels of this library run there."""
+    return type_name(device) == "cuda"
+
+
 def get_device_compute_capability() -> tuple[int, int]:
-    """(major, minor) of the current CUDA device; (0, 0) where there is none."""
-    if not torch.cuda.is_available():
+    """(major, minor) of the current CUDA device; (0, 0) where NVIDIA made none that is there."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability()
+
+
+_TYPES = ["cpu", "cuda"]
+"""Names in torch of the types of devices that the C library knows, by number."""
+_INDICES = 64
+"""Of devices of one type: ``TE_DEVICE_INDICES`` of the C library."""
+
+
+def add_type(name: str, dlpack: int, torch_name: str) -> int:
+    """`_core.add_device_type`, and what `type_of_number` knows of it."""
+    number = _core.add_device_type(name, dlpack, torch_name)
+    if number == len(_TYPES):
+        _TYPES.append(torch_name)
+    return number
+
+
+def number_of_type(device_type: str) -> int:
+    """Number of a type of device in the C library; ValueError for one that it has not met."""
+    return _TYPES.index(device_type)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether this library has kernels for a device; else operators are others' there."""
+    return device.type == "cpu" or on_cuda(device)
+
+
+def type_of_number(number: int) -> str:
+    """Type of a device by the number that it has in the facts of `_core.tensors_of_call`."""
+    return _TYPES[(number - 1) // _INDICES + 1]
 
 
 def _check_cuda() -> None:
@@ -43,7 +112,7 @@ _core.before_cuda(_check_cuda)
 @functools.cache
 def prepare_device(device: torch.device) -> None:
     """Hand the environment's settings to the native side before it first uses a device."""
-    if device.type != "cuda" or not _core.has_cuda():
+    if not on_cuda(device) or not _core.has_cuda():
         return
     _check_cuda()
     cache = config.cache_dir()
@@ -53,9 +122,30 @@ def prepare_device(device: torch.device) -> None:
         _core.tune_gemm(_core.DEVICE_CUDA, device.index or 0, True, file)
 
 
+@functools.cache
+def _asks_capture(device_type: str) -> Any:
+    return getattr(module_of(device_type), "is_current_stream_capturing", None)
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what runs on a device now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Return whether what runs on a device now becomes part of a graph of its stream."""
+    ask = _asks_capture(device.type)
+    return ask is not None and ask()
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """`is_capturing` of the device of a tensor, faster."""
+    if tensor.is_cuda:
+        return torch.cuda.is_current_stream_capturing()
+    return not tensor.is_cpu and is_capturing(tensor.device)
+
+
+def is_any_captured() -> bool:
+    """`is_capturing` of the current device, whose context this does not make."""
+    kind = accelerator()
+    module = module_of(kind)
+    started = getattr(module, "is_initialized", None)
+    return (started is None or started()) and is_capturing(torch.device(kind))
 
 
 class outside_capture(Context):  # noqa: N801 - reads as what it does
@@ -101,9 +191,8 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """
     capability = get_device_compute_capability()
     if capability == (0, 0):
-        return _answer(
-            False, "there is no CUDA device; the CPU backend runs FP8 as a reference", return_reason
-        )
+        reason = "there is no CUDA device; the CPU backend runs FP8 as a reference"
+        return _answer(False, reason, return_reason)
     reason = f"FP8 GEMMs need compute capability 8.9 or higher, this device has {capability}"
     return _answer(capability >= (8, 9), reason, return_reason)
 

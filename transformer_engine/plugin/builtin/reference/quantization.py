@@ -11,6 +11,8 @@ from torch import Tensor
 
 from transformer_engine.plugin.builtin import quantization as native
 from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.definitions.casts import scaling_update
+from transformer_engine.plugin.definitions.scales import largest
 from transformer_engine.pytorch.cpp_extensions.values import exact
 
 
@@ -26,8 +28,7 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor) -> Tensor:
 @operator
 def compute_amax(call: Any) -> None:
     """Write the largest magnitude of a tensor, NaN ignored, into `amax`."""
-    values = exact("compute_amax", "input", call.input).abs().nan_to_num(nan=0.0, posinf=torch.inf)
-    call.amax.detach().copy_(values.max() if values.numel() else values.new_zeros(()))
+    call.amax.detach().copy_(largest(exact("compute_amax", "input", call.input))[0])
 
 
 @operator
@@ -37,13 +38,6 @@ def fused_amax_and_scale_update_after_reduction(call: Any) -> None:
     NaN counts for nothing; a slot whose amax is Inf keeps its scale, one without a new amax its
     scale and its history.
     """
-    largest, most_recent = native.update_rule(call)
+    fp8_max, algo = native.update_rule(call)
     for scale, history in native.with_newest(call):
-        used = history[0] != 0
-        numbers = history.nan_to_num(nan=0.0, posinf=torch.inf)
-        amax = numbers[0] if most_recent else numbers.amax(0)
-        made = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)
-        scale.copy_(torch.where(used & amax.isfinite() & (amax > 0), made, scale))
-        moved = history.roll(-1, 0)
-        moved[0] = 0
-        history.copy_(torch.where(used, moved, history))
+        scaling_update({"scale": scale, "history": history, "fp8_max": fp8_max, "algo": int(algo)})

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the mark `npu` run in a process of their own, where the device is registered.
+
+It is a child of the fork server (`processes`), one of each process of pytest-xdist, which the first
+such test starts. The tests' own process sends it their ids and reports what it answers, so nothing
+else differs: selection, fixtures of any scope, seeds and reports are the usual ones.
+
+Why not in the same process: torch's autograd makes its threads in the first backward, for the
+devices that it knows by then, so the device would have to be registered in every process of tests;
+and from then on torch.accelerator, torch.Stream(), and the defaults of checkpoints, data loaders
+and process groups are those of the device, in tests of CUDA too.
+"""
+
+import contextlib
+import functools
+import os
+import socket
+import tempfile
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+import processes
+import pytest
+from _pytest.runner import runtestprotocol
+
+from devices import build, npu
+
+LIMIT = 300  # seconds in which the process starts: it may wait for another one that builds
+
+
+def missing():
+    """Say why these tests can not run here; None where they can, or where they have to (CI)."""
+    if build.compiler() is not None or "CI" in os.environ:
+        return None
+    return "the test device needs a C++ compiler"
+
+
+def is_here():
+    """Whether this is the process of these tests."""
+    return npu.is_registered()
+
+
+# ---- of the tests --------------------------------------------------------------------------------
+
+
+def run(item, nextitem):
+    """Run a test there, and report it as if it had run here."""
+    child = _child(item.config)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    try:
+        answers = child.ask((item.nodeid, nextitem and nextitem.nodeid))
+    except (EOFError, ConnectionError):
+        _child.cache_clear()
+        said = child.end()
+        reports = [pytest.TestReport(
+            item.nodeid, item.location, {}, "failed", f"the process of the device ended\n{said}",
+            "call",
+        )]  # fmt: skip
+    else:
+        deserialize = item.config.hook.pytest_report_from_serializable
+        reports = [deserialize(config=item.config, data=data) for data in answers]
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@functools.lru_cache(1)
+def _child(config):
+    child = _Child(config)
+    config.add_cleanup(child.end)
+    return child
+
+
+class _Child:
+    def __init__(self, config):
+        options = [
+            f"--rootdir={config.rootpath}", f"--seed={config.getoption('seed')}", "--nightly",
+            f"--tb={config.getoption('tbstyle')}", "-p", "no:xdist", "-p", "no:cacheprovider",
+        ]  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as waiting:
+            path = f"{folder}/here"
+            waiting.bind(path)
+            waiting.listen()
+            waiting.settimeout(LIMIT)
+            program = f"from devices.process import serve\nserve({path!r}, {options})"
+            root = config.rootpath
+            self._process = processes.start(
+                program, folder=root, path=[root, root / "tests"], PYTEST_ADDOPTS=""
+            )
+            self._connection = Connection(waiting.accept()[0].detach())
+        self._ended = None
+
+    def ask(self, question):
+        self._connection.send(question)
+        return self._connection.recv()
+
+    def end(self):
+        """End the process, if it has not; return what it said."""
+        if self._ended is None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+            self._ended = self._process.wait(LIMIT, check=False)
+        return f"status {self._ended.returncode}\n{self._ended.stdout}\n{self._ended.stderr}"
+
+
+# ---- of the process ------------------------------------------------------------------------------
+
+
+def serve(path, options):
+    """Run tests, whose ids are asked for one by one."""
+    npu.register()
+    pytest.main(options, plugins=[_Serving(Client(path))])
+
+
+class _Serving:
+    def __init__(self, connection):
+        self._connection = connection
+        self._items, self._files = {}, set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self):
+        """Nothing yet: files are collected when a test of theirs is asked for."""
+        return True
+
+    def pytest_runtestloop(self, session):
+        while True:
+            try:
+                wanted, following = self._connection.recv()
+            except EOFError:
+                return True
+            # Fixtures of the file and of the session stay for what follows.
+            items = [self._item(session, name) for name in (wanted, following) if name]
+            reports = runtestprotocol(items[0], log=False, nextitem=items[-1] if following else None)
+            serialize = session.config.hook.pytest_report_to_serializable
+            self._connection.send([serialize(config=session.config, report=r) for r in reports])
+
+    def _item(self, session, name):
+        file = session.config.rootpath / Path(name.partition("::")[0])
+        if name not in self._items and file not in self._files:
+            self._files.add(file)
+            collected = session.perform_collect([str(file)])
+            self._items.update((item.nodeid, item) for item in collected)
+        return self._items[name]
