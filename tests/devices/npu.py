@@ -14,7 +14,6 @@ import contextlib
 import sys
 
 import torch
-
 from devices import build
 
 _native = None
@@ -167,7 +166,7 @@ class Stream(torch.Stream):
 
 
 Event = torch.Event
-"""Without a device it is one of npu. torch measures no time between events of a class of its own."""
+"""Without a device it is one of npu. Of subclasses torch measures no time between two."""
 
 
 def current_stream(device=None):

@@ -21,7 +21,6 @@ from multiprocessing.connection import Client, Connection
 import processes
 import pytest
 from _pytest.runner import runtestprotocol
-
 from devices import build, npu
 
 LIMIT = 300  # seconds in which the process starts: it may wait for another one that builds
@@ -68,16 +67,19 @@ def run(item, nextitem):
 def _child(session):
     # Collected again, a folder would be another node, which has not the fixtures of its conftest.
     files = {str(item.path): None for item in session.items if item.get_closest_marker("npu")}
-    child = _Child(session.config, list(files))
+    child = Child(session.config, list(files))
     session.config.add_cleanup(child.end)
     return child
 
 
-class _Child:
+class Child:
+    """The process, with the tests of some files: it answers ids with reports."""
+
     def __init__(self, config, files):
         options = [
             f"--rootdir={config.rootpath}", f"--seed={config.getoption('seed')}", "--nightly",
-            f"--tb={config.getoption('tbstyle')}", "-p", "no:xdist", "-p", "no:cacheprovider", *files,
+            f"--tb={config.getoption('tbstyle')}", "-p", "no:xdist", "-p", "no:cacheprovider",
+            *files,
         ]  # fmt: skip
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as waiting:
             path = f"{folder}/here"

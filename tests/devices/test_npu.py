@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test device npu itself: what torch and a vendor's module have to have, without this package."""
+"""The test device npu itself: memory, streams, random numbers, as torch asks a vendor for them."""
 
 import pytest
 import torch

@@ -51,3 +51,7 @@ def test_training(ranks, seed, way):
     for wrapped, plain in ranks.run(programs.train, way, seed):
         for found, wanted in zip(wrapped, plain, strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+def test_tensors_of_two_kinds(ranks):
+    assert all("npucl: a tensor on cpu" in said for said in ranks.run(programs.refused))

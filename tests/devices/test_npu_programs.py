@@ -263,10 +263,17 @@ class DLDevice(ctypes.Structure):
 
 
 class DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device", DLDevice), ("ndim", ctypes.c_int32),
-                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)),
-                ("strides", ctypes.POINTER(ctypes.c_int64)), ("offset", ctypes.c_uint64)]  # fmt: skip
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    ]
 
 
 class Exchange(ctypes.Structure):
@@ -297,7 +304,8 @@ def test_the_exchange_table(index):
     ask = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
     with torch.npu.stream(own):
         assert ask(exchange().stream)(EXT_DEV, index, ctypes.byref(stream)) == 0
-    assert stream.value == own.native_handle
+    no_streams = torch.__version__ < (2, 12) and stream.value is None  # torch tells of CUDA's alone
+    assert no_streams or stream.value == own.native_handle
 
 
 @BOTH
@@ -312,9 +320,10 @@ def test_capsules_of_dlpack(index):
 # ---- the process ---------------------------------------------------------------------------------
 
 
-def test_cuda_is_as_before():
-    assert torch.cuda.device_count() == 0 or torch.cuda.current_device() == 0
-    assert not torch.cuda.is_initialized() and not torch.ones(2).is_cuda
+def test_other_devices_are_as_before():
+    assert not torch.cuda.is_initialized() and not torch.ones(2, device="npu").is_cuda
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
     assert torch.ones(2).device.type == "cpu" and torch.get_default_device().type == "cpu"
+    with pytest.raises((RuntimeError, AssertionError), match="(?i)cuda"):
+        torch.empty(2, device=torch.device("cuda", 999))
