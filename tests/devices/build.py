@@ -75,19 +75,19 @@ def folder():
 
 def _run(name, target):
     """Build in a process of its own: setuptools changes the process that it runs in."""
-    command = [sys.executable, __file__, name, str(target)]
+    files = [str(HERE / file) for file in SOURCES[name]]
+    command = [sys.executable, __file__, name, str(target), *files]
     environment = {**os.environ, "CXX": compiler()}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name} was not built:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
 
 
-def _main(name, target):
+def _main(name, target, *files):
     from setuptools import Distribution
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    files = [str(HERE / file) for file in SOURCES[name]]
-    extension = CppExtension(name, files, extra_compile_args=FLAGS)
+    extension = CppExtension(name, list(files), extra_compile_args=FLAGS)
     command = BuildExtension.with_options(use_ninja=False, no_python_abi_suffix=True)
     distribution = Distribution({"name": name, "ext_modules": [extension]})
     distribution.cmdclass["build_ext"] = command

@@ -2,11 +2,17 @@
 """Tests of the mark npu as the process of the tests sees them: reports from another process."""
 
 import os
+import types
 
 import pytest
 import torch
 from devices import process
 
+OPTIONS = """
+def pytest_addoption(parser):
+    parser.addoption("--seed")
+    parser.addoption("--nightly", action="store_true")
+"""
 FILE = """
 import os, pytest
 
@@ -46,9 +52,11 @@ def test_reports(request, tmp_path):
     """Outcomes, output and fixtures are those of pytest; a process that dies says why."""
     file = tmp_path / "test_there.py"
     file.write_text(FILE)
-    child = process.Child(request.config, [str(file)])
-    names = [os.path.relpath(file, request.config.rootpath) + f"::test_{name}"
-             for name in ("right", "wrong", "skipped", "crash")]  # fmt: skip
+    (tmp_path / "conftest.py").write_text(OPTIONS)  # those of tests/conftest.py
+    config = types.SimpleNamespace(rootpath=tmp_path, getoption=request.config.getoption)
+    child = process.Child(config, [str(file)])
+    request.addfinalizer(child.end)
+    names = [f"test_there.py::test_{name}" for name in ("right", "wrong", "skipped", "crash")]
     reports = child.ask((names[0], names[1]))
     assert outcomes(reports) == [("setup", "passed"), ("call", "passed"), ("teardown", "passed")]
     assert f"pid {os.getpid()}" not in said(reports) and "pid " in said(reports)
