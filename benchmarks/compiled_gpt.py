@@ -29,7 +29,7 @@ COLUMNS = [
     Column("ms", "step ms", ">8.2f"),
     Column("low", "low", ">8.2f"),
     Column("high", "high", ">8.2f"),
-    Column("ratio", "of eager", ">9.3f"),
+    Column("ratio", "step/floor", ">10.3f"),
 ]
 
 
