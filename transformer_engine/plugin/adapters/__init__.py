@@ -8,21 +8,25 @@ writes what that returns to where the call wants it. A call that no implementati
 this library's own (`NotImplemented`); under a strict policy, or one that leaves ours out, it
 raises.
 
-Operators ``te_<name>`` are those of the C library themselves: of their implementations modules run
-the slots of plug-ins that are shared objects (`discovery.register_library`), which take a call as
-it is and are asked before all adapters.
+Operators ``te_<name>`` are those of the C library themselves: their implementations take a call as
+it is and are asked before all adapters. They are slots of plug-ins that are shared objects
+(`discovery.register_library`), or functions of Python, which get the fields of the call as a dict.
 
 Importing this package imports no torch; adapters are imported when one is needed.
 """
 
+import contextlib
+import functools
 import importlib
+import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.common.selections import CLASSES
-from transformer_engine.plugin import builtin
+from transformer_engine.plugin import builtin, definitions
+from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 
 NATIVE = "default.native"
 """The implementations of this library: modules have these anyway."""
@@ -92,71 +96,162 @@ def overrides(implementations: Iterable[Any]) -> tuple:
     return tuple(itertools.takewhile(lambda one: one.impl_id != NATIVE, implementations))
 
 
-_LIBRARY = {f"te_{op}": op for op in _core.op_names()}
-_WITHOUT = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
+LIBRARY: dict[str, str] = {f"te_{op}": op for op in _core.op_names()}
+"""Operators of the C library as plug-ins name them, and their names there."""
+WITHOUT: dict[str, str] = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
 """Operators that can express no call of that of the C library which is theirs, and that one."""
-_REFERENCE = frozenset(("reference", "impl:reference.torch"))
-"""Tokens that name definitions, which run operators where this library has no kernels."""
 _ADMIT_OURS = frozenset(("flagos", "default", f"impl:{NATIVE}"))
 """Tokens that name this library's own."""
 UNEXPRESSED = "the operator's arguments do not express it"
 """Why an implementation of an operator is not asked."""
 
 
-def _end(
-    op: str, name: str, overriding: Mapping[str, tuple], refuse: Callable, only: str = ""
-) -> tuple:
+class Closed(NamedTuple):
+    """Operators of which modules do not run this library's own where nobody else takes a call.
+
+    An operator of the C library is closed by its own order; where also each operator that it is
+    mapped to leaves ours out, it is here as "*te_norm": what nobody has taken in the end is not
+    run. Where this library has no kernels its own are definitions, and other names admit them.
+    """
+
+    names: frozenset[str]
+    without_kernels: frozenset[str]  # the same on devices where there are none
+
+
+def mapped_to(op: str) -> tuple[str, ...]:
+    """Operators of `transformer_engine_torch` by which one of the C library may be replaced."""
+    found = (name for row in MAPPED if row.op == op for name in row.names)
+    return tuple(n for n in found if op in ("quantize", "amax") or n not in _OF_VALUES)
+
+
+# ---- operators of the C library ------------------------------------------------------------------
+
+
+def is_of_fields(impl: Any) -> bool:
+    """Return whether an `OpImpl` is a function of the fields of a call of the C library's."""
+    if impl.op_name not in LIBRARY or impl.impl_id == NATIVE:
+        return False
+    return not isinstance(impl.fn, _core.NativeSlot)
+
+
+def taking_fields(impl: Any) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Function and predicate of such an implementation, for calls of either kind.
+
+    They are called with a dict of the fields, as modules do, or with the arguments that the
+    operator's function of `_core` has.
+    """
+    signature = inspect.signature(getattr(_core, LIBRARY[impl.op_name]))
+
+    def read(args: tuple, kwargs: dict) -> Mapping[str, Any]:
+        if len(args) == 1 and not kwargs and isinstance(args[0], dict):
+            return args[0]
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {name: value for name, value in bound.arguments.items() if name != "context"}
+
+    @functools.wraps(impl.fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return impl.fn(read(args, kwargs))
+
+    def takes(*args: Any, **kwargs: Any) -> Any:
+        fields = read(args, kwargs)
+        limits = impl.limits()
+        answer = True if limits is None else limits(*fields.values())
+        if answer is not True or impl.supports is None:
+            return answer
+        return impl.supports(fields)
+
+    return run, None if impl.takes is None else takes
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def _end(name: str, overriding: Mapping[str, tuple], closed: Closed, refuse: Callable) -> tuple:
     """A slot that raises for each call of an operator of the C library that comes to it.
 
-    `only`: for those alone in which a field is not 0, which no operator expresses.
+    `name` is that of the operator, with "*" before it at the end of all, or one of `WITHOUT`,
+    which expresses no call that drops something.
     """
-    asked = overriding.get(name, ())
+    op = WITHOUT.get(name) or LIBRARY[name.removeprefix("*")]
+    drops, asked = name in WITHOUT, overriding.get(name.removeprefix("*"), ())
+    is_closed = name in closed.names, name in closed.without_kernels
 
     def run(fields: Mapping[str, Any]) -> Any:
-        if not only:
-            return refuse(name, asked)
-        return refuse(name, asked, UNEXPRESSED) if fields[only] else NotImplemented
+        if not is_closed[not has_kernels(fields)] or (drops and not fields["dropout"]):
+            return NotImplemented
+        with refusals(op, fields):
+            return refuse(name.removeprefix("*"), asked, UNEXPRESSED if drops else "")
 
-    return op, run, (only,) if only else ()
+    return op, run, (_core.op_fields(op)[0][0], "dropout") if drops else None
+
+
+def device_of(fields: Mapping[str, Any]) -> Any:
+    """The device of a call."""
+    return next(value.device for value in fields.values() if hasattr(value, "device"))
+
+
+def has_kernels(fields: Mapping[str, Any]) -> bool:
+    """Return whether this library has kernels for the device of a call."""
+    from transformer_engine.pytorch.torchside.device import has_kernels
+
+    return has_kernels(device_of(fields))
+
+
+@contextlib.contextmanager
+def refusals(op: str, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Have errors inside ``with`` that nobody takes a call say on which device; no other errors.
+
+    On devices without kernels of this library all are NotImplementedError.
+    """
+    try:
+        yield
+    except NobodyError as error:
+        if has_kernels(fields):
+            raise
+        raise NotImplementedError(f"te_{op} on {device_of(fields)}: {error}") from None
+    except NotImplementedError as error:
+        if not is_of_implementation(error):
+            error.add_note(f"te_{op} on {device_of(fields)}: nobody takes the call")
+        raise
 
 
 def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
     """Of the implementations in force by operator those that modules run in place of their own."""
-    asked = {n: overrides(found) for n, found in chosen.items() if n in OPERATORS or n in _WITHOUT}
-    for name in filter(chosen.__contains__, _LIBRARY):  # those that are slots of shared objects
-        found = overrides(chosen[name])
-        asked[name] = tuple(one for one in found if isinstance(one.function, _core.NativeSlot))
+    names = (name for name in chosen if name in OPERATORS or name in WITHOUT or name in LIBRARY)
+    asked = {name: overrides(chosen[name]) for name in names}
     return {name: found for name, found in asked.items() if found}
 
 
-def closed(overriding: Mapping[str, tuple], policy: Any) -> frozenset[str]:
-    """Operators of which modules do not run this library's own where nobody else takes a call.
-
-    Under a strict policy all that have somebody else, and those whose order leaves ours out. An
-    operator of the C library is closed by its own order; where also each operator that it is mapped
-    to leaves ours out, it is here as "*te_norm": what nobody has taken in the end is not run.
-    """
-    found = set(overriding if policy.strict else ())
+def closed(overriding: Mapping[str, tuple], policy: Any) -> Closed:
+    """Operators that are closed: under a strict policy all that have somebody else, and by orders."""
+    strictly = frozenset(overriding if policy.strict else ())
     if not policy.per_op_order:
-        return frozenset(found)
+        return Closed(strictly, strictly)
+    admit = _ADMIT_OURS, _ADMIT_OURS | definitions.ADMITTING
+    return Closed(*(strictly | _closed_by_orders(policy, tokens) for tokens in admit))
+
+
+def _closed_by_orders(policy: Any, admitting: frozenset[str]) -> frozenset[str]:
+    """Operators whose order has none of these tokens."""
     named = dict(policy.per_op_order)
 
     def without_ours(name: str) -> bool:
         tokens = policy.get_per_op_order(name)
-        return tokens is not None and not _ADMIT_OURS.intersection(tokens)
+        return tokens is not None and admitting.isdisjoint(tokens)
 
-    names = *OPERATORS, *_WITHOUT, *(name for name in _LIBRARY if name in named)
-    found |= set(filter(without_ours, names))
-    for name, op in _LIBRARY.items():
+    names = *OPERATORS, *WITHOUT, *(name for name in LIBRARY if name in named)
+    found = set(filter(without_ours, names))
+    for name, op in LIBRARY.items():
         mapped = [n for row in MAPPED if row.op == op for n in row.names]
-        mapped += [n for n, of in _WITHOUT.items() if of == op]
+        mapped += [n for n, of in WITHOUT.items() if of == op]
         if all(map(without_ours, (name, *mapped))):
             found.add(f"*{name}")
     return frozenset(found)
 
 
 def selection(
-    overriding: Mapping[str, tuple], closed: frozenset[str], refuse: Callable
+    overriding: Mapping[str, tuple], closed: Closed, refuse: Callable
 ) -> "_core.Selection | None":
     """Table that runs of plans ask first; None: there is none.
 
@@ -165,18 +260,19 @@ def selection(
     ``refuse(name, asked, why)`` raises.
     """
     slots: list[tuple[str, Callable, tuple | None]] = []
-    for name, op in _LIBRARY.items():
-        slots += ((op, one.function, None) for one in overriding.get(name, ()))
-        slots += [_end(op, name, overriding, refuse)] if name in closed else ()
-    if closed or not OPERATORS.isdisjoint(overriding):
-        fields = importlib.import_module(f"{__name__}.fields")  # imports torch
+    either = closed.names | closed.without_kernels
+    if not either and not overriding:
+        return None
+    fields = importlib.import_module(f"{__name__}.fields")  # imports torch
+    for name, op in LIBRARY.items():
+        slots += ((op, fields.as_it_is(name, one), None) for one in overriding.get(name, ()))
+        slots += [_end(name, overriding, closed, refuse)] if name in either else ()
+    if either or not OPERATORS.isdisjoint(overriding):
         for row in MAPPED:
-            own = fields.Choices(overriding, row.names, closed, refuse)
-            slots += [(row.op, *fields.adapted(row, own))] if own else ()
-    for name in closed & _WITHOUT.keys():
-        slots.append(_end(_WITHOUT[name], name, overriding, refuse, "dropout"))
-    for name, op in _LIBRARY.items():
-        slots += [_end(op, name, overriding, refuse)] if f"*{name}" in closed else ()
+            own = [fields.Choices(overriding, row.names, names, refuse) for names in closed]
+            slots += [(row.op, *fields.adapted(row, *own))] if any(own) else ()
+    ends = *WITHOUT, *(f"*{name}" for name in LIBRARY)
+    slots += (_end(name, overriding, closed, refuse) for name in ends if name in either)
     if not slots and ATTENTION_CLASS not in overriding:
         return None
     made = _core.Selection(tuple(slots))

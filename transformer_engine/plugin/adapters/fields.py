@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.adapters import PLACED, UNEXPRESSED, Mapped
-from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
+from transformer_engine.plugin.adapters import (
+    PLACED,
+    UNEXPRESSED,
+    Mapped,
+    has_kernels,
+    refusals,
+)
+from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 from transformer_engine.pytorch.cpp_extensions.values import matrix
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.modes import (
@@ -110,28 +116,52 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
     return mark
 
 
-def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
-    """Adapter of a module's call of an operator, from its fields to arguments.
+def as_it_is(name: str, one: Any) -> Callable:
+    """What a module calls of an implementation of an operator of the C library: slot or function.
 
-    It asks nobody while it runs, and computes in the dtypes of its tensors. What an implementation
-    has raised says whose it is. Of an error that what one returned has led to, a note says who was
-    asked.
+    A function gets the fields. It asks nobody while it runs, as of `adapted`.
     """
-    module, _, name = row.adapter.partition(":")
-    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
-    run, asked = functools.partial(adapter, choices), choices.implementations()
+    if isinstance(one.function, _core.NativeSlot):
+        return one.function
+    return _apart(_core.Choice(name, (one,)))
+
+
+def _apart(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
+    """Have a call ask nobody while it runs, and compute in the dtypes of its tensors."""
     run_apart = in_own_dtypes(with_autograd(run))
 
     @native
     def slot(fields: Fields) -> Any:
+        return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+
+    return slot
+
+
+def adapted(row: Mapped, choices: Choices, elsewhere: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Adapter of a module's call of an operator, from its fields to arguments.
+
+    `elsewhere` are the choices on devices without kernels of this library. It asks nobody while it
+    runs, and computes in the dtypes of its tensors. What an implementation has raised says whose it
+    is. Of an error that what one returned has led to, a note says who was asked.
+    """
+    module, _, name = row.adapter.partition(":")
+    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
+    asked = choices.implementations()
+    if choices._closed == elsewhere._closed:
+        run = _apart(functools.partial(adapter, choices))
+    else:
+        run = _apart(lambda f: adapter(choices if has_kernels(f) else elsewhere, f))
+
+    def slot(fields: Fields) -> Any:
         try:
-            return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+            return run(fields)
         except NotTakenError:
             return NotImplemented
-        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
-            raise
+        except (NotImplementedError, NobodyError) as error:  # no one takes the call, or is there
+            with refusals(row.op, fields):
+                raise error
         except Exception as error:
-            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
+            if not is_of_implementation(error):
                 error.add_note(f"in what came from {asked}")
             raise
 

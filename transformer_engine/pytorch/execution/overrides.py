@@ -82,7 +82,7 @@ def _meet(tensor: Any, dlpack: int) -> None:
             return
         definitions = importlib.import_module("transformer_engine.plugin.definitions")
         number = add_type(name, dlpack, kind)
-        _core.register_backend(f"{name}.reference.torch", number, _LAST, definitions.functions())
+        _core.register_backend(f"{name}.reference.torch", number, _LAST, definitions.functions(kind))
         _MET.add(kind)
 
 
