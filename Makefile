@@ -23,7 +23,7 @@ CLIENTS_PY = $$(cat $(ENV)-clients)
 # The tools of the lint environment, found beside its interpreter first.
 LINT_PATH = PATH="$$(dirname "$(LINT_PY)"):$$PATH"
 
-C_FILES = $$(find csrc tests/c tests/cudnn \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
+C_FILES = $$(find csrc tests/c tests/cudnn tests/devices \( -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 # The sanitizers keep freed memory aside, so the tests that weigh the heap (leaks) stay out; those of Python alone
 # (the others) have nothing for them to see.
 UNSANITIZED = $(foreach name,core_leaks config recipe recipe_identity tols unread_variables,--ignore=tests/core/test_$(name).py)

@@ -17,7 +17,7 @@ from transformer_engine import _core
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
 BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes", "host_calls")
-BENCHMARKS += ("host_compiled",)
+BENCHMARKS += ("host_compiled", "compiled_gpt")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather"}
@@ -339,3 +339,11 @@ def test_host_compiled(results):
         assert row["operators"] == 2.0
         assert positive(row, "forward_us", "backward_us", "step_ratio")
         assert (row["conditions"] > 0) == (row["way"] == "compiled")
+
+
+def test_compiled_gpt(results):
+    rows = only_table(results, "compiled_gpt")
+    assert [row["way"] for row in rows] == 4 * ["eager", "compiled"]
+    for row in rows:
+        assert positive(row, "ms", "ratio") and row["low"] <= row["ms"] <= row["high"]
+        assert row["way"] == "compiled" or row["ratio"] == 1.0

@@ -46,17 +46,17 @@ def load(name):
 
 def build(name):
     """Return the path of a library, which is built where it is missing."""
-    folder = CACHE / f"{torch.__version__}-py{sys.version_info[1]}-{_hash()}"
-    library = folder / f"{name}.so"
+    here = folder()
+    library = here / f"{name}.so"
     if library.exists():
         return library
     if compiler() is None:
         raise NoCompilerError("the test device needs a C++ compiler (c++, or CXX)")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:
+    here.mkdir(parents=True, exist_ok=True)
+    with open(here / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _run(name, folder)
+            _run(name, here)
     return library
 
 
@@ -65,37 +65,37 @@ def compiler():
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def _hash():
+def folder():
+    """Folder of the libraries of this torch and of these sources."""
     made = hashlib.sha256(repr((SOURCES, FLAGS)).encode())
     for file in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
         made.update(file.read_bytes())
-    return made.hexdigest()[:16]
+    return CACHE / f"{torch.__version__}-py{sys.version_info[1]}-{made.hexdigest()[:16]}"
 
 
-def _run(name, folder):
+def _run(name, target):
     """Build in a process of its own: setuptools changes the process that it runs in."""
-    command = [sys.executable, __file__, name, str(folder)]
+    files = [str(HERE / file) for file in SOURCES[name]]
+    command = [sys.executable, __file__, name, str(target), *files]
     environment = {**os.environ, "CXX": compiler()}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name} was not built:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
 
 
-def _main(name, folder):
+def _main(name, target, *files):
     from setuptools import Distribution
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    files = [str(HERE / file) for file in SOURCES[name]]
-    extension = CppExtension(name, files, extra_compile_args=FLAGS)
+    extension = CppExtension(name, list(files), extra_compile_args=FLAGS)
     command = BuildExtension.with_options(use_ninja=False, no_python_abi_suffix=True)
     distribution = Distribution({"name": name, "ext_modules": [extension]})
     distribution.cmdclass["build_ext"] = command
     builder = distribution.get_command_obj("build_ext")
-    builder.build_lib = f"{folder}/{name}-made"
-    builder.build_temp = f"{folder}/{name}-objects"
-    builder.parallel = None
+    builder.build_lib = f"{target}/{name}-made"
+    builder.build_temp = f"{target}/{name}-objects"
     distribution.run_command("build_ext")
-    os.replace(f"{folder}/{name}-made/{name}.so", f"{folder}/{name}.so")
+    os.replace(f"{target}/{name}-made/{name}.so", f"{target}/{name}.so")
 
 
 if __name__ == "__main__":

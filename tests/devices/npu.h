@@ -6,22 +6,35 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
-namespace npu {
+namespace npu
+{
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex COUNT = 2;
 
-// A pointer of the device is an address of the host under a tag that no address has: bit 62, and
-// the index from bit 56 on. So a read by anything else than the device's own kernels ends the
-// process, and a pointer says whose memory it is.
-inline void *address(const void *pointer) {
-    return reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(pointer) & 0x00ffffffffffffff);
+// A pointer of the device is an address of the host under a tag that no address has, in bits 52 to
+// 55, so that x86 and Arm both refuse it: whatever reads it, but for the device's own kernels, ends
+// the process. The tag has bit 54, and below it the index: a pointer says whose memory it is.
+constexpr int TAG_AT = 52;
+constexpr uintptr_t TAG = 4;
+
+inline void *tagged(void *block, c10::DeviceIndex index)
+{
+    const auto tag = (TAG | static_cast<uintptr_t>(index)) << TAG_AT;
+    return reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(block) | tag);
+}
+
+inline void *address(const void *pointer)
+{
+    constexpr auto mask = (uintptr_t(1) << TAG_AT) - 1;
+    return reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(pointer) & mask);
 }
 
 // The device of a pointer; none where it is one of the host.
-inline c10::Device device_of(const void *pointer) {
-    const auto tag = reinterpret_cast<uintptr_t>(pointer) >> 56;
-    return tag & 0x40 ? c10::Device(TYPE, tag & 0x3f) : c10::Device(c10::DeviceType::CPU);
+inline c10::Device device_of(const void *pointer)
+{
+    const auto tag = reinterpret_cast<uintptr_t>(pointer) >> TAG_AT;
+    return tag & TAG ? c10::Device(TYPE, tag & (TAG - 1)) : c10::Device(c10::DeviceType::CPU);
 }
 
 c10::Allocator *allocator();

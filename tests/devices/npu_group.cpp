@@ -9,7 +9,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-namespace {
+namespace
+{
 
 using at::Tensor;
 using c10::intrusive_ptr;
@@ -23,20 +24,26 @@ struct Hidden {
     at::AutoDispatchBelowADInplaceOrView below;
 };
 
-void check_device(const Tensor &tensor) {
+void check_device(const Tensor &tensor)
+{
     TORCH_CHECK(tensor.device().type() == c10::DeviceType::PrivateUse1, "npucl: a tensor on ",
                 tensor.device());
 }
 
-Tensor host_copy(const Tensor &tensor) {
+Tensor host_copy(const Tensor &tensor)
+{
     check_device(tensor);
     const Hidden hidden;
     return tensor.cpu().contiguous();
 }
 
-Tensor bytes_of(const Tensor &tensor) { return host_copy(tensor).reshape({-1}).view(at::kByte); }
+Tensor bytes_of(const Tensor &tensor)
+{
+    return host_copy(tensor).reshape({-1}).view(at::kByte);
+}
 
-Tensors bytes_of(const Tensors &tensors) {
+Tensors bytes_of(const Tensors &tensors)
+{
     Tensors made;
     for (const auto &tensor : tensors) {
         made.push_back(bytes_of(tensor));
@@ -45,12 +52,14 @@ Tensors bytes_of(const Tensors &tensors) {
 }
 
 // Bytes on the host for a tensor that a collective writes.
-Tensor room_for(const Tensor &tensor) {
+Tensor room_for(const Tensor &tensor)
+{
     check_device(tensor);
     return at::empty({tensor.numel() * static_cast<int64_t>(tensor.itemsize())}, at::kByte);
 }
 
-Tensors room_for(const Tensors &tensors) {
+Tensors room_for(const Tensors &tensors)
+{
     Tensors made;
     for (const auto &tensor : tensors) {
         made.push_back(room_for(tensor));
@@ -58,31 +67,36 @@ Tensors room_for(const Tensors &tensors) {
     return made;
 }
 
-void put(const Tensor &target, const Tensor &found) {
+void put(const Tensor &target, const Tensor &found)
+{
     const Hidden hidden;
     auto flat = found.scalar_type() == at::kByte ? found.view(target.scalar_type()) : found;
     target.copy_(flat.view(target.sizes()));
 }
 
-void put(const Tensors &targets, const Tensors &found) {
+void put(const Tensors &targets, const Tensors &found)
+{
     for (size_t number = 0; number < targets.size(); number++) {
         put(targets[number], found[number]);
     }
 }
 
-int64_t row_bytes(const Tensor &tensor) {
+int64_t row_bytes(const Tensor &tensor)
+{
     const auto rows = tensor.dim() ? tensor.size(0) : 1;
     return rows ? tensor.numel() / rows * static_cast<int64_t>(tensor.itemsize()) : 0;
 }
 
-Sizes times(Sizes sizes, int64_t factor) {
+Sizes times(Sizes sizes, int64_t factor)
+{
     for (auto &size : sizes) {
         size *= factor;
     }
     return sizes;
 }
 
-Sizes counts(const Tensors &tensors) {
+Sizes counts(const Tensors &tensors)
+{
     Sizes made;
     for (const auto &tensor : tensors) {
         made.push_back(tensor.numel());
@@ -91,14 +105,18 @@ Sizes counts(const Tensors &tensors) {
 }
 
 // Works of gloo, and what is to be done when all are over.
-class Staged : public Work {
+class Staged : public Work
+{
   public:
     Staged(int rank, OpType type, std::vector<intrusive_ptr<Work>> parts,
            std::function<void()> finish, Tensors outputs)
         : Work(rank, type), parts_(std::move(parts)), finish_(std::move(finish)),
-          outputs_(std::move(outputs)) {}
+          outputs_(std::move(outputs))
+    {
+    }
 
-    bool isCompleted() override {
+    bool isCompleted() override
+    {
         for (const auto &part : parts_) {
             if (!part->isCompleted()) {
                 return false;
@@ -106,8 +124,12 @@ class Staged : public Work {
         }
         return wait(kNoTimeout);
     }
-    bool isSuccess() const override { return true; } // a failure is raised by `wait`
-    bool wait(std::chrono::milliseconds timeout) override {
+    bool isSuccess() const override
+    {
+        return true;
+    } // a failure is raised by `wait`
+    bool wait(std::chrono::milliseconds timeout) override
+    {
         for (const auto &part : parts_) {
             part->wait(timeout);
         }
@@ -118,11 +140,21 @@ class Staged : public Work {
         }
         return true;
     }
-    void synchronize() override { wait(kNoTimeout); }
-    Tensors result() override { return outputs_; }
-    int sourceRank() const override { return parts_.at(0)->sourceRank(); }
+    void synchronize() override
+    {
+        wait(kNoTimeout);
+    }
+    Tensors result() override
+    {
+        return outputs_;
+    }
+    int sourceRank() const override
+    {
+        return parts_.at(0)->sourceRank();
+    }
     // It is complete when it is handed out.
-    intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    intrusive_ptr<c10::ivalue::Future> getFuture() override
+    {
         wait(kNoTimeout);
         std::vector<c10::Device> devices;
         for (const auto &output : outputs_) {
@@ -141,44 +173,64 @@ class Staged : public Work {
     std::mutex lock_;
 };
 
-class Group final : public c10d::Backend {
+class Group final : public c10d::Backend
+{
   public:
     explicit Group(intrusive_ptr<Backend> gloo)
-        : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+        : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo))
+    {
+    }
 
-    const std::string getBackendName() const override { return "npucl"; }
-    bool supportsCoalescing() const override { return true; }
-    void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-    void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
-    uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
+    const std::string getBackendName() const override
+    {
+        return "npucl";
+    }
+    bool supportsCoalescing() const override
+    {
+        return true;
+    }
+    void setTimeout(std::chrono::milliseconds timeout) override
+    {
+        gloo_->setTimeout(timeout);
+    }
+    void setSequenceNumberForGroup() override
+    {
+        gloo_->setSequenceNumberForGroup();
+    }
+    uint64_t getSequenceNumberForGroup() override
+    {
+        return gloo_->getSequenceNumberForGroup();
+    }
 
-    intrusive_ptr<Work> broadcast(Tensors &tensors,
-                                  const c10d::BroadcastOptions &options) override {
+    intrusive_ptr<Work> broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override
+    {
         auto copies = bytes_of(tensors);
         return begun(OpType::BROADCAST, gloo_->broadcast(copies, options), tensors, copies);
     }
 
     // ---- reductions ----
 
-    intrusive_ptr<Work> allreduce(Tensors &tensors,
-                                  const c10d::AllreduceOptions &options) override {
+    intrusive_ptr<Work> allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override
+    {
         std::vector<intrusive_ptr<Work>> parts;
         for (const auto &tensor : tensors) {
             parts.push_back(summed(tensor, options.reduceOp, options.timeout, tensor, 0));
         }
         return all_of(OpType::ALLREDUCE, std::move(parts), tensors);
     }
-    intrusive_ptr<Work>
-    allreduce_coalesced(Tensors &tensors,
-                        const c10d::AllreduceCoalescedOptions &options) override {
+    intrusive_ptr<Work> allreduce_coalesced(Tensors &tensors,
+                                            const c10d::AllreduceCoalescedOptions &options) override
+    {
         return allreduce(tensors, options);
     }
-    intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
+    intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override
+    {
         return summed(tensors.at(0), options.reduceOp, options.timeout,
                       options.rootRank == rank_ ? tensors[0] : Tensor(), 0);
     }
     intrusive_ptr<Work> reduce_scatter(Tensors &outputs, Lists &inputs,
-                                       const c10d::ReduceScatterOptions &options) override {
+                                       const c10d::ReduceScatterOptions &options) override
+    {
         Tensors flat;
         int64_t offset = 0;
         for (int rank = 0; rank < size_; rank++) {
@@ -187,16 +239,17 @@ class Group final : public c10d::Backend {
         }
         return summed(at::cat(flat), options.reduceOp, options.timeout, outputs.at(0), offset);
     }
-    intrusive_ptr<Work>
-    _reduce_scatter_base(Tensor &output, Tensor &input,
-                         const c10d::ReduceScatterOptions &options) override {
+    intrusive_ptr<Work> _reduce_scatter_base(Tensor &output, Tensor &input,
+                                             const c10d::ReduceScatterOptions &options) override
+    {
         TORCH_CHECK(input.numel() == output.numel() * size_, "npucl: reduce_scatter of ",
                     input.numel(), " numbers into ", size_, " times ", output.numel());
         return summed(input, options.reduceOp, options.timeout, output, output.numel() * rank_);
     }
     intrusive_ptr<Work>
     reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
-                                    const c10d::ReduceScatterOptions &options) override {
+                                    const c10d::ReduceScatterOptions &options) override
+    {
         std::vector<intrusive_ptr<Work>> parts;
         for (size_t number = 0; number < inputs.size(); number++) {
             parts.push_back(_reduce_scatter_base(outputs.at(number), inputs[number], options));
@@ -207,21 +260,24 @@ class Group final : public c10d::Backend {
     // ---- what only moves ----
 
     intrusive_ptr<Work> allgather(Lists &outputs, Tensors &inputs,
-                                  const c10d::AllgatherOptions &options) override {
+                                  const c10d::AllgatherOptions &options) override
+    {
         auto copies = bytes_of(inputs);
         Lists room = {room_for(outputs.at(0))};
         auto part = gloo_->allgather(room, copies, options);
         return begun(OpType::ALLGATHER, std::move(part), outputs[0], room[0]);
     }
     intrusive_ptr<Work> _allgather_base(Tensor &output, Tensor &input,
-                                        const c10d::AllgatherOptions &options) override {
+                                        const c10d::AllgatherOptions &options) override
+    {
         auto copy = bytes_of(input), room = room_for(output);
         auto part = gloo_->_allgather_base(room, copy, options);
         return begun(OpType::_ALLGATHER_BASE, std::move(part), {output}, {room});
     }
     intrusive_ptr<Work>
     allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
-                                    const c10d::AllgatherOptions &options) override {
+                                    const c10d::AllgatherOptions &options) override
+    {
         std::vector<intrusive_ptr<Work>> parts;
         for (size_t number = 0; number < inputs.size(); number++) {
             parts.push_back(_allgather_base(outputs.at(number), inputs[number], options));
@@ -229,7 +285,8 @@ class Group final : public c10d::Backend {
         return all_of(OpType::COALESCED, std::move(parts), outputs);
     }
     intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
-                               const c10d::GatherOptions &options) override {
+                               const c10d::GatherOptions &options) override
+    {
         auto copies = bytes_of(inputs);
         Lists room;
         for (const auto &list : outputs) {
@@ -240,7 +297,8 @@ class Group final : public c10d::Backend {
                                : begun(OpType::GATHER, std::move(part), outputs[0], room[0]);
     }
     intrusive_ptr<Work> scatter(Tensors &outputs, Lists &inputs,
-                                const c10d::ScatterOptions &options) override {
+                                const c10d::ScatterOptions &options) override
+    {
         Lists copies;
         for (const auto &list : inputs) {
             copies.push_back(bytes_of(list));
@@ -250,7 +308,8 @@ class Group final : public c10d::Backend {
     }
     intrusive_ptr<Work> alltoall_base(Tensor &output, Tensor &input, Sizes &output_sizes,
                                       Sizes &input_sizes,
-                                      const c10d::AllToAllOptions &options) override {
+                                      const c10d::AllToAllOptions &options) override
+    {
         auto copy = bytes_of(input), room = room_for(output);
         auto to = times(output_sizes, row_bytes(output));
         auto from = times(input_sizes, row_bytes(input));
@@ -258,7 +317,8 @@ class Group final : public c10d::Backend {
         return begun(OpType::ALLTOALL_BASE, std::move(part), {output}, {room});
     }
     intrusive_ptr<Work> alltoall(Tensors &outputs, Tensors &inputs,
-                                 const c10d::AllToAllOptions &options) override {
+                                 const c10d::AllToAllOptions &options) override
+    {
         auto copies = bytes_of(inputs), rooms = room_for(outputs);
         auto from = counts(copies), to = counts(rooms);
         auto copy = at::cat(copies), room = at::cat(rooms);
@@ -266,19 +326,23 @@ class Group final : public c10d::Backend {
         auto part = gloo_->alltoall_base(room, copy, to, from, options);
         return begun(OpType::ALLTOALL, std::move(part), outputs, found);
     }
-    intrusive_ptr<Work> send(Tensors &tensors, int target, int tag) override {
+    intrusive_ptr<Work> send(Tensors &tensors, int target, int tag) override
+    {
         auto copies = bytes_of(tensors);
         return begun(OpType::SEND, gloo_->send(copies, target, tag), {}, copies);
     }
-    intrusive_ptr<Work> recv(Tensors &tensors, int source, int tag) override {
+    intrusive_ptr<Work> recv(Tensors &tensors, int source, int tag) override
+    {
         auto room = room_for(tensors);
         return begun(OpType::RECV, gloo_->recv(room, source, tag), tensors, room);
     }
-    intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
+    intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override
+    {
         auto room = room_for(tensors);
         return begun(OpType::RECVANYSOURCE, gloo_->recvAnysource(room, tag), tensors, room);
     }
-    intrusive_ptr<Work> barrier(const c10d::BarrierOptions &options) override {
+    intrusive_ptr<Work> barrier(const c10d::BarrierOptions &options) override
+    {
         c10d::BarrierOptions host;
         host.timeout = options.timeout;
         return begun(OpType::BARRIER, gloo_->barrier(host), {}, {});
@@ -286,8 +350,12 @@ class Group final : public c10d::Backend {
 
     // ---- several calls as one ----
 
-    void startCoalescing() override { coalesced_.emplace(); }
-    intrusive_ptr<Work> endCoalescing() override {
+    void startCoalescing() override
+    {
+        coalesced_.emplace();
+    }
+    intrusive_ptr<Work> endCoalescing() override
+    {
         auto parts = std::move(coalesced_.value());
         coalesced_.reset();
         return all_of(OpType::COALESCED, std::move(parts), {});
@@ -295,20 +363,20 @@ class Group final : public c10d::Backend {
 
   private:
     // The work that puts what came into its tensors.
-    intrusive_ptr<Work> begun(OpType type, intrusive_ptr<Work> part, Tensors targets,
-                              Tensors found) {
+    intrusive_ptr<Work> begun(OpType type, intrusive_ptr<Work> part, Tensors targets, Tensors found)
+    {
         // Copies that are sent live as long as the work, too.
         auto finish = [targets, found] { put(targets, found); };
-        return noted(c10::make_intrusive<Staged>(rank_, type,
-                                                 std::vector<intrusive_ptr<Work>>{part}, finish,
-                                                 targets));
+        return noted(c10::make_intrusive<Staged>(
+            rank_, type, std::vector<intrusive_ptr<Work>>{part}, finish, targets));
     }
 
     // The sum over the ranks, or another reduction; of it as many numbers as `target` has from
     // `offset` on. None where there is no target.
     intrusive_ptr<Work> summed(const Tensor &input, c10d::ReduceOp op,
                                std::chrono::milliseconds timeout, const Tensor &target,
-                               int64_t offset) {
+                               int64_t offset)
+    {
         c10d::AllreduceOptions options;
         const bool mean = op == c10d::ReduceOp::AVG; // which gloo has not
         options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
@@ -323,17 +391,19 @@ class Group final : public c10d::Backend {
             const Hidden hidden;
             target.copy_((mean ? found.div(size) : found).view(target.sizes()));
         };
-        return noted(c10::make_intrusive<Staged>(
-            rank_, OpType::ALLREDUCE, std::vector<intrusive_ptr<Work>>{part}, finish,
-            target.defined() ? Tensors{target} : Tensors{}));
+        return noted(c10::make_intrusive<Staged>(rank_, OpType::ALLREDUCE,
+                                                 std::vector<intrusive_ptr<Work>>{part}, finish,
+                                                 target.defined() ? Tensors{target} : Tensors{}));
     }
 
     intrusive_ptr<Work> all_of(OpType type, std::vector<intrusive_ptr<Work>> parts,
-                               const Tensors &outputs) {
+                               const Tensors &outputs)
+    {
         return c10::make_intrusive<Staged>(rank_, type, std::move(parts), nullptr, outputs);
     }
 
-    intrusive_ptr<Work> noted(intrusive_ptr<Work> work) {
+    intrusive_ptr<Work> noted(intrusive_ptr<Work> work)
+    {
         if (coalesced_) {
             coalesced_->push_back(work);
         }
@@ -346,7 +416,8 @@ class Group final : public c10d::Backend {
 
 } // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
+{
     m.def("make", [](intrusive_ptr<c10d::Backend> gloo) -> intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<Group>(std::move(gloo));
     });

@@ -4,7 +4,6 @@
 import functools
 
 import torch.distributed as dist
-
 from devices import build
 
 

@@ -19,39 +19,47 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-namespace npu {
+namespace npu
+{
 
 using at::IntArrayRef;
 using at::Tensor;
 using std::optional;
 
-Tensor on_host(const Tensor &tensor) {
+Tensor on_host(const Tensor &tensor)
+{
     TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "npu: lazy conjugates are not built");
     auto *data = tensor.numel() ? address(tensor.data_ptr()) : nullptr;
-    return at::from_blob(data, tensor.sizes(), tensor.strides(),
-                         tensor.options().device(at::kCPU));
+    return at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
-namespace {
+namespace
+{
 
 // The current device is another one in the life of this object.
 struct On {
-    explicit On(c10::DeviceIndex index) : before(exchange_index(index)) {}
-    ~On() { exchange_index(before); }
+    explicit On(c10::DeviceIndex index) : before(exchange_index(index))
+    {
+    }
+    ~On()
+    {
+        exchange_index(before);
+    }
     On(const On &) = delete;
     On &operator=(const On &) = delete;
     c10::DeviceIndex before;
 };
 
-c10::DeviceIndex wanted(const optional<c10::Device> &device) {
+c10::DeviceIndex wanted(const optional<c10::Device> &device)
+{
     return device ? index_of(*device) : current_index();
 }
 
 constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
 Tensor empty(IntArrayRef sizes, optional<at::ScalarType> dtype, optional<at::Layout>,
-             optional<c10::Device> device, optional<bool> pinned,
-             optional<at::MemoryFormat> format) {
+             optional<c10::Device> device, optional<bool> pinned, optional<at::MemoryFormat> format)
+{
     TORCH_CHECK(!pinned.value_or(false), "npu: only memory of the host can be pinned");
     const On on(wanted(device));
     return at::detail::empty_generic(sizes, allocator(), KEYS, c10::dtype_or_default(dtype),
@@ -59,14 +67,16 @@ Tensor empty(IntArrayRef sizes, optional<at::ScalarType> dtype, optional<at::Lay
 }
 
 Tensor empty_strided(IntArrayRef sizes, IntArrayRef strides, optional<at::ScalarType> dtype,
-                     optional<at::Layout>, optional<c10::Device> device, optional<bool> pinned) {
+                     optional<at::Layout>, optional<c10::Device> device, optional<bool> pinned)
+{
     TORCH_CHECK(!pinned.value_or(false), "npu: only memory of the host can be pinned");
     const On on(wanted(device));
     return at::detail::empty_strided_generic(sizes, strides, allocator(), KEYS,
                                              c10::dtype_or_default(dtype));
 }
 
-Tensor host_side(const Tensor &tensor) {
+Tensor host_side(const Tensor &tensor)
+{
     if (tensor.device().type() == TYPE) {
         return on_host(tensor);
     }
@@ -74,24 +84,31 @@ Tensor host_side(const Tensor &tensor) {
     return tensor;
 }
 
-Tensor copy_from(const Tensor &source, const Tensor &target, bool) {
+Tensor copy_from(const Tensor &source, const Tensor &target, bool)
+{
     host_side(target).copy_(host_side(source));
     return target;
 }
 
-Tensor copy_from_and_resize(const Tensor &source, const Tensor &target) {
+Tensor copy_from_and_resize(const Tensor &source, const Tensor &target)
+{
     target.resize_(source.sizes());
     return copy_from(source, target, false);
 }
 
-at::Scalar local_scalar(const Tensor &tensor) { return on_host(tensor).item(); }
+at::Scalar local_scalar(const Tensor &tensor)
+{
+    return on_host(tensor).item();
+}
 
-Tensor &fill(Tensor &tensor, const at::Scalar &value) {
+Tensor &fill(Tensor &tensor, const at::Scalar &value)
+{
     on_host(tensor).fill_(value);
     return tensor;
 }
 
-Tensor &zero(Tensor &tensor) {
+Tensor &zero(Tensor &tensor)
+{
     on_host(tensor).zero_();
     return tensor;
 }
@@ -99,11 +116,13 @@ Tensor &zero(Tensor &tensor) {
 // ---- views and sizes ----------------------------------------------------------------------------
 
 Tensor as_strided(const Tensor &tensor, IntArrayRef sizes, IntArrayRef strides,
-                  optional<int64_t> offset) {
+                  optional<int64_t> offset)
+{
     return at::native::as_strided_tensorimpl(tensor, sizes, strides, offset);
 }
 
-const Tensor &resize(const Tensor &tensor, IntArrayRef sizes, optional<at::MemoryFormat> format) {
+const Tensor &resize(const Tensor &tensor, IntArrayRef sizes, optional<at::MemoryFormat> format)
+{
     if (tensor.sizes() == sizes && !format) {
         return tensor;
     }
@@ -119,30 +138,33 @@ const Tensor &resize(const Tensor &tensor, IntArrayRef sizes, optional<at::Memor
 }
 
 Tensor &set_to(Tensor &tensor, at::Storage storage, int64_t offset, IntArrayRef sizes,
-               IntArrayRef strides) {
+               IntArrayRef strides)
+{
     TORCH_CHECK(storage.device() == tensor.device(), "npu: storage of ", storage.device(),
                 " for a tensor of ", tensor.device());
-    const auto bytes = strides.empty() && !sizes.empty()
-                           ? at::detail::computeStorageNbytesContiguous(sizes, tensor.itemsize(),
-                                                                        offset)
-                           : at::detail::computeStorageNbytes(sizes, strides, tensor.itemsize(),
-                                                              offset);
+    const auto bytes =
+        strides.empty() && !sizes.empty()
+            ? at::detail::computeStorageNbytesContiguous(sizes, tensor.itemsize(), offset)
+            : at::detail::computeStorageNbytes(sizes, strides, tensor.itemsize(), offset);
     if (bytes > storage.nbytes() && c10::multiply_integers(sizes) > 0) {
         resize_storage(storage, bytes);
     }
     return at::native::set_storage_cpu_(tensor, std::move(storage), offset, sizes, strides);
 }
 
-Tensor &set_to_storage(Tensor &tensor, at::Storage storage) {
+Tensor &set_to_storage(Tensor &tensor, at::Storage storage)
+{
     const auto count = static_cast<int64_t>(storage.nbytes() / tensor.itemsize());
     return set_to(tensor, std::move(storage), 0, {count}, {1});
 }
 
-Tensor &set_to_tensor(Tensor &tensor, const Tensor &other) {
+Tensor &set_to_tensor(Tensor &tensor, const Tensor &other)
+{
     return set_to(tensor, other.storage(), other.storage_offset(), other.sizes(), other.strides());
 }
 
-Tensor &set_to_nothing(Tensor &tensor) {
+Tensor &set_to_nothing(Tensor &tensor)
+{
     const On on(tensor.device().index());
     return set_to(tensor, at::Storage(c10::Storage::use_byte_size_t(), 0, allocator(), true), 0,
                   {0}, {});
@@ -151,13 +173,15 @@ Tensor &set_to_nothing(Tensor &tensor) {
 // ---- everything else ----------------------------------------------------------------------------
 
 // Operators that take indices on the host beside tensors of a device, as all devices have it.
-bool takes_host_indices(const std::string &name) {
+bool takes_host_indices(const std::string &name)
+{
     return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
            name.rfind("aten::_unsafe_index", 0) == 0;
 }
 
 // Checks that tensors are on one device, save for scalars of the host; returns its index.
-c10::DeviceIndex one_device(const c10::OperatorHandle &op, c10::ArrayRef<c10::IValue> arguments) {
+c10::DeviceIndex one_device(const c10::OperatorHandle &op, c10::ArrayRef<c10::IValue> arguments)
+{
     const auto &name = op.schema().name();
     optional<c10::Device> found;
     bool host_indices = takes_host_indices(name);
@@ -192,7 +216,8 @@ c10::DeviceIndex one_device(const c10::OperatorHandle &op, c10::ArrayRef<c10::IV
     return found ? found->index() : current_index();
 }
 
-bool takes_generator(const c10::Argument &argument) {
+bool takes_generator(const c10::Argument &argument)
+{
     auto type = argument.type();
     if (const auto inner = type->cast<c10::OptionalType>()) {
         type = inner->getElementType();
@@ -201,7 +226,8 @@ bool takes_generator(const c10::Argument &argument) {
 }
 
 // The CPU's kernel, with random numbers of the device.
-void by_the_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
+void by_the_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack)
+{
     const auto &declared = op.schema().arguments();
     const auto first = stack->size() - declared.size();
     const On on(one_device(op, c10::ArrayRef<c10::IValue>(*stack).slice(first)));
@@ -228,7 +254,8 @@ void by_the_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     struct Restore {
         at::Generator &ours, &theirs;
         const Tensor &kept;
-        ~Restore() {
+        ~Restore()
+        {
             ours.set_state(theirs.get_state());
             theirs.set_state(kept);
         }
@@ -237,17 +264,20 @@ void by_the_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
 }
 
 int64_t no_fused_attention(const Tensor &, const Tensor &, const Tensor &, const optional<Tensor> &,
-                           double, bool, optional<double>, bool) {
+                           double, bool, optional<double>, bool)
+{
     return static_cast<int64_t>(at::SDPBackend::math);
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
+{
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
+{
     m.impl("empty.memory_format", empty);
     m.impl("empty_strided", empty_strided);
     m.impl("_copy_from", copy_from);
@@ -271,17 +301,21 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 } // namespace npu
 
-namespace at::native {
+namespace at::native
+{
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &npu::no_fused_attention)
 }
 
-namespace at::autocast { // torch's macros name its members
+namespace at::autocast
+{ // torch's macros name its members
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m)
+{
     m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
+{
 #define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FP32_OF_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

@@ -126,7 +126,7 @@ def test_accumulates(kind, ways, rng):
 
 @pytest.mark.parametrize("depth", [8, 24, 40])
 @pytest.mark.parametrize(
-    "kinds", [("bf16", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "row")], ids=str
+    "kinds", [("bf16", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "nvfp4"), ("nvfp4", "row")], ids=str
 )
 def test_padded_apart(kinds, depth, rng):
     """Rows of 16 are filled up in one operand, or in both."""

@@ -140,7 +140,8 @@ def norm(choices: Choices, fields: Fields) -> None:
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
     """Put a gradient and that of another reader where a call wants their sum, rounded once."""
     fits = isinstance(values, Tensor) and values.shape[-1:] == into.shape[-1:]
-    if not fits or values.numel() != into.numel():
+    numbers = fits and values.is_floating_point() and values.device == into.device
+    if not numbers or values.numel() != into.numel():
         written(op, "dx", into, values)  # which raises
     values = values.reshape(into.shape)
     if values.dtype == residual.dtype == into.dtype:

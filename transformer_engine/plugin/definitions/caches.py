@@ -54,8 +54,8 @@ class _Tokens(NamedTuple):
     """New tokens of sequences, in the order of the tensors' leading dims."""
 
     sequence: Tensor
-    index: Tensor  # among the new ones of the sequence
-    count: Tensor  # of new ones of the sequence; 0 of none
+    index: Tensor  # among the new ones of the sequence; below 0 before all sequences
+    count: Tensor  # of new ones of the sequence
 
 
 def _tokens_of(fields: Mapping[str, Any]) -> _Tokens:
@@ -68,20 +68,19 @@ def _tokens_of(fields: Mapping[str, Any]) -> _Tokens:
         return _Tokens(sequence, index, count)
     limits = limits.long()
     token = torch.arange(key.shape[0], device=key.device)
-    begun = (limits[:-1] <= token[:, None]).sum(-1)
-    sequence = (begun - 1).clamp(min=0)
+    sequence = ((limits[:-1] <= token[:, None]).sum(-1) - 1).clamp(min=0)
     count = limits[sequence + 1] - limits[sequence] if counts is None else counts.long()[sequence]
-    return _Tokens(sequence, token - limits[sequence], torch.where(begun > 0, count, 0))
+    return _Tokens(sequence, token - limits[sequence], count)
 
 
 def cache_append(fields: Mapping[str, Any]) -> None:
     """Run `_core.cache_append`."""
     room = _room_of(fields)
-    if not room or not fields["key"].shape[:-2].numel():
+    if not room or not fields["starts"].numel() or not fields["key"].shape[:-2].numel():
         return
     tokens = _tokens_of(fields)
     position = fields["starts"].long()[tokens.sequence] + tokens.index
-    wanted = (tokens.index < tokens.count) & (position >= 0)
+    wanted = (tokens.index >= 0) & (tokens.index < tokens.count) & (position >= 0)
     # Beyond the end: the one token that has, or is nearest to, the last place spoils it.
     is_long = position - tokens.index + tokens.count > room
     spoils = wanted & is_long & (position >= room - 1)

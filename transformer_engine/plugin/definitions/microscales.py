@@ -29,7 +29,6 @@ from transformer_engine.plugin.definitions.codes import (
 )
 from transformer_engine.plugin.definitions.scales import (
     dtype_of,
-    largest,
     largest_partial,
     numbers,
     padded,
@@ -51,7 +50,8 @@ def mxfp8(values: Tensor, fields: Mapping[str, Any], top: float) -> dict[str, Te
     (rows, columns), dtype = values.shape, dtype_of(fields)
     high, wide = round_up(rows, 32), round_up(columns, 32)
     tiles = padded(values, (high, wide)).reshape(high // 32, 32, wide // 32, 32)
-    amax_of_row, amax_of_column = (magnitudes(tiles).amax(dim, keepdim=True) for dim in (3, 1))
+    sizes = magnitudes(tiles)
+    amax_of_row, amax_of_column = (sizes.amax(dim, keepdim=True) for dim in (3, 1))
     if fields["square"]:
         shared = amax_of_row.amax(1, keepdim=True)
         amax_of_row, amax_of_column = shared.expand(-1, 32, -1, -1), shared.expand(-1, -1, -1, 32)
@@ -190,11 +190,6 @@ def transformed(values: Tensor, hadamard: int) -> Tensor:
         pairs = v.reshape(rows // 16, 8 // step, 2, step, columns)
         v = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
     return _round_bf16(limited(v.reshape(rows, columns) * 4.0, _LARGEST_BF16))
-
-
-def largest_transformed(values: Tensor, hadamard: int) -> Tensor:
-    """The largest magnitude of what the columns are transformed to, [1] fp32."""
-    return largest(transformed(values, hadamard))
 
 
 # ---- NVFP4: casts --------------------------------------------------------------------------------
