@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m transformer_engine.plugin``: which operators vendors have, and whether they are right.
+"""``python -m transformer_engine.plugin``: which operators vendors have, and which are right.
 
 ``coverage`` prints and writes a table of operators, vendors, dtypes and recipes; ``check VENDOR``
 ends with status 1 where an implementation of a vendor is wrong. Both find plug-ins as programs do:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`coverage`: who runs each operator on a type of devices, under a policy, and how often they did."""
+"""`coverage`: who runs each operator on a type of devices, under a policy, and how often."""
 
 import json
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class Coverage(NamedTuple):
         raise KeyError(op_name)
 
     def of(self, kind: str) -> tuple[str, ...]:
-        """Operators that a kind is asked first to run: "flagos", "vendor", "reference", "nobody"."""
+        """Operators that a kind is first to run: "flagos", "vendor", "reference", "nobody"."""
         first = ((row, row.runners[0].kind if row.runners else "nobody") for row in self.operators)
         return tuple(row.op_name for row, found in first if found == kind)
 
@@ -104,11 +104,9 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
 
 
 def why_nobody(manager: OpManager, op: str, device: Any) -> str:
-    """Why nobody runs an operator of the C library: whom its policy has asked, and what they said."""
+    """Why nobody runs an operator of the C library: whom the policy has asked, what they said."""
     row = _Asked(manager, device).of_library(op)
-    asked = [
-        f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners
-    ]
+    asked = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
     by = ", ".join(asked) or "nobody, for no implementation is registered that the policy admits"
     return f"te_{op} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
 
@@ -152,23 +150,20 @@ class _Asked:
         names = *adapters.OPERATORS, *adapters.WITHOUT, *adapters.LIBRARY
         first = {name: self._first(name) for name in names}
         self._overriding = {name: found for name, found in first.items() if found}
-        closed = adapters.closed(self._overriding, self._policy)
-        self._closed = closed.names if self._has_kernels else closed.without_kernels
+        asked = adapters.Asked(self._overriding, self._overriding)
+        self._closed = adapters.closed(asked, self._policy)[not self._has_kernels]
 
-    def _first(self, name: str) -> tuple[Candidate, ...]:
+    def _first(self, name: str) -> list[Candidate]:
         """Those that are asked before this library's own."""
-        found = []
-        for one in self._manager.explain(name).candidates:
-            if one.refused or one.impl.impl_id == adapters.NATIVE:
-                break
-            slot = one.impl.fn
-            elsewhere = isinstance(slot, _core.NativeSlot) and (
-                _core.device_type_name(slot.device) != self._type
-            )
-            found += [] if elsewhere else [one]
-            if self._policy.strict:
-                break
-        return tuple(found)
+        used = {one.impl: one for one in _used(self._manager, name, self._policy)}
+        impls = (adapters.overrides if self._has_kernels else adapters.replacing)(used)
+        return [used[impl] for impl in impls if self._is_here(impl.fn)]
+
+    def _is_here(self, function: Any) -> bool:
+        """Return whether it runs on the device: slots of shared objects run on one type alone."""
+        if not isinstance(function, _core.NativeSlot):
+            return True
+        return _core.device_type_name(function.device) == self._type
 
     def _runners(self, name: str) -> list[Runner]:
         return [_runner(one) for one in self._overriding.get(name, ())]
@@ -199,13 +194,20 @@ class _Asked:
             return "The policy is strict, or the orders of its operators leave this library out"
         own = "kernels" if self._has_kernels else "definitions in torch"
         wanted = "flagos" if self._has_kernels else "reference"
-        return f"The policy names {'|'.join(tokens)}: this library's {own} run where it names {wanted}"
+        return (
+            f"The policy names {'|'.join(tokens)}: this library's {own} run where it names {wanted}"
+        )
 
     def of_others(self, name: str) -> Covered:
         """Row of an operator of `transformer_engine_torch` that no operator of the C library is."""
-        used = [one for one in self._manager.explain(name).candidates if not one.refused]
-        used = used[:1] if self._policy.strict else used
+        used = _used(self._manager, name, self._policy)
         return Covered(name, tuple(map(_runner, used)), None)
+
+
+def _used(manager: OpManager, name: str, policy: "SelectionPolicy") -> list[Candidate]:
+    """Those that a call may ask, in order."""
+    used = [one for one in manager.explain(name).candidates if not one.refused]
+    return used[:1] if policy.strict else used
 
 
 def _runner(one: Candidate) -> Runner:

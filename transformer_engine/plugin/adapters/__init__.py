@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.selections import CLASSES
+from transformer_engine.common.selections import CLASSES, MET
 from transformer_engine.plugin import builtin, definitions
 from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 
@@ -96,6 +96,16 @@ def overrides(implementations: Iterable[Any]) -> tuple:
     return tuple(itertools.takewhile(lambda one: one.impl_id != NATIVE, implementations))
 
 
+def replacing(implementations: Iterable[Any]) -> tuple:
+    """Those that are asked on devices without kernels of this library, before its definitions.
+
+    That this library's own kernels come first in an order means nothing there.
+    """
+    found = tuple(implementations)
+    first = overrides(found)
+    return (*first, *(one for one in found[len(first) + 1 :] if one.impl_id != definitions.NAME))
+
+
 LIBRARY: dict[str, str] = {f"te_{op}": op for op in _core.op_names()}
 """Operators of the C library as plug-ins name them, and their names there."""
 WITHOUT: dict[str, str] = {"dropout_fwd": "dropout_add", "dropout_bwd": "dropout_backward"}
@@ -116,6 +126,19 @@ class Closed(NamedTuple):
 
     names: frozenset[str]
     without_kernels: frozenset[str]  # the same on devices where there are none
+
+
+class Asked(NamedTuple):
+    """Implementations in force by operator that modules run in place of this library's own."""
+
+    where_kernels: Mapping[str, tuple]
+    without_kernels: Mapping[str, tuple]  # on devices where this library has none
+
+    def every(self, name: str) -> Iterator[tuple[Any, bool]]:
+        """Those of an operator in order, and whether they are asked on every device."""
+        first = self.where_kernels.get(name, ())
+        yield from ((one, True) for one in first)
+        yield from ((one, False) for one in self.without_kernels.get(name, ())[len(first) :])
 
 
 def mapped_to(op: str) -> tuple[str, ...]:
@@ -167,21 +190,22 @@ def taking_fields(impl: Any) -> tuple[Callable[..., Any], Callable[..., Any] | N
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def _end(name: str, overriding: Mapping[str, tuple], closed: Closed, refuse: Callable) -> tuple:
+def _end(name: str, asked: Asked, closed: Closed, refuse: Callable) -> tuple:
     """A slot that raises for each call of an operator of the C library that comes to it.
 
     `name` is that of the operator, with "*" before it at the end of all, or one of `WITHOUT`,
     which expresses no call that drops something.
     """
     op = WITHOUT.get(name) or LIBRARY[name.removeprefix("*")]
-    drops, asked = name in WITHOUT, overriding.get(name.removeprefix("*"), ())
-    is_closed = name in closed.names, name in closed.without_kernels
+    drops, name_of_op = name in WITHOUT, name.removeprefix("*")
 
     def run(fields: Mapping[str, Any]) -> Any:
-        if not is_closed[not has_kernels(fields)] or (drops and not fields["dropout"]):
+        there = not has_kernels(fields)
+        if name not in closed[there] or (drops and not fields["dropout"]):
             return NotImplemented
         with refusals(op, fields):
-            return refuse(name.removeprefix("*"), asked, UNEXPRESSED if drops else "")
+            found = asked[there].get(name_of_op, ())
+            return refuse(name_of_op, found, UNEXPRESSED if drops else "")
 
     return op, run, (_core.op_fields(op)[0][0], "dropout") if drops else None
 
@@ -216,20 +240,23 @@ def refusals(op: str, fields: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def overriding(chosen: Mapping[str, Iterable[Any]]) -> Mapping[str, tuple]:
+def overriding(chosen: Mapping[str, Iterable[Any]]) -> Asked:
     """Of the implementations in force by operator those that modules run in place of their own."""
-    names = (name for name in chosen if name in OPERATORS or name in WITHOUT or name in LIBRARY)
-    asked = {name: overrides(chosen[name]) for name in names}
-    return {name: found for name, found in asked.items() if found}
+    names = [name for name in chosen if name in OPERATORS or name in WITHOUT or name in LIBRARY]
+    asked = {name: found for name in names if (found := overrides(chosen[name]))}
+    if not MET:
+        return Asked(asked, asked)
+    return Asked(asked, {name: found for name in names if (found := replacing(chosen[name]))})
 
 
-def closed(overriding: Mapping[str, tuple], policy: Any) -> Closed:
-    """Operators that are closed: under a strict policy all that have somebody else, and by orders."""
-    strictly = frozenset(overriding if policy.strict else ())
+def closed(asked: Asked, policy: Any) -> Closed:
+    """Operators that are closed: by orders, and under a strict policy all that have somebody else."""
+    strictly = [frozenset(found if policy.strict else ()) for found in asked]
     if not policy.per_op_order:
-        return Closed(strictly, strictly)
+        return Closed(*strictly)
     admit = _ADMIT_OURS, _ADMIT_OURS | definitions.ADMITTING
-    return Closed(*(strictly | _closed_by_orders(policy, tokens) for tokens in admit))
+    pairs = zip(strictly, admit, strict=True)
+    return Closed(*(found | _closed_by_orders(policy, tokens) for found, tokens in pairs))
 
 
 def _closed_by_orders(policy: Any, admitting: frozenset[str]) -> frozenset[str]:
@@ -250,33 +277,33 @@ def _closed_by_orders(policy: Any, admitting: frozenset[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def selection(
-    overriding: Mapping[str, tuple], closed: Closed, refuse: Callable
-) -> "_core.Selection | None":
+def selection(asked: Asked, closed: Closed, refuse: Callable) -> "_core.Selection | None":
     """Table that runs of plans ask first; None: there is none.
 
-    `overriding` are implementations by operator, in the order in which they are asked. A call that
-    none of them takes is this library's own, but of those operators that are `closed`, for which
+    `asked` has implementations by operator, in the order in which they are asked. A call that none
+    of them takes is this library's own, but of those operators that are `closed`, for which
     ``refuse(name, asked, why)`` raises.
     """
     slots: list[tuple[str, Callable, tuple | None]] = []
     either = closed.names | closed.without_kernels
-    if not either and not overriding:
+    names = asked.where_kernels.keys() | asked.without_kernels.keys()
+    if not either and not names:
         return None
     fields = importlib.import_module(f"{__name__}.fields")  # imports torch
     for name, op in LIBRARY.items():
-        slots += ((op, fields.as_it_is(name, one), None) for one in overriding.get(name, ()))
-        slots += [_end(name, overriding, closed, refuse)] if name in either else ()
-    if either or not OPERATORS.isdisjoint(overriding):
+        slots += ((op, slot, None) for slot in fields.as_they_are(name, asked))
+        slots += [_end(name, asked, closed, refuse)] if name in either else ()
+    if either or not OPERATORS.isdisjoint(names):
         for row in MAPPED:
-            own = [fields.Choices(overriding, row.names, names, refuse) for names in closed]
+            pairs = zip(asked, closed, strict=True)
+            own = [fields.Choices(found, row.names, those, refuse) for found, those in pairs]
             slots += [(row.op, *fields.adapted(row, *own))] if any(own) else ()
     ends = *WITHOUT, *(f"*{name}" for name in LIBRARY)
-    slots += (_end(name, overriding, closed, refuse) for name in ends if name in either)
-    if not slots and ATTENTION_CLASS not in overriding:
+    slots += (_end(name, asked, closed, refuse) for name in ends if name in either)
+    if not slots and ATTENTION_CLASS not in asked.where_kernels:
         return None
     made = _core.Selection(tuple(slots))
-    if ATTENTION_CLASS in overriding:
-        asked = importlib.import_module("transformer_engine.plugin.builtin.flash_attention")
-        CLASSES[made.number] = asked.class_in_force
+    if ATTENTION_CLASS in asked.where_kernels:
+        classes = importlib.import_module("transformer_engine.plugin.builtin.flash_attention")
+        CLASSES[made.number] = classes.class_in_force
     return made

@@ -4,7 +4,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from transformer_engine import _core
 from transformer_engine.plugin.adapters import (
     PLACED,
     UNEXPRESSED,
+    Asked,
     Mapped,
     has_kernels,
     refusals,
@@ -94,6 +95,11 @@ class Choices(dict):
             self._followed[name] = self._choice(name, False)
         return self._followed[name]
 
+    def same_as(self, other: "Choices") -> bool:
+        """Return whether the same ones are asked, and raise for the same calls."""
+        closed = (found._closed.intersection(found._asked) for found in (self, other))
+        return self._asked == other._asked and len(set(closed)) == 1
+
     def implementations(self) -> str:
         """Whose these are, for people."""
         pairs = ((name, one.impl_id) for name in self for one in self._asked[name])
@@ -116,14 +122,26 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
     return mark
 
 
-def as_it_is(name: str, one: Any) -> Callable:
-    """What a module calls of an implementation of an operator of the C library: slot or function.
+def as_they_are(name: str, asked: Asked) -> Iterator[Callable]:
+    """What a module calls of implementations of an operator of the C library: slots and functions.
 
-    A function gets the fields. It asks nobody while it runs, as of `adapted`.
+    Functions get the fields. They ask nobody while they run, as of `adapted`.
     """
-    if isinstance(one.function, _core.NativeSlot):
-        return one.function
-    return _apart(_core.Choice(name, (one,)))
+    for one, everywhere in asked.every(name):
+        if isinstance(one.function, _core.NativeSlot):
+            if everywhere or one.function.device not in _WITH_KERNELS:
+                yield one.function
+            continue
+        run = _apart(_core.Choice(name, (one,)))
+        yield run if everywhere else _elsewhere(run)
+
+
+_WITH_KERNELS = (_core.DEVICE_CPU, _core.DEVICE_CUDA)
+
+
+def _elsewhere(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
+    """The same, asked on devices without kernels of this library alone."""
+    return lambda fields: NotImplemented if has_kernels(fields) else run(fields)
 
 
 def _apart(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
@@ -137,6 +155,11 @@ def _apart(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
     return slot
 
 
+def _by_device(adapter: Callable, choices: Choices, elsewhere: Choices, fields: Fields) -> Any:
+    found = choices if has_kernels(fields) else elsewhere
+    return adapter(found, fields) if found else NotImplemented
+
+
 def adapted(row: Mapped, choices: Choices, elsewhere: Choices) -> tuple[Callable, tuple[str, ...]]:
     """Adapter of a module's call of an operator, from its fields to arguments.
 
@@ -146,11 +169,11 @@ def adapted(row: Mapped, choices: Choices, elsewhere: Choices) -> tuple[Callable
     """
     module, _, name = row.adapter.partition(":")
     adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
-    asked = choices.implementations()
-    if choices._closed == elsewhere._closed:
+    asked = elsewhere.implementations()
+    if choices.same_as(elsewhere):
         run = _apart(functools.partial(adapter, choices))
     else:
-        run = _apart(lambda f: adapter(choices if has_kernels(f) else elsewhere, f))
+        run = _apart(functools.partial(_by_device, adapter, choices, elsewhere))
 
     def slot(fields: Fields) -> Any:
         try:

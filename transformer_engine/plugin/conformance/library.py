@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of operators of the C library, ``te_<name>``: of functions of fields, and of shared objects.
+"""Cases of operators of the C library, ``te_<name>``: functions of fields, and shared objects.
 
 An operator that operators of `transformer_engine_torch` are made of has their cases: these run as
 this library computes them, with the implementation in the place of its operator. The others have

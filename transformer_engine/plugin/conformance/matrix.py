@@ -65,7 +65,10 @@ class Matrix(NamedTuple):
 
     def to_markdown(self) -> str:
         """A table for a page."""
-        lines = [f"| operator | vendor | dtype | recipe | on {self.device} |", "|---|---|---|---|---|"]
+        lines = [
+            f"| operator | vendor | dtype | recipe | on {self.device} |",
+            "|---|---|---|---|---|",
+        ]
         for op, *others, words in self._rows():
             escaped = words.replace("|", "\\|").replace("\n", " ")
             lines.append(f"| `{op}` | {' | '.join(others)} | {escaped} |")
@@ -150,7 +153,9 @@ def _cells(impl: OpImpl, device: torch.device) -> Iterator[Cell]:
     """One for each dtype and recipe of its cases; one alone of what can not be checked."""
     slot, named = impl.fn, (impl.op_name, _whose(impl), impl.impl_id)
     why = ""
-    if isinstance(slot, _core.NativeSlot) and _core.device_type_name(slot.device) != type_name(device):
+    if isinstance(slot, _core.NativeSlot) and _core.device_type_name(slot.device) != type_name(
+        device
+    ):
         why = f"it is for {_core.device_type_name(slot.device)}"
     if not why and impl.op_name not in OPERATORS and impl.op_name not in LIBRARY:
         why = "it is no operator of this library"
@@ -178,4 +183,4 @@ def _cell(named: tuple[str, str, str], dtype: str, recipe: str, rows: list[Row])
     why = ""
     if first is not None:
         why = f"{first.case}: {first.why}" if failed else first.why
-    return Cell(*named, dtype, recipe, outcome, passed, refused, failed, why.splitlines()[0] if why else "")
+    return Cell(*named, dtype, recipe, outcome, passed, refused, failed, why.partition("\n")[0])

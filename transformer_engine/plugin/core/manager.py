@@ -384,7 +384,7 @@ class OpManager:
 
         found = adapters.overriding({row.op: entry for row, entry in entries.items()})
         closed = adapters.closed(found, policy)
-        key = closed, tuple(found.items())
+        key = closed, *(tuple(by_op.items()) for by_op in found)
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
         if len(self._selections) >= _KEPT_TABLES:
@@ -449,7 +449,7 @@ def _called(impl: OpImpl) -> tuple[Callable[..., Any], Callable[..., Any] | None
 
 @functools.cache
 def _of_library(op: str) -> OpImpl | None:
-    """This library's own implementation of an operator of the C library; None of another one."""
+    """Own implementation of this library of an operator of the C library; None of another one."""
     name = op.removeprefix("te_")
     if name == op or name not in _core.op_names():
         return None

@@ -131,7 +131,7 @@ class OpImpl(Plain):
         return self.supports if limits is None else limits
 
     def limits(self, supports: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
-        """What says whether dtype and architecture of a call fit, and then `supports`; None: all do."""
+        """What says whether a call's dtype and device fit, and then `supports`; None: all do."""
         if self.supported_dtypes is None and self.min_arch is None:
             return None
         least = None if self.min_arch is None else architecture(self.min_arch)
