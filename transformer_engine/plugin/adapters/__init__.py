@@ -250,7 +250,7 @@ def overriding(chosen: Mapping[str, Iterable[Any]]) -> Asked:
 
 
 def closed(asked: Asked, policy: Any) -> Closed:
-    """Operators that are closed: by orders, and under a strict policy all that have somebody else."""
+    """Operators closed by orders, and under a strict policy all that have somebody else."""
     strictly = [frozenset(found if policy.strict else ()) for found in asked]
     if not policy.per_op_order:
         return Closed(*strictly)
