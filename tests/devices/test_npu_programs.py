@@ -325,5 +325,3 @@ def test_other_devices_are_as_before():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
     assert torch.ones(2).device.type == "cpu" and torch.get_default_device().type == "cpu"
-    with pytest.raises((RuntimeError, AssertionError), match="(?i)cuda"):
-        torch.empty(2, device=torch.device("cuda", 999))

@@ -70,7 +70,7 @@ def test_every_operator_of_a_module(name, recipe, fault, strict):
             got = step(tried, x, RECIPES[recipe], preferred(strict))
         except Exception as error:
             assert fault != "fails" or type(error) is broken.Failure, told(error)
-            assert op in told(error), told(error)
+            assert op in told(error) or op == CLASS, told(error)
         else:
             quantized = recipe != "plain"  # into places, which nobody can take away
             assert quantized or op in UNREAD or op == CLASS, f"{op} raised nothing"

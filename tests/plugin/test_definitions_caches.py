@@ -132,9 +132,9 @@ class Angles:
     def __init__(self, rng, form, ranks, with_starts, rotary):
         self.freqs = torch.from_numpy(rng.uniform(-10, 10, (POSITIONS, rotary))).float()
         self.form, self.ranks, self.rank = form, ranks, int(rng.integers(ranks))
-        lengths = [8, 8] if form == "dense" else [4 * (b - a) for a, b in self.spans()]
-        top = POSITIONS - max(lengths) if form == "dense" else POSITIONS - max(lengths) // 2
-        self.starts = [int(rng.integers(0, max(top, 1))) for _ in lengths] if with_starts else None
+        lengths = [8, 8] if form == "dense" else [end - begin for begin, end in self.spans()]
+        top = POSITIONS - max(lengths) * ranks
+        self.starts = [int(rng.integers(0, top + 1)) for _ in lengths] if with_starts else None
 
     def spans(self):
         """First token and end of each packed sequence on a rank."""

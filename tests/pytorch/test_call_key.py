@@ -478,7 +478,7 @@ def test_tensors_of_a_call():
     places = ((own, "weight"), None)
     facts, tensors = _core.tensors_of_call(inp, places)
     assert tensors[0] is inp and tensors[1] is own["weight"] and tensors[2] is None
-    assert facts[1:] == (-1, 5, 0b01, None)
+    assert facts[1:] == (0, 5, 0b01, None)
     kinds = [facts, _core.tensors_of_call(inp.requires_grad_(), places)[0]]
     kinds += [_core.tensors_of_call(torch.randn(2, 4), places)[0]]
     kinds += [_core.tensors_of_call(torch.randn(2, 5).half(), ((own, "half"),))[0]]

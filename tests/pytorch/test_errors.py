@@ -35,7 +35,11 @@ WRONG = {
     "bool": (lambda d: normal(d) > 0, TypeError, ("bool", "convert the input")),
     "complex": (lambda d: normal(d).to(torch.complex64), TypeError, ("complex64", "convert")),
     "fp8": (lambda d: normal(d).to(torch.float8_e4m3fn), TypeError, ("float8_e4m3fn", "convert")),
-    "meta": (lambda d: torch.empty(4, IN, device="meta"), TypeError, ("inp is on meta", "CPU")),
+    "meta": (
+        lambda d: torch.empty(4, IN, device="meta"),
+        TypeError,
+        ("inp is on meta", "has memory"),
+    ),
     "fake": (fake, TypeError, ("FakeTensor", "convert it to a plain torch.Tensor")),
     "wrapper": (lambda d: TwoTensor(normal(d), normal(d)), TypeError, ("TwoTensor", "plain")),
     "sparse": (lambda d: normal(d).to_sparse(), TypeError, ("input", "sparse", "dense")),

@@ -65,11 +65,17 @@ def ours(
 
 
 def deliver(
-    op: str, fields: Fields, values: Any, choices: Choices, place: casts.Place | None = None
+    op: str,
+    fields: Fields,
+    values: Any,
+    shape: Sequence[int],
+    choices: Choices,
+    place: casts.Place | None = None,
 ) -> None:
     """Put the values that an operator has computed where a call wants them, as it wants them.
 
-    An implementation that was asked to cast them may have left that to us.
+    They are of a shape [rows, columns], also where a call wants no more than their casts. An
+    implementation that was asked to cast them may have left that to us.
     """
     if place is not None and hasattr(type(values), "_dequantized"):
         casts.settle(fields, place, values)
@@ -77,6 +83,8 @@ def deliver(
     if not isinstance(values, Tensor):
         raise TypeError(f"{op}: the result: {type(values).__name__}, expected a tensor")
     rows = matrix(values)
+    if tuple(rows.shape) != tuple(shape):
+        raise ValueError(f"{op}: the result: shape {tuple(rows.shape)}, expected {tuple(shape)}")
     written(op, "the result", fields["wide"], rows)
     partials = fields["amax_partials"]
     if partials is not None:
@@ -134,7 +142,7 @@ def norm(choices: Choices, fields: Fields) -> None:
     made, mean, rsigma = values
     written(op, "mu", wanted[0], mean)
     written(op, "rsigma", wanted[1], rsigma)
-    deliver(op, fields, made, choices, place)
+    deliver(op, fields, made, inp.shape, choices, place)
 
 
 def _add(op: str, into: Tensor, values: Any, residual: Tensor) -> None:
@@ -220,10 +228,10 @@ def activation(choices: Choices, fields: Fields) -> None:
     """An activation, cast as asked, from the dtype in which the implementation returns it."""
     kind, inp = _KINDS[fields["kind"]], fields["input"]
     made = _made(kind, choices, fields, kind, inp)
+    shape = inp.shape[0], inp.shape[1] // (2 if kind.endswith("glu") else 1)
     if made is NotImplemented:
-        shape = inp.shape[0], inp.shape[1] // (2 if kind.endswith("glu") else 1)
         made = ours(_core.activation, shape, fields, choices, "input", "kind", *_NUMBERS)
-    deliver(kind, fields, made, choices)
+    deliver(kind, fields, made, shape, choices)
 
 
 @reads("grad_output", "input", "kind", *CAST_FIELDS, *_NUMBERS)
@@ -244,7 +252,7 @@ def activation_backward(choices: Choices, fields: Fields) -> None:
     if made is NotImplemented:
         names = "grad_output", "input", "kind", *_NUMBERS
         made = ours(_core.activation_backward, inp.shape, fields, choices, *names)
-    deliver(name, fields, made, choices)
+    deliver(name, fields, made, inp.shape, choices)
 
 
 @reads("input", "cap", "grad_output", *CAST_FIELDS[:-1])
@@ -252,4 +260,4 @@ def softcap(choices: Choices, fields: Fields) -> None:
     """A softcap of this library, whose cast is somebody else's."""
     names = "input", "cap", "grad_output"
     made = ours(_core.softcap, fields["input"].shape, fields, choices, *names)
-    deliver("softcap", fields, made, choices)
+    deliver("softcap", fields, made, fields["input"].shape, choices)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.plugin.definitions import device_type
 from transformer_engine.plugin.definitions.casts import raised
-from transformer_engine.plugin.definitions.codes import encode
+from transformer_engine.plugin.definitions.codes import encode, quotient, reciprocal
 from transformer_engine.plugin.definitions.layers import drop
 from transformer_engine.plugin.definitions.scales import largest, numbers
 from transformer_engine.plugin.definitions.scores import (
@@ -82,8 +82,9 @@ def attend(
 
     Tensors are [batch, length, heads, channels], or packed [1, tokens, heads, channels], as the
     output is; the sums are [batch, heads, length], or packed [1, tokens, heads], -Inf where no key
-    is attended and there is no sink. All is in the dtype of the tensors, and differentiable.
-    `fields` may lack what a call does not have. `cast` rounds the weights.
+    is attended and there is no sink. Of sequences that can not be both are NaN. All is in the dtype
+    of the tensors, and differentiable. `fields` may lack what a call does not have. `cast` rounds
+    the weights.
     """
     queries, keys = side_of(fields, "query", query), side_of(fields, "key", key)
     limits = limits_of(fields, queries, keys)
@@ -166,7 +167,7 @@ def _write(target: Tensor | None, values: Tensor, scale: Tensor | None = None) -
 
 
 def _write_scales(target: Tensor, scale: Tensor) -> None:
-    target.copy_(torch.cat((torch.ones_like(scale) / scale, scale)))
+    target.copy_(torch.cat((reciprocal(scale), scale)))
 
 
 def _count(fields: Mapping[str, Any], backward: int) -> None:
@@ -190,7 +191,7 @@ def attention(fields: Mapping[str, Any]) -> None:
         fp8 = _Fp8(fields)
         scaled = fields["scale"] * (fp8.inverse("query") * fp8.inverse("key"))
         output, sums, top = attend({**fields, "scale": scaled}, query, key, value, fp8.cast_weights)
-        output = output * (fp8.inverse("value") / fp8.weights_scale)
+        output = output * quotient(fp8.inverse("value"), fp8.weights_scale)
         scale = fp8.output_scale()
         fp8.record("output_amax", output)
         _write_scales(fields["output_scales"], scale)
@@ -280,7 +281,7 @@ def _backward_in_fp8(fields: Mapping[str, Any]) -> None:
     factors = {
         "query": key / scores_scale,
         "key": query / scores_scale,
-        "value": grad / fp8.weights_scale,
+        "value": quotient(grad, fp8.weights_scale),
     }
     made = {name: grads * factors[name] for name, grads in call.gradients().items()}
     wanted = {name: grads for name, grads in made.items() if fields[f"grad_{name}"] is not None}

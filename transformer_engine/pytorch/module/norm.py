@@ -23,7 +23,6 @@ from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.call_key import KeptCall, call_key, converted, keep
 from transformer_engine.pytorch.module.operands import (
     DTYPES,
-    check_input,
     codes_of,
     conversions,
     one_dtype,
@@ -47,7 +46,7 @@ from transformer_engine.pytorch.torchside.modes import (
     forward_gradients,
     without_memory,
 )
-from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 """Value of ``eps=None``: the precision that the statistics are computed in, as in torch."""
@@ -190,7 +189,7 @@ class NormModule(NativeModule):
     def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
         """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
         kind = type(self).__name__
-        check_input(kind, inp)
+        expect_tensor(f"{kind}: inp", inp)
         if tuple(inp.shape[-len(shape) :]) != shape:
             raise ValueError(
                 f"{kind}: inp: shape {tuple(inp.shape)}, expected "

@@ -2,7 +2,7 @@
 """The tensors that a call of linear layers computes with, and the rules of their dtypes."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,13 +78,6 @@ def refuse_memory(kind: str, inp: Tensor, tensors: list[Tensor]) -> None:
             )
 
 
-def check_input(kind: str, inp: Any, name: str = "inp") -> None:
-    """Raise a TypeError for what is no dense tensor."""
-    expect_tensor(f"{kind}: {name}", inp)
-    if inp.layout is not torch.strided:
-        raise TypeError(f"{kind}: {name} is {inp.layout}, expected a dense tensor: .to_dense()")
-
-
 def codes_of(kind: str, labels: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[int]:
     """``_core.DTYPE_*`` of dtypes, which have labels; TypeError for one that no plan takes."""
     for label, dtype in zip(labels, dtypes, strict=True):
@@ -123,7 +116,7 @@ def promoted(
     not `features`.
     """
     inp, norm, parts = given
-    check_input(kind, inp, name)
+    expect_tensor(f"{kind}: {name}", inp)
     if inp.dim() == 0 or inp.size(-1) != features:
         raise ValueError(f"{kind}: {name}: shape {tuple(inp.shape)}, expected [..., {features}]")
     device = inp.device.type
