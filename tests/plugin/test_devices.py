@@ -9,7 +9,7 @@ import torch
 from c_plugins import build, needs_compiler
 from comparators import assert_bits
 from devices import acme
-from plugged import FFN, HIDDEN, RECIPES, SAME, bound_of, data, distance, made, ran, step
+from plugged import FFN, HIDDEN, RECIPES, SAME, TOKENS, bound_of, data, distance, made, ran, step
 from thinning import one_each
 
 import transformer_engine.plugin as plugins
@@ -183,6 +183,27 @@ def test_a_function_is_asked_before_adapters_and_may_refuse(npu):
         module(x[:2])
     assert found.calls["rmsnorm_fwd"] == 1 and plugins.counts()["te_norm/vendor.test"] == 1
     assert "long" in str(plugins.explain("te_norm", device=npu))
+
+
+def test_what_no_other_operator_expresses(npu):
+    """The norm of heads, soft caps, caches and copies: the function gets the calls."""
+    for op in ("norm", "softcap", "cache_gather", "cast", "amax"):
+        register_fields(op, by_definition(op))
+    x, place = data(npu).view(-1, HIDDEN), torch.empty(TOKENS, HIDDEN, device=npu)
+    caches = [torch.randn(2, 8, 2, 8, device=npu) for _ in range(2)]
+    lengths = torch.tensor([3, 8], dtype=torch.int32, device=npu)
+    calls = {
+        "norm": ((x, _core.NORM_L2), {"wide": place, "eps": 1e-5}),
+        "softcap": ((x, 30.0), {"wide": place}),
+        "cache_gather": ((*caches, lengths, *(c.clone() for c in caches)), {}),
+        "cast": ((x, torch.empty_like(x, dtype=torch.bfloat16)), {}),
+        "amax": ((x, torch.empty(_core.AMAX_PARTIALS, device=npu)), {"hadamard": 1}),
+    }
+    before = plugins.counts()
+    with policy(strict=True):
+        for op, (args, fields) in calls.items():
+            _core.obeying(op)(*args, **fields)
+    assert ran(before) == {f"te_{op}/vendor.test": 1 for op in calls}
 
 
 def test_limits_of_a_function(npu):
