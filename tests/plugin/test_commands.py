@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m transformer_engine.plugin`, and conformance of operators of the C library."""
 
-import importlib
 import json
 
 import pytest
@@ -27,8 +26,7 @@ WRONG = {  # fields that each definition is given wrong, by operator
 
 def implementation(op, vendor="acme", **changed):
     """A vendor's, by the definition of the operator, with fields changed."""
-    module = importlib.import_module(f"{definitions.__name__}.{definitions.DEFINITIONS[op]}")
-    function = getattr(module, op)
+    function = definitions.definition(op)
     return plugin.OpImpl(
         f"te_{op}", f"vendor.{vendor}", plugin.BackendImplKind.VENDOR,
         lambda fields: function({**fields, **changed}), vendor=vendor,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vendor of a chip gets: plug-ins on a device that this library has no kernels for."""
 
-import importlib
 import json
 
 import pytest
@@ -143,8 +142,7 @@ def register_fields(op, function, **options):
 
 def by_definition(op):
     """A vendor's function that is the definition."""
-    module = importlib.import_module(f"{definitions.__name__}.{definitions.DEFINITIONS[op]}")
-    return getattr(module, op)
+    return definitions.definition(op)
 
 
 def training(device):

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformer_engine import _core
 from transformer_engine.plugin import adapters, builtin, definitions
-from transformer_engine.plugin.core.manager import Candidate, Explanation, OpManager
+from transformer_engine.plugin.core.manager import (
+    Candidate,
+    Explanation,
+    OpManager,
+    get_default_manager,
+)
 from transformer_engine.plugin.core.policy import get_policy
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
@@ -103,9 +108,9 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
     return Coverage(device.type, get_policy(), rows)
 
 
-def why_nobody(manager: OpManager, op: str, device: Any) -> str:
+def why_nobody(op: str, device: Any) -> str:
     """Why nobody runs an operator of the C library: whom the policy has asked, what they said."""
-    row = _Asked(manager, device).of_library(op)
+    row = _Asked(get_default_manager(), device).of_library(op)
     asked = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
     by = ", ".join(asked) or "nobody, for no implementation is registered that the policy admits"
     return f"te_{op} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
@@ -131,7 +136,7 @@ def explained(manager: OpManager, op_name: str, device: Any) -> Explanation:
     if not has_kernels(device):
         kind, calls = BackendImplKind.REFERENCE, definitions.calls(device.type)[op]
         why = "" if definitions.admitted(found.policy, op) else "the policy does not name it"
-        impl = OpImpl(op_name, definitions.NAME, kind, definitions.functions(device.type)[op])
+        impl = OpImpl(op_name, definitions.NAME, kind, definitions.definition(op))
         candidates.append(Candidate(impl, why, calls))
     candidates.sort(key=lambda one: bool(one.refused))
     return found._replace(candidates=tuple(candidates))

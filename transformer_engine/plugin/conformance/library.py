@@ -109,10 +109,9 @@ def cases_of(
 def _defined(op: str, name: str, fields: dict[str, Any], *left: tuple[str, Result]) -> Case:
     """A call by its definition: what that leaves in the fields that it writes."""
     copied = copy.deepcopy(fields)
-    module = importlib.import_module(f"{definitions.__name__}.{definitions.DEFINITIONS[op]}")
     bound = inspect.signature(getattr(_core, op)).bind(**copied)
     bound.apply_defaults()
-    getattr(module, op)(bound.arguments)
+    definitions.definition(op)(bound.arguments)
     return Case(
         name, (), (None,), fields, left=[(fields[name], result) for name, result in left],
         exact=Exact(None, [copied[name] for name, _ in left]),

@@ -14,7 +14,7 @@ Importing this package imports no torch: a module is imported when one of its fu
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from transformer_engine import _core
 
@@ -42,31 +42,42 @@ _MADE: dict[str, dict[str, _core.Implementation]] = {}
 """By type of device and operator; they count their calls."""
 
 
-def functions(device_type: str = "cpu") -> dict[str, Callable[[Mapping[str, Any]], None]]:
+def _closed(op: str, device: Any) -> str:
+    return f"te_{op} on {device}: the policy admits no definition"
+
+
+def functions(
+    device_type: str = "cpu", why: Callable[[str, Any], str] = _closed
+) -> dict[str, Callable[[Mapping[str, Any]], None]]:
     """By operator a function of the fields of a call, in which no autocast of torch counts.
 
-    It raises NotImplementedError where the policy in force admits no definitions. `device_type` is
-    that of torch, by which calls are counted.
+    It raises NotImplementedError where the policy in force admits no definitions, with the text
+    ``why(op, device)``. `device_type` is that of torch, by which calls are counted.
     """
     made = _MADE.setdefault(device_type, {})
     for op in DEFINITIONS.keys() - made.keys():
         run = functools.partial(_run, op)
         made[op] = _core.Implementation(f"te_{op}", NAME, run, functools.partial(_is_admitted, op))
     choices = {op: _core.Choice(f"te_{op}", (one,)) for op, one in made.items()}
-    return {op: functools.partial(_called, op, choice) for op, choice in choices.items()}
+    return {op: functools.partial(_called, op, choice, why) for op, choice in choices.items()}
 
 
-def _called(op: str, choice: Callable, fields: Mapping[str, Any]) -> None:
-    """Call a definition; where the policy admits none, say whom it asks, and why they did not."""
+def _called(op: str, choice: Callable, why: Callable, fields: Mapping[str, Any]) -> None:
+    """Call a definition, or say why not."""
     if choice(fields) is NotImplemented:
-        _refuse(op, fields)
+        device = next(value.device for value in fields.values() if hasattr(value, "device"))
+        raise NotImplementedError(why(op, device))
 
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
     from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
-    module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
-    in_own_dtypes(getattr(module, op))(fields)
+    in_own_dtypes(definition(op))(fields)
+
+
+def definition(op: str) -> Callable[[Mapping[str, Any]], None]:
+    """The function that defines an operator, whatever the policy admits."""
+    return getattr(importlib.import_module(f"{__name__}.{DEFINITIONS[op]}"), op)
 
 
 def _is_admitted(op: str, fields: Mapping[str, Any]) -> bool | str:
@@ -74,14 +85,6 @@ def _is_admitted(op: str, fields: Mapping[str, Any]) -> bool | str:
 
     del fields
     return admitted(get_policy(), op) or "the policy admits no definition"
-
-
-def _refuse(op: str, fields: Mapping[str, Any]) -> NoReturn:
-    from transformer_engine.plugin.core.manager import get_default_manager
-    from transformer_engine.plugin.who_runs import why_nobody
-
-    device = next(value.device for value in fields.values() if hasattr(value, "device"))
-    raise NotImplementedError(why_nobody(get_default_manager(), op, device))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -71,6 +71,11 @@ _LAST = -(2**31)
 """Priority of what is asked after all others."""
 
 
+def _why_nobody(op: str, device: torch.device) -> str:
+    """Whom the policy has asked to run an operator of the C library, and why they did not."""
+    return importlib.import_module("transformer_engine.plugin.who_runs").why_nobody(op, device)
+
+
 def _meet(tensor: Any, dlpack: int) -> None:
     """Make a type of device known: what nobody else runs there, definitions in torch run.
 
@@ -82,9 +87,8 @@ def _meet(tensor: Any, dlpack: int) -> None:
             return
         definitions = importlib.import_module("transformer_engine.plugin.definitions")
         number = add_type(name, dlpack, kind)
-        _core.register_backend(
-            f"{name}.reference.torch", number, _LAST, definitions.functions(kind)
-        )
+        made = definitions.functions(kind, _why_nobody)
+        _core.register_backend(f"{name}.reference.torch", number, _LAST, made)
         MET.add(kind)
     manager = _imported("transformer_engine.plugin.core.manager")
     if manager is not None and manager._default is not None:
