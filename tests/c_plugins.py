@@ -29,7 +29,7 @@ def build(folder: Path, name: str = "plugin", source: str = SOURCE, **defines) -
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     command = [CC, "-std=c11", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{get_include()}", "-Wl,-z,defs", "-o", str(out)]
-    command += [str(Path(__file__).with_name(source))]
+    command += [str(Path(__file__).with_name(source)), "-lm"]
     subprocess.run(command, check=True, env=environment)
     return out
 

@@ -60,6 +60,8 @@ def run(item, nextitem):
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What tests of this process have set up ends with their file, whose last test this may be.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

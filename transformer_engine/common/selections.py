@@ -10,6 +10,9 @@ conditions, which take numbers that change for variables."""
 CLASSES: dict[int, Callable[[], type | None]] = {}
 """Sources of the class that `te.DotProductAttention` asks for, by number of the selection."""
 
+MET: set[str] = set()
+"""Types of devices, by torch's names, that were met and that this library has no kernels for."""
+
 
 def changed() -> None:
     """Tell that policies or registrations have changed which modules obey."""

@@ -4,15 +4,22 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.plugin.adapters import PLACED, UNEXPRESSED, Mapped
-from transformer_engine.plugin.core.failures import RAISED_BY, NobodyError
+from transformer_engine.plugin.adapters import (
+    PLACED,
+    UNEXPRESSED,
+    Asked,
+    Mapped,
+    has_kernels,
+    refusals,
+)
+from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 from transformer_engine.pytorch.cpp_extensions.values import matrix
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.modes import (
@@ -88,6 +95,11 @@ class Choices(dict):
             self._followed[name] = self._choice(name, False)
         return self._followed[name]
 
+    def same_as(self, other: "Choices") -> bool:
+        """Return whether the same ones are asked, and raise for the same calls."""
+        closed = (found._closed.intersection(found._asked) for found in (self, other))
+        return self._asked == other._asked and len(set(closed)) == 1
+
     def implementations(self) -> str:
         """Whose these are, for people."""
         pairs = ((name, one.impl_id) for name in self for one in self._asked[name])
@@ -110,28 +122,69 @@ def reads(*names: str) -> Callable[[Callable], Callable]:
     return mark
 
 
-def adapted(row: Mapped, choices: Choices) -> tuple[Callable, tuple[str, ...]]:
-    """Adapter of a module's call of an operator, from its fields to arguments.
+def as_they_are(name: str, asked: Asked) -> Iterator[Callable]:
+    """What a module calls of implementations of an operator of the C library: slots and functions.
 
-    It asks nobody while it runs, and computes in the dtypes of its tensors. What an implementation
-    has raised says whose it is. Of an error that what one returned has led to, a note says who was
-    asked.
+    Functions get the fields. They ask nobody while they run, as of `adapted`.
     """
-    module, _, name = row.adapter.partition(":")
-    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
-    run, asked = functools.partial(adapter, choices), choices.implementations()
+    for one, everywhere in asked.every(name):
+        if isinstance(one.function, _core.NativeSlot):
+            if everywhere or one.function.device not in _WITH_KERNELS:
+                yield one.function
+            continue
+        run = _apart(_core.Choice(name, (one,)))
+        yield run if everywhere else _elsewhere(run)
+
+
+_WITH_KERNELS = (_core.DEVICE_CPU, _core.DEVICE_CUDA)
+
+
+def _elsewhere(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
+    """The same, asked on devices without kernels of this library alone."""
+    return lambda fields: NotImplemented if has_kernels(fields) else run(fields)
+
+
+def _apart(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:
+    """Have a call ask nobody while it runs, and compute in the dtypes of its tensors."""
     run_apart = in_own_dtypes(with_autograd(run))
 
     @native
     def slot(fields: Fields) -> Any:
+        return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+
+    return slot
+
+
+def _by_device(adapter: Callable, choices: Choices, elsewhere: Choices, fields: Fields) -> Any:
+    found = choices if has_kernels(fields) else elsewhere
+    return adapter(found, fields) if found else NotImplemented
+
+
+def adapted(row: Mapped, choices: Choices, elsewhere: Choices) -> tuple[Callable, tuple[str, ...]]:
+    """Adapter of a module's call of an operator, from its fields to arguments.
+
+    `elsewhere` are the choices on devices without kernels of this library. It asks nobody while it
+    runs, and computes in the dtypes of its tensors. What an implementation has raised says whose it
+    is. Of an error that what one returned has led to, a note says who was asked.
+    """
+    module, _, name = row.adapter.partition(":")
+    adapter = getattr(importlib.import_module(f"transformer_engine.plugin.adapters.{module}"), name)
+    asked = elsewhere.implementations()
+    if choices.same_as(elsewhere):
+        run = _apart(functools.partial(adapter, choices))
+    else:
+        run = _apart(functools.partial(_by_device, adapter, choices, elsewhere))
+
+    def slot(fields: Fields) -> Any:
         try:
-            return run_apart(fields) if any_autocast() or inside_operator() else run(fields)
+            return run(fields)
         except NotTakenError:
             return NotImplemented
-        except (NotImplementedError, NobodyError):  # no one takes the call, or is there
-            raise
+        except (NotImplementedError, NobodyError) as error:  # no one takes the call, or is there
+            with refusals(row.op, fields):
+                raise error
         except Exception as error:
-            if not any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ())):
+            if not is_of_implementation(error):
                 error.add_note(f"in what came from {asked}")
             raise
 

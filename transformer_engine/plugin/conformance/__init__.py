@@ -7,13 +7,24 @@ not take. The same cases hold this library's own implementations.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from transformer_engine.plugin.adapters import LIBRARY
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
-from transformer_engine.plugin.conformance.cases import CASES, Case, Draw, Kept, errors_of, snapshot
+from transformer_engine.plugin.conformance.cases import (
+    CASES,
+    Case,
+    Draw,
+    Kept,
+    dtype_of,
+    errors_of,
+    recipe_of,
+    snapshot,
+)
 from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
@@ -42,6 +53,8 @@ class Row(NamedTuple):
     outcome: str  # "passed", "failed", or "refused": it does not take the call
     error: float  # the largest of its results, relative to what is allowed; above 1 it fails
     why: str  # of what did not pass
+    dtype: str = ""  # of the first tensor in high precision
+    recipe: str = "none"  # of its quantized tensors and quantizers
 
 
 class Report(NamedTuple):
@@ -78,7 +91,7 @@ def _cases() -> dict[str, Callable[[Draw], Iterable[Case]]]:
 
 
 def operators() -> tuple[str, ...]:
-    """Operators that have cases."""
+    """Operators of `transformer_engine_torch` that have cases; all of the C library have."""
     return tuple(sorted(_cases()))
 
 
@@ -100,9 +113,11 @@ def check(
         The implementation; `supports`, `supported_dtypes` and `min_arch` of an `OpImpl` are asked
         as a call would ask them.
     op_name : str, optional
-        The operator, for a callable.
+        The operator, for a callable: one of `transformer_engine_torch`, or ``te_<name>``, one of
+        the C library, whose function gets the fields of a call as a dict. While an operator of the
+        C library is checked, calls of other threads on such devices reach the implementation, too.
     device : torch.device or str, default "cpu"
-        Where the tensors are.
+        Where the tensors are: any device that torch knows.
     seed : int, default 0
         Of the random data.
     dtypes : iterable of torch.dtype
@@ -136,8 +151,14 @@ def check(
             raise ValueError("check: op_name: which operator is it?")
         impl = OpImpl(op_name, getattr(impl, "__name__", "it"), BackendImplKind.REFERENCE, impl)
     name = impl.op_name if op_name is None else op_name
+    if name in LIBRARY and name not in OPERATORS:
+        draw = Draw(torch.device(device), seed, tuple(dtypes))
+        return Report(name, impl.impl_id, tuple(_of_library(impl, draw, match)))
     if name not in OPERATORS:
-        raise ValueError(f"check: {name!r} is no operator of transformer_engine_torch")
+        raise ValueError(
+            f"check: {name!r} is no operator of transformer_engine_torch, or te_<name> of the C "
+            "library"
+        )
     if name in WITHOUT_CASES:
         raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
     cases = _cases()[name]
@@ -149,7 +170,29 @@ def check(
     return Report(name, impl.impl_id, tuple(rows))
 
 
+def _of_library(impl: OpImpl, draw: Draw, match: str) -> Iterator[Row]:
+    """Rows of an implementation of an operator of the C library."""
+    from transformer_engine.plugin.conformance import library
+
+    checked = library.Checked(impl)
+    for op, function, case in library.cases_of(checked.op, draw, _cases()):
+        case = replace(case, name=f"{op}: {case.name}") if op else case
+        if match not in case.name:
+            continue
+        taken, checked.said = checked.taken, "no call came to it"
+        within = OpImpl(op, impl.impl_id, BackendImplKind.REFERENCE, checked.within(function, draw))
+        row = _run(op, within, case)
+        took_none = checked.taken == taken and row.outcome == "passed"
+        yield row._replace(outcome="refused", error=0.0, why=checked.said) if took_none else row
+
+
 def _run(op: str, impl: OpImpl, case: Case) -> Row:
+    """Row of a case."""
+    row = _outcome(op, impl, case)
+    return row._replace(dtype=dtype_of(case), recipe=recipe_of(case))
+
+
+def _outcome(op: str, impl: OpImpl, case: Case) -> Row:
     before, exact = snapshot(case), defined(op, case)
     try:
         answer = impl.takes is None or impl.takes(*case.args, **case.kwargs)

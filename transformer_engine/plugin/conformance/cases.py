@@ -186,6 +186,42 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+_RECIPES = {
+    "Float8Quantizer": "delayed",
+    "Float8CurrentScalingQuantizer": "current",
+    "Float8BlockQuantizer": "block",
+    "Float8RowQuantizer": "row",
+    "MXFP8Quantizer": "mxfp8",
+    "NVFP4Quantizer": "nvfp4",
+}
+
+
+def recipe_of(case: Case) -> str:
+    """Recipe whose quantized tensors or quantizers a call has; "none" for a call without."""
+    for value in _each([*case.args, *case.kwargs.values()]):
+        quantizer = value if hasattr(value, "make_empty") else getattr(value, "_quantizer", None)
+        if quantizer is not None:
+            return _RECIPES.get(type(quantizer).__name__, type(quantizer).__name__)
+    return "none"
+
+
+def dtype_of(case: Case) -> str:
+    """Name of the dtype of a call's first tensor in high precision, "" where there is none."""
+    for value in _each([*case.args, *case.kwargs.values()]):
+        is_high = isinstance(value, Tensor) and not hasattr(type(value), "_dequantized")
+        if is_high and value.is_floating_point() and value.element_size() > 1:
+            return name_of(value.dtype)
+    return ""
+
+
+def _each(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _each(value)
+        else:
+            yield value
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """The memory that an argument is, or consists of."""
     if hasattr(type(value), "_dequantized"):

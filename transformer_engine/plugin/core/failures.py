@@ -16,6 +16,11 @@ class NobodyError(RuntimeError):
     """An operator has no implementation that can be called."""
 
 
+def is_of_implementation(error: BaseException) -> bool:
+    """Return whether an implementation has raised an error."""
+    return any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ()))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Suggest known words like one that is not known, as the end of a sentence; ""."""
     import difflib

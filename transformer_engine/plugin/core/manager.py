@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an operator calls: chosen when policies or registrations change."""
 
+import functools
 import inspect
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from transformer_engine import _core
 from transformer_engine.common import selections
 from transformer_engine.common.contexts import Context
+from transformer_engine.plugin import definitions
 from transformer_engine.plugin.core.discovery import discover_others, warn_of_unknown
 from transformer_engine.plugin.core.failures import NobodyError, nearest
 from transformer_engine.plugin.core.locks import ForkSafeLock
@@ -44,9 +46,10 @@ class _Row:
     """
 
     def __init__(self, op: str, impls: tuple[OpImpl, ...], manager: "OpManager") -> None:
-        self.op, self.impls, self.ordered, self.shape = op, impls, _by_priority(impls), None
+        self.op, self.impls, self.shape = op, impls, None
+        self.ordered = _by_priority(manager._and_own(op, impls))
         self.natives = tuple(map(manager._native, self.ordered))
-        if not any(impl.has_availability() for impl in impls):
+        if not any(impl.has_availability() for impl in self.ordered):
             kinds = tuple([(impl.kind, impl.vendor, impl.impl_id) for impl in self.ordered])
             self.shape = manager._shapes.setdefault(kinds, object())  # which is compared faster
 
@@ -208,7 +211,8 @@ class OpManager:
         self.ensure_initialized()
         policy = self._policies.get_policy()
         snapshot = self._registry.snapshot()
-        found = self._ranked(_by_priority(snapshot.impls_by_op.get(op_name, ())), op_name, policy)
+        impls = self._and_own(op_name, snapshot.impls_by_op.get(op_name, ()))
+        found = self._ranked(_by_priority(impls), op_name, policy)
         counted = [
             Candidate(impl, why, self._calls(impl), self._native(impl).reason or "")
             for impl, why in found
@@ -216,11 +220,18 @@ class OpManager:
         return Explanation(op_name, policy, tuple(counted))
 
     def counts(self) -> dict[str, int]:
-        """Calls of implementations that ran, by "operator/impl_id"."""
+        """Calls of implementations that ran, by "operator/impl_id".
+
+        For the manager of the process also those of definitions on devices without kernels.
+        """
         with self._lock:
             counted = dict(self._past)
             for impl in tuple(self._implementations):
                 self._count(impl, counted)
+        if self._has_own:
+            for op, calls in definitions.calls().items():
+                name = f"te_{op}/{definitions.NAME}"
+                counted[name] = counted.get(name, 0) + calls
         return {name: calls for name, calls in counted.items() if calls}
 
     def selection(self) -> _core.Scope:
@@ -310,6 +321,13 @@ class OpManager:
                 self._tables[policy] = _Table(made, entries, generation, epoch)
         return made
 
+    def _and_own(self, op: str, impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
+        """Implementations of an operator, with this library's own of one of the C library."""
+        own = _of_library(op) if self._has_own else None
+        if own is None or any(impl.impl_id == own.impl_id for impl in impls):
+            return impls
+        return (*impls, own)
+
     def _rows_of(self, impls: Mapping[str, tuple[OpImpl, ...]]) -> list[_Row]:
         """Those of all operators, by place."""
         with self._lock:
@@ -366,7 +384,7 @@ class OpManager:
 
         found = adapters.overriding({row.op: entry for row, entry in entries.items()})
         closed = adapters.closed(found, policy)
-        key = closed, tuple(found.items())
+        key = closed, *(tuple(by_op.items()) for by_op in found)
         if key in self._selections:  # graphs know it by its number
             return self._selections[key]
         if len(self._selections) >= _KEPT_TABLES:
@@ -376,7 +394,7 @@ class OpManager:
     def _native(self, impl: OpImpl) -> _core.Implementation:
         found = self._implementations.get(impl)
         if found is None:
-            found = _core.Implementation(impl.op_name, impl.impl_id, impl.fn, impl.takes)
+            found = _core.Implementation(impl.op_name, impl.impl_id, *_called(impl))
             found = self._implementations.setdefault(impl, found)
             if isinstance(impl.fn, _core.NativeSlot):
                 self._earlier.setdefault(impl, impl.fn.calls)
@@ -420,6 +438,23 @@ class OpManager:
         for impl in self._registry.snapshot().impls_by_op.get(op_name, ())[:1]:
             return inspect.unwrap(getattr(impl.fn, "func", impl.fn))
         raise AttributeError(f"{op_name}: nobody has registered an implementation")
+
+
+def _called(impl: OpImpl) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """What a call calls: the function, and what says whether it takes the call."""
+    from transformer_engine.plugin import adapters
+
+    return adapters.taking_fields(impl) if adapters.is_of_fields(impl) else (impl.fn, impl.takes)
+
+
+@functools.cache
+def _of_library(op: str) -> OpImpl | None:
+    """Own implementation of this library of an operator of the C library; None of another one."""
+    name = op.removeprefix("te_")
+    if name == op or name not in _core.op_names():
+        return None
+    kind, function = BackendImplKind.DEFAULT, getattr(_core, name)
+    return OpImpl(op, "default.native", kind, function, priority=150)
 
 
 def _importing() -> bool:

@@ -127,8 +127,13 @@ class OpImpl(Plain):
 
     def _predicate(self) -> Callable[..., Any] | None:
         """What says whether it takes a call, by the arguments; None: it takes every call."""
+        limits = self.limits(self.supports)
+        return self.supports if limits is None else limits
+
+    def limits(self, supports: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+        """What says whether a call's dtype and device fit, and then `supports`; None: all do."""
         if self.supported_dtypes is None and self.min_arch is None:
-            return self.supports
+            return None
         least = None if self.min_arch is None else architecture(self.min_arch)
         named = self.supported_dtypes
         dtypes = None if named is None else frozenset(map(_plain, named))
@@ -137,7 +142,7 @@ class OpImpl(Plain):
         def fits(dtype: Any, device: Any) -> bool | None:
             return _fits(dtype, device, dtypes, least)
 
-        return _core.Predicate(fits, self.supports, by_device=least is not None)
+        return _core.Predicate(fits, supports, by_device=least is not None)
 
     def is_available(self) -> bool:
         """Return whether it can run in this process."""

@@ -16,6 +16,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformer_engine import _core
+
 _MODULES = {
     "casts": "quantize dequantize amax transpose fill cast scaling_update",
     "products": "gemm",
@@ -29,39 +31,77 @@ _MODULES = {
 DEFINITIONS: dict[str, str] = {op: module for module, ops in _MODULES.items() for op in ops.split()}
 """By operator the module of this package that has a function of its name."""
 
-
-ADMITTING = frozenset(("reference", "impl:reference.torch"))
+NAME = "reference.torch"
+"""`impl_id` of these as implementations."""
+ADMITTING = frozenset(("reference", f"impl:{NAME}"))
 """Tokens of policies that name these."""
+_OURS = ADMITTING | {"flagos", "default", "impl:default.native"}
+"""Tokens that name this library's own: where it has no kernels, these."""
+
+_MADE: dict[str, dict[str, _core.Implementation]] = {}
+"""By type of device and operator; they count their calls."""
 
 
-def functions() -> dict[str, Callable[[Mapping[str, Any]], None]]:
+def _closed(op: str, device: Any) -> str:
+    return f"te_{op} on {device}: the policy admits no definition"
+
+
+def functions(
+    device_type: str = "cpu", why: Callable[[str, Any], str] = _closed
+) -> dict[str, Callable[[Mapping[str, Any]], None]]:
     """By operator a function of the fields of a call, in which no autocast of torch counts.
 
-    It raises NotImplementedError where the policy in force admits no definitions.
+    It raises NotImplementedError where the policy in force admits no definitions, with the text
+    ``why(op, device)``. `device_type` is that of torch, by which calls are counted.
     """
-    return {op: functools.partial(_run, op) for op in DEFINITIONS}
+    made = _MADE.setdefault(device_type, {})
+    for op in DEFINITIONS.keys() - made.keys():
+        run = functools.partial(_run, op)
+        made[op] = _core.Implementation(f"te_{op}", NAME, run, functools.partial(_is_admitted, op))
+    choices = {op: _core.Choice(f"te_{op}", (one,)) for op, one in made.items()}
+    return {op: functools.partial(_called, op, choice, why) for op, choice in choices.items()}
+
+
+def _called(op: str, choice: Callable, why: Callable, fields: Mapping[str, Any]) -> None:
+    """Call a definition, or say why not."""
+    if choice(fields) is NotImplemented:
+        device = next(value.device for value in fields.values() if hasattr(value, "device"))
+        raise NotImplementedError(why(op, device))
 
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
-    from transformer_engine.plugin.core.policy import get_policy
     from transformer_engine.pytorch.torchside.modes import in_own_dtypes
 
-    if not admitted(get_policy(), op):
-        tokens = ", ".join(get_policy().get_per_op_order(f"te_{op}") or ())
-        device = next(value.device for value in fields.values() if hasattr(value, "device"))
-        raise NotImplementedError(
-            f"te_{op} on {device}: nobody takes the call. The policy names {tokens}; its "
-            "definition in torch runs where the policy names `reference`, too"
-        )
-    module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
-    in_own_dtypes(getattr(module, op))(fields)
+    in_own_dtypes(definition(op))(fields)
+
+
+def definition(op: str) -> Callable[[Mapping[str, Any]], None]:
+    """The function that defines an operator, whatever the policy admits."""
+    return getattr(importlib.import_module(f"{__name__}.{DEFINITIONS[op]}"), op)
+
+
+def _is_admitted(op: str, fields: Mapping[str, Any]) -> bool | str:
+    from transformer_engine.plugin.core.policy import get_policy
+
+    del fields
+    return admitted(get_policy(), op) or "the policy admits no definition"
 
 
 @functools.lru_cache(maxsize=1024)
 def admitted(policy: Any, op: str) -> bool:
     """Return whether a policy lets an operator of the C library run by its definition."""
     tokens = policy.get_per_op_order(f"te_{op}")
-    return tokens is None or not ADMITTING.isdisjoint(tokens)
+    return tokens is None or not _OURS.isdisjoint(tokens)
+
+
+def calls(device_type: str | None = None) -> dict[str, int]:
+    """Calls of definitions by operator, on a type of devices; None: on all together."""
+    counted = dict.fromkeys(DEFINITIONS, 0)
+    for kind, made in _MADE.items():
+        if device_type in (None, kind):
+            for op, one in made.items():
+                counted[op] += one.calls
+    return counted
 
 
 def device_type(tensor: Any) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.selections import CLASSES, GENERATION
+from transformer_engine.common.selections import CLASSES, GENERATION, MET
 from transformer_engine.pytorch.torchside.device import add_type, type_name
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
@@ -71,6 +71,11 @@ _LAST = -(2**31)
 """Priority of what is asked after all others."""
 
 
+def _why_nobody(op: str, device: torch.device) -> str:
+    """Whom the policy has asked to run an operator of the C library, and why they did not."""
+    return importlib.import_module("transformer_engine.plugin.who_runs").why_nobody(op, device)
+
+
 def _meet(tensor: Any, dlpack: int) -> None:
     """Make a type of device known: what nobody else runs there, definitions in torch run.
 
@@ -78,16 +83,18 @@ def _meet(tensor: Any, dlpack: int) -> None:
     """
     kind, name = tensor.device.type, type_name(tensor.device)
     with _MEETING:
-        if kind in _MET:
+        if kind in MET:
             return
         definitions = importlib.import_module("transformer_engine.plugin.definitions")
         number = add_type(name, dlpack, kind)
-        _core.register_backend(f"{name}.reference.torch", number, _LAST, definitions.functions())
-        _MET.add(kind)
+        made = definitions.functions(kind, _why_nobody)
+        _core.register_backend(f"{name}.reference.torch", number, _LAST, made)
+        MET.add(kind)
+    manager = _imported("transformer_engine.plugin.core.manager")
+    if manager is not None and manager._default is not None:
+        manager._default.registry_changed()  # others are asked there
 
 
-_MET: set[str] = set()
-"""Types of devices that were made known."""
 _core.meet_devices(_meet)
 
 
