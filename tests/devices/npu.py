@@ -18,6 +18,7 @@ import torch
 from devices import build
 
 _native = None
+_initialized = True  # torch's checkpoints keep random states of devices that say so
 default_generators = ()
 
 
@@ -75,7 +76,7 @@ def is_available():
 
 
 def is_initialized():
-    return True
+    return _initialized
 
 
 def init():
@@ -165,13 +166,8 @@ class Stream(torch.Stream):
         return super().__new__(cls, torch.device("npu", _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the device, which is over when it is recorded."""
-
-    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
-        return super().__new__(
-            cls, "npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
-        )
+Event = torch.Event
+"""Without a device it is one of npu. torch measures no time between events of a class of its own."""
 
 
 def current_stream(device=None):

@@ -17,7 +17,6 @@ import os
 import socket
 import tempfile
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 
 import processes
 import pytest
@@ -45,7 +44,7 @@ def is_here():
 
 def run(item, nextitem):
     """Run a test there, and report it as if it had run here."""
-    child = _child(item.config)
+    child = _child(item.session)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     try:
         answers = child.ask((item.nodeid, nextitem and nextitem.nodeid))
@@ -66,17 +65,19 @@ def run(item, nextitem):
 
 
 @functools.lru_cache(1)
-def _child(config):
-    child = _Child(config)
-    config.add_cleanup(child.end)
+def _child(session):
+    # Collected again, a folder would be another node, which has not the fixtures of its conftest.
+    files = {str(item.path): None for item in session.items if item.get_closest_marker("npu")}
+    child = _Child(session.config, list(files))
+    session.config.add_cleanup(child.end)
     return child
 
 
 class _Child:
-    def __init__(self, config):
+    def __init__(self, config, files):
         options = [
             f"--rootdir={config.rootpath}", f"--seed={config.getoption('seed')}", "--nightly",
-            f"--tb={config.getoption('tbstyle')}", "-p", "no:xdist", "-p", "no:cacheprovider",
+            f"--tb={config.getoption('tbstyle')}", "-p", "no:xdist", "-p", "no:cacheprovider", *files,
         ]  # fmt: skip
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as waiting:
             path = f"{folder}/here"
@@ -116,29 +117,16 @@ def serve(path, options):
 class _Serving:
     def __init__(self, connection):
         self._connection = connection
-        self._items, self._files = {}, set()
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self):
-        """Nothing yet: files are collected when a test of theirs is asked for."""
-        return True
 
     def pytest_runtestloop(self, session):
+        items = {item.nodeid: item for item in session.items}
+        serialize = session.config.hook.pytest_report_to_serializable
         while True:
             try:
                 wanted, following = self._connection.recv()
             except EOFError:
                 return True
-            # Fixtures of the file and of the session stay for what follows.
-            items = [self._item(session, name) for name in (wanted, following) if name]
-            reports = runtestprotocol(items[0], log=False, nextitem=items[-1] if following else None)
-            serialize = session.config.hook.pytest_report_to_serializable
+            # Fixtures of a wider scope stay for what follows; the session's for tests elsewhere.
+            following = following and items.get(following, session)
+            reports = runtestprotocol(items[wanted], log=False, nextitem=following)
             self._connection.send([serialize(config=session.config, report=r) for r in reports])
-
-    def _item(self, session, name):
-        file = session.config.rootpath / Path(name.partition("::")[0])
-        if name not in self._items and file not in self._files:
-            self._files.add(file)
-            collected = session.perform_collect([str(file)])
-            self._items.update((item.nodeid, item) for item in collected)
-        return self._items[name]
