@@ -15,17 +15,19 @@ from transformer_engine.plugin import definitions
 
 
 @contextlib.contextmanager
-def by_definition(*ops):
-    """A block in which these operators run by their definition on the CPU; every call must.
+def by_definition(*ops, within=contextlib.nullcontext):
+    """A block in which these operators run by their definition on the CPU.
 
-    Yields a list of the operators that have run.
+    One of them must. Each runs in a block of `within()`. Yields a list of the operators that have
+    run.
     """
     ran = []
 
     def counted(op, function):
         def run(fields):
             ran.append(op)
-            return function(fields)
+            with within():
+                return function(fields)
 
         return run
 
@@ -39,14 +41,14 @@ def by_definition(*ops):
     assert ran, f"no {' or '.join(ops)} ran by definition"
 
 
-def both(op, *args, **fields):
+def both(op, *args, within=contextlib.nullcontext, **fields):
     """(arguments after a call by definition, the same after one of the C code).
 
     Each call gets copies of the arguments; tensors of one memory share that in the copies too.
     """
     called = [copy.deepcopy((args, fields)) for _ in range(2)]
     run = getattr(_core, op)
-    with by_definition(op):
+    with by_definition(op, within=within):
         run(*called[0][0], **called[0][1])
     run(*called[1][0], **called[1][1])
     return called
@@ -63,13 +65,13 @@ def _memory(tensor):
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
-def assert_defined(op, *args, but=(), **fields):
+def assert_defined(op, *args, but=(), within=contextlib.nullcontext, **fields):
     """A call by definition leaves the bits of the C code in all memory of its arguments.
 
     A NaN in high precision equals every other one. `but` names fields that are compared elsewhere;
-    returns the two of each.
+    returns the two of each. `within` as of `by_definition`.
     """
-    found, expected = map(_tensors, both(op, *args, **fields))
+    found, expected = map(_tensors, both(op, *args, within=within, **fields))
     for name, tensor in found.items():
         if name in but:
             continue

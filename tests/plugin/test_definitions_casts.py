@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts by their definition in torch have the bits of the C code, in all memory of a call."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -23,6 +24,7 @@ from reference import boundaries
 from scaled_output import MODES as TILES, Scaled
 from thinning import pairs
 from tols import BF16, E4M3, E5M2, F16, F32
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine import _core
 from transformer_engine.plugin import definitions
@@ -451,11 +453,56 @@ def test_every_operator_has_a_definition():
     assert definitions.functions().keys() == definitions.DEFINITIONS.keys()
 
 
-def test_autocast_of_torch_changes_nothing(rng):
-    x, d = normal(rng, (16, 32), F32), torch.empty(16, 16)
-    with torch.autocast("cpu", torch.bfloat16), by_definition("gemm"):
-        _core.gemm(d, a=x, b=x, b_transposed=True)
-    plain = torch.empty(16, 16)
-    with by_definition("gemm"):
-        _core.gemm(plain, a=x, b=x, b_transposed=True)
-    assert_bits(d, plain)
+class NothingIsReadBack(TorchDispatchMode):
+    """A block that no number of a device is read in."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def float64_is_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(F32)
+
+
+AROUND = {
+    "autocast": lambda: torch.autocast("cpu", BF16),
+    "float64": float64_is_default,
+    "inference": torch.inference_mode,
+    "another device": lambda: torch.device("meta"),
+    "nothing read": NothingIsReadBack,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_surroundings_change_nothing(around, rng):
+    """What is set for torch's own operators, and that the host waits for no device."""
+    within = AROUND[around]
+    x = groups_of_kinds(rng, (33, 70), BF16)
+    for how in scalings(rng).values():
+        more = {"amax": floats("cpu", 0.0), "noop": floats("cpu", 0.0)}
+        check("quantize", x, **by_tensor(x.shape, E4M3, "both", 3), **how, **more, within=within)
+    for mode in TILES:
+        check("quantize", x, **Scaled(mode, x.shape, E4M3, "cpu").arguments(), within=within)
+    for name in MICRO_OPTIONS:
+        check("quantize", x, **micro_call(rng, x, name), within=within)
+    for kind in ("tensor", *TILES, *MICRO):
+        for usage in ("row", "column"):
+            made = quantized(rng, kind, (33, 70), E5M2, usage)
+            check("dequantize", poisoned((33, 70), BF16), **made, within=within)
+    check("amax", x, poisoned((1024,), F32), hadamard=1, but=("argument 1",), within=within)
+    check("scaling_update", torch.rand(9), torch.rand(4, 9), 448.0, within=within)
+    check("transpose", x.view(torch.uint8), poisoned((140, 40), torch.uint8), within=within)
+    check("cast", x, poisoned((40, 80), F32), within=within)
+    for operands in ({"a": x, "b": x}, {"a": x.float(), "b": x}):
+        d, found = (torch.zeros(33, 33) for _ in range(2))
+        with by_definition("gemm"):
+            _core.gemm(d, **operands, b_transposed=1)
+        with by_definition("gemm", within=within):
+            _core.gemm(found, **operands, b_transposed=1)
+        assert_bits(found, d)
