@@ -35,7 +35,7 @@ ADMITTING = frozenset(("reference", "impl:reference.torch"))
 
 
 def functions() -> dict[str, Callable[[Mapping[str, Any]], None]]:
-    """By operator a function of the fields of a call, in which no autocast of torch counts.
+    """By operator a function of the fields of a call: no autocast counts in it, no mode sees it.
 
     It raises NotImplementedError where the policy in force admits no definitions.
     """
@@ -44,7 +44,7 @@ def functions() -> dict[str, Callable[[Mapping[str, Any]], None]]:
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
     from transformer_engine.plugin.core.policy import get_policy
-    from transformer_engine.pytorch.torchside.modes import in_own_dtypes
+    from transformer_engine.pytorch.torchside.modes import below_modes, in_own_dtypes
 
     if not admitted(get_policy(), op):
         tokens = ", ".join(get_policy().get_per_op_order(f"te_{op}") or ())
@@ -54,7 +54,8 @@ def _run(op: str, fields: Mapping[str, Any]) -> None:
             "definition in torch runs where the policy names `reference`, too"
         )
     module = importlib.import_module(f"{__name__}.{DEFINITIONS[op]}")
-    in_own_dtypes(getattr(module, op))(fields)
+    with below_modes():
+        in_own_dtypes(getattr(module, op))(fields)
 
 
 @functools.lru_cache(maxsize=1024)
