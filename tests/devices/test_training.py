@@ -3,6 +3,7 @@
 
 import copy
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from devices.beside_cpu import (
     region,
 )
 from pytorch.helpers import assert_same_bits
-from tols import BF16
+from tols import BF16, E4M3, F32, GELU_GAIN, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -39,6 +40,20 @@ def test_the_program_of_the_readme(npu):
     assert y.device == model.weight.grad.device == npu
     assert ran() == {"npu"}
     assert _core.counters()["emulated.tensor"] == 2  # the input has no gradient
+
+
+def test_the_quick_start(npu, monkeypatch):
+    """A layer built five ways is one function, in FP8 too but for its casts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import quickstart
+
+    _core.reset_counters()
+    sizes = ["--hidden", "64", "--heads", "4", "--seq", "16", "--batch", "2", "--iters", "1"]
+    _, *ways, fp8 = quickstart.main(["--device", str(npu), *sizes])
+    for way in ways:
+        assert way["difference"] ** 2 < GELU_GAIN * 9 * (tol("sum", F32, 256) + tol("gelu", F32))
+    assert 0 < fp8["difference"] ** 2 < GELU_GAIN * 8 * tol("quantize", E4M3)
+    assert ran() == {"npu"}
 
 
 # ---- a language model ----------------------------------------------------------------------------
