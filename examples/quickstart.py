@@ -8,7 +8,7 @@
     in FP8              the same layer inside te.fp8_autocast
 
 All five have the causal mask.  Outputs are compared without dropout, times taken with it.  The
-sizes are those of a 4096 wide layer on a GPU and small ones on a CPU.
+sizes are those of a 4096 wide layer on a GPU and small ones elsewhere.
 
     python examples/quickstart.py
 """
@@ -172,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(arguments)
     args.device = torch.device(args.device)
-    for name, value in DEFAULTS[args.device.type].items():
+    for name, value in DEFAULTS.get(args.device.type, DEFAULTS["cpu"]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args

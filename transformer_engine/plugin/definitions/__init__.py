@@ -49,7 +49,7 @@ def _closed(op: str, device: Any) -> str:
 def functions(
     device_type: str = "cpu", why: Callable[[str, Any], str] = _closed
 ) -> dict[str, Callable[[Mapping[str, Any]], None]]:
-    """By operator a function of the fields of a call, in which no autocast of torch counts.
+    """By operator a function of the fields of a call: no autocast counts in it, no mode sees it.
 
     It raises NotImplementedError where the policy in force admits no definitions, with the text
     ``why(op, device)``. `device_type` is that of torch, by which calls are counted.
@@ -70,9 +70,10 @@ def _called(op: str, choice: Callable, why: Callable, fields: Mapping[str, Any])
 
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
-    from transformer_engine.pytorch.torchside.modes import in_own_dtypes
+    from transformer_engine.pytorch.torchside.modes import below_modes, in_own_dtypes
 
-    in_own_dtypes(definition(op))(fields)
+    with below_modes():
+        in_own_dtypes(definition(op))(fields)
 
 
 def definition(op: str) -> Callable[[Mapping[str, Any]], None]:

@@ -63,17 +63,17 @@ def round_up(size: int, to: int) -> int:
 
 def scale_of_amax(
     amax: Tensor,
-    dtype: torch.dtype,
+    target: float,
     epsilon: float = 0.0,
     power_2: bool = False,
     top: float = LARGEST_F32,
 ) -> Tensor:
-    """The largest number of an FP8 dtype / amax, at least of `epsilon`; 1 where that is 0 or Inf.
+    """`target`, the largest of a dtype, / amax, at least `epsilon`; 1 where that is 0 or Inf.
 
     An infinite quotient becomes `top`; with `power_2` it is rounded down to a power of two.
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
-    scale = quotient(torch.full_like(amax, largest_of(dtype)), amax)
+    scale = quotient(torch.full_like(amax, target), amax)
     scale = torch.where(scale.isfinite(), scale, top)
     scale = torch.where(amax.isfinite() & (amax != 0.0), scale, 1.0)
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if power_2 else scale
@@ -81,7 +81,7 @@ def scale_of_amax(
 
 def _made(amax: Tensor, fields: Mapping[str, Any], top: float = LARGEST_F32) -> Tensor:
     epsilon, power_2 = fields["amax_epsilon"], bool(fields["power_2_scale"])
-    return scale_of_amax(amax, dtype_of(fields), epsilon, power_2, top)
+    return scale_of_amax(amax, largest_of(dtype_of(fields)), epsilon, power_2, top)
 
 
 def _scale_of_tensor(fields: Mapping[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION, MET
-from transformer_engine.pytorch.torchside.device import add_type, type_name
+from transformer_engine.pytorch.torchside.device import add_type, has_kernels, type_name
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 _POLICY = (
@@ -96,6 +96,15 @@ def _meet(tensor: Any, dlpack: int) -> None:
 
 
 _core.meet_devices(_meet)
+
+
+def of_lists(function: str, device: torch.device) -> Callable:
+    """`_core.update` or `_core.l2norm`, or its definition in torch where no kernel of ours runs."""
+    if has_kernels(device):
+        return getattr(_core, function)
+    return getattr(
+        importlib.import_module("transformer_engine.plugin.definitions.updates"), function
+    )
 
 
 def replace_operators() -> None:

@@ -90,13 +90,13 @@ def define(
     """Make a native function an operator ``torch.ops.transformer_engine.<name>``.
 
     At least one argument of the schema is a tensor: it says on which device to run.
-    `implementation` gets tensors of the CPU or of a CUDA device, `fake` gives empty results of the
-    right shapes and dtypes. `then` is called where a graph is made of operators, behind the node.
+    `implementation` gets tensors that have memory, `fake` gives empty results of the right shapes
+    and dtypes. `then` is called where a graph is made of operators, behind the node.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=tags)
-    for device in ("CPU", "CUDA"):
-        library.impl(name, implementation, device)
+    # On any device: one that gets operators that it lacks run by the CPU would run these so, too.
+    library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"transformer_engine::{name}", fake, lib=library)
     library.impl(name, _refusing_backward(name, then), "Autograd", with_keyset=True)
     library.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)

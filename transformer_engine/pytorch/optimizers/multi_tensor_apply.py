@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.execution.overrides import of_lists
 from transformer_engine.pytorch.optimizers.checks import DTYPES
 from transformer_engine.pytorch.optimizers.updates import checked_lists, refuse_others, run_update
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
@@ -128,7 +129,7 @@ def _norms(
             device = None if flag is None else flag.device
             return tuple(torch.zeros(n, dtype=torch.float32, device=device) for n in (1, 0))
         try:
-            return _core.l2norm(tensors, factor, flag, per_tensor)
+            return of_lists("l2norm", tensors[0].device)(tensors, factor, flag, per_tensor)
         except (TypeError, ValueError):  # all is checked before anything is written
             return _norms_by_devices(op, flag, tensors, factor, per_tensor)
 
@@ -149,7 +150,8 @@ def _norms_by_devices(
     squares = torch.zeros(1, dtype=torch.float64, device=first)
     for device, chosen in places.items():
         number = None if factor is None else factor.detach().reshape(1).to(device, torch.float32)
-        total, norms = _core.l2norm([values[i] for i in chosen], number, None, True)
+        norms_of = of_lists("l2norm", device)
+        total, norms = norms_of([values[i] for i in chosen], number, None, True)
         each[chosen] = norms.to(first)
         squares += total.to(first, torch.float64).square()
     norm = squares.sqrt().float()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.pytorch.execution.overrides import of_lists
 from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -182,7 +183,8 @@ def _run(call: tuple, device: torch.device, lists: Sequence, casts: Sequence[dic
     )
     count = 1 if isinstance(step, Tensor) else int(step)
     cast = None if casts is None else tuple(casts)
-    _core.update(kind, flags, tuple(lists), local, given, count, on_device, cast)
+    update = of_lists("update", device)
+    update(kind, flags, tuple(lists), local, given, count, on_device, cast)
     if local is not None and kind == _core.UPDATE_SCALE and local.device != flag.device:
         flag.copy_(torch.maximum(flag, local.to(flag.device)))
 

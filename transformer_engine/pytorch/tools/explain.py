@@ -14,7 +14,11 @@ from transformer_engine.pytorch.attention.problem import AttentionOptions, packe
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.layer.composite import CompositeLayer
 from transformer_engine.pytorch.module.linear_base import LinearBase
-from transformer_engine.pytorch.torchside.device import is_mxfp8_available, is_nvfp4_available
+from transformer_engine.pytorch.torchside.device import (
+    is_mxfp8_available,
+    is_nvfp4_available,
+    without_kernels,
+)
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 
@@ -77,6 +81,7 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     if recipe is not None and (recipe.mxfp8() or recipe.nvfp4()):
         asked = is_mxfp8_available if recipe.mxfp8() else is_nvfp4_available
         lines.append(f"GEMMs are emulated: {asked(return_reason=True)[1]}")
+    lines += filter(None, (without_kernels(inp.device),))
     plans = module.plans_of(*args, **kwargs)
     sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
     if any(plan.described.symbols >> _core.SYMBOL_SEQUENCES for _, plan in plans):

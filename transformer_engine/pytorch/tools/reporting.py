@@ -35,6 +35,7 @@ from transformer_engine.pytorch.tools.scale_matrix import (
     scale_matrix,
 )
 from transformer_engine.pytorch.tools.skip import check_model
+from transformer_engine.pytorch.torchside.device import without_kernels
 
 _GEMMS = {
     STEPS["gemm_output"]: "output",
@@ -124,7 +125,9 @@ def report(
             layers.append(_attention(path, module))
         elif isinstance(module, torch.nn.Linear):
             layers.append(_foreign(path, module))
-    print("\n".join(_text(layers, observed is not None)), file=file or sys.stdout)
+    devices = dict.fromkeys(p.device for p in model.parameters())
+    lines = [*_text(layers, observed is not None), *filter(None, map(without_kernels, devices))]
+    print("\n".join(lines), file=file or sys.stdout)
     return layers
 
 

@@ -92,6 +92,16 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cpu" or on_cuda(device)
 
 
+def without_kernels(device: torch.device) -> str:
+    """What is to be said of calls on a device for which this library has no kernels; else ""."""
+    if device.type == "meta" or has_kernels(device):
+        return ""
+    return (
+        f"{device}: this library has no kernels for it. What no plug-in takes runs by definition, "
+        "in operators of torch, which multiply FP8 and FP4 out"
+    )
+
+
 def type_of_number(number: int) -> str:
     """Type of a device by the number that it has in the facts of `_core.tensors_of_call`."""
     return _TYPES[(number - 1) // _INDICES + 1]

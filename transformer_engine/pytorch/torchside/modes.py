@@ -183,13 +183,15 @@ class _TorchContext(Context):
         torch._C._set_grad_enabled(enabled)
 
 
-class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
-    """A block that makes tensors that outlive it: real ones, whatever is active around it."""
+class below_modes(_TorchContext):  # noqa: N801 - reads as what it does
+    """A block of what an operator is made of: no mode and no transform of torch sees it.
+
+    Nor does autograd.
+    """
 
     def _enter(self) -> None:
         if torch._C._len_torch_function_stack() > 0:  # torch.export records changes of grad mode
             self._within(torch._C.DisableTorchFunction)
-        self._within(torch._C._InferenceMode, False)
         self._set_grad(False)
         if in_transform():
             self._leave_transforms()
@@ -209,6 +211,14 @@ class real_tensors(_TorchContext):  # noqa: N801 - reads as what it does
             # A call in a call of C: nothing comes between the two.
             (level,) = starmap(_transform.pop_dynamic_layer_stack, ((),))
             levels.append(level)
+
+
+class real_tensors(below_modes):  # noqa: N801 - reads as what it does
+    """A block that makes tensors that outlive it: real ones, whatever is active around it."""
+
+    def _enter(self) -> None:
+        self._within(torch._C._InferenceMode, False)
+        super()._enter()
 
 
 class as_eager(_TorchContext):  # noqa: N801 - reads as what it does

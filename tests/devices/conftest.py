@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each test begins and ends without FP8 state."""
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    te.reset()
+    yield
+    te.reset()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """No graphs of other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules on a device of a third party, which has no kernels of ours: recipes and surroundings."""
+
+import pytest
+import torch
+from devices.beside_cpu import (
+    BATCH,
+    MODULES,
+    RECIPES,
+    TOKENS,
+    WIDTH,
+    assert_as_on_the_cpu,
+    region,
+    train,
+)
+from thinning import pairs_first
+from tols import BF16, F16, F32, tol
+from torch.utils.flop_counter import FlopCounterMode
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common.recipe import NVFP4BlockScaling
+
+pytestmark = pytest.mark.npu
+
+EMULATED = {"delayed": "tensor", "current": "tensor", "block": "block_1d", "row": "row",
+            "mxfp8": "mxfp8", "nvfp4": "nvfp4", "custom": "tensor"}  # fmt: skip
+"""Under which name GEMMs of a recipe are counted that are multiplied out."""
+
+
+def inputs(steps=3, dtype=BF16):
+    return [torch.randn(TOKENS, BATCH, WIDTH).to(dtype) * (1 + n) for n in range(steps)]
+
+
+def made(module, dtype=BF16, **options):
+    return MODULES[module](params_dtype=dtype, device="cpu", **options)
+
+
+# ---- ways to run a module: way(recipe)(model, x, number of the step) gives an output ------------
+
+
+def eager(recipe):
+    def run(model, x, step):
+        del step
+        with region(recipe):
+            return model(x)
+
+    return run
+
+
+def compiled(backend):
+    def way(recipe):
+        graph = None
+
+        def run(model, x, step):
+            nonlocal graph
+            del step
+            graph = torch.compile(model, backend=backend) if graph is None else graph
+            with region(recipe):
+                return graph(x)
+
+        return run
+
+    return way
+
+
+def checkpointed(checkpoint, **options):
+    def way(recipe):
+        def run(model, x, step):
+            del step
+            with region(recipe):
+                return checkpoint(model, x, **options)
+
+        return run
+
+    return way
+
+
+def in_microbatches(recipe):
+    def run(model, x, step):
+        with region(recipe):
+            if isinstance(model, te.LayerNorm | te.RMSNorm):
+                return model(x)
+            return model(x, is_first_microbatch=step % 2 == 0)
+
+    return run
+
+
+torch_checkpoint = torch.utils.checkpoint.checkpoint
+WAYS = {
+    "eager": eager,
+    "compile-eager": compiled("eager"),
+    "compile-aot": compiled("aot_eager"),
+    "te.checkpoint": checkpointed(te.checkpoint),
+    "checkpoint": checkpointed(torch_checkpoint, use_reentrant=False),
+    "reentrant": checkpointed(torch_checkpoint, use_reentrant=True),
+    "microbatches": in_microbatches,
+}
+FEW = ("Linear", "TransformerLayer")
+COMPILED = ("compile-eager", "compile-aot")
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "way"),
+    [
+        *pairs_first(MODULES, RECIPES, [way for way in WAYS if way not in COMPILED]),
+        *pairs_first(FEW, ("delayed", "nvfp4"), COMPILED),
+    ],
+)
+def test_steps(npu, module, recipe, way, fresh_compiler):
+    """In every way the bits are those of eager steps on the CPU, by the same definitions."""
+    plain = in_microbatches if way == "microbatches" else eager
+    model = made(module)
+    assert_as_on_the_cpu(model, inputs(), WAYS[way](recipe), npu, plain(recipe))
+    counted = _core.counters()
+    gemms = {name for name in counted if name.startswith("gemm.")}
+    assert gemms <= {"gemm.npu.f32.f32", "gemm.npu.bf16.bf16"}
+    emulated = {name for name in counted if name.startswith("emulated.")}
+    has_gemms = recipe != "none" and "Norm" != module[-4:]
+    assert emulated == ({f"emulated.{EMULATED[recipe]}"} if has_gemms else set())
+
+
+# ---- dtypes, places ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, BF16], ids=["f16", "f32", "bf16"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "block", "mxfp8"])
+def test_autocast_of_the_device(npu, recipe, dtype):
+    """In `torch.autocast` of the device the bits are those in that of the CPU."""
+    model, low = made("LayerNormMLP", F32), BF16 if dtype == F32 else dtype
+
+    def run(model, x, step):
+        with torch.autocast(x.device.type, low), region(recipe):
+            out = model(x)
+        assert out.dtype == low
+        return out
+
+    assert_as_on_the_cpu(model, inputs(dtype=dtype), run, npu)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("none", "custom")])
+@pytest.mark.parametrize("module", FEW)
+def test_quantized_weights(npu, module, recipe):
+    with te.quantized_model_init(recipe=RECIPES[recipe]()):
+        model = made(module)
+    weights = [p for p in model.parameters() if isinstance(p, te.QuantizedTensor)]
+    assert weights
+    assert_as_on_the_cpu(model, inputs(), eager(recipe), npu)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "row"])
+def test_the_second_device(recipe):
+    model = made("TransformerLayer")
+    assert_as_on_the_cpu(model, inputs(2), eager(recipe), torch.device("npu", 1))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_devices_are_not_mixed(module):
+    model = made(module).to("npu:0")
+    for other in ("npu:1", "cpu"):
+        x = inputs(1)[0].to(other)
+        said = f"npu:0.*{other}|{other}.*npu:0"
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=said):
+            model(x)
+    model(inputs(1)[0].to("npu:0"))
+
+
+def test_modules_are_made_on_the_current_device():
+    assert te.Linear(4, 4).weight.device == torch.device("npu", 0)
+    with torch.npu.device(1):
+        assert te.Linear(4, 4).weight.device == torch.device("npu", 1)
+    with torch.device("npu:1"):
+        assert te.Linear(4, 4).weight.device == torch.device("npu", 1)
+
+
+# ---- beside the C code ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("module", MODULES)
+def test_near_the_kernels_of_the_cpu(npu, module, recipe):
+    """A step beside that of the C code, which adds up in another order.
+
+    So an operand may be cast to the neighbour of its code: bounds are those of quantized layers.
+    """
+    model = made(module)
+    there = made(module).to(npu)
+    there.load_state_dict(model.state_dict())
+    x = inputs(1)
+    found, expected = train(there, [x[0].to(npu)], eager(recipe)), train(model, x, eager(recipe))
+    bound = tol("layer", BF16, 4 * WIDTH)
+    if recipe != "none":
+        bound += tol("quantized_layer", torch.float8_e4m3fn)
+    for mine, theirs in zip(leaves(found[0]), leaves(expected[0]), strict=True):
+        error = (mine.cpu().double() - theirs.double()).square().sum()
+        assert error <= bound * theirs.double().square().sum()
+
+
+def leaves(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in (value.values() if isinstance(value, dict) else value) for t in leaves(v)]
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", "te.checkpoint", "checkpoint", "compile-aot"])
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_dropout(npu, recipe, way, fresh_compiler):
+    """The decisions are those of a pair of random numbers, which one seed gives every device."""
+    options = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "drop_path_rate": 0.5}
+    model = te.TransformerLayer(WIDTH, 64, 4, params_dtype=BF16, device="cpu", **options)
+    assert_as_on_the_cpu(model, inputs(2), WAYS[way](recipe), npu, eager(recipe))
+
+
+def test_stochastic_rounding(npu):
+    """Gradients under NVFP4 are rounded by pairs of random numbers."""
+
+    def run(model, x, step):
+        del step
+        with te.autocast(recipe=NVFP4BlockScaling()):
+            return model(x)
+
+    assert_as_on_the_cpu(made("LayerNormMLP"), inputs(2), run, npu)
+
+
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_evaluation_drops_nothing(npu, recipe):
+    model = te.TransformerLayer(WIDTH, 64, 4, params_dtype=BF16, device="cpu").eval()
+    assert_as_on_the_cpu(model, inputs(2), eager(recipe), npu)
+
+
+# ---- what watches operators ----------------------------------------------------------------------
+
+
+def test_modes_see_operators_whole(npu):
+    """A definition is one operator: counters of FLOPs, say, do not see of what it is made."""
+    counted = []
+    for device in ("cpu", npu):
+        model = made("TransformerLayer").to(device)
+        with FlopCounterMode(display=False) as mode:
+            model(inputs(1)[0].to(device)).sum().backward()
+        counted.append(mode.get_flop_counts()["Global"])
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_function_transforms(npu, recipe):
+    model = made("LayerNormLinear")
+
+    def run(model, x, step):
+        del step
+        with region(recipe):
+            out, pull = torch.func.vjp(model, x)
+            assert pull(out)[0].isfinite().all()
+            return model(x)
+
+    assert_as_on_the_cpu(model, inputs(2), run, npu)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept: state dicts across devices, random states, tools, and what is not there."""
+
+import copy
+import io
+
+import pytest
+import torch
+from comparators import assert_bits
+from devices.beside_cpu import (
+    BATCH,
+    FFN,
+    HEADS,
+    NO_DROPOUT,
+    RECIPES,
+    TOKENS,
+    WIDTH,
+    on_the_cpu,
+    region,
+    train,
+)
+from pytorch.helpers import assert_same_bits
+from tols import BF16
+
+import transformer_engine.pytorch as te
+from transformer_engine import _core
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+from transformer_engine.pytorch.torchside.device import is_any_captured, is_capturing
+
+pytestmark = pytest.mark.npu
+
+QUANTIZED = [name for name in RECIPES if name not in ("none", "custom")]
+
+
+def layer(device, **options):
+    options = {"params_dtype": BF16, **NO_DROPOUT, **options}
+    return te.TransformerLayer(WIDTH, FFN, HEADS, device=device, **options)
+
+
+def inputs(device, steps=2):
+    return [torch.randn(TOKENS, BATCH, WIDTH).to(device, BF16) for _ in range(steps)]
+
+
+def runner(recipe):
+    def run(model, x, step):
+        del step
+        with region(recipe):
+            return model(x)
+
+    return run
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def saved(state, **options):
+    """What `torch.load` gives of what `torch.save` has written."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("there", ["cpu", "npu:1"])
+def test_state_dicts_go_to_other_devices(npu, there, recipe, quantized):
+    """Written on npu:0, read elsewhere: training goes on with the same bits."""
+
+    def make(device):
+        with te.quantized_model_init(enabled=quantized, recipe=RECIPES[recipe]()):
+            return layer(device)
+
+    model = make(npu)
+    train(model, inputs(npu), runner(recipe))
+    state = saved(model.state_dict(), map_location=there, weights_only=False)
+    assert {t.device for t in state.values() if isinstance(t, torch.Tensor)} <= {
+        torch.device(there), torch.device("cpu"),
+    }  # fmt: skip
+    other = make(there)
+    other.load_state_dict(state)
+    more = inputs(npu)
+    with on_the_cpu():
+        if there == "cpu":
+            found = train(other, [x.cpu() for x in more], runner(recipe))
+            back = make(npu)
+            back.load_state_dict(saved(other.state_dict(), map_location=npu, weights_only=False))
+        else:
+            found = train(other, [x.to(there) for x in more], runner(recipe))
+            _other_ran()
+    expected = train(model, more, runner(recipe))
+    assert_same_bits(found, expected)
+    if there == "cpu":
+        assert_same_bits(train(back, more, runner(recipe)), train(model, more, runner(recipe)))
+
+
+def _other_ran():
+    """The block of definitions on the CPU wants one to have run."""
+    te.Linear(16, 16, device="cpu")(torch.ones(16, 16))
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("copies", [copy.deepcopy, saved])
+def test_copies(npu, recipe, copies):
+    model = layer(npu)
+    train(model, inputs(npu), runner(recipe))
+    other = copies(model) if copies is copy.deepcopy else copies(model, weights_only=False)
+    x = inputs(npu)
+    assert_same_bits(train(other, x, runner(recipe)), train(model, x, runner(recipe)))
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_modules_from_meta(npu, recipe):
+    """A model without memory is given some on the device."""
+    model = layer("meta")
+    model.to_empty(device=npu)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert {p.device for p in model.parameters()} == {npu}
+    expected = layer("cpu")
+    expected.load_state_dict(model.state_dict())
+    x = inputs("cpu")
+    with on_the_cpu():
+        wanted = train(expected, x, runner(recipe))
+    te.reset()
+    assert_same_bits(train(model, [t.to(npu) for t in x], runner(recipe)), wanted)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "adam": lambda p: FusedAdam(p, lr=0.01),
+    "masters": lambda p: FusedAdam(p, lr=0.01, master_weights=True),
+    "remainders": lambda p: FusedAdam(p, lr=0.01, master_weights=True, store_param_remainders=True),
+    "bf16 states": lambda p: FusedAdam(
+        p, lr=0.01, master_weights=True, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16
+    ),
+    "fp8 states": lambda p: FusedAdam(
+        p, lr=0.01, master_weights=True, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8
+    ),
+    "capturable": lambda p: FusedAdam(p, lr=0.01, capturable=True, master_weights=True),
+    "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_on_the_cpu(npu, name, recipe):
+    """By the kernels of the CPU there, bit by bit; weights may be quantized, and are cast again."""
+    quantized = recipe != "none"
+    if name == "capturable" or (quantized and name == "remainders"):
+        quantized = False
+    with te.quantized_model_init(enabled=quantized, recipe=(RECIPES[recipe] or RECIPES["row"])()):
+        model = te.LayerNormMLP(WIDTH, FFN, params_dtype=BF16, device="cpu")
+    there, found = copy.deepcopy(model).to(npu), []
+    gradients = [[torch.randn_like(p, dtype=BF16) for p in model.parameters()] for _ in range(3)]
+    for one in (model, there):
+        optimizer = OPTIMIZERS[name](one.parameters())
+        for step in gradients:
+            for p, grad in zip(one.parameters(), step, strict=True):
+                p.grad = grad.to(p.device, copy=True)
+            optimizer.step()
+        states = [optimizer.state[p] for p in one.parameters()]
+        kept = [{k: plain(v) for k, v in state.items() if v is not None} for state in states]
+        found.append([kept, [plain(p) for p in one.parameters()]])
+    assert_same_bits(*found)
+
+
+def plain(parameter):
+    """A parameter as tensors of torch."""
+    if isinstance(parameter, te.QuantizedTensor):
+        return parameter.dequantize()
+    return parameter.detach()
+
+
+def test_clipping(npu):
+    tensors = [torch.randn(n, dtype=BF16) for n in (5, 20000, 0)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    found = te.optimizers.multi_tensor_l2norm(0, flag.to(npu), [[t.to(npu) for t in tensors]], True)
+    expected = te.optimizers.multi_tensor_l2norm(0, flag, [tensors], True)
+    assert_same_bits(found, expected)
+    assert found[0].device == npu
+
+
+# ---- random states, tools ------------------------------------------------------------------------
+
+
+def test_seeds_repeat_dropouts(npu):
+    model, x = layer(npu, hidden_dropout=0.5, attention_dropout=0.5), inputs(npu, 1)[0]
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        found.append(model(x))
+    assert_bits(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_states_of_the_tracker(npu):
+    """Dropouts inside of a fork draw from the tracker's state of the device alone."""
+    tracker = te.distributed.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    model = layer(npu, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    x, found = inputs(npu, 1)[0], []
+    states = tracker.get_states()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        tracker.set_states(copy.deepcopy(states))
+        found.append(model(x))
+    assert_bits(*found)
+    assert not torch.equal(model(x), found[0])
+
+
+def test_models_are_converted(npu):
+    model = torch.nn.Sequential(
+        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, FFN), torch.nn.GELU(),
+        torch.nn.Linear(FFN, WIDTH),
+    ).to(npu)  # fmt: skip
+    x, expected = torch.randn(8, WIDTH, device=npu), None
+    expected = model(x)
+    te.convert(model)
+    assert any(isinstance(m, te.Linear | te.LayerNormLinear | te.LayerNormMLP)
+               for m in model.modules())  # fmt: skip
+    assert {p.device for p in model.parameters()} == {npu}
+    torch.testing.assert_close(model(x), expected)
+    with te.autocast(recipe=recipes.DelayedScaling()):
+        model(x).sum().backward()
+    assert _core.counters()["emulated.tensor"] > 0
+
+
+def test_tools_name_the_device(npu):
+    model, x = te.LayerNormLinear(WIDTH, FFN, device=npu), torch.randn(8, WIDTH, device=npu)
+    with te.autocast(recipe=recipes.DelayedScaling()):
+        text = io.StringIO()
+        te.explain(model, x, file=text)
+        model(x)
+    te.report(model, file=text)
+    explained, _, reported = text.getvalue().partition("backward: ")
+    for said in (explained, reported):
+        assert "npu:0: this library has no kernels for it" in said
+    te.report(te.Linear(WIDTH, FFN, device="cpu"), file=(plainly := io.StringIO()))
+    assert "no kernels" not in plainly.getvalue()
+
+
+# ---- what is not there ---------------------------------------------------------------------------
+
+
+def test_graphs_are_not_captured(npu):
+    """The device has none of its streams, and its module says so."""
+    model, x = te.Linear(WIDTH, FFN, device=npu), torch.randn(8, WIDTH, device=npu)
+    with pytest.raises(NotImplementedError, match="npu: no graph can be captured, because"):
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            model(x)
+    assert not is_any_captured() and not is_capturing(npu)
