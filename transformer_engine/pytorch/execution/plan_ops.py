@@ -97,7 +97,10 @@ def define(
     library.define(schema, tags=tags)
     # On any device: one that gets operators that it lacks run by the CPU would run these so, too.
     library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"transformer_engine::{name}", fake, lib=library)
+    # Over the one that an interrupted definition has left: torch 2.11 does not take that back.
+    torch.library.register_fake(
+        f"transformer_engine::{name}", fake, lib=library, allow_override=True
+    )
     library.impl(name, _refusing_backward(name, then), "Autograd", with_keyset=True)
     library.impl(name, _refusing_batches(name), "FuncTorchBatched", with_keyset=True)
     offer_formulas()
