@@ -48,9 +48,10 @@ def test_wrapped_models(ranks, npu, kind, use):
     shared = [(x.to(npu), grad.to(npu) / SIZE) for x, grad in batches]
     alone = programs.run_steps(model, use, shared, rate=RATE)
     outputs = [torch.cat(parts, 1) for parts in zip(*(r["outputs"] for r in ddp), strict=True)]
-    # Sums in another order, which may move a cast to its neighbour.
-    bound = 64 * tol("sum", F32, 64) if use is None else tol("round", E5M2)
-    for mine, theirs in zip(outputs, alone["outputs"], strict=True):
+    # Sums in another order, through two blocks, which may move a cast to its neighbour. In high
+    # precision of the first step alone: what later ones make of its error depends on the weights.
+    bound = 2 * tol("chain", F32, 64) if use is None else tol("round", E5M2)
+    for mine, theirs in zip(outputs, alone["outputs"][: 1 if use is None else STEPS], strict=False):
         assert_nmse(mine, theirs, bound)
     if use is not None:
         for mine, theirs in zip(ddp[0]["states"], alone["states"], strict=True):

@@ -13,7 +13,7 @@ from devices.beside_cpu import (
     region,
     train,
 )
-from thinning import pairs_first
+from thinning import chosen, pairs_first
 from tols import BF16, F16, F32, tol
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -205,8 +205,11 @@ def leaves(value):
 # ---- dropout -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["eager", "te.checkpoint", "checkpoint", "compile-aot"])
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@chosen(
+    [("none", "checkpoint"), ("none", "compile-aot"), ("delayed", "eager"),
+     ("delayed", "te.checkpoint")],
+    recipe=["none", "delayed"], way=["eager", "te.checkpoint", "checkpoint", "compile-aot"],
+)  # fmt: skip
 def test_dropout(npu, recipe, way, fresh_compiler):
     """The decisions are those of a pair of random numbers, which one seed gives every device."""
     options = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "drop_path_rate": 0.5}

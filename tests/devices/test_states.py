@@ -20,6 +20,7 @@ from devices.beside_cpu import (
     train,
 )
 from pytorch.helpers import assert_same_bits
+from thinning import pairs
 from tols import BF16
 
 import transformer_engine.pytorch as te
@@ -62,9 +63,7 @@ def saved(state, **options):
     return torch.load(file, **options)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.parametrize("there", ["cpu", "npu:1"])
+@pairs(there=["cpu", "npu:1"], recipe=QUANTIZED, quantized=[False, True])
 def test_state_dicts_go_to_other_devices(npu, there, recipe, quantized):
     """Written on npu:0, read elsewhere: training goes on with the same bits."""
 
@@ -145,8 +144,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed", "block"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pairs(name=OPTIMIZERS, recipe=["none", "delayed", "block"])
 def test_optimizers_step_as_on_the_cpu(npu, name, recipe):
     """By the kernels of the CPU there, bit by bit; weights may be quantized, and are cast again."""
     quantized = recipe != "none"
