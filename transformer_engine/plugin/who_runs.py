@@ -55,7 +55,7 @@ class Coverage(NamedTuple):
     policy: "SelectionPolicy"
     operators: tuple[Covered, ...]  # those that modules run, then others
 
-    def __getitem__(self, op_name: Any) -> Any:
+    def row(self, op_name: str) -> Covered:
         """Row of an operator by its name; KeyError where there is none."""
         for row in self.operators:
             if row.op_name == op_name:
