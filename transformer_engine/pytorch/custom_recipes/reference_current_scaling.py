@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
-from transformer_engine.plugin.definitions.codes import encode, reciprocal
+from transformer_engine.plugin.definitions.codes import encode, largest_of, reciprocal
 from transformer_engine.plugin.definitions.scales import largest, scale_of_amax
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
@@ -77,7 +77,9 @@ class CurrentScalingQuantizerRef(ReferenceQuantizer):
 
         1 where the amax is 0 or Inf; at most the largest fp32 number.
         """
-        scale = scale_of_amax(largest(x.detach().float()), quant_dtype, eps, pow_2_scales)
+        scale = scale_of_amax(
+            largest(x.detach().float()), largest_of(quant_dtype), eps, pow_2_scales
+        )
         return scale, reciprocal(scale)
 
     def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
