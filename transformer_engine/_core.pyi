@@ -424,12 +424,19 @@ def find_selections(find: Callable[[], Any], /) -> None:
     """Call ``find()`` before the first run that obeys nobody, and after ``obey(None)``."""
 
 def meet_devices(meet: Callable[[Tensor, int], Any], /) -> None:
-    """Call ``meet(tensor, dlpack)`` for a tensor of a device type that is not known: it may add it.
+    """Call ``meet(tensor, dlpack)`` for a tensor of a device type that was not met yet.
 
-    `dlpack` is the type's DLDeviceType.
+    `dlpack` is the type's DLDeviceType. It adds the type, and ends with `device_is_met`: until that
+    it is called for each tensor of the type, on any thread.
     """
 
-def add_device_type(name: str, dlpack: int, torch_name: str, /) -> int:
+def device_is_met(device_type: int, torch_name: str, /) -> None:
+    """Have `meet_devices` be called no more for a type that was added, torch's name of which it is.
+
+    ValueError for another number.
+    """
+
+def add_device_type(name: str, dlpack: int, /) -> int:
     """Number of a device type, which is added if it is not there.
 
     `dlpack` is its DLDeviceType. Backends that are registered for the number run its operators.

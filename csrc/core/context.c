@@ -25,19 +25,6 @@ struct te_context {
     scratch_entry scratch[SCRATCH_ENTRIES];
 };
 
-#ifndef TE_WITH_CUDA
-const te_device_driver *te_cuda_driver(void)
-{
-    return NULL;
-}
-
-te_status te_cuda_configure(int force_source, const char *cache_dir)
-{
-    (void)force_source, (void)cache_dir;
-    return TE_FAIL(TE_ERROR_UNSUPPORTED, "this build has no CUDA backend");
-}
-#endif
-
 te_status te_context_create(te_device device, te_context **out)
 {
     te_status st;

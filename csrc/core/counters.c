@@ -88,9 +88,15 @@ static void count(int at)
     (void)atomic_fetch_add_explicit(&counts[at], 1, memory_order_relaxed);
 }
 
+/* Backends of others tell of what they like. */
+static int is_countable(te_device_type device, te_dtype a, te_dtype b)
+{
+    return te_device_type_dlpack(device) != 0 && te_dtype_bits(a) != 0 && te_dtype_bits(b) != 0;
+}
+
 void te_count_gemm(te_device_type device, te_dtype a, te_dtype b)
 {
-    count(GEMM_AT((int)device, (int)a, (int)b));
+    if (is_countable(device, a, b)) count(GEMM_AT((int)device, (int)a, (int)b));
 }
 
 void te_count_scaling(te_device_type device, te_scaling_mode a, te_scaling_mode b)
@@ -100,7 +106,9 @@ void te_count_scaling(te_device_type device, te_scaling_mode a, te_scaling_mode 
 
 void te_count_attention(te_device_type device, te_dtype dtype, int backward)
 {
-    count(ATTENTION_AT((int)device, (int)dtype, backward));
+    if (is_countable(device, dtype, dtype)) {
+        count(ATTENTION_AT((int)device, (int)dtype, backward != 0));
+    }
 }
 
 void te_count_op(te_device_type device, te_op op)
@@ -120,7 +128,7 @@ void te_count_fallback(te_fallback reason)
 
 void te_count_emulated(te_scaling_mode mode)
 {
-    count(EMULATED_AT((int)mode));
+    if ((int)mode >= 0 && mode < TE_SCALING_COUNT) count(EMULATED_AT((int)mode));
 }
 
 void te_count_mixed(void)

@@ -114,6 +114,19 @@ static void close_nothing(void *state)
     (void)state;
 }
 
+#ifndef TE_WITH_CUDA
+const te_device_driver *te_cuda_driver(void)
+{
+    return NULL;
+}
+
+te_status te_cuda_configure(int force_source, const char *cache_dir)
+{
+    (void)force_source, (void)cache_dir;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED, "this build has no CUDA backend");
+}
+#endif
+
 const te_device_driver *te_driver_of(te_device_type type)
 {
     static const te_device_driver other = {.open = open_nothing, .close = close_nothing};

@@ -241,6 +241,10 @@ static const te_host_api host = {
     .counters_read = te_counters_read,
     .device_type_add = te_device_type_add,
     .device_type_name = te_device_type_name,
+    .count_gemm = te_count_gemm,
+    .count_emulated = te_count_emulated,
+    .count_mixed = te_count_mixed,
+    .count_attention = te_count_attention,
 };
 
 /* ---- life --------------------------------------------------------------------------------- */

@@ -370,8 +370,8 @@ typedef struct te_counter {
 TE_API te_status te_counters_read(te_counter *out, size_t capacity, size_t *count);
 TE_API void te_counters_reset(void);
 
-/* What a backend tells of its GEMMs and attentions, where it hands them to the device: a GEMM by
- * the dtypes of its operands, */
+/* Numbers of no device, dtype or mode are not counted. What a backend tells of its GEMMs and
+ * attentions, where it hands them to the device: a GEMM by the dtypes of its operands, */
 TE_API void te_count_gemm(te_device_type device, te_dtype a, te_dtype b);
 /* or, where operands had to be multiplied out, having no kernel for this mode (mixed: none that
  * reads both), as emulated; */

@@ -129,6 +129,11 @@ typedef struct te_host_api {
     /* From 1.1 on: for plug-ins of a device of their own, the number by which backends name it. */
     te_status (*device_type_add)(const char *name, int32_t dlpack, te_device_type *type);
     const char *(*device_type_name)(te_device_type type);
+    /* What a backend tells of its products (1.1). */
+    void (*count_gemm)(te_device_type device, te_dtype a, te_dtype b);
+    void (*count_emulated)(te_scaling_mode mode);
+    void (*count_mixed)(void);
+    void (*count_attention)(te_device_type device, te_dtype dtype, int backward);
 } te_host_api;
 
 /* True where the library has a member of the table that came after 1.0. */

@@ -123,7 +123,7 @@ int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_devi
                    tepy_site site, te_device *device)
 {
     int32_t type = te_device_type_of_dlpack(given->type);
-    if (type < 0 && state->meet_device != NULL) {
+    if (!tepy_is_met(state, type) && state->meet_device != NULL) {
         PyObject *met = PyObject_CallFunction(state->meet_device, "Oi", tensor, (int)given->type);
         if (met == NULL) return -1;
         Py_DECREF(met);

@@ -79,7 +79,14 @@ int tepy_count(const char *function, Py_ssize_t nargs, Py_ssize_t low, Py_ssize_
 /* (device type, index) as two integers. */
 int tepy_device_args(const char *function, PyObject *type, PyObject *index, te_device *device);
 int tepy_same_device(tepy_site site, te_device device, te_device expected);
-/* The device of a tensor, whose type is added if it is not there; -1 with an exception. */
+/* Whether a type of device is one that meet_device has made known, or one of ours: others may be
+ * there by a plug-in in C alone. */
+static inline int tepy_is_met(const tepy_state *state, int32_t type)
+{
+    return type >= 0 && (type < TE_DEVICE_OTHER || state->device_names[type] != NULL);
+}
+
+/* The device of a tensor, whose type is met if it was not yet; -1 with an exception. */
 int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_device *given,
                    tepy_site site, te_device *device);
 /* The stream that torch works on; NULL for the CPU. */

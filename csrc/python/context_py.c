@@ -31,18 +31,30 @@ PyObject *tepy_meet_devices(PyObject *module, PyObject *meet)
 
 PyObject *tepy_add_device_type(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    tepy_state *state = tepy_state_of(module);
     const char *name = tepy_text(args[0], (tepy_site){"add_device_type", "name"}, NULL);
     te_device_type type = TE_DEVICE_ANY;
     int64_t dlpack = 0;
     if (name == NULL ||
         tepy_int(args[1], (tepy_site){"add_device_type", "dlpack"}, 1, INT32_MAX, &dlpack) != 0 ||
-        tepy_text(args[2], (tepy_site){"add_device_type", "torch_name"}, NULL) == NULL ||
         tepy_check(te_device_type_add(name, (int32_t)dlpack, &type)) != 0) {
         return NULL;
     }
-    if (type >= TE_DEVICE_OTHER) tepy_set(&state->device_names[type], Py_NewRef(args[2]));
     return PyLong_FromLong((long)type);
+}
+
+PyObject *tepy_device_is_met(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const tepy_site site = {"device_is_met", "device_type"};
+    tepy_state *state = tepy_state_of(module);
+    te_device device;
+    if (tepy_device_args("device_is_met", args[0], NULL, &device) != 0 ||
+        tepy_text(args[1], (tepy_site){"device_is_met", "torch_name"}, NULL) == NULL) {
+        return NULL;
+    }
+    if (device.type < TE_DEVICE_OTHER || te_device_type_dlpack(device.type) == 0)
+        return TEPY_FAIL(PyExc_ValueError, site, "%d is no type that was added", (int)device.type);
+    tepy_set(&state->device_names[device.type], Py_NewRef(args[1]));
+    return Py_NewRef(Py_None);
 }
 
 PyObject *tepy_device_type_name(PyObject *module, PyObject *arg)

@@ -83,7 +83,7 @@ typedef enum tepy_key {
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \
     X(dtypes, TE_DTYPE_COUNT, BIND)        /* torch dtypes by te_dtype */                          \
-    X(device_names, TE_DEVICE_COUNT, LAZY) /* torch's, of types that were added */                 \
+    X(device_names, TE_DEVICE_COUNT, LAZY) /* torch's, of types that are met */                    \
     X(contexts, TEPY_DEVICES, LAZY)        /* Context objects by device */                         \
     X(tuning, TEPY_DEVICES, LAZY)  /* by device: NULL: off; the cache file's path, or None */      \
     X(devices, TEPY_DEVICES, LAZY) /* torch.device objects by device */                            \
@@ -297,7 +297,8 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(tune_gemm, 0, 3, 4, "device_type, device_index, enabled, cache_file=None, /")                \
     X(update, 1, 7, 8, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /")   \
     X(l2norm, 1, 4, 4, "tensors, factor, flag, per_tensor, /")                                     \
-    X(add_device_type, 0, 3, 3, "name, dlpack, torch_name, /")                                     \
+    X(add_device_type, 0, 2, 2, "name, dlpack, /")                                                 \
+    X(device_is_met, 0, 2, 2, "device_type, torch_name, /")                                        \
     X(count_gemm, 0, 3, 3, "device_type, a, b, /")                                                 \
     X(count_attention, 0, 3, 3, "device_type, dtype, backward, /")                                 \
     X(register_backend, 1, 4, 4, "name, device_type, priority, functions, /")

@@ -267,11 +267,12 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
 #define NOT_KNOWN (-2)
 
 /* A number of a device: 0 for the CPU, for others what tepy_device_slot gives. NOT_KNOWN: its type
- * was not added yet. */
-static int number_of(const tepy_dl_device *device)
+ * was not met yet. */
+static int number_of(const tepy_state *state, const tepy_dl_device *device)
 {
     const int32_t type = te_device_type_of_dlpack(device->type);
-    if (type <= TE_DEVICE_CPU) return type < 0 ? NOT_KNOWN : 0;
+    if (!tepy_is_met(state, type)) return NOT_KNOWN;
+    if (type == TE_DEVICE_CPU) return 0;
     if (device->index < 0 || device->index >= TE_DEVICE_INDICES) return NOT_KNOWN;
     return 1 + (type - 1) * TE_DEVICE_INDICES + device->index;
 }
@@ -316,7 +317,7 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
         facts->flags = (int64_t)((uint64_t)facts->flags << 1 | (flag == Py_True));
         Py_DECREF(flag);
         if (i == 0) continue;
-        if (number_of(&dl.device) != number_of(&inp->device)) return -1;
+        if (number_of(state, &dl.device) != number_of(state, &inp->device)) return -1;
         facts->is_mixed |= dl.dtype.code != inp->dtype.code || dl.dtype.bits != inp->dtype.bits;
         facts->dtypes[i][0] = dl.dtype.code;
         facts->dtypes[i][1] = dl.dtype.bits;
@@ -343,8 +344,9 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     if (tensors == NULL) return NULL;
     memset(&facts, 0, sizeof facts);
     if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
-        look_at(state, args, tensors, &inp, &facts) == 0 && number_of(&inp.device) != NOT_KNOWN) {
-        const int device = number_of(&inp.device);
+        look_at(state, args, tensors, &inp, &facts) == 0 &&
+        number_of(state, &inp.device) != NOT_KNOWN) {
+        const int device = number_of(state, &inp.device);
         return Py_BuildValue("((iiLLN)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
                              (long long)inp.shape[inp.ndim - 1], (long long)facts.flags,
                              mixed_dtypes(&facts, PyTuple_Size(tensors)), tensors);
@@ -384,7 +386,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     int leading;
     if ((type != state->tensor_type && type != state->parameter_type) ||
         state->exchange->view(tensor, dl) != 0 || dl->ndim < 3 || dl->ndim > 5 ||
-        number_of(&dl->device) == NOT_KNOWN) {
+        number_of(state, &dl->device) == NOT_KNOWN) {
         return -1;
     }
     flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
@@ -392,7 +394,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     Py_DECREF(flag);
     leading = dl->ndim == 3 ? 1 : 2;
     facts->dtype = dl->dtype.code << 8 | dl->dtype.bits;
-    facts->device = number_of(&dl->device);
+    facts->device = number_of(state, &dl->device);
     facts->dims = dl->ndim;
     facts->flags = (flag == Py_True) | tepy_dl_is_dense(dl) << 1;
     for (int i = leading; i < dl->ndim; i++) {

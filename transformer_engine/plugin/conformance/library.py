@@ -74,7 +74,7 @@ class Checked:
         name = "of plugin.check"
         _core.fill(torch.empty(1, 1, device=device), 0.0)  # by which the type is met
         with _LOCK:
-            _core.register_backend(name, number_of_type(device.type), _FIRST, {self.op: self})
+            _core.register_backend(name, number_of_type(device), _FIRST, {self.op: self})
             try:
                 yield
             finally:

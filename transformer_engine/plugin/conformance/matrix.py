@@ -108,9 +108,9 @@ def matrix(
     library's own. `ops` are operators, () all that somebody named has, and those that he lacks.
     ``tell`` gets a line for each implementation that was checked.
     """
-    device = torch.device(device)
-    wanted, cells = frozenset(ops), []
-    for vendor in tuple(named) or vendors():
+    found = vendors()  # which loads plug-ins: one may bring the device
+    device, wanted, cells = torch.device(device), frozenset(ops), []
+    for vendor in tuple(named) or found:
         there = set()
         for impl in implementations(vendor):
             if wanted and impl.op_name not in wanted:

@@ -177,8 +177,8 @@ _INDICES = ("int32", "int64", "bool")
 def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
     """Return whether a tensor is one that is taken; None: the next one says so."""
     if least is not None:
-        if getattr(device, "type", "") != "cuda":
-            return False
+        if getattr(device, "type", "") != "cuda" or sys.modules["torch"].version.hip is not None:
+            return False  # numbers of AMD's architectures mean something else
         if sys.modules["torch"].cuda.get_device_capability(device) < least:
             return False
     if dtypes is None or _plain(dtype) in dtypes:

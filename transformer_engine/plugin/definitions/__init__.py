@@ -109,4 +109,4 @@ def device_type(tensor: Any) -> int:
     """The number that `_core` has for the type of a tensor's device; calls are counted by it."""
     from transformer_engine.pytorch.torchside.device import number_of_type
 
-    return number_of_type(tensor.device.type)
+    return number_of_type(tensor.device)

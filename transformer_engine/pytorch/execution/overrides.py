@@ -20,6 +20,7 @@ from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION, MET
 from transformer_engine.pytorch.torchside.device import add_type, has_kernels, type_name
+from transformer_engine.pytorch.torchside.locks import Lock
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
 _POLICY = (
@@ -66,7 +67,7 @@ def find() -> None:
 _core.find_selections(find)
 
 
-_MEETING = threading.Lock()
+_MEETING = Lock()
 _LAST = -(2**31)
 """Priority of what is asked after all others."""
 
@@ -76,23 +77,24 @@ def _why_nobody(op: str, device: torch.device) -> str:
     return importlib.import_module("transformer_engine.plugin.who_runs").why_nobody(op, device)
 
 
+@_MEETING.held
 def _meet(tensor: Any, dlpack: int) -> None:
     """Make a type of device known: what nobody else runs there, definitions in torch run.
 
     `dlpack` is as of `_core.meet_devices`.
     """
-    kind, name = tensor.device.type, type_name(tensor.device)
-    with _MEETING:
-        if kind in MET:
-            return
+    kind, name = tensor.device.type, f"{type_name(tensor.device)}.reference.torch"
+    number = add_type(tensor.device, dlpack)
+    if kind not in MET:
         definitions = importlib.import_module("transformer_engine.plugin.definitions")
-        number = add_type(name, dlpack, kind)
-        made = definitions.functions(kind, _why_nobody)
-        _core.register_backend(f"{name}.reference.torch", number, _LAST, made)
+        with contextlib.suppress(ValueError):  # a meeting that was interrupted has registered it
+            _core.unregister_backend(name)
+        _core.register_backend(name, number, _LAST, definitions.functions(kind, _why_nobody))
         MET.add(kind)
     manager = _imported("transformer_engine.plugin.core.manager")
     if manager is not None and manager._default is not None:
         manager._default.registry_changed()  # others are asked there
+    _core.device_is_met(number, kind)
 
 
 _core.meet_devices(_meet)

@@ -29,13 +29,12 @@ def accelerator() -> str:
 def canonicalize_device(device: torch.device | str | None) -> torch.device:
     """A device with an index where its type has several; the current one for None."""
     device = torch.device(accelerator() if device is None else device)
-    module = module_of(device.type)
-    if device.index is None and module is not None:
-        device = torch.device(device.type, module.current_device())
+    current = getattr(module_of(device.type), "current_device", None)
+    if device.index is None and current is not None:
+        device = torch.device(device.type, current())
     return device
 
 
-@functools.cache
 def module_of(device_type: str) -> Any:
     """The module of torch for a type of device, None for types without one: the CPU, meta."""
     if device_type in ("cpu", "meta"):
@@ -43,7 +42,6 @@ def module_of(device_type: str) -> Any:
     return getattr(torch, device_type, None)
 
 
-@functools.cache
 def has_streams(device_type: str) -> bool:
     """Return whether what is called on such a device may run later, in the order of streams."""
     module = module_of(device_type)
@@ -68,23 +66,29 @@ def get_device_compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-_TYPES = ["cpu", "cuda"]
-"""Names in torch of the types of devices that the C library knows, by number."""
+_TYPES = {_core.DEVICE_CPU: "cpu", _core.DEVICE_CUDA: "cuda"}
+"""Names in torch of the types of devices that were met, by their numbers in the C library."""
 _INDICES = 64
 """Of devices of one type: ``TE_DEVICE_INDICES`` of the C library."""
 
 
-def add_type(name: str, dlpack: int, torch_name: str) -> int:
-    """`_core.add_device_type`, and what `type_of_number` knows of it."""
-    number = _core.add_device_type(name, dlpack, torch_name)
-    if number == len(_TYPES):
-        _TYPES.append(torch_name)
+def add_type(device: torch.device, dlpack: int) -> int:
+    """Add the type of a device, whose DLDeviceType is told, to the C library; its number there."""
+    number = _core.add_device_type(type_name(device), dlpack)
+    _TYPES[number] = device.type
     return number
 
 
-def number_of_type(device_type: str) -> int:
-    """Number of a type of device in the C library; ValueError for one that it has not met."""
-    return _TYPES.index(device_type)
+def number_of_type(device: torch.device) -> int:
+    """Number of a device's type in the C library; ValueError for one that was not met."""
+    for number in tuple(_TYPES):
+        if _core.device_type_name(number) == type_name(device):
+            return number
+    raise ValueError(f"{device}: no tensor of this type of device has come yet")
+
+
+def _others() -> list[str]:
+    return [kind for kind in tuple(_TYPES.values()) if kind not in ("cpu", "cuda")]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -132,14 +136,9 @@ def prepare_device(device: torch.device) -> None:
         _core.tune_gemm(_core.DEVICE_CUDA, device.index or 0, True, file)
 
 
-@functools.cache
-def _asks_capture(device_type: str) -> Any:
-    return getattr(module_of(device_type), "is_current_stream_capturing", None)
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether what runs on a device now becomes part of a graph of its stream."""
-    ask = _asks_capture(device.type)
+    ask = getattr(module_of(device.type), "is_current_stream_capturing", None)
     return ask is not None and ask()
 
 
@@ -151,11 +150,10 @@ def is_captured(tensor: Tensor) -> bool:
 
 
 def is_any_captured() -> bool:
-    """`is_capturing` of the current device, whose context this does not make."""
-    kind = accelerator()
-    module = module_of(kind)
-    started = getattr(module, "is_initialized", None)
-    return (started is None or started()) and is_capturing(torch.device(kind))
+    """`is_capturing` of the current device, of CUDA or of a type that was met."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    return len(_TYPES) > 2 and any(is_capturing(torch.device(k)) for k in _others())
 
 
 class outside_capture(Context):  # noqa: N801 - reads as what it does
@@ -171,6 +169,11 @@ class outside_capture(Context):  # noqa: N801 - reads as what it does
     def _enter(self) -> None:
         if not is_capturing(self._device):
             return
+        if not on_cuda(self._device):
+            raise RuntimeError(
+                f"{self._device}: a graph of its stream is being captured, and what shall not be "
+                "in it can not be kept out: run the module once before the capture"
+            )
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
         self._undo_by(exchange, mode)
