@@ -175,3 +175,9 @@ def test_other_devices_and_unknown_operators_are_refused():
     found = {cell.op_name: cell for cell in matrix.matrix("meta", ["acme"]).cells}
     assert found["te_fill"].outcome == "refused" and found["te_fill"].why == "it is for cpu"
     assert found["mine_alone"].why == "it is no operator of this library"
+
+
+def test_an_operator_that_there_is_not(capsys):
+    register("gelu", gelu)
+    assert program.main(["coverage", "--op", "te_nrom"]) == 2
+    assert "no operator te_nrom" in capsys.readouterr().err

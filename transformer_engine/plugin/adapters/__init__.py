@@ -233,7 +233,10 @@ def refusals(op: str, fields: Mapping[str, Any]) -> Iterator[None]:
     except NobodyError as error:
         if has_kernels(fields):
             raise
-        raise NotImplementedError(f"te_{op} on {device_of(fields)}: {error}") from None
+        who_runs = importlib.import_module("transformer_engine.plugin.who_runs")  # imports this
+        raise NotImplementedError(
+            f"{who_runs.why_nobody(op, device_of(fields))} ({error})"
+        ) from None
     except NotImplementedError as error:
         if not is_of_implementation(error):
             error.add_note(f"te_{op} on {device_of(fields)}: nobody takes the call")

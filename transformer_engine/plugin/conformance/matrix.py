@@ -110,6 +110,9 @@ def matrix(
     """
     found = vendors()  # which loads plug-ins: one may bring the device
     device, wanted, cells = torch.device(device), frozenset(ops), []
+    strange = wanted - _named()
+    if strange:
+        raise LookupError(f"there is no operator {', '.join(sorted(strange))}")
     for vendor in tuple(named) or found:
         there = set()
         for impl in implementations(vendor):
@@ -147,6 +150,11 @@ def _registered() -> Iterator[OpImpl]:
 def _expected() -> frozenset[str]:
     """Operators of `transformer_engine_torch` that compute something and are built."""
     return frozenset(OPERATORS) - ABSENT.keys() - WITHOUT_CASES.keys()
+
+
+def _named() -> set[str]:
+    """Operators that there are, those that plug-ins have brought too."""
+    return {*OPERATORS, *LIBRARY, *get_registry().snapshot().impls_by_op}
 
 
 def _cells(impl: OpImpl, device: torch.device) -> Iterator[Cell]:
