@@ -132,5 +132,6 @@ class _Serving:
                 return True
             # Fixtures of a wider scope stay for what follows; the session's for tests elsewhere.
             following = following and items.get(following, session)
+            session._setupstate.teardown_exact(items[wanted])  # another one may have been announced
             reports = runtestprotocol(items[wanted], log=False, nextitem=following)
             self._connection.send([serialize(config=session.config, report=r) for r in reports])
