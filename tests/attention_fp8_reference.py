@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in FP8 from its definition, in float64 with every cast written out."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
-from attention_reference import softmax
-from tols import E4M3
+from attention_reference import allowed, drop_factors, new_pair, pair_on, softmax
+from buffers import normal
+from comparators import assert_bits, assert_nmse
+from tols import E4M3, tol
 
 from transformer_engine import _core
 
@@ -164,3 +167,66 @@ class Call:
             **self.problem(),
         )
         return [Quantized(x, scales) for x in made]
+
+
+# ---- problems ------------------------------------------------------------------------------------
+
+
+def operands_of(rng, shape):
+    """Queries, keys and values with scales of their own."""
+    batch, queries, keys, heads, groups, d_k, d_v = shape
+    sizes = (
+        (batch, queries, heads, d_k),
+        (batch, keys, groups, d_k),
+        (batch, keys, groups, d_v),
+    )
+    factors = 1.0, 2.0, 0.3
+    pairs = zip(sizes, factors, strict=True)
+    return [quantized(normal(rng, size, torch.float32) * factor) for size, factor in pairs]
+
+
+def may_of(shape, window):
+    batch, queries, keys, heads, *_ = shape
+    limits = [window.get(f"window_{side}", -1) for side in ("left", "right")]
+    return allowed((batch, heads, queries, keys), None, *limits, window.get("diagonal", 0))
+
+
+def problem_of(rng, shape, limits, dropout=0.0):
+    """(operands, definition, options of a call on the CPU) of a shape and of what limits it."""
+    operands, scale = operands_of(rng, shape), shape[5] ** -0.5
+    batch, queries, keys, heads, *_ = shape
+    options, factors = {"scale": scale, **limits}, 1.0
+    if dropout:
+        pair = new_pair(rng)
+        factors = drop_factors(pair, (batch, heads, queries, keys), dropout)
+        options |= {"dropout": dropout, "rng": pair_on("cpu", pair)}
+    may, cap = may_of(shape, limits), limits.get("softcap", 0.0)
+    return operands, Definition(operands, scale, may, factors, dropout, cap), options
+
+
+def flips(exact, dtype):
+    """Bound for casts that go to a neighbour: of results, and of what their rows are sums of."""
+    recast = tol("recast", dtype) * (1 + exact.shape[-1]) / exact.numel()
+    return recast + tol("sum", torch.float32, 512)
+
+
+def assert_gradients(rng, problem, grads, ours=contextlib.nullcontext):
+    """Gradients on the CPU, against float64 with each cast written out; `ours` is around them."""
+    operands, definition, options = problem
+    call = Call("cpu", operands, **options)
+    output = call.forward()
+    grad = quantized(normal(rng, output.data.shape, torch.float32) * 0.01, grads)
+    _, of_scores = definition.gradients(grad, output, 1.0)
+    scores_scale = MAX[grads] / float(of_scores.abs().max())
+    exact, _ = definition.gradients(grad, output, scores_scale)
+    largest = max(float(x.abs().max()) for x in exact)
+    scale = MAX[grads] / largest
+    with ours():
+        made = call.backward(grad, scores_scale, scale)
+    for what, x, expected in zip(INPUTS, made, exact, strict=True):
+        bound = 2 * flips(expected, grads)  # of two casts
+        assert_nmse(x.wide, rounded(expected, grads, scale), bound, what)
+    amax = 4 * tol("amax", torch.float32)
+    assert_nmse(call.scores_amax, of_scores.abs().max().reshape(1), amax)
+    assert_nmse(call.grads_amax, torch.tensor([largest]), amax)
+    assert_bits(made[0].scales, torch.stack([1 / made[0].scales[1], made[0].scales[1]]))

@@ -64,6 +64,15 @@ def path_factors(pair, shape, probability, samples):
 
 # ---- softmax -------------------------------------------------------------------------------------
 
+WINDOWS = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "bottom right": {"window_right": 0, "bottom_right": 1},
+    "window": {"window_left": 7, "window_right": 3, "bottom_right": 1},
+    "far": {"window_left": 30, "diagonal": 5},
+}
+"""Options of a call by what they limit: of sequences, packed ones too."""
+
 
 def allowed(shape, mask=None, left=-1, right=-1, diagonal=0):
     """Bool tensor [batch, heads, queries, keys]: the keys that a query may attend."""

@@ -124,7 +124,9 @@ int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_devi
 {
     int32_t type = te_device_type_of_dlpack(given->type);
     if (!tepy_is_met(state, type) && state->meet_device != NULL) {
-        PyObject *met = PyObject_CallFunction(state->meet_device, "Oi", tensor, (int)given->type);
+        PyObject *meet = Py_NewRef(state->meet_device); /* it may be replaced meanwhile */
+        PyObject *met = PyObject_CallFunction(meet, "Oi", tensor, (int)given->type);
+        Py_DECREF(meet);
         if (met == NULL) return -1;
         Py_DECREF(met);
         type = te_device_type_of_dlpack(given->type);

@@ -14,8 +14,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TEPY_DL_CPU = 1, TEPY_DL_CUDA = 2, TEPY_DL_CUDA_HOST = 3 };
-
 enum { TEPY_DL_BOOL = 6 }; /* dtype code of 8-bit booleans, which no te_dtype stands for */
 
 typedef struct tepy_dl_version {
@@ -23,7 +21,7 @@ typedef struct tepy_dl_version {
 } tepy_dl_version;
 
 typedef struct tepy_dl_device {
-    int32_t type; /* TEPY_DL_CPU, ... */
+    int32_t type; /* te_device_type_of_dlpack says which it is */
     int32_t index;
 } tepy_dl_device;
 

@@ -25,13 +25,22 @@ int tepy_require_torch(const tepy_state *state, const char *function)
     return -1;
 }
 
-int tepy_device_slot(te_device device)
+#define NO_SLOT (-1)
+
+static int slot_of(te_device device)
 {
     if (device.type == TE_DEVICE_CPU && device.index == 0) return 0;
     if (device.type > TE_DEVICE_CPU && device.type < TE_DEVICE_COUNT && device.index >= 0 &&
         device.index < TE_DEVICE_INDICES) {
         return 1 + ((int)device.type - 1) * TE_DEVICE_INDICES + device.index;
     }
+    return NO_SLOT;
+}
+
+int tepy_device_slot(te_device device)
+{
+    const int slot = slot_of(device);
+    if (slot != NO_SLOT) return slot;
     PyErr_Format(PyExc_ValueError, "device (%d, %d) does not exist", (int)device.type,
                  (int)device.index);
     return -1;
@@ -264,17 +273,12 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
 /* ---- what a call is found by ------------------------------------------------------------------
  */
 
-#define NOT_KNOWN (-2)
-
-/* A number of a device: 0 for the CPU, for others what tepy_device_slot gives. NOT_KNOWN: its type
- * was not met yet. */
+/* The slot of a tensor's device; NO_SLOT where its type was not met yet. */
 static int number_of(const tepy_state *state, const tepy_dl_device *device)
 {
     const int32_t type = te_device_type_of_dlpack(device->type);
-    if (!tepy_is_met(state, type)) return NOT_KNOWN;
-    if (type == TE_DEVICE_CPU) return 0;
-    if (device->index < 0 || device->index >= TE_DEVICE_INDICES) return NOT_KNOWN;
-    return 1 + (type - 1) * TE_DEVICE_INDICES + device->index;
+    if (!tepy_is_met(state, type)) return NO_SLOT;
+    return type == TE_DEVICE_CPU ? 0 : slot_of((te_device){(te_device_type)type, device->index});
 }
 
 /* Borrowed: the item of a dict that a place (dict, key) names, or None for None; NULL where there
@@ -345,7 +349,7 @@ PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize
     memset(&facts, 0, sizeof facts);
     if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
         look_at(state, args, tensors, &inp, &facts) == 0 &&
-        number_of(state, &inp.device) != NOT_KNOWN) {
+        number_of(state, &inp.device) != NO_SLOT) {
         const int device = number_of(state, &inp.device);
         return Py_BuildValue("((iiLLN)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
                              (long long)inp.shape[inp.ndim - 1], (long long)facts.flags,
@@ -386,7 +390,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     int leading;
     if ((type != state->tensor_type && type != state->parameter_type) ||
         state->exchange->view(tensor, dl) != 0 || dl->ndim < 3 || dl->ndim > 5 ||
-        number_of(state, &dl->device) == NOT_KNOWN) {
+        number_of(state, &dl->device) == NO_SLOT) {
         return -1;
     }
     flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);

@@ -9,11 +9,16 @@ from attention_fp8_reference import (
     Call,
     Definition,
     Quantized,
+    assert_gradients,
     device_floats,
+    flips,
+    may_of,
+    operands_of,
+    problem_of,
     quantized,
     rounded,
 )
-from attention_reference import allowed, drop_factors, new_pair, pair_on
+from attention_reference import drop_factors, new_pair, pair_on
 from buffers import normal
 from comparators import assert_bits, assert_nmse, assert_repeats
 from refusals import check_refused
@@ -35,37 +40,9 @@ WINDOWS = {
 LIMITS = WINDOWS | {"softcap": {"softcap": 0.8}}  # the last one is refused on CUDA
 
 
-def operands_of(rng, shape):
-    """Queries, keys and values with scales of their own."""
-    batch, queries, keys, heads, groups, d_k, d_v = shape
-    sizes = (
-        (batch, queries, heads, d_k),
-        (batch, keys, groups, d_k),
-        (batch, keys, groups, d_v),
-    )
-    factors = 1.0, 2.0, 0.3
-    return [quantized(normal(rng, s, F32) * f) for s, f in zip(sizes, factors, strict=True)]
-
-
-def may_of(shape, window):
-    batch, queries, keys, heads, *_ = shape
-    limits = [window.get(f"window_{side}", -1) for side in ("left", "right")]
-    return allowed((batch, heads, queries, keys), None, *limits, window.get("diagonal", 0))
-
-
 def problem(rng, name, window):
     """(operands, definition, options of a call) of a shape and a window."""
-    shape = SHAPES[name]
-    operands, scale = operands_of(rng, shape), shape[5] ** -0.5
-    options = LIMITS[window]
-    may = may_of(shape, options)
-    definition = Definition(operands, scale, may, softcap=options.get("softcap", 0.0))
-    return operands, definition, {"scale": scale, **options}
-
-
-def flips(exact, dtype):
-    """Bound for casts that go to a neighbour: of results, and of what their rows are sums of."""
-    return tol("recast", dtype) * (1 + exact.shape[-1]) / exact.numel() + tol("sum", F32, 512)
+    return problem_of(rng, SHAPES[name], LIMITS[window])
 
 
 @pytest.mark.parametrize("window", LIMITS)
@@ -90,22 +67,7 @@ def test_every_cast_is_where_it_belongs(rng, name, window):
 @pytest.mark.parametrize("window", LIMITS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_cast_where_they_should(rng, name, window, grads):
-    operands, definition, options = problem(rng, name, window)
-    call = Call("cpu", operands, **options)
-    output = call.forward()
-    grad = quantized(normal(rng, output.data.shape, F32) * 0.01, grads)
-    _, of_scores = definition.gradients(grad, output, 1.0)
-    scores_scale = MAX[grads] / float(of_scores.abs().max())
-    exact, _ = definition.gradients(grad, output, scores_scale)
-    largest = max(float(x.abs().max()) for x in exact)
-    grads_scale = MAX[grads] / largest
-    made = call.backward(grad, scores_scale, grads_scale)
-    for what, x, expected in zip(INPUTS, made, exact, strict=True):
-        bound = 2 * flips(expected, grads)  # of two casts
-        assert_nmse(x.wide, rounded(expected, grads, grads_scale), bound, what)
-    assert_nmse(call.scores_amax, of_scores.abs().max().reshape(1), 4 * tol("amax", F32))
-    assert_nmse(call.grads_amax, torch.tensor([largest]), 4 * tol("amax", F32))
-    assert_bits(made[0].scales, torch.stack([1 / made[0].scales[1], made[0].scales[1]]))
+    assert_gradients(rng, problem(rng, name, window), grads)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

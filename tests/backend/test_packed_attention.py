@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from attention_reference import WINDOWS
 from backend.packed_sequences import Packing
 from buffers import LAYOUTS, Poisoned, laid_out, name_of, normal
 from comparators import assert_bits
@@ -15,13 +16,6 @@ from tols import BF16, F16, F32
 from transformer_engine import _core
 
 HEADS, GROUPS, D_K, D_V = 4, 2, 24, 40
-WINDOWS = {
-    "full": {},
-    "causal": {"window_right": 0},
-    "bottom right": {"window_right": 0, "bottom_right": 1},
-    "window": {"window_left": 7, "window_right": 3, "bottom_right": 1},
-    "far": {"window_left": 30, "diagonal": 5},
-}
 
 
 def problem(rng, queries, keys, dtype, shape=(HEADS, GROUPS, D_K, D_V)):

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from clean_state import clean as clean
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -43,16 +44,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    """Begin as a program does that has run nothing in FP8, and leave nothing behind."""
-    import transformer_engine.pytorch as te
-
-    te.reset()
-    yield
-    te.reset()
 
 
 @pytest.fixture

@@ -3,15 +3,7 @@
 
 import pytest
 import torch
-
-import transformer_engine.pytorch as te
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    te.reset()
-    yield
-    te.reset()
+from clean_state import clean as clean
 
 
 @pytest.fixture

@@ -208,6 +208,17 @@ class Group final : public c10d::Backend
         return begun(OpType::BROADCAST, gloo_->broadcast(copies, options), tensors, copies);
     }
 
+    // One work of those that `begin` makes of each output and its input.
+    template <typename Begin>
+    intrusive_ptr<Work> of_each(Tensors &outputs, Tensors &inputs, Begin begin)
+    {
+        std::vector<intrusive_ptr<Work>> parts;
+        for (size_t number = 0; number < inputs.size(); number++) {
+            parts.push_back(begin(outputs.at(number), inputs[number]));
+        }
+        return all_of(OpType::COALESCED, std::move(parts), outputs);
+    }
+
     // ---- reductions ----
 
     intrusive_ptr<Work> allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override
@@ -250,11 +261,9 @@ class Group final : public c10d::Backend
     reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
                                     const c10d::ReduceScatterOptions &options) override
     {
-        std::vector<intrusive_ptr<Work>> parts;
-        for (size_t number = 0; number < inputs.size(); number++) {
-            parts.push_back(_reduce_scatter_base(outputs.at(number), inputs[number], options));
-        }
-        return all_of(OpType::COALESCED, std::move(parts), outputs);
+        return of_each(outputs, inputs, [&](Tensor &output, Tensor &input) {
+            return _reduce_scatter_base(output, input, options);
+        });
     }
 
     // ---- what only moves ----
@@ -278,11 +287,9 @@ class Group final : public c10d::Backend
     allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
                                     const c10d::AllgatherOptions &options) override
     {
-        std::vector<intrusive_ptr<Work>> parts;
-        for (size_t number = 0; number < inputs.size(); number++) {
-            parts.push_back(_allgather_base(outputs.at(number), inputs[number], options));
-        }
-        return all_of(OpType::COALESCED, std::move(parts), outputs);
+        return of_each(outputs, inputs, [&](Tensor &output, Tensor &input) {
+            return _allgather_base(output, input, options);
+        });
     }
     intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
                                const c10d::GatherOptions &options) override

@@ -10,6 +10,7 @@ from devices.beside_cpu import (
     TOKENS,
     WIDTH,
     assert_as_on_the_cpu,
+    eager,
     region,
     train,
 )
@@ -37,15 +38,6 @@ def made(module, dtype=BF16, **options):
 
 
 # ---- ways to run a module: way(recipe)(model, x, number of the step) gives an output ------------
-
-
-def eager(recipe):
-    def run(model, x, step):
-        del step
-        with region(recipe):
-            return model(x)
-
-    return run
 
 
 def compiled(backend):

@@ -15,8 +15,8 @@ from devices.beside_cpu import (
     RECIPES,
     TOKENS,
     WIDTH,
+    eager,
     on_the_cpu,
-    region,
     train,
 )
 from pytorch.helpers import assert_same_bits
@@ -43,15 +43,6 @@ def inputs(device, steps=2):
     return [torch.randn(TOKENS, BATCH, WIDTH).to(device, BF16) for _ in range(steps)]
 
 
-def runner(recipe):
-    def run(model, x, step):
-        del step
-        with region(recipe):
-            return model(x)
-
-    return run
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
@@ -72,7 +63,7 @@ def test_state_dicts_go_to_other_devices(npu, there, recipe, quantized):
             return layer(device)
 
     model = make(npu)
-    train(model, inputs(npu), runner(recipe))
+    train(model, inputs(npu), eager(recipe))
     state = saved(model.state_dict(), map_location=there, weights_only=False)
     assert {t.device for t in state.values() if isinstance(t, torch.Tensor)} <= {
         torch.device(there), torch.device("cpu"),
@@ -82,16 +73,16 @@ def test_state_dicts_go_to_other_devices(npu, there, recipe, quantized):
     more = inputs(npu)
     with on_the_cpu():
         if there == "cpu":
-            found = train(other, [x.cpu() for x in more], runner(recipe))
+            found = train(other, [x.cpu() for x in more], eager(recipe))
             back = make(npu)
             back.load_state_dict(saved(other.state_dict(), map_location=npu, weights_only=False))
         else:
-            found = train(other, [x.to(there) for x in more], runner(recipe))
+            found = train(other, [x.to(there) for x in more], eager(recipe))
             _other_ran()
-    expected = train(model, more, runner(recipe))
+    expected = train(model, more, eager(recipe))
     assert_same_bits(found, expected)
     if there == "cpu":
-        assert_same_bits(train(back, more, runner(recipe)), train(model, more, runner(recipe)))
+        assert_same_bits(train(back, more, eager(recipe)), train(model, more, eager(recipe)))
 
 
 def _other_ran():
@@ -103,10 +94,10 @@ def _other_ran():
 @pytest.mark.parametrize("copies", [copy.deepcopy, saved])
 def test_copies(npu, recipe, copies):
     model = layer(npu)
-    train(model, inputs(npu), runner(recipe))
+    train(model, inputs(npu), eager(recipe))
     other = copies(model) if copies is copy.deepcopy else copies(model, weights_only=False)
     x = inputs(npu)
-    assert_same_bits(train(other, x, runner(recipe)), train(model, x, runner(recipe)))
+    assert_same_bits(train(other, x, eager(recipe)), train(model, x, eager(recipe)))
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -122,9 +113,9 @@ def test_modules_from_meta(npu, recipe):
     expected.load_state_dict(model.state_dict())
     x = inputs("cpu")
     with on_the_cpu():
-        wanted = train(expected, x, runner(recipe))
+        wanted = train(expected, x, eager(recipe))
     te.reset()
-    assert_same_bits(train(model, [t.to(npu) for t in x], runner(recipe)), wanted)
+    assert_same_bits(train(model, [t.to(npu) for t in x], eager(recipe)), wanted)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

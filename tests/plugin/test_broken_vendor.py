@@ -7,6 +7,7 @@ import threading
 import processes
 import pytest
 import torch
+from clean_state import clean as clean
 from devices import broken
 from plugged import MODULES, RECIPES, data, made, same, step
 from thinning import one_each
@@ -20,13 +21,6 @@ UNREAD = {"compute_amax", "fused_amax_and_scale_update_after_reduction"}
 CLASS = "get_flash_attention_class"
 """Whose result is asked for attentions that are no plan, which None and no class do not run."""
 RAN = {}
-
-
-@pytest.fixture(autouse=True)
-def reset():
-    te.reset()
-    yield
-    te.reset()
 
 
 def vendor(fault, *ops):

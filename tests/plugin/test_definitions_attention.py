@@ -5,8 +5,16 @@ import math
 
 import pytest
 import torch
-from attention_fp8_reference import INPUTS, MAX, Call, Definition, quantized, rounded
+from attention_fp8_reference import (
+    INPUTS,
+    Call,
+    assert_gradients,
+    flips,
+    problem_of,
+    rounded,
+)
 from attention_reference import (
+    WINDOWS,
     allowed,
     drop_factors,
     kept,
@@ -141,13 +149,6 @@ def test_zeros_take_nothing_of_special_numbers(rng):
 
 # ---- attention -----------------------------------------------------------------------------------
 
-WINDOWS = {
-    "full": {},
-    "causal": {"window_right": 0},
-    "bottom right": {"window_right": 0, "bottom_right": 1},
-    "window": {"window_left": 7, "window_right": 3, "bottom_right": 1},
-    "far": {"window_left": 30, "diagonal": 5},
-}
 SHAPE = (2, 13, 21, 4, 2, 8, 12)  # batch, queries, keys, heads, kv_heads, d_k, d_v
 ADDED = {
     "nothing": lambda rng: {},
@@ -340,37 +341,11 @@ FP8_SHAPE = (2, 17, 29, 4, 2, 16, 24)
 FP8_LIMITS = {"full": {}, "causal": {"window_right": 0}, "cap": {"softcap": 0.8}}
 
 
-def flips(exact, dtype):
-    """Bound for casts that go to a neighbour: of results, and of what their rows are sums of."""
-    return tol("recast", dtype) * (1 + exact.shape[-1]) / exact.numel() + tol("sum", F32, 512)
-
-
-def fp8_problem(rng, limits, dropout=0.0):
-    """(operands, definition, options of a call)."""
-    batch, queries, keys, heads, groups, d_k, d_v = FP8_SHAPE
-    sizes = (
-        (batch, queries, heads, d_k),
-        (batch, keys, groups, d_k),
-        (batch, keys, groups, d_v),
-    )
-    operands = [quantized(normal(rng, s, F32) * f) for s, f in zip(sizes, (1, 2, 0.3), strict=True)]
-    options, pair = {"scale": d_k**-0.5} | FP8_LIMITS[limits], new_pair(rng)
-    shape = (batch, heads, queries, keys)
-    may = allowed(shape, None, -1, options.get("window_right", -1))
-    definition = Definition(
-        operands, options["scale"], may, drop_factors(pair, shape, dropout), dropout,
-        options.get("softcap", 0.0),
-    )  # fmt: skip
-    if dropout:
-        options |= {"dropout": dropout, "rng": pair_on("cpu", pair)}
-    return operands, definition, options
-
-
 @pytest.mark.parametrize("given", [False, True], ids=["bound", "given"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("limits", FP8_LIMITS)
 def test_attention_in_fp8(limits, dropout, given, rng):
-    operands, definition, options = fp8_problem(rng, limits, dropout)
+    operands, definition, options = problem_of(rng, FP8_SHAPE, FP8_LIMITS[limits], dropout)
     call = Call("cpu", operands, **options)
     exact = definition.output()
     scale = torch.tensor([300.0 / float(exact.abs().max())]) if given else None
@@ -388,20 +363,5 @@ def test_attention_in_fp8(limits, dropout, given, rng):
 @pytest.mark.parametrize("grads", [E4M3, E5M2], ids=name_of)
 @pytest.mark.parametrize("limits", FP8_LIMITS)
 def test_gradients_in_fp8(limits, grads, rng):
-    operands, definition, options = fp8_problem(rng, limits)
-    call = Call("cpu", operands, **options)
-    output = call.forward()
-    grad = quantized(normal(rng, output.data.shape, F32) * 0.01, grads)
-    _, of_scores = definition.gradients(grad, output, 1.0)
-    scores_scale = MAX[grads] / float(of_scores.abs().max())
-    exact, _ = definition.gradients(grad, output, scores_scale)
-    largest = max(float(x.abs().max()) for x in exact)
-    scale = MAX[grads] / largest
-    with by_definition("attention_backward"):
-        made = call.backward(grad, scores_scale, scale)
-    for what, x, right in zip(INPUTS, made, exact, strict=True):
-        bound = 2 * flips(right, grads)  # of two casts
-        assert_nmse(x.wide, rounded(right, grads, scale), bound, what)
-    assert_nmse(call.scores_amax, of_scores.abs().max().reshape(1), 4 * tol("amax", F32))
-    assert_nmse(call.grads_amax, torch.tensor([largest]), 4 * tol("amax", F32))
-    assert_bits(made[0].scales, torch.stack([1 / made[0].scales[1], made[0].scales[1]]))
+    problem = problem_of(rng, FP8_SHAPE, FP8_LIMITS[limits])
+    assert_gradients(rng, problem, grads, lambda: by_definition("attention_backward"))

@@ -22,6 +22,7 @@ from transformer_engine.plugin.adapters import (
 from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 from transformer_engine.pytorch.cpp_extensions.values import matrix
 from transformer_engine.pytorch.execution.overrides import native
+from transformer_engine.pytorch.torchside.device import KERNELS
 from transformer_engine.pytorch.torchside.modes import (
     any_autocast,
     in_own_dtypes,
@@ -129,14 +130,11 @@ def as_they_are(name: str, asked: Asked) -> Iterator[Callable]:
     """
     for one, everywhere in asked.every(name):
         if isinstance(one.function, _core.NativeSlot):
-            if everywhere or one.function.device not in _WITH_KERNELS:
+            if everywhere or _core.device_type_name(one.function.device) not in KERNELS:
                 yield one.function
             continue
         run = _apart(_core.Choice(name, (one,)))
         yield run if everywhere else _elsewhere(run)
-
-
-_WITH_KERNELS = (_core.DEVICE_CPU, _core.DEVICE_CUDA)
 
 
 def _elsewhere(run: Callable[[Fields], Any]) -> Callable[[Fields], Any]:

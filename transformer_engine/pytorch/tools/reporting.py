@@ -35,7 +35,7 @@ from transformer_engine.pytorch.tools.scale_matrix import (
     scale_matrix,
 )
 from transformer_engine.pytorch.tools.skip import check_model
-from transformer_engine.pytorch.torchside.device import without_kernels
+from transformer_engine.pytorch.torchside.device import on_cuda, without_kernels
 
 _GEMMS = {
     STEPS["gemm_output"]: "output",
@@ -233,7 +233,7 @@ def _planned(stage: int, ran: LastCall, spec: LinearSpec, weights: tuple[Tensor,
             )
             return " x ".join(names) + emulation_of(*pair)
     dtype = _core.dtype_names()[spec.weight]
-    tf32 = spec.flags.node & _core.LINEAR_ALLOW_TF32 and weights[0].is_cuda
+    tf32 = spec.flags.node & _core.LINEAR_ALLOW_TF32 and on_cuda(weights[0].device)
     return f"{dtype} x {dtype}" + (" (tf32)" if tf32 else "")
 
 

@@ -68,8 +68,8 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 _TYPES = {_core.DEVICE_CPU: "cpu", _core.DEVICE_CUDA: "cuda"}
 """Names in torch of the types of devices that were met, by their numbers in the C library."""
-_INDICES = 64
-"""Of devices of one type: ``TE_DEVICE_INDICES`` of the C library."""
+KERNELS = ("cpu", "cuda")
+"""Types of devices that this library has kernels for, as the C library names them."""
 
 
 def add_type(device: torch.device, dlpack: int) -> int:
@@ -87,13 +87,9 @@ def number_of_type(device: torch.device) -> int:
     raise ValueError(f"{device}: no tensor of this type of device has come yet")
 
 
-def _others() -> list[str]:
-    return [kind for kind in tuple(_TYPES.values()) if kind not in ("cpu", "cuda")]
-
-
 def has_kernels(device: torch.device) -> bool:
     """Return whether this library has kernels for a device; else operators are others' there."""
-    return device.type == "cpu" or on_cuda(device)
+    return type_name(device) in KERNELS
 
 
 def without_kernels(device: torch.device) -> str:
@@ -108,7 +104,7 @@ def without_kernels(device: torch.device) -> str:
 
 def type_of_number(number: int) -> str:
     """Type of a device by the number that it has in the facts of `_core.tensors_of_call`."""
-    return _TYPES[(number - 1) // _INDICES + 1]
+    return _TYPES[(number - 1) // _core.DEVICE_INDICES + 1]
 
 
 def _check_cuda() -> None:
@@ -153,7 +149,7 @@ def is_any_captured() -> bool:
     """`is_capturing` of the current device, of CUDA or of a type that was met."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True
-    return len(_TYPES) > 2 and any(is_capturing(torch.device(k)) for k in _others())
+    return any(is_capturing(torch.device(kind)) for kind in tuple(_TYPES.values())[len(KERNELS) :])
 
 
 class outside_capture(Context):  # noqa: N801 - reads as what it does
@@ -204,7 +200,10 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """
     capability = get_device_compute_capability()
     if capability == (0, 0):
-        reason = "there is no CUDA device; the CPU backend runs FP8 as a reference"
+        reason = (
+            "there is no CUDA device of NVIDIA; the CPU backend, and definitions in torch on other "
+            "devices, run FP8 as a reference"
+        )
         return _answer(False, reason, return_reason)
     reason = f"FP8 GEMMs need compute capability 8.9 or higher, this device has {capability}"
     return _answer(capability >= (8, 9), reason, return_reason)
