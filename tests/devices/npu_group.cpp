@@ -389,14 +389,18 @@ class Group final : public c10d::Backend
         options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
         options.timeout = timeout;
         Tensors copies = {host_copy(input)};
+        if (mean) { // as NCCL and DDP do it: a half that is subnormal is rounded before the sum
+            const Hidden hidden;
+            copies[0].div_(size_);
+        }
         auto part = gloo_->allreduce(copies, options);
-        auto finish = [copy = copies[0], mean, target, offset, size = size_] {
+        auto finish = [copy = copies[0], target, offset] {
             if (!target.defined()) {
                 return;
             }
             auto found = copy.reshape({-1}).narrow(0, offset, target.numel());
             const Hidden hidden;
-            target.copy_((mean ? found.div(size) : found).view(target.sizes()));
+            target.copy_(found.view(target.sizes()));
         };
         return noted(c10::make_intrusive<Staged>(rank_, OpType::ALLREDUCE,
                                                  std::vector<intrusive_ptr<Work>>{part}, finish,
