@@ -48,10 +48,10 @@ static inline te_sizes te_sizes_of_rows(int64_t rows)
     return sizes;
 }
 
-/* multiply * roundup(symbol, align) / divide + add */
+/* roundup(multiply * symbol, align) / divide + add */
 typedef struct te_extent {
-    int32_t symbol, align; /* te_symbol; align at least 1 */
-    int64_t multiply, add;
+    int32_t symbol;               /* te_symbol */
+    int64_t multiply, align, add; /* align at least 1 */
     int64_t divide; /* divides align; 0: 1. Of scales, of which several elements share one */
 } te_extent;
 
@@ -129,6 +129,8 @@ typedef enum te_operand_role {
     TE_GEMM_OPERANDS,                     /* those that GEMMs multiply */
     TE_OUTPUT_OPERAND = TE_GEMM_OPERANDS, /* cast as an input */
     TE_GRAD_INPUT_OPERAND,                /* cast as a gradient */
+    TE_WHOLE_INPUT_OPERAND, /* input and gradient of all ranks, where each has a part (see */
+    TE_WHOLE_GRAD_OPERAND,  /* TE_COLLECTIVE_FORMS) */
     TE_OPERAND_ROLES
 } te_operand_role;
 
@@ -209,6 +211,9 @@ typedef enum te_node_kind {
                             output has, or a multiple or part of them; external stages "function"
                             and "function_backward" (node_function.c: their buffers) */
     TE_NODE_CONVERT,     /* inputs x; the output is of another high-precision dtype */
+    TE_NODE_COLLECTIVE,  /* inputs x, a matrix of rows; variant te_collective_kind, over `ranks`;
+                            external stages as te_collective_step (node_collective.c: their
+                            buffers) */
     TE_NODE_KINDS
 } te_node_kind;
 
@@ -236,6 +241,16 @@ typedef enum te_node_kind {
     X(WINDOW_RIGHT, window_right)                                                                  \
     X(SOFTCAP, softcap)
 
+/* What a collective makes of the rows x of each rank, and of the gradients of what it has made. */
+typedef enum te_collective_kind {
+    TE_COLLECTIVE_GATHER,         /* those of all ranks, rank by rank; REDUCE_SCATTER */
+    TE_COLLECTIVE_REDUCE_SCATTER, /* the sum over the ranks, of which each rank has its rows;
+                                     GATHER */
+    TE_COLLECTIVE_ALL_REDUCE,     /* the sum over the ranks; what it is given */
+    TE_COLLECTIVE_COPY,           /* what it is given; ALL_REDUCE */
+    TE_COLLECTIVE_KINDS
+} te_collective_kind;
+
 enum {                           /* te_node_desc.flags */
        TE_LINEAR_SAVE_INPUT = 1, /* nothing of the input is saved in FP8: it is cast again */
        TE_LINEAR_NO_AMAX = 2,    /* recompute: record no amax (delayed scaling) */
@@ -257,8 +272,13 @@ enum {                           /* te_node_desc.flags */
        TE_NODE_FP8_GRADIENT = 16384, /* attention with a recipe (delayed): its gradients are made in
                                        FP8, else in high precision from what was saved in FP8 */
        TE_LINEAR_MEASURE_RETURNED = 32768, /* likewise what is returned quantized is measured */
-       TE_NODE_MAX_SCORES = 65536          /* attention: the forward returns the largest score of
+       TE_NODE_MAX_SCORES = 65536,         /* attention: the forward returns the largest score of
                                               each head too (link MAX_SCORES) */
+       /* collective that gathers, in either direction: what linear nodes with a recipe read of it
+        * is cast by each rank, and gathered as they read it. With one scale for the tensor all
+        * ranks have the same one; other scales are gathered. It takes rows in a multiple of what
+        * tiles are high. */
+       TE_COLLECTIVE_FORMS = 131072
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
@@ -285,10 +305,11 @@ typedef struct te_node_desc {
     const te_slice *slices;  /* attention, rope, norm of heads: of the first inputs */
     const int32_t *external; /* steps that the caller runs, ascending; linear: te_linear_stage */
     /* Those of them that it runs in two halves, ascending; of a function, whose steps are all the
-     * caller's, te_function_step. The first half is a stage where the step is; the second one, a
-     * stage with "_finish" behind its name and the same buffers, stands before the first stage that
-     * reads what the step writes or writes what it reads, else at the end of the plan. Until then
-     * no other buffer has the memory of what the step reads and writes. */
+     * caller's, te_function_step, of a collective te_collective_step. The first half is a stage
+     * where the step is; the second one, a stage with "_finish" behind its name and the same
+     * buffers, stands before the first stage that reads what the step writes or writes what it
+     * reads, else at the end of the plan. Until then no other buffer has the memory of what the
+     * step reads and writes. */
     const int32_t *halves;
     int32_t input_count, number_count, slice_count, external_count, halves_count;
     te_quantization quantization; /* linear, attention */
@@ -298,7 +319,7 @@ typedef struct te_node_desc {
                          of input. An attention has 9 and 6: 2, queries, keys and values; 3, output;
                          8, weights  (recorded alone); 0, their gradients; 3, that of the output; 5,
                          that of the  scores */
-    int32_t gather;   /* linear, > 1: the quantized input is gathered from that many ranks */
+    int32_t ranks;    /* collective: how many there are; of others 1 */
 } te_node_desc;
 
 /* Stages of a linear node, in order of execution: X(ENUM, name). A plan has those it needs. */
@@ -311,9 +332,7 @@ typedef struct te_node_desc {
     X(REDUCE_AMAX_WEIGHT, reduce_amax_weight) /* external only */                                  \
     X(QUANTIZE_WEIGHT, quantize_weight)                                                            \
     X(CAST_BIAS, cast_bias)                                                                        \
-    X(GATHER_INPUT, gather_input) /* external only */                                              \
     X(GEMM_OUTPUT, gemm_output)                                                                    \
-    X(REDUCE_OUTPUT, reduce_output) /* external only */                                            \
     X(AMAX_OUTPUT, amax_output)                                                                    \
     X(REDUCE_AMAX_OUTPUT, reduce_amax_output)         /* external only */                          \
     X(QUANTIZE_OUTPUT, quantize_output)               /* where it is returned so */                \
@@ -322,11 +341,11 @@ typedef struct te_node_desc {
     X(AMAX_GRAD_OUTPUT, amax_grad_output)                                                          \
     X(REDUCE_AMAX_GRAD_OUTPUT, reduce_amax_grad_output) /* external only */                        \
     X(QUANTIZE_GRAD_OUTPUT, quantize_grad_output)                                                  \
+    X(TRANSPOSE_GRAD_OUTPUT, transpose_grad_output) /* of one that comes row-wise */               \
     X(REQUANTIZE_WEIGHT, requantize_weight)                                                        \
     X(DEQUANTIZE_WEIGHT, dequantize_weight) /* for GEMMs in high precision, as the next one */     \
     X(CAST_WEIGHT, cast_weight)             /* to the dtype of the output */                       \
     X(GEMM_GRAD_INPUT, gemm_grad_input)                                                            \
-    X(REDUCE_GRAD_INPUT, reduce_grad_input) /* external only */                                    \
     X(AMAX_GRAD_INPUT, amax_grad_input)                                                            \
     X(REDUCE_AMAX_GRAD_INPUT, reduce_amax_grad_input) /* external only */                          \
     X(QUANTIZE_GRAD_INPUT, quantize_grad_input)       /* where it is returned so */                \
@@ -347,6 +366,13 @@ typedef enum te_function_step {
     TE_FUNCTION_BACKWARD,
     TE_FUNCTION_STEPS
 } te_function_step;
+
+/* Of a collective; in a backward FORWARD gathers once more. */
+typedef enum te_collective_step {
+    TE_COLLECTIVE_FORWARD,
+    TE_COLLECTIVE_BACKWARD,
+    TE_COLLECTIVE_STEPS
+} te_collective_step;
 
 /* te_graph_desc.flags: save inputs, scales and statistics; the backward repeats the rest. */
 enum { TE_GRAPH_RECOMPUTE = 1 };
@@ -404,7 +430,6 @@ typedef enum te_buffer_role {
     X(MEAN, mean, node)                                                                            \
     X(RSIGMA, rsigma, node)                                                                        \
     X(BIAS_CAST, bias_cast, node)                                                                  \
-    X(GATHERED, gathered, node)                                                                    \
     X(STATISTICS, statistics, node)                                                                \
     X(MAX_SCORES, max_scores, node) /* of an attention, [heads] */                                 \
     X(HEADS, heads, node *TE_HEADS_ROLES + te_heads_role)                                          \
@@ -453,7 +478,8 @@ typedef struct te_stage_info {
     const int32_t *buffers; /* numbers of those that it reads or writes */
     int32_t buffer_count;
     int32_t node; /* that it belongs to, or -1 */
-    int32_t step; /* te_linear_stage of a linear node, te_function_step of a function, or -1 */
+    int32_t
+        step; /* te_linear_stage, te_function_step or te_collective_step of such a node, or -1 */
     int32_t half; /* the stage that is its other half; -1: it is whole */
 } te_stage_info;
 

@@ -11,6 +11,7 @@
 #include "core/scales.h"
 #include "core/status.h"
 #include "layer/heads_place.h"
+#include "layer/linear_cast.h"
 #include "layer/recipe.h"
 
 int te_links_has(const te_links *links, te_link link, int32_t of)
@@ -36,10 +37,21 @@ static void add_link(te_build *build, te_links *links, te_link link, int32_t of)
 /* The value whose quantized form an operand is, or that has its shape. */
 static int32_t value_of_operand(const te_build *build, int32_t of)
 {
-    const te_node_desc *node = te_node(build, of / TE_OPERAND_ROLES);
-    const int32_t role = of % TE_OPERAND_ROLES;
-    if (role == TE_GRAD_OPERAND || role == TE_OUTPUT_OPERAND) return node->output;
-    return node->inputs[role == TE_GRAD_INPUT_OPERAND ? TE_INPUT_OPERAND : role];
+    const int32_t k = of / TE_OPERAND_ROLES;
+    const te_node_desc *node = te_node(build, k);
+    switch (of % TE_OPERAND_ROLES) {
+    case TE_INPUT_OPERAND:
+        return te_linear_value(build, k, TE_INPUT_OPERAND);
+    case TE_GRAD_OPERAND:
+        return te_linear_value(build, k, TE_GRAD_OPERAND);
+    case TE_WEIGHT_OPERAND:
+        return node->inputs[TE_WEIGHT_OPERAND];
+    case TE_OUTPUT_OPERAND:
+    case TE_WHOLE_GRAD_OPERAND:
+        return node->output;
+    default:
+        return node->inputs[TE_INPUT_OPERAND];
+    }
 }
 
 /* TE_VALUE_QUANTIZED and TE_VALUE_KEEP_QUANTIZED are said of what a call is given: of an input or
@@ -68,8 +80,9 @@ int te_operand_is_kept(const te_build *build, int32_t of)
 }
 
 /* A made-up name: prefix of the node, name of the operand, form. */
-static const char *const operand_names[] = {"input", "weight", "grad_output", "output",
-                                            "grad_input"};
+static const char *const operand_names[] = {
+    "input",      "weight",         "grad_output",         "output",
+    "grad_input", "input_gathered", "grad_output_gathered"};
 static const char *const form_names[TE_LINK_COUNT] = {[TE_LINK_ROW] = "_row",
                                                       [TE_LINK_COLUMN] = "_column",
                                                       [TE_LINK_SCALES] = "_scales",
@@ -135,7 +148,7 @@ static void describe_heads(const te_build *build, te_link link, int32_t of, te_b
                                                   : "_again");
 }
 
-/* What a node makes besides its output: statistics, a converted bias, what it gathers. */
+/* What a node makes besides its output: statistics, a converted bias. */
 static void describe_own(const te_build *build, te_link link, int32_t of, te_buffer_info *info,
                          char *name, size_t size)
 {
@@ -150,11 +163,6 @@ static void describe_own(const te_build *build, te_link link, int32_t of, te_buf
         what = "bias_cast";
         info->dtype = te_bias_dtype(&node->quantization, (te_dtype)output->dtype);
         info->shape[0] = output->shape[1];
-    } else if (link == TE_LINK_GATHERED) {
-        what = "input_gathered";
-        te_describe_form(&node->quantization, TE_INPUT_OPERAND, TE_LINK_ROW,
-                         te_value(build, node->inputs[0])->shape, info);
-        info->shape[0].multiply *= node->gather;
     } else if (link == TE_LINK_MAX_SCORES) {
         what = "max_scores";
         info->shape[0] = te_constant(node->slices[0].heads);
@@ -242,6 +250,13 @@ int te_operand_is_transposed(const te_build *build, int32_t of)
     return (flags_of_operand(build, of) & flags) == flags;
 }
 
+/* Whether an operand is what a call is returned. */
+static int is_returned(int32_t of)
+{
+    const int32_t role = of % TE_OPERAND_ROLES;
+    return role == TE_OUTPUT_OPERAND || role == TE_GRAD_INPUT_OPERAND;
+}
+
 /* Whether the maker of an operand, a node of the graph, makes it as it is read. */
 static int is_handed_over(const te_build *build, int32_t of)
 {
@@ -262,7 +277,7 @@ static te_buffer_role role_of_heads(const te_build *build, int32_t of)
 
 static te_buffer_role role_of_form(const te_build *build, te_link form, int32_t of)
 {
-    if (of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) return TE_ROLE_OUTPUT;
+    if (is_returned(of)) return TE_ROLE_OUTPUT;
     if (is_handed_over(build, of)) return TE_ROLE_SCRATCH;
     if (form == TE_LINK_COLUMN && te_operand_is_transposed(build, of)) return TE_ROLE_SCRATCH;
     if (te_operand_is_kept(build, of)) return TE_ROLE_OUTPUT;
@@ -307,7 +322,7 @@ static int32_t add(te_build *build, te_link link, int32_t of, te_buffer_role rol
     describe(build, link, of, &info, name, sizeof name);
     info.role = role;
     if (role == TE_ROLE_STATE && link == TE_LINK_GRADIENT) info.written = 1;
-    if ((role == TE_ROLE_INPUT || of % TE_OPERAND_ROLES >= TE_GEMM_OPERANDS) &&
+    if ((role == TE_ROLE_INPUT || is_returned(of)) &&
         link == TE_LINK_ROW) { /* in place of the value */
         info.leading =
             (te_value(build, value_of_operand(build, of))->flags & TE_VALUE_LEADING) != 0;

@@ -9,6 +9,7 @@
 
 #include "core/fields.h"
 #include "core/status.h"
+#include "layer/collective.h"
 #include "layer/recipe.h"
 
 /* ---- values ------------------------------------------------------------------------------- */
@@ -25,12 +26,24 @@ int te_is_read(const te_build *build, int32_t value, int quantized)
 {
     for (int32_t n = 0; n < build->graph->node_count; n++) {
         const te_node_desc *node = te_node(build, n);
+        const int passes = te_collective_is_copy(build->graph, n) ||
+                           te_collective_gathers_forms(build->graph, n, TE_COLLECTIVE_FORWARD);
         for (int i = 0; i < node->input_count; i++) {
             if (node->inputs[i] != value) continue;
-            if (reads_forms(node, i) == quantized) return 1;
+            if (passes ? te_is_read(build, node->output, quantized)
+                       : reads_forms(node, i) == quantized) {
+                return 1;
+            }
         }
     }
     return 0;
+}
+
+/* Whether a later plan repeats the node that makes a value rather than read what was saved. */
+static int is_repeated(const te_build *build, int32_t value)
+{
+    return (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0 ||
+           te_collective_gathers(build->graph, build->values[value].producer);
 }
 
 void te_make_again(te_build *build, int32_t value)
@@ -46,7 +59,7 @@ void te_make_again(te_build *build, int32_t value)
      * though it be there: cast from high precision it would have other bits than the forward's,
      * which a rounded one has been cast from. */
     if ((rules->produce == NULL || te_is_rounded(build, value)) &&
-        (there || (build->graph->flags & TE_GRAPH_RECOMPUTE) == 0)) {
+        (there || !is_repeated(build, value))) {
         return;
     }
     rules->again(build, state->producer);
@@ -75,9 +88,7 @@ int32_t te_wide(te_build *build, int32_t value, const char *prefix, const char *
         return te_get(build, TE_LINK_VALUE, value);
     }
     if (!forward && state->pending == TE_NOBODY && state->producer != TE_NOBODY) {
-        if ((build->graph->flags & TE_GRAPH_RECOMPUTE) == 0) {
-            return te_need(build, TE_LINK_VALUE, value);
-        }
+        if (!is_repeated(build, value)) return te_need(build, TE_LINK_VALUE, value);
         te_make_again(build, value);
     }
     if (state->pending == TE_NOBODY || te_find(build, TE_LINK_VALUE, value) != TE_NO_BUFFER) {
@@ -106,7 +117,12 @@ int te_has_grad(const te_build *build, int32_t value)
 
 int32_t te_grad_target(te_build *build, int32_t value)
 {
-    return contribution(build, value, build->values[value].grads++);
+    te_value_state *state = &build->values[value];
+    const int32_t copied = te_collective_copied(build->graph, value);
+    if (copied == TE_NOBODY) return contribution(build, value, state->grads++);
+    state->grads = 1;
+    state->grad_alias = te_grad_target(build, copied);
+    return state->grad_alias;
 }
 
 void te_grad_pass(te_build *build, int32_t value, int32_t grad)

@@ -118,7 +118,7 @@ te_status te_check_pair(const te_graph_desc *graph, int32_t node, int i, int wan
 
 extern const te_node_rules te_linear_rules, te_norm_rules, te_activation_rules, te_softcap_rules,
     te_attention_rules, te_rope_rules, te_dropout_add_rules, te_head_norm_rules, te_function_rules,
-    te_convert_rules;
+    te_convert_rules, te_collective_rules;
 
 static inline const te_node_desc *te_node(const te_build *build, int32_t node)
 {

@@ -14,6 +14,7 @@ const te_node_rules *const te_rules[TE_NODE_KINDS] = {
     [TE_NODE_ATTENTION] = &te_attention_rules,     [TE_NODE_ROPE] = &te_rope_rules,
     [TE_NODE_DROPOUT_ADD] = &te_dropout_add_rules, [TE_NODE_HEAD_NORM] = &te_head_norm_rules,
     [TE_NODE_FUNCTION] = &te_function_rules,       [TE_NODE_CONVERT] = &te_convert_rules,
+    [TE_NODE_COLLECTIVE] = &te_collective_rules,
 };
 
 /* What keeps every size of a plan within 64 bits: elements of a value, by row where rows vary. */
@@ -58,13 +59,15 @@ static te_status check_shape(const te_value_desc *value)
             e->add == 1) {
             continue; /* offsets: one more than there are sequences */
         }
-        TE_FAIL_IF(e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->divide > 1 ||
-                       e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
-                       (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW))),
-                   TE_ERROR_INVALID,
-                   "graph: %s: dim %d is %lld * roundup(symbol %d, %d) + %lld, which is no size of "
-                   "a value",
-                   value->name, d, (long long)e->multiply, e->symbol, e->align, (long long)e->add);
+        TE_FAIL_IF(
+            e->symbol < 0 || e->symbol >= TE_SYMBOL_COUNT || e->align < 1 || e->align > INT32_MAX ||
+                e->divide > 1 || e->divide < 0 || length < 1 || length >= TE_ANY_LENGTH ||
+                (!constant && (e->add != 0 || (!free && !apart && most == MOST_IN_ROW))),
+            TE_ERROR_INVALID,
+            "graph: %s: dim %d is roundup(%lld * symbol %d, %lld) + %lld, which is no size of "
+            "a value",
+            value->name, d, (long long)e->multiply, e->symbol, (long long)e->align,
+            (long long)e->add);
         if (!constant) most = MOST_IN_ROW;
         elements = length > MOST_FIXED / elements ? MOST_FIXED + 1 : elements * length;
     }
@@ -202,6 +205,9 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
                "%s",
                n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
                of->casts ? "any" : "none");
+    TE_FAIL_IF(node->ranks != 1 && node->kind != TE_NODE_COLLECTIVE, TE_ERROR_INVALID,
+               "graph: node %d (%s): %d ranks, which only a collective has", n, of->name,
+               node->ranks);
     TE_TRY(check_steps(node, n));
     for (int i = 0; i < node->input_count; i++) {
         TE_FAIL_IF(node->inputs[i] < -1 || node->inputs[i] >= graph->value_count, TE_ERROR_INVALID,
@@ -326,7 +332,7 @@ static te_status check_handed_over(const te_graph_desc *graph, const te_value_st
             if (x < 0 || !is_handed_over(graph->values[x].flags)) continue;
             maker = &graph->nodes[values[x].producer];
             if (is_made_in_fp8(graph, &values[x]) && values[x].readers == 1 &&
-                node->kind == TE_NODE_LINEAR && i == TE_INPUT_OPERAND && node->gather == 1 &&
+                node->kind == TE_NODE_LINEAR && i == TE_INPUT_OPERAND &&
                 te_role_dtype(q, TE_INPUT_OPERAND) ==
                     te_role_dtype(&maker->quantization, TE_INPUT_OPERAND)) {
                 continue;
@@ -356,7 +362,7 @@ static te_status check_returned(const te_graph_desc *graph, const te_value_state
         }
         k = te_caster_of(graph, v);
         node = k == TE_NOBODY ? NULL : &graph->nodes[k];
-        if (node != NULL && te_is_quantized(&node->quantization) && node->gather == 1 &&
+        if (node != NULL && te_is_quantized(&node->quantization) &&
             ((value->flags & TE_VALUE_RESULT) == 0 || values[v].readers == 0) &&
             ((value->flags & TE_VALUE_ROW_WISE) == 0 ||
              te_recipe_rule_of(&node->quantization, TE_INPUT_OPERAND)->mode == TE_SCALING_TENSOR)) {

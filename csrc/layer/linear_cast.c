@@ -47,6 +47,117 @@ int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, ui
 
 #define ALL_GEMMS ((1U << TE_LINEAR_GEMMS) - 1U)
 
+/* ---- operands of which each rank has a part ----------------------------------------------- */
+
+/* The collective that gathers the forms of an operand; TE_NOBODY: none. */
+static int32_t gatherer_of(const te_build *build, int32_t k, te_operand_role role)
+{
+    const te_graph_desc *graph = build->graph;
+    const int gradient = role == TE_GRAD_OPERAND;
+    const int32_t n = gradient                   ? te_collective_behind(graph, k)
+                      : role == TE_INPUT_OPERAND ? te_collective_before(graph, k)
+                                                 : TE_NOBODY;
+    const te_collective_step step = gradient ? TE_COLLECTIVE_BACKWARD : TE_COLLECTIVE_FORWARD;
+    if (te_node(build, k)->kind != TE_NODE_LINEAR || !te_collective_gathers_forms(graph, n, step) ||
+        !te_has_forms(&te_node(build, k)->quantization, role) ||
+        te_is_made_outside(&te_node(build, k)->quantization, role)) {
+        return TE_NOBODY;
+    }
+    return n;
+}
+
+int te_linear_is_part(const te_build *build, int32_t k, te_operand_role role)
+{
+    return gatherer_of(build, k, role) != TE_NOBODY;
+}
+
+int32_t te_linear_value(const te_build *build, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = te_node(build, k);
+    const int linear = node->kind == TE_NODE_LINEAR;
+    int32_t n = gatherer_of(build, k, role);
+    if (linear && role == TE_INPUT_OPERAND && n == TE_NOBODY) {
+        n = te_collective_before(build->graph, k);
+        if (!te_collective_is_copy(build->graph, n)) n = TE_NOBODY;
+    }
+    if (role == TE_GRAD_OPERAND) return n == TE_NOBODY ? node->output : te_node(build, n)->output;
+    return n == TE_NOBODY ? node->inputs[role] : te_node(build, n)->inputs[0];
+}
+
+static int has_one_scale(const te_build *build, int32_t k, te_operand_role role)
+{
+    return te_linear_rule(build, k, role)->mode == TE_SCALING_TENSOR;
+}
+
+te_operand_role te_linear_read_as(const te_build *build, int32_t k, te_operand_role role,
+                                  te_link form)
+{
+    const te_form_rule *row = &te_linear_rule(build, k, role)->row;
+    const te_form_rule *column = &te_linear_rule(build, k, role)->column;
+    const int is_amax = form != TE_LINK_VALUE && (form == row->amax || form == column->amax);
+    const int is_scale = te_form_set(form) == 0 && form != TE_LINK_WIDE;
+    if (!te_linear_is_part(build, k, role) || is_amax ||
+        (is_scale && has_one_scale(build, k, role))) {
+        return role; /* all ranks have the same */
+    }
+    return role == TE_GRAD_OPERAND ? TE_WHOLE_GRAD_OPERAND : TE_WHOLE_INPUT_OPERAND;
+}
+
+/* Forms of its part that a rank makes where GEMMs read these. */
+static int forms_of_part(const te_build *build, int32_t k, te_operand_role role, int forms)
+{
+    if (forms == 0 || !te_linear_is_part(build, k, role) || !has_one_scale(build, k, role)) {
+        return forms;
+    }
+    return TE_FORM_ROW;
+}
+
+static void hand_pair(te_build *build, te_stage *stage, int32_t k, te_operand_role role,
+                      te_link link)
+{
+    const te_operand_role whole = te_linear_read_as(build, k, role, link);
+    if (link == TE_LINK_VALUE || whole == role) return;
+    te_stage_hand(&build->plan, stage, te_get(build, link, te_operand_of(k, role)), 0);
+    te_stage_hand(&build->plan, stage, te_get(build, link, te_operand_of(k, whole)), 1);
+}
+
+void te_linear_gather(te_build *build, int32_t k, te_operand_role role, int forms)
+{
+    const int32_t n = gatherer_of(build, k, role);
+    const int gradient = role == TE_GRAD_OPERAND;
+    const char *name = gradient                                   ? "gather_grad_output"
+                       : build->direction == TE_DIRECTION_FORWARD ? "gather_input"
+                                                                  : "gather_input_again";
+    te_stage *stage;
+    forms = forms_of_part(build, k, role, forms);
+    if (n == TE_NOBODY || forms == 0) return;
+    stage = te_collective_stage(build, n, te_node(build, k)->name, name,
+                                gradient ? TE_COLLECTIVE_BACKWARD : TE_COLLECTIVE_FORWARD);
+    for (te_link form = TE_LINK_ROW; form <= TE_LINK_COLUMN; form++) {
+        if ((forms & te_form_set(form)) == 0) continue;
+        hand_pair(build, stage, k, role, form);
+        hand_pair(build, stage, k, role, te_linear_scales(build, k, role, form));
+    }
+}
+
+void te_linear_gather_again(te_build *build, int32_t k, te_link form)
+{
+    const int32_t whole = te_operand_of(k, TE_WHOLE_INPUT_OPERAND);
+    if (has_one_scale(build, k, TE_INPUT_OPERAND)) form = TE_LINK_ROW;
+    if (te_find(build, form, whole) != TE_NO_BUFFER) return;
+    (void)te_linear_form_again(build, k, TE_INPUT_OPERAND, form);
+    te_linear_gather(build, k, TE_INPUT_OPERAND, te_form_set(form));
+}
+
+int32_t te_linear_gathered(te_build *build, int32_t k, te_operand_role role, te_link form)
+{
+    const te_operand_role whole = te_linear_read_as(build, k, role, form);
+    if (form == TE_LINK_COLUMN && has_one_scale(build, k, role)) {
+        te_linear_transpose(build, k, whole);
+    }
+    return te_get(build, form, te_operand_of(k, whole));
+}
+
 /* ---- casts -------------------------------------------------------------------------------- */
 
 /* Stages of an operand's cast: `produce` writes it in high precision, `again` is the cast in a
@@ -64,17 +175,19 @@ static const struct cast_stages {
 } stages_of[] = {
     [TE_INPUT_OPERAND] = CAST_STAGES(INPUT, PRODUCE_INPUT, REQUANTIZE_INPUT, 0),
     [TE_WEIGHT_OPERAND] = CAST_STAGES(WEIGHT, QUANTIZE_WEIGHT, REQUANTIZE_WEIGHT, 1),
-    [TE_GRAD_OPERAND] = CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, QUANTIZE_GRAD_OUTPUT, 0),
+    [TE_GRAD_OPERAND] = CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, TRANSPOSE_GRAD_OUTPUT, 0),
     [TE_OUTPUT_OPERAND] = CAST_STAGES(OUTPUT, QUANTIZE_OUTPUT, QUANTIZE_OUTPUT, 2),
     [TE_GRAD_INPUT_OPERAND] = CAST_STAGES(GRAD_INPUT, QUANTIZE_GRAD_INPUT, QUANTIZE_GRAD_INPUT, 1),
+    [TE_WHOLE_INPUT_OPERAND] = CAST_STAGES(INPUT, PRODUCE_INPUT, REQUANTIZE_INPUT, 0),
+    [TE_WHOLE_GRAD_OPERAND] =
+        CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, TRANSPOSE_GRAD_OUTPUT, 0),
 };
 
 te_linear_source te_linear_source_of(te_build *build, int32_t k, te_operand_role role)
 {
     const te_node_desc *node = te_node(build, k);
     int gradient = role == TE_GRAD_OPERAND;
-    te_linear_source from = {role, gradient ? node->output : node->inputs[role], TE_NOBODY,
-                             TE_NO_BUFFER};
+    te_linear_source from = {role, te_linear_value(build, k, role), TE_NOBODY, TE_NO_BUFFER};
     const te_value_state *state = &build->values[from.value];
     if (gradient) {
         from.pending = state->grad_pending;
@@ -132,7 +245,8 @@ void te_linear_write_source(te_build *build, int32_t k, te_linear_source *from, 
 int32_t te_linear_wide_input(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
-    int32_t x = node->inputs[0];
+    const int copies = te_collective_is_copy(build->graph, te_collective_before(build->graph, k));
+    int32_t x = copies ? te_linear_value(build, k, TE_INPUT_OPERAND) : node->inputs[0];
     te_linear_source from = {TE_INPUT_OPERAND, x, build->values[x].pending, TE_NO_BUFFER};
     if (from.pending == TE_NOBODY || build->direction != TE_DIRECTION_FORWARD) {
         return te_wide(build, x, node->name, stage_names[TE_LINEAR_STAGE_PRODUCE_INPUT]);
@@ -315,6 +429,7 @@ void te_linear_quantize(te_build *build, int32_t k, te_operand_role role, int fo
     if (te_operand_is_kept(build, of)) forms = te_linear_read_by(build, k, role, ALL_GEMMS);
     if (te_links_has(&build->saved, TE_LINK_ROW, of)) forms |= TE_FORM_ROW;
     if (te_links_has(&build->saved, TE_LINK_COLUMN, of)) forms |= TE_FORM_COLUMN;
+    forms = forms_of_part(build, k, role, forms);
     if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
         make_outside(build, k, role, forms, bias_grad);
         return;
@@ -362,8 +477,10 @@ void te_linear_quantize_again(te_build *build, int32_t k, te_operand_role role, 
 {
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
     te_linear_source from = te_linear_source_of(build, k, role);
-    te_cast_to cast = cast_to(build, k, role, forms);
+    te_cast_to cast;
     te_stage *stage;
+    forms = forms_of_part(build, k, role, forms);
+    cast = cast_to(build, k, role, forms);
     if (te_is_cast_apart(&te_node(build, k)->quantization, role)) {
         te_linear_write_source(build, k, &from, TE_NO_BUFFER);
     }
@@ -428,13 +545,19 @@ static int is_dequantized(const te_build *build, int32_t k, te_operand_role role
 static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t output)
 {
     const te_recipe_rule *rule = te_linear_rule(build, k, role);
-    int32_t row = te_linear_form_again(build, k, role, TE_LINK_ROW);
-    te_stage *stage = te_linear_add(build, k, wide_stages_of[role].dequantize, TE_OP_DEQUANTIZE);
+    int32_t row = te_linear_form_again(build, k, role, TE_LINK_ROW), of;
+    te_stage *stage;
+    if (te_linear_is_part(build, k, role)) { /* an input */
+        te_linear_gather_again(build, k, TE_LINK_ROW);
+        row = te_linear_gathered(build, k, role, TE_LINK_ROW);
+    }
+    of = te_operand_of(k, te_linear_read_as(build, k, role, rule->row.scales));
+    stage = te_linear_add(build, k, wide_stages_of[role].dequantize, TE_OP_DEQUANTIZE);
     te_set_number(build, stage, "mode", rule->mode);
     te_set_number(build, stage, "scales_to_256",
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, "row", row);
-    te_use_as(build, stage, "row_scales", te_linear_form(build, k, role, rule->row.scales));
+    te_use_as(build, stage, "row_scales", te_get(build, rule->row.scales, of));
     te_use_as(build, stage, "row_amax", te_linear_form(build, k, role, rule->row.amax));
     te_use_as(build, stage, "output", output);
 }
@@ -442,7 +565,8 @@ static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t
 int32_t te_linear_wide(te_build *build, int32_t k, te_operand_role role)
 {
     const te_node_desc *node = te_node(build, k);
-    int32_t of = te_operand_of(k, role), value, given, wide;
+    int32_t of = te_operand_of(k, te_linear_read_as(build, k, role, TE_LINK_WIDE));
+    int32_t value, given, wide;
     te_stage *stage;
     if (te_is_made_outside(&node->quantization, role) &&
         node->quantization.backward == TE_BACKWARD_DEQUANTIZED) {

@@ -5,8 +5,7 @@
 #ifndef TE_LAYER_LINEAR_CAST_H
 #define TE_LAYER_LINEAR_CAST_H
 
-#include "layer/build.h"
-#include "layer/recipe.h"
+#include "layer/collective.h"
 
 /* ---- stages ---- */
 
@@ -63,6 +62,21 @@ static inline int te_linear_arrives(const te_build *build, int32_t node, te_oper
 {
     return te_operand_arrives(build, te_operand_of(node, role));
 }
+/* Whether a node casts what its rank has of an operand, input or gradient, and a collective gathers
+ * what GEMMs read. */
+int te_linear_is_part(const te_build *build, int32_t node, te_operand_role role);
+/* The value that is cast as an operand, or whose gradient is. */
+int32_t te_linear_value(const te_build *build, int32_t node, te_operand_role role);
+/* The operand among whose forms GEMMs find this one: where it is gathered that of all ranks. */
+te_operand_role te_linear_read_as(const te_build *build, int32_t node, te_operand_role role,
+                                  te_link form);
+/* Gathers what GEMMs find of an operand, whose forms here are there: the stage alone. With one
+ * scale for the tensor it is the row-wise form. */
+void te_linear_gather(te_build *build, int32_t node, te_operand_role role, int forms);
+/* The same of an input in a backward, which is given it, or has its forms saved or cast again. */
+void te_linear_gather_again(te_build *build, int32_t node, te_link form);
+/* What GEMMs find, after that; transposed where it was gathered row-wise. */
+int32_t te_linear_gathered(te_build *build, int32_t node, te_operand_role role, te_link form);
 /* The forms of an operand that these GEMMs, a set of 1 << te_linear_gemm, read. */
 int te_linear_read_by(const te_build *build, int32_t node, te_operand_role role, uint32_t gemms);
 

@@ -84,19 +84,6 @@ te_status te_check_quantization(const te_node_desc *node, const char *what)
     return TE_OK;
 }
 
-static te_status check_gather(const te_node_desc *node)
-{
-    const te_quantization *q = &node->quantization;
-    TE_FAIL_IF(node->gather < 1 || node->gather > INT16_MAX ||
-                   (node->gather > 1 &&
-                    (!te_is_quantized(q) || !te_is_external(node, TE_LINEAR_STAGE_GATHER_INPUT))),
-               TE_ERROR_INVALID,
-               "linear: gather = %d: at least 1; more needs a recipe and the external stage "
-               "gather_input",
-               node->gather);
-    return TE_OK;
-}
-
 /* Whether the gradient of what comes to a node first is returned quantized. */
 static int returns_gradient(const te_graph_desc *graph, const te_node_desc *node)
 {
@@ -156,14 +143,14 @@ static te_status check_outside(const te_graph_desc *graph, const te_node_desc *n
     const te_quantization *q = &node->quantization;
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) {
         if (!te_is_made_outside(q, (te_operand_role)role)) continue;
-        if (te_is_external(node, (int32_t)stages[role]) && node->gather == 1 &&
+        if (te_is_external(node, (int32_t)stages[role]) &&
             q->casts[role].dtype == graph->values[node->output].dtype) {
             continue;
         }
         return TE_FAIL(TE_ERROR_INVALID,
                        "linear: operand %d is the caller's: its stage must be external, its dtype "
-                       "%s that of the output, and gather = %d 1",
-                       role, te_dtype_name((te_dtype)q->casts[role].dtype), node->gather);
+                       "%s that of the output",
+                       role, te_dtype_name((te_dtype)q->casts[role].dtype));
     }
     return TE_OK;
 }
@@ -179,14 +166,11 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
                te_is_made_outside(&node->quantization, (te_operand_role)role);
     }
     if (!own) return TE_OK;
-    TE_FAIL_IF(node->gather > 1, TE_ERROR_UNSUPPORTED,
-               "linear: gather = %d: the scales of rows and tiles are not gathered", node->gather);
-    if (rows->symbol == TE_SYMBOL_NONE || (rows->multiply == 1 && rows->align == 1)) return TE_OK;
-    return TE_FAIL(
-        TE_ERROR_UNSUPPORTED,
-        "linear: %lld * roundup(rows, %d) rows with scales of tiles or rows, which need the "
-        "rows as they are",
-        (long long)rows->multiply, rows->align);
+    if (rows->symbol == TE_SYMBOL_NONE || rows->align == 1) return TE_OK;
+    return TE_FAIL(TE_ERROR_UNSUPPORTED,
+                   "linear: roundup(%lld * rows, %lld) rows with scales of tiles or rows, which "
+                   "need the rows as they are",
+                   (long long)rows->multiply, (long long)rows->align);
 }
 
 /* An operand that arrives row-wise alone is transposed as it is. */
@@ -213,11 +197,10 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     int64_t out = graph->values[node->output].shape[1].add;
     TE_FAIL_IF(node->inputs[1] < 0, TE_ERROR_INVALID, "linear: it has no weight");
     TE_TRY(te_check_quantization(node, "linear"));
-    TE_TRY(check_gather(node));
     TE_TRY(check_fp4(graph, node));
     TE_TRY(check_outside(graph, node));
     TE_TRY(check_tiles(graph, node));
-    TE_TRY(te_check_rows(graph, k, "linear", node->gather));
+    TE_TRY(te_check_rows(graph, k, "linear", 1));
     TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));

@@ -84,6 +84,12 @@ static const struct {
 #undef X
 };
 
+/* A form of an operand, its scales or its amax, as GEMMs find it. */
+static int32_t form_read(te_build *build, int32_t k, te_operand_role role, te_link link)
+{
+    return te_linear_form(build, k, te_linear_read_as(build, k, role, link), link);
+}
+
 /* Lets a GEMM read its operand a, or b where `second`. `data` is the buffer; with TE_NO_BUFFER it
  * is the form that the GEMM reads or, in high precision, the weight. */
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
@@ -98,7 +104,7 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
         te_use_as(build, stage, fields_of[second].data, data);
         return;
     }
-    if (data == TE_NO_BUFFER) data = te_linear_form(build, k, role, read);
+    if (data == TE_NO_BUFFER) data = form_read(build, k, role, read);
     if (te_is_made_outside(&te_node(build, k)->quantization, role)) {
         te_use_as(build, stage, fields_of[second].data, data);
         te_set_number(build, stage, "multiplied_out", 1);
@@ -107,11 +113,11 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     te_set_number(build, stage, fields_of[second].mode, te_linear_rule(build, k, role)->mode);
     te_use_as(build, stage, fields_of[second].forms[column], data);
     te_use_as(build, stage, fields_of[second].scales[column],
-              te_linear_form(build, k, role, te_linear_scales(build, k, role, read)));
+              form_read(build, k, role, te_linear_scales(build, k, role, read)));
     te_set_number(build, stage, fields_of[second].scales_to_256,
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, fields_of[second].amaxes[column],
-              te_linear_form(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
+              form_read(build, k, role, te_linear_form_rule(build, k, role, read)->amax));
 }
 
 /* Whether a GEMM reads an operand that is cast. */
@@ -142,8 +148,7 @@ static int32_t activation_in_epilogue(const te_build *build, int32_t k)
     int32_t y = te_node(build, k)->output;
     if (te_linear_is_quantized(build, k) || te_value(build, y)->dtype == TE_DTYPE_F32 ||
         te_value_is_shared(build, y) ||
-        te_linear_is_external(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT) ||
-        te_linear_is_external(build, k, TE_LINEAR_STAGE_REDUCE_OUTPUT)) {
+        te_linear_is_external(build, k, TE_LINEAR_STAGE_GEMM_OUTPUT)) {
         return TE_NOBODY;
     }
     for (int32_t n = k + 1; n < build->graph->node_count; n++) {
@@ -173,25 +178,13 @@ static int32_t cast_bias(te_build *build, int32_t k)
     return te_get(build, TE_LINK_BIAS_CAST, k);
 }
 
-/* Row-wise input of the GEMM: the local one, or what the caller gathers from every rank. */
-static int32_t gathered_input(te_build *build, int32_t k)
-{
-    int32_t local = te_linear_form(build, k, TE_INPUT_OPERAND,
-                                   te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_OUTPUT));
-    te_stage *stage;
-    if (te_node(build, k)->gather <= 1) return local;
-    stage = te_linear_add(build, k, TE_LINEAR_STAGE_GATHER_INPUT, TE_OP_QUANTIZE);
-    te_stage_hand(&build->plan, stage, local, 0);
-    te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_GATHERED, k), 1);
-    return te_get(build, TE_LINK_GATHERED, k);
-}
-
 static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
 {
     const te_node_desc *node = te_node(build, k);
     int32_t activation = activation_in_epilogue(build, k);
     int32_t d = te_get(build, TE_LINK_VALUE,
-                       activation < 0 ? node->output : te_node(build, activation)->output);
+                       activation < 0 ? te_collective_target(build->graph, node->output)
+                                      : te_node(build, activation)->output);
     te_stage *gemm = add_gemm(build, k, TE_GEMM_OUTPUT, input, TE_NO_BUFFER);
     te_use_as(build, gemm, "d", d);
     te_use_as(build, gemm, "bias", bias);
@@ -202,7 +195,6 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
             te_use_as(build, gemm, "aux", te_get(build, TE_LINK_VALUE, node->output));
         }
     }
-    te_linear_add_external(build, k, TE_LINEAR_STAGE_REDUCE_OUTPUT, d);
 }
 
 static int reads_wide_input(const te_build *build, int32_t k)
@@ -233,7 +225,9 @@ static void forward(te_build *build, int32_t k)
     cast_operands(build, k, 1U << TE_GEMM_OUTPUT, 0);
     if (reads_wide_input(build, k)) input = te_linear_wide_input(build, k);
     bias = cast_bias(build, k);
-    multiply(build, k, input == TE_NO_BUFFER ? gathered_input(build, k) : input, bias);
+    te_linear_gather(build, k, TE_INPUT_OPERAND,
+                     te_linear_read_by(build, k, TE_INPUT_OPERAND, 1U << TE_GEMM_OUTPUT));
+    multiply(build, k, input, bias);
     if (wants(build, y, TE_VALUE_RETURN_QUANTIZED)) {
         te_linear_return(build, k, TE_OUTPUT_OPERAND, y, te_get(build, TE_LINK_VALUE, y));
     }
@@ -243,6 +237,9 @@ static void again(te_build *build, int32_t k)
 {
     int32_t input = reads_wide_input(build, k) ? te_linear_wide_input(build, k) : TE_NO_BUFFER;
     cast_operands(build, k, 1U << TE_GEMM_OUTPUT | gradients_of(build, k), 1);
+    te_linear_gather(build, k, TE_INPUT_OPERAND,
+                     te_linear_read_by(build, k, TE_INPUT_OPERAND,
+                                       1U << TE_GEMM_OUTPUT | gradients_of(build, k)));
     multiply(build, k, input, cast_bias(build, k));
 }
 
@@ -270,7 +267,24 @@ static int32_t input_of_weight(te_build *build, int32_t k)
 {
     te_link read = te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT);
     if (read == TE_LINK_VALUE) return te_linear_wide(build, k, TE_INPUT_OPERAND);
-    return te_linear_form_again(build, k, TE_INPUT_OPERAND, read);
+    if (!te_linear_is_part(build, k, TE_INPUT_OPERAND)) {
+        return te_linear_form_again(build, k, TE_INPUT_OPERAND, read);
+    }
+    te_linear_gather_again(build, k, read);
+    return te_linear_gathered(build, k, TE_INPUT_OPERAND, read);
+}
+
+/* Gathers the input that the gradient of the weight reads, while the other gradient is made. */
+static void gather_input_early(te_build *build, int32_t k)
+{
+    const te_link read = te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT);
+    const int wide = read == TE_LINK_VALUE;
+    if (te_linear_is_part(build, k, TE_INPUT_OPERAND) &&
+        (!wide || te_node(build, k)->quantization.backward == TE_BACKWARD_DEQUANTIZED)) {
+        te_linear_gather_again(build, k, wide ? TE_LINK_ROW : read);
+    } else if (wide && te_collective_gathers(build->graph, te_collective_before(build->graph, k))) {
+        (void)te_linear_wide_input(build, k);
+    }
 }
 
 static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
@@ -282,7 +296,7 @@ static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
     gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, weight);
     d = te_grad_target(build, x);
     te_use_as(build, gemm, "d", d);
-    te_linear_add_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT, d);
+    te_collective_sum_gradient(build, te_collective_before(build->graph, k));
 }
 
 /* Sums of the gradient over the rows by the GEMM itself, in high precision, where the gradient is
@@ -301,7 +315,7 @@ static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32
  */
 static int weight_goes_first(const te_build *build, int32_t k)
 {
-    return !te_linear_is_external(build, k, TE_LINEAR_STAGE_REDUCE_GRAD_INPUT);
+    return !te_collective_sums_gradient(build->graph, te_collective_before(build->graph, k));
 }
 
 /* Whether the GEMM of the weight's gradient can sum the columns of what it reads. */
@@ -342,18 +356,22 @@ static void transpose_grad(te_build *build, int32_t k, int forms)
     if (transposed && (forms & TE_FORM_COLUMN) != 0) te_linear_transpose(build, k, TE_GRAD_OPERAND);
 }
 
+/* The gradient of all ranks, in the forms that GEMMs read. */
+static void gather_grad(te_build *build, int32_t k, int forms)
+{
+    if (!te_linear_is_part(build, k, TE_GRAD_OPERAND)) return;
+    te_linear_gather(build, k, TE_GRAD_OPERAND, forms);
+    if ((forms & TE_FORM_COLUMN) == 0) return;
+    (void)te_linear_gathered(build, k, TE_GRAD_OPERAND, TE_LINK_COLUMN);
+}
+
 static void backward(te_build *build, int32_t k)
 {
     int put_off = wants(build, weight_of(build, k), TE_VALUE_DEFER);
     uint32_t wanted = gradients_of(build, k);
     int forms = te_linear_read_by(build, k, TE_GRAD_OPERAND, wanted);
     int32_t bias_grad, grad = TE_NO_BUFFER;
-    if (!te_has_grad(build, te_node(build, k)->output)) return;
-    if (te_node(build, k)->gather > 1 && build->values[te_node(build, k)->output].needs_grad) {
-        build->plan.status =
-            TE_FAIL(TE_ERROR_UNSUPPORTED, "linear: gather > 1 has no backward yet");
-        return;
-    }
+    if (!te_has_grad(build, te_linear_value(build, k, TE_GRAD_OPERAND))) return;
     bias_grad = te_parameter_grad(build, bias_of(build, k));
     if (wanted == 0 && bias_grad == TE_NO_BUFFER) return;
     if (forms == 0) {
@@ -363,11 +381,22 @@ static void backward(te_build *build, int32_t k)
         if (!put_off) transpose_grad(build, k, forms);
     } else {
         te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
+        gather_grad(build, k, forms);
     }
     if (forms != 0) bias_grad = TE_NO_BUFFER;
-    if (!weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
+    if (!weight_goes_first(build, k)) {
+        if (needs_grad_weight(build, k) && !put_off) gather_input_early(build, k);
+        multiply_grad_input(build, k, grad);
+    }
     if (needs_grad_weight(build, k) && !put_off) multiply_grad_weight(build, k, grad, bias_grad);
     if (weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
+}
+
+/* What the deferred plan is handed of the gradient. */
+static int32_t defer_form(te_build *build, int32_t k, te_link link)
+{
+    const te_operand_role role = te_linear_read_as(build, k, TE_GRAD_OPERAND, link);
+    return te_defer(build, link, te_operand_of(k, role));
 }
 
 /* The weight gradient that an earlier backward put off. */
@@ -389,10 +418,10 @@ static void deferred(te_build *build, int32_t k)
             te_linear_transpose(build, k, TE_GRAD_OPERAND);
             grad = te_get(build, read, of);
         } else {
-            grad = te_defer(build, read, of);
+            grad = defer_form(build, k, read);
         }
-        if (scales != TE_LINK_VALUE) (void)te_defer(build, scales, of);
-        if (amax != TE_LINK_VALUE) (void)te_defer(build, amax, of);
+        if (scales != TE_LINK_VALUE) (void)defer_form(build, k, scales);
+        if (amax != TE_LINK_VALUE) (void)defer_form(build, k, amax);
     }
     multiply_grad_weight(build, k, grad, TE_NO_BUFFER);
 }

@@ -25,9 +25,9 @@ int64_t te_extent_value(const te_extent *extent, const te_sizes *sizes)
 {
     int64_t aligned;
     if (extent->symbol == TE_SYMBOL_NONE) return extent->add;
-    aligned = te_round_up(sizes->of[extent->symbol], extent->align);
+    aligned = te_round_up(extent->multiply * sizes->of[extent->symbol], extent->align);
     if (extent->divide > 1) aligned /= extent->divide;
-    return extent->multiply * aligned + extent->add;
+    return aligned + extent->add;
 }
 
 void *te_plan_grow(te_plan *plan, void *array, int32_t count, int32_t *capacity, size_t size)
@@ -298,6 +298,9 @@ static te_status sum_saved(te_plan *plan)
                    "graph: it saves %lld bytes per row", (long long)total->multiply);
         if (varying->align > total->align) total->align = varying->align;
         varying_members++;
+    }
+    for (int s = 0; s < TE_SEQUENCES; s++) { /* bytes of so many rows, not a number of bytes */
+        totals[s].align = totals[s].multiply > 0 ? totals[s].align * totals[s].multiply : 1;
     }
     memcpy(plan->saved_bytes, totals, sizeof totals);
     return TE_OK;

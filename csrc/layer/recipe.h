@@ -52,9 +52,13 @@ typedef struct te_recipe_rule {
 /* The operand as which one is cast: with the same settings, dtype and scales. */
 static inline te_operand_role te_cast_as(te_operand_role role)
 {
-    return role == TE_OUTPUT_OPERAND       ? TE_INPUT_OPERAND
-           : role == TE_GRAD_INPUT_OPERAND ? TE_GRAD_OPERAND
-                                           : role;
+    static const te_operand_role as[] = {
+        [TE_INPUT_OPERAND] = TE_INPUT_OPERAND,     [TE_WEIGHT_OPERAND] = TE_WEIGHT_OPERAND,
+        [TE_GRAD_OPERAND] = TE_GRAD_OPERAND,       [TE_OUTPUT_OPERAND] = TE_INPUT_OPERAND,
+        [TE_GRAD_INPUT_OPERAND] = TE_GRAD_OPERAND, [TE_WHOLE_INPUT_OPERAND] = TE_INPUT_OPERAND,
+        [TE_WHOLE_GRAD_OPERAND] = TE_GRAD_OPERAND,
+    };
+    return as[role];
 }
 /* Whether it is cast in a backward. */
 static inline int te_is_gradient(te_operand_role role)

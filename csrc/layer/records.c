@@ -68,7 +68,7 @@ static const te_member extent_members[] = {
     ONE(te_extent, add, 0),    ONE(te_extent, divide, 0),
 };
 RECORD(extent, "Extent", te_extent);
-COMPLETE(te_extent, 32);
+COMPLETE(te_extent, 40);
 
 static const te_member value_members[] = {
     ONE(te_value_desc, name, 0),
@@ -78,7 +78,7 @@ static const te_member value_members[] = {
     ARRAY(te_value_desc, shape, TE_MAX_DIMS, offsetof(te_value_desc, ndim), &extent, 0),
 };
 RECORD(value, "Value", te_value_desc);
-COMPLETE(te_value_desc, 168);
+COMPLETE(te_value_desc, 200);
 
 static const te_member cast_members[] = {
     ONE(te_operand_cast, recipe, 0),       ONE(te_operand_cast, dtype, 0),
@@ -114,7 +114,7 @@ static const te_member node_members[] = {
     STRUCT(te_node_desc, quantization, &quantization),
     ONE(te_node_desc, owner, 0),
     ARRAY(te_node_desc, slots, 2, -1, NULL, 0),
-    ONE(te_node_desc, gather, 1),
+    ONE(te_node_desc, ranks, 1),
     LIST(te_node_desc, external, TE_GRAPH_VALUES, external_count, NULL, NEVER),
     LIST(te_node_desc, halves, TE_GRAPH_VALUES, halves_count, NULL, NEVER),
 };

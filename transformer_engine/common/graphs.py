@@ -12,10 +12,11 @@ Link = tuple[str, int]
 """What a buffer is, equal in all plans of a graph: a kind ("value", "gradient", "row", ...) and the
 number of the value, node or operand that it belongs to (`te_link` of the C header)."""
 
-_, _, GRAD, OUTPUT, GRAD_INPUT = range(_core.OPERAND_ROLES)
+_, _, GRAD, OUTPUT, GRAD_INPUT, WHOLE_INPUT, WHOLE_GRAD = range(_core.OPERAND_ROLES)
 """Number of an operand among those of its node: input, weight and gradient of the output, which the
-GEMMs multiply; then output and gradient of the input, which may be returned quantized. Added to an
-entry of `Graph.operands` it is the number of the operand in links."""
+GEMMs multiply; output and gradient of the input, which may be returned quantized; input and gradient
+of the output as they are gathered from all ranks. Added to an entry of `Graph.operands` it is the
+number of the operand in links."""
 
 
 WEIGHT_CACHED = _core.VALUE_QUANTIZED | _core.VALUE_ALSO_WIDE
@@ -54,7 +55,6 @@ class LinearSpec(NamedTuple):
     flags: LinearFlags
     external: frozenset[int] = frozenset()
     """Stages that the caller runs, numbers of ``_core.LINEAR_STAGES``."""
-    gather: int = 1  # ranks from which the quantized input is gathered before the GEMM
     halves: frozenset[int] = frozenset()  # of the external ones those in two halves
 
 
@@ -300,6 +300,18 @@ class Graph:
         how = {"variant": norm.kind, "flags": norm.node, "numbers": (norm.eps,)}
         self.node(_core.NODE_NORM, inputs, output, **how, **options)
 
+    def add_collective(
+        self, kind: int, x: int, y: int, ranks: int, name: str, *, forms: bool, halves: tuple
+    ) -> None:
+        """Add a collective of `ranks`, ``_core.COLLECTIVE_<kind>``.
+
+        `forms`: quantized forms are gathered. `halves` are its steps in two halves: 0, its forward,
+        and 1, its backward.
+        """
+        flags = _core.COLLECTIVE_FORMS if forms else 0
+        how = {"variant": kind, "flags": flags, "ranks": ranks, "halves": halves}
+        self.node(_core.NODE_COLLECTIVE, (x,), y, name=name, **how)
+
     def add_linear(
         self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int
     ) -> None:
@@ -318,7 +330,6 @@ class Graph:
             flags=spec.flags.node | spec.quantization.fast,
             quantization=spec.quantization,
             slots=(3 * part, 2 * part),
-            gather=spec.gather,
             external=tuple(sorted(spec.external)),
             halves=tuple(sorted(spec.halves)),
         )
@@ -376,9 +387,8 @@ def call_graph(spec: CallSpec) -> Graph:
         affine = graph.norm_parameters(spec.norm, first.in_features)
     pairs = list(zip(spec.parts, spec.names, strict=True))
     parameters = [graph.linear_parameters(part, name) for part, name in pairs]
-    rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=last.gather)
     flags = RESULT | _with_rows(last, last.flags.output)
-    y = graph.value("output", last.output, (rows, last.out_features), flags)
+    y = graph.value("output", last.output, (ROWS, last.out_features), flags)
     if spec.norm is not None:
         normed = graph.value("norm_output", first.output, shape, spec.norm.output)
         graph.add_norm(spec.norm, (x, *affine), normed)

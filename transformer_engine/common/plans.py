@@ -95,13 +95,13 @@ def sizes_of(plan: Plan, shapes: Sequence, rows: Any = -1) -> list:
 
 
 def extent_value(extent: _core.Extent, sizes: Sequence) -> Any:
-    """Multiply * roundup(value of the symbol, align) / divide + add; `sizes` as of `sizes_of`."""
+    """Roundup(multiply * value of the symbol, align) / divide + add; `sizes` as of `sizes_of`."""
     if extent.multiply == 0:
         return extent.add
-    size, align = sizes[extent.symbol], extent.align
+    size, align = extent.multiply * sizes[extent.symbol], extent.align
     if align > 1:
         size = (size + align - 1) // align * (align // extent.divide)
-    return extent.multiply * size + extent.add
+    return size + extent.add
 
 
 class Picker:

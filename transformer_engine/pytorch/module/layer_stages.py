@@ -67,7 +67,7 @@ def _run_gradient(function: Callable, wanted: tuple[bool, ...], tensors: list[Te
         into.zero_() if made is None else into.copy_(made)
 
 
-_OF_NODE = ("mean", "rsigma", "bias_cast", "gathered")
+_OF_NODE = ("mean", "rsigma", "bias_cast")
 
 
 class ModuleStages(NamedTuple):

@@ -1,0 +1,306 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * node_collective.c - what ranks make together, as a node: rows of all ranks, or sums over them.
+ * Its stages are external. One that gathers, or that keeps a rank's rows of a sum, has pairs of
+ * buffers, what is sent and what comes of it; one that sums a whole matrix has that alone, in
+ * place.
+ *
+ * What a linear node reads of gathered rows is not saved: the backward gathers once more. Where
+ * forms travel (TE_COLLECTIVE_FORMS) the linear node casts what the rank has, and adds the stage
+ * that gathers its forms (linear_cast.c).
+ */
+#include "layer/collective.h"
+
+#include <stdio.h>
+
+#include "core/status.h"
+
+typedef enum collective_op { NOTHING, GATHER, REDUCE_SCATTER, ALL_REDUCE } collective_op;
+
+static const char *const op_names[] = {
+    [GATHER] = "gather", [REDUCE_SCATTER] = "reduce_scatter", [ALL_REDUCE] = "all_reduce"};
+
+static const collective_op ops_of[][TE_COLLECTIVE_STEPS] = {
+    [TE_COLLECTIVE_GATHER] = {GATHER, REDUCE_SCATTER},
+    [TE_COLLECTIVE_REDUCE_SCATTER] = {REDUCE_SCATTER, GATHER},
+    [TE_COLLECTIVE_ALL_REDUCE] = {ALL_REDUCE, NOTHING},
+    [TE_COLLECTIVE_COPY] = {NOTHING, ALL_REDUCE},
+};
+
+/* ---- what is asked of a graph ------------------------------------------------------------- */
+
+static int is_collective(const te_graph_desc *graph, int32_t n)
+{
+    return n >= 0 && graph->nodes[n].kind == TE_NODE_COLLECTIVE;
+}
+
+static int forms_travel(const te_node_desc *node)
+{
+    return (node->flags & TE_COLLECTIVE_FORMS) != 0;
+}
+
+/* The only node that reads a value which nobody is given; TE_NOBODY: there is none. */
+static int32_t reader_of(const te_graph_desc *graph, int32_t value)
+{
+    int32_t found = TE_NOBODY;
+    if ((graph->values[value].flags & TE_VALUE_RESULT) != 0) return TE_NOBODY;
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        for (int32_t i = 0; i < graph->nodes[n].input_count; i++) {
+            if (graph->nodes[n].inputs[i] != value) continue;
+            if (found != TE_NOBODY) return TE_NOBODY;
+            found = n;
+        }
+    }
+    return found;
+}
+
+static int32_t maker_of(const te_graph_desc *graph, int32_t value)
+{
+    for (int32_t n = 0; n < graph->node_count; n++) {
+        if (graph->nodes[n].output == value) return n;
+    }
+    return TE_NOBODY;
+}
+
+int32_t te_collective_before(const te_graph_desc *graph, int32_t k)
+{
+    const int32_t n = maker_of(graph, graph->nodes[k].inputs[0]);
+    return is_collective(graph, n) ? n : TE_NOBODY;
+}
+
+int32_t te_collective_behind(const te_graph_desc *graph, int32_t k)
+{
+    const int32_t n = reader_of(graph, graph->nodes[k].output);
+    return is_collective(graph, n) ? n : TE_NOBODY;
+}
+
+int te_collective_sums_gradient(const te_graph_desc *graph, int32_t n)
+{
+    const collective_op op =
+        is_collective(graph, n) ? ops_of[graph->nodes[n].variant][TE_COLLECTIVE_BACKWARD] : NOTHING;
+    return op == REDUCE_SCATTER || op == ALL_REDUCE;
+}
+
+int te_collective_gathers_forms(const te_graph_desc *graph, int32_t n, te_collective_step step)
+{
+    return is_collective(graph, n) && forms_travel(&graph->nodes[n]) &&
+           ops_of[graph->nodes[n].variant][step] == GATHER;
+}
+
+int te_collective_gathers(const te_graph_desc *graph, int32_t n)
+{
+    return is_collective(graph, n) && graph->nodes[n].variant == TE_COLLECTIVE_GATHER;
+}
+
+int te_collective_is_copy(const te_graph_desc *graph, int32_t n)
+{
+    return is_collective(graph, n) && graph->nodes[n].variant == TE_COLLECTIVE_COPY;
+}
+
+int32_t te_collective_target(const te_graph_desc *graph, int32_t value)
+{
+    const int32_t n = reader_of(graph, value);
+    if (!is_collective(graph, n) || graph->nodes[n].variant != TE_COLLECTIVE_ALL_REDUCE) {
+        return value;
+    }
+    return graph->nodes[n].output;
+}
+
+int32_t te_collective_copied(const te_graph_desc *graph, int32_t value)
+{
+    const int32_t n = maker_of(graph, value);
+    if (!te_collective_is_copy(graph, n) || reader_of(graph, value) == TE_NOBODY ||
+        reader_of(graph, graph->nodes[n].inputs[0]) == TE_NOBODY) {
+        return TE_NOBODY;
+    }
+    return graph->nodes[n].inputs[0];
+}
+
+/* ---- stages ------------------------------------------------------------------------------- */
+
+te_stage *te_collective_stage(te_build *build, int32_t n, const char *prefix, const char *name,
+                              te_collective_step step)
+{
+    te_stage *stage = te_add(build, n, prefix, name, TE_OP_FILL);
+    stage->external = 1;
+    stage->step = (int32_t)step;
+    stage->halved = te_is_halved(te_node(build, n), (int32_t)step);
+    return stage;
+}
+
+static void add(te_build *build, int32_t n, te_collective_step step, int32_t from, int32_t to)
+{
+    const te_node_desc *node = te_node(build, n);
+    const collective_op op = ops_of[node->variant][step];
+    char name[TE_NAME_BYTES];
+    te_stage *stage;
+    (void)snprintf(name, sizeof name, "%s%s", op_names[op],
+                   step == TE_COLLECTIVE_BACKWARD             ? "_grad"
+                   : build->direction != TE_DIRECTION_FORWARD ? "_again"
+                                                              : "");
+    stage = te_collective_stage(build, n, node->name, name, step);
+    if (op != ALL_REDUCE) te_stage_hand(&build->plan, stage, from, 0);
+    te_stage_hand(&build->plan, stage, to, 1);
+}
+
+/* ---- the node ----------------------------------------------------------------------------- */
+
+/* Whether somebody reads what is gathered in high precision, in a forward. */
+static int is_read_wide(const te_build *build, int32_t n)
+{
+    return !forms_travel(te_node(build, n)) || te_is_read(build, te_node(build, n)->output, 0);
+}
+
+static void run(te_build *build, int32_t n)
+{
+    const te_node_desc *node = te_node(build, n);
+    const int32_t x = node->inputs[0], y = node->output;
+    const int in_place = ops_of[node->variant][TE_COLLECTIVE_FORWARD] == ALL_REDUCE;
+    int32_t from;
+    if (in_place && te_find(build, TE_LINK_VALUE, x) == TE_NO_BUFFER &&
+        te_find(build, TE_LINK_VALUE, y) != TE_NO_BUFFER) { /* see te_collective_target */
+        add(build, n, TE_COLLECTIVE_FORWARD, TE_NO_BUFFER, te_get(build, TE_LINK_VALUE, y));
+        return;
+    }
+    from = te_wide(build, x, node->name, "collective_input");
+    if (in_place) te_sum(build, from, TE_NO_BUFFER, te_get(build, TE_LINK_VALUE, y));
+    add(build, n, TE_COLLECTIVE_FORWARD, from, te_get(build, TE_LINK_VALUE, y));
+}
+
+static void forward(te_build *build, int32_t n)
+{
+    switch (ops_of[te_node(build, n)->variant][TE_COLLECTIVE_FORWARD]) {
+    case NOTHING:
+        return;
+    case GATHER:
+        if (!is_read_wide(build, n)) return;
+        break;
+    default:
+        break;
+    }
+    run(build, n);
+}
+
+static void again(te_build *build, int32_t n)
+{
+    if (ops_of[te_node(build, n)->variant][TE_COLLECTIVE_FORWARD] == NOTHING) return;
+    if (te_find(build, TE_LINK_VALUE, te_node(build, n)->output) == TE_NO_BUFFER) run(build, n);
+}
+
+/* Whether the linear node that makes x casts the gradient before it is gathered. */
+static int is_gradient_cast(const te_build *build, int32_t n)
+{
+    const int32_t k = maker_of(build->graph, te_node(build, n)->inputs[0]);
+    return te_collective_gathers_forms(build->graph, n, TE_COLLECTIVE_BACKWARD) &&
+           te_has_forms(&te_node(build, k)->quantization, TE_GRAD_OPERAND);
+}
+
+static void backward(te_build *build, int32_t n)
+{
+    const te_node_desc *node = te_node(build, n);
+    const int32_t x = node->inputs[0], y = node->output;
+    int32_t grad;
+    if (!build->values[x].needs_grad || !te_has_grad(build, y) || is_gradient_cast(build, n)) {
+        return;
+    }
+    grad = te_grad(build, y);
+    build->values[y].grads = 0; /* it is read: a linear node may have had it summed early */
+    switch (ops_of[node->variant][TE_COLLECTIVE_BACKWARD]) {
+    case NOTHING:
+        te_grad_pass(build, x, grad);
+        return;
+    case ALL_REDUCE:
+        add(build, n, TE_COLLECTIVE_BACKWARD, TE_NO_BUFFER, grad);
+        if (te_find(build, TE_LINK_GRADIENT, x) != grad) te_grad_pass(build, x, grad);
+        return;
+    default:
+        add(build, n, TE_COLLECTIVE_BACKWARD, grad, te_grad_target(build, x));
+    }
+}
+
+void te_collective_sum_gradient(te_build *build, int32_t n)
+{
+    if (!te_collective_sums_gradient(build->graph, n)) return;
+    if (build->values[te_node(build, n)->output].readers == 1) backward(build, n);
+}
+
+/* ---- checks ------------------------------------------------------------------------------- */
+
+static te_status check_readers(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const int32_t y = node->output;
+    const int linear_alone = te_collective_is_copy(graph, n) ||
+                             te_collective_gathers_forms(graph, n, TE_COLLECTIVE_FORWARD);
+    int fits = !linear_alone || (graph->values[y].flags & TE_VALUE_RESULT) == 0;
+    for (int32_t k = 0; linear_alone && k < graph->node_count; k++) {
+        for (int32_t i = 0; i < graph->nodes[k].input_count; i++) {
+            if (graph->nodes[k].inputs[i] != y) continue;
+            fits &= graph->nodes[k].kind == TE_NODE_LINEAR && i == TE_INPUT_OPERAND;
+        }
+    }
+    if (fits) return TE_OK;
+    return TE_FAIL(TE_ERROR_INVALID,
+                   "collective: %s is a copy, or gathered in quantized forms: only linear nodes "
+                   "read it, as their input",
+                   graph->values[y].name);
+}
+
+/* Who makes what is summed: the sum has its bias once. */
+static te_status check_maker(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const int32_t k = maker_of(graph, node->inputs[0]);
+    const int linear = k >= 0 && graph->nodes[k].kind == TE_NODE_LINEAR;
+    const collective_op op = ops_of[node->variant][TE_COLLECTIVE_FORWARD];
+    TE_FAIL_IF(
+        (op == REDUCE_SCATTER || op == ALL_REDUCE) && linear && graph->nodes[k].inputs[2] >= 0,
+        TE_ERROR_INVALID,
+        "collective: %s has a bias, which a sum over ranks would have of each: add it behind",
+        graph->values[node->inputs[0]].name);
+    TE_FAIL_IF(te_collective_gathers_forms(graph, n, TE_COLLECTIVE_BACKWARD) &&
+                   (!linear || reader_of(graph, node->inputs[0]) != n),
+               TE_ERROR_INVALID,
+               "collective: the gradient of %s is gathered in quantized forms: expected a linear "
+               "node that makes it, and no other reader",
+               graph->values[node->inputs[0]].name);
+    return TE_OK;
+}
+
+static te_status check(const te_graph_desc *graph, int32_t n)
+{
+    const te_node_desc *node = &graph->nodes[n];
+    const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
+    const te_extent *in = x->shape, *out = y->shape;
+    int64_t from = 1, to = 1;
+    TE_FAIL_IF(node->variant < 0 || node->variant >= TE_COLLECTIVE_KINDS || node->ranks < 1 ||
+                   node->ranks > INT16_MAX,
+               TE_ERROR_INVALID, "collective: kind %d of %d ranks, expected 0 to %d, of 1 to %d",
+               node->variant, node->ranks, TE_COLLECTIVE_KINDS - 1, INT16_MAX);
+    TE_TRY(te_check_rows(graph, n, "collective", TE_ANY_RANKS));
+    if (node->variant == TE_COLLECTIVE_GATHER) from = node->ranks;
+    if (node->variant == TE_COLLECTIVE_REDUCE_SCATTER) to = node->ranks;
+    TE_FAIL_IF(x->dtype != y->dtype || in[1].add != out[1].add ||
+                   from * (in->symbol == TE_SYMBOL_NONE ? in->add : in->multiply) !=
+                       to * (in->symbol == TE_SYMBOL_NONE ? out->add : out->multiply),
+               TE_ERROR_INVALID,
+               "collective: %s of kind %d over %d ranks: %s is of another dtype or shape", x->name,
+               node->variant, node->ranks, y->name);
+    TE_FAIL_IF(forms_travel(node) && node->variant != TE_COLLECTIVE_GATHER &&
+                   node->variant != TE_COLLECTIVE_REDUCE_SCATTER,
+               TE_ERROR_INVALID, "collective: kind %d gathers nothing, so no forms", node->variant);
+    TE_TRY(check_readers(graph, n));
+    return check_maker(graph, n);
+}
+
+const te_node_rules te_collective_rules = {
+    .name = "collective",
+    .inputs = 1,
+    .flags = TE_COLLECTIVE_FORMS,
+    .steps = TE_COLLECTIVE_STEPS,
+    .outside = 1,
+    .check = check,
+    .forward = forward,
+    .backward = backward,
+    .again = again,
+};
