@@ -202,7 +202,7 @@ static int reads_wide_input(const te_build *build, int32_t k)
     return te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_OUTPUT) == TE_LINK_VALUE;
 }
 
-/* Casts input and weight to what these GEMMs read of them, or casts them again. */
+/* Casts input and weight to what these GEMMs read of them, or casts them again; gathers them. */
 static void cast_operands(te_build *build, int32_t k, uint32_t gemms, int again)
 {
     for (te_operand_role role = TE_INPUT_OPERAND; role <= TE_WEIGHT_OPERAND; role++) {
@@ -215,6 +215,7 @@ static void cast_operands(te_build *build, int32_t k, uint32_t gemms, int again)
         } else {
             te_linear_quantize_again(build, k, role, forms);
         }
+        te_linear_gather(build, k, role, forms);
     }
 }
 
@@ -225,8 +226,6 @@ static void forward(te_build *build, int32_t k)
     cast_operands(build, k, 1U << TE_GEMM_OUTPUT, 0);
     if (reads_wide_input(build, k)) input = te_linear_wide_input(build, k);
     bias = cast_bias(build, k);
-    te_linear_gather(build, k, TE_INPUT_OPERAND,
-                     te_linear_read_by(build, k, TE_INPUT_OPERAND, 1U << TE_GEMM_OUTPUT));
     multiply(build, k, input, bias);
     if (wants(build, y, TE_VALUE_RETURN_QUANTIZED)) {
         te_linear_return(build, k, TE_OUTPUT_OPERAND, y, te_get(build, TE_LINK_VALUE, y));
@@ -237,9 +236,6 @@ static void again(te_build *build, int32_t k)
 {
     int32_t input = reads_wide_input(build, k) ? te_linear_wide_input(build, k) : TE_NO_BUFFER;
     cast_operands(build, k, 1U << TE_GEMM_OUTPUT | gradients_of(build, k), 1);
-    te_linear_gather(build, k, TE_INPUT_OPERAND,
-                     te_linear_read_by(build, k, TE_INPUT_OPERAND,
-                                       1U << TE_GEMM_OUTPUT | gradients_of(build, k)));
     multiply(build, k, input, cast_bias(build, k));
 }
 
@@ -274,7 +270,7 @@ static int32_t input_of_weight(te_build *build, int32_t k)
     return te_linear_gathered(build, k, TE_INPUT_OPERAND, read);
 }
 
-/* Gathers the input that the gradient of the weight reads, while the other gradient is made. */
+/* Gathers the input that the gradient of the weight reads, while other work goes on. */
 static void gather_input_early(te_build *build, int32_t k)
 {
     const te_link read = te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT);
@@ -374,6 +370,7 @@ static void backward(te_build *build, int32_t k)
     if (!te_has_grad(build, te_linear_value(build, k, TE_GRAD_OPERAND))) return;
     bias_grad = te_parameter_grad(build, bias_of(build, k));
     if (wanted == 0 && bias_grad == TE_NO_BUFFER) return;
+    if (needs_grad_weight(build, k) && !put_off) gather_input_early(build, k);
     if (forms == 0) {
         grad = wide_grad(build, k, &bias_grad);
     } else if (te_linear_arrives(build, k, TE_GRAD_OPERAND)) {
@@ -384,10 +381,7 @@ static void backward(te_build *build, int32_t k)
         gather_grad(build, k, forms);
     }
     if (forms != 0) bias_grad = TE_NO_BUFFER;
-    if (!weight_goes_first(build, k)) {
-        if (needs_grad_weight(build, k) && !put_off) gather_input_early(build, k);
-        multiply_grad_input(build, k, grad);
-    }
+    if (!weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
     if (needs_grad_weight(build, k) && !put_off) multiply_grad_weight(build, k, grad, bias_grad);
     if (weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
 }

@@ -112,7 +112,8 @@ static const struct graph_counts {
                                  [TE_NODE_ACTIVATION] = {1, 3, 0},  [TE_NODE_SOFTCAP] = {1, 3, 0},
                                  [TE_NODE_ATTENTION] = {13, 5, 3},  [TE_NODE_ROPE] = {2, 0, 1},
                                  [TE_NODE_DROPOUT_ADD] = {4, 2, 0}, [TE_NODE_HEAD_NORM] = {3, 1, 1},
-                                 [TE_NODE_FUNCTION] = {4, 0, 0},    [TE_NODE_CONVERT] = {1, 0, 0}};
+                                 [TE_NODE_FUNCTION] = {4, 0, 0},    [TE_NODE_CONVERT] = {1, 0, 0},
+                                 [TE_NODE_COLLECTIVE] = {1, 0, 0}};
 
 static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *name, int32_t x,
                                        int32_t y)
@@ -122,7 +123,7 @@ static inline te_node_desc *graph_node(graph *g, te_node_kind kind, const char *
     EXPECT(g->desc.node_count <= GRAPH_NODES, "too many nodes");
     (void)snprintf(node->name, sizeof node->name, "%s", name);
     node->kind = (int32_t)kind;
-    node->gather = 1;
+    node->ranks = 1;
     for (int i = 0; i < GRAPH_INPUTS; i++) g->inputs[n][i] = i == 0 ? x : -1;
     node->inputs = g->inputs[n];
     node->numbers = g->numbers[n];
@@ -164,6 +165,23 @@ static inline te_node_desc *graph_linear(graph *g, const char *name, int32_t x, 
     node->slots[0] = 3 * before;
     node->slots[1] = 2 * before;
     return node;
+}
+
+/* One of two ranks. */
+static inline te_node_desc *graph_collective(graph *g, te_collective_kind kind, const char *name,
+                                             int32_t x, int32_t y)
+{
+    te_node_desc *node = graph_node(g, TE_NODE_COLLECTIVE, name, x, y);
+    node->variant = (int32_t)kind;
+    node->ranks = 2;
+    return node;
+}
+
+/* The linear node that was added last loses its bias. */
+static inline void graph_drop_bias(graph *g)
+{
+    inputs_of(g, &g->nodes[g->desc.node_count - 1])[2] = -1;
+    g->desc.value_count--;
 }
 
 static inline te_node_desc *graph_norm(graph *g, te_norm_kind kind, const char *name, int32_t x,

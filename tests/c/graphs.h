@@ -13,6 +13,7 @@ static inline void graph_refer_node(graph *g, const te_node_desc *node, int back
         [TE_NODE_NORM] = graph_norm_row,           [TE_NODE_ACTIVATION] = graph_activation_row,
         [TE_NODE_SOFTCAP] = graph_softcap_row,     [TE_NODE_DROPOUT_ADD] = graph_dropout_add_row,
         [TE_NODE_HEAD_NORM] = graph_head_norm_row, [TE_NODE_CONVERT] = graph_convert_row,
+        [TE_NODE_COLLECTIVE] = graph_convert_row, /* of one rank */
     };
     int64_t rows = te_extent_value(&g->values[node->inputs[0]].shape[0], &g->sizes);
     if (node->kind == TE_NODE_LINEAR) {

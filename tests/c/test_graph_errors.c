@@ -106,7 +106,7 @@ static void check_refusals(void)
     REFUSE(values[5].flags, TE_VALUE_PARAMETER | TE_VALUE_DEFER, INVALID, "only a linear's weight");
     REFUSE(values[6].shape[0].add, 7, INVALID, "norm: gamma: last_gamma is no parameter of 1 x 16");
     REFUSE(values[7].dtype, TE_DTYPE_BF16, TYPE, "norm: gamma f32, beta bf16");
-    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 10 does not exist");
+    REFUSE(nodes[0].kind, TE_NODE_KINDS, INVALID, "node 0: kind 11 does not exist");
     REFUSE(nodes[0].kind, -1, INVALID, "node 0: kind -1 does not exist");
     REFUSE(inputs[0][0], 1, INVALID, "node 0 reads a, which no earlier node makes");
     REFUSE(inputs[0][0], 2, INVALID, "node 0 reads b, which no earlier node makes");
@@ -114,7 +114,7 @@ static void check_refusals(void)
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
     REFUSE(nodes[0].input_count, 6, INVALID,
            "node 0 (gemm): 6 inputs, 0 numbers, 0 slices and 0 external steps, expected at most "
-           "5, 0, 0 and 31");
+           "5, 0, 0 and 29");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
     REFUSE(nodes[0].input_count, 0, INVALID, "node 0: input 0 = -1");
@@ -145,8 +145,8 @@ static void check_refusals(void)
     REFUSE_HALVES(0, 2, 3, 2, "step 2 is in two halves");
     REFUSE_HALVES(0, 1, 5, 0, "step 5 is in two halves");
     REFUSE_HALVES(0, 1, -1, 0, "step -1 is in two halves");
-    REFUSE(nodes[0].gather, 2, INVALID, "gather = 2");
-    REFUSE(nodes[0].gather, 0, INVALID, "gather = 0");
+    REFUSE(nodes[0].ranks, 2, INVALID, "2 ranks, which only a collective has");
+    REFUSE(nodes[0].ranks, 0, INVALID, "0 ranks, which only a collective has");
     REFUSE(nodes[0].slots[1], INT32_MAX, INVALID, "slots[1] = 2147483647");
     REFUSE(nodes[0].quantization.casts[0].recipe, 9, INVALID, "recipe = 9");
     REFUSE(nodes[0].quantization.casts[0].dtype, TE_DTYPE_F32, TYPE,
@@ -398,7 +398,7 @@ static void check_identity(void)
 {
     static graph g;
     static double numbers[2];
-    const size_t end = offsetof(te_node_desc, gather) + sizeof g.nodes[0].gather;
+    const size_t end = offsetof(te_node_desc, ranks) + sizeof g.nodes[0].ranks;
     te_plan *first = NULL, *second = NULL;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));

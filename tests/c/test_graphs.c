@@ -138,8 +138,9 @@ static te_status act(void *self, int32_t stage, te_stage_event event, te_tensor 
     if (event != TE_STAGE_RUN) return TE_OK;
     first = &buffers[what->buffers[0]];
     last = &buffers[what->buffers[what->buffer_count - 1]];
-    if (strcmp(what->name, "gather_input") == 0) {
-        size_t bytes = (size_t)(first->shape[0] * first->shape[1]);
+    if (strstr(what->name, "gather") != NULL) {
+        size_t bytes = (size_t)(first->shape[0] * first->shape[1]) * te_dtype_bytes(first->dtype);
+        EXPECT(what->buffer_count == 2 && last->shape[0] == 2 * first->shape[0], "%s", what->name);
         memcpy(last->data, first->data, bytes);
         memcpy((char *)last->data + bytes, first->data, bytes);
         return TE_OK;
@@ -153,18 +154,18 @@ static void check_reductions(void)
 {
     static graph g;
     static plan_memory memory;
-    static const int32_t reduces[] = {TE_LINEAR_STAGE_REDUCE_OUTPUT,
-                                      TE_LINEAR_STAGE_REDUCE_GRAD_INPUT};
-    te_node_desc *node;
     te_plan_info info[2];
     const te_sizes five = te_sizes_of_rows(5);
-    int32_t x, y;
+    int32_t x, y, copied, made;
     graph_start(&g, TE_RECIPE_DELAYED, 0);
     x = graph_input(&g, "x", WIDTH);
     y = rows_of(&g, "y", TE_VALUE_RESULT, WIDTH);
-    node = graph_linear(&g, "", x, y, 0);
-    node->external = reduces;
-    node->external_count = 2;
+    copied = rows_of(&g, "copied", 0, WIDTH);
+    made = rows_of(&g, "made", 0, WIDTH);
+    (void)graph_collective(&g, TE_COLLECTIVE_COPY, "x_", x, copied);
+    (void)graph_linear(&g, "", copied, made, 0);
+    graph_drop_bias(&g);
+    (void)graph_collective(&g, TE_COLLECTIVE_ALL_REDUCE, "y_", made, y);
     graph_make(&g);
     start_memory(&memory, &g, &five);
     fill(&g, &memory);
@@ -190,23 +191,15 @@ static void check_gather(void)
 {
     static graph g;
     static plan_memory memory;
-    static const int32_t gathers = TE_LINEAR_STAGE_GATHER_INPUT;
-    te_node_desc *node;
-    te_plan *plan = NULL;
     const te_sizes five = te_sizes_of_rows(5);
-    int32_t x, y;
+    int32_t x, y, whole;
     graph_start(&g, TE_RECIPE_DELAYED, 0);
     x = graph_value(&g, "x", TE_VALUE_INPUT, 0, WIDTH);
     y = rows_of(&g, "y", TE_VALUE_RESULT, WIDTH);
-    g.values[y].shape[0].multiply = 2;
-    node = graph_linear(&g, "", x, y, 0);
-    node->gather = 2;
-    node->external = &gathers;
-    node->external_count = 1;
-    EXPECT(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &plan) == TE_ERROR_UNSUPPORTED &&
-               strstr(te_last_error(), "gather > 1 has no backward yet") != NULL,
-           "%s", te_last_error());
-    for (int i = 1; i < 3; i++) g.values[node->inputs[i]].flags &= ~(uint32_t)TE_VALUE_GRADIENT;
+    whole = rows_of(&g, "whole", 0, WIDTH);
+    for (int i = 0; i < 2; i++) g.values[i == 0 ? y : whole].shape[0].multiply = 2;
+    graph_collective(&g, TE_COLLECTIVE_GATHER, "", x, whole)->flags = TE_COLLECTIVE_FORMS;
+    (void)graph_linear(&g, "", whole, y, 0);
     graph_make(&g);
     start_memory(&memory, &g, &five);
     fill(&g, &memory);

@@ -190,12 +190,35 @@ static void check_order(void)
 
 /* ---- any graph ---- */
 
-/* Functions of several inputs, linear layers whose results are reduced, and sums. */
+static void add_collective(graph *g, te_collective_kind kind, const char *name, int32_t x,
+                           int32_t y)
+{
+    static const int32_t steps[] = {TE_COLLECTIVE_FORWARD, TE_COLLECTIVE_BACKWARD};
+    te_node_desc *node = graph_collective(g, kind, name, x, y);
+    node->halves = steps;
+    node->halves_count = 2;
+}
+
+/* A linear layer whose output, or the gradient of whose input, may be summed. */
+static void add_linear(graph *g, const char *name, int32_t x, int32_t y)
+{
+    static const int32_t reduces = TE_LINEAR_STAGE_REDUCE_AMAX_INPUT;
+    const int copies = test_random() % 2 == 0, sums = test_random() % 2 == 0;
+    const int32_t copied = copies ? rows_of(g, "copied", 0, WIDTH) : x;
+    const int32_t made = sums ? rows_of(g, "made", 0, WIDTH) : y;
+    te_node_desc *node;
+    if (copies) add_collective(g, TE_COLLECTIVE_COPY, name, x, copied);
+    node = graph_linear(g, name, copied, made, 0);
+    node->external = node->halves = &reduces;
+    node->external_count = node->halves_count = 1;
+    if (!sums) return;
+    graph_drop_bias(g);
+    add_collective(g, TE_COLLECTIVE_ALL_REDUCE, name, made, y);
+}
+
+/* Functions of several inputs, linear layers whose results are summed over ranks, and sums. */
 static void make_random(graph *g)
 {
-    static const int32_t reduces[] = {TE_LINEAR_STAGE_REDUCE_AMAX_INPUT,
-                                      TE_LINEAR_STAGE_REDUCE_OUTPUT,
-                                      TE_LINEAR_STAGE_REDUCE_GRAD_INPUT};
     static const te_recipe recipes[] = {TE_RECIPE_NONE, TE_RECIPE_DELAYED, TE_RECIPE_CURRENT};
     const int nodes = 2 + (int)(test_random() % 10);
     int32_t values[32], read[32] = {0};
@@ -210,9 +233,7 @@ static void make_random(graph *g)
         (void)snprintf(name, sizeof name, "%d_", n);
         read[of] = 1;
         if (test_random() % 3 == 0) {
-            node = graph_linear(g, name, values[of], y, 0);
-            node->external = node->halves = reduces;
-            node->external_count = node->halves_count = 3;
+            add_linear(g, name, values[of], y);
         } else if (test_random() % 4 == 0 && of != count - 1) {
             (void)graph_dropout_add(g, name, values[of], values[count - 1], y, 0);
             read[count - 1] = 1;

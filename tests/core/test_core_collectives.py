@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in plans, ranks being threads of one process: what all make together is what one does.
+"""Collectives in plans, ranks being threads of a process: all make together what one makes.
 
 Each rank has a part of the rows, or of a weight; forward and gradients are compared with a graph
 without collectives over all of it.
@@ -26,7 +26,7 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
 )
 
-RANKS, IN, OUT, TOKENS = 2, 128, 256, 256
+RANKS, IN, OUT, TOKENS = 2, 256, 256, 256
 RECIPES = {
     "none": None,
     "delayed": DelayedScaling(),
@@ -36,6 +36,7 @@ RECIPES = {
 }
 GATHER, SCATTER = _core.COLLECTIVE_GATHER, _core.COLLECTIVE_REDUCE_SCATTER
 ALL_REDUCE, COPY = _core.COLLECTIVE_ALL_REDUCE, _core.COLLECTIVE_COPY
+WEIGHT = _core.VALUE_PARAMETER | _core.VALUE_GRADIENT
 AMAXES = ("reduce_amax_input", "reduce_amax_grad_output")
 """Amaxes that ranks have in common under current scaling: those of what is gathered."""
 
@@ -112,7 +113,7 @@ def linear_graph(recipe, kinds=(None, None), *, forms=False, halves=(), recomput
     external = [_core.LINEAR_STAGES.index(n) for n in AMAXES if "current" == name_of(recipe)]
     spec = LinearSpec(
         *features, *[_core.DTYPE_F32] * 5, quantization,
-        LinearFlags(input=_core.VALUE_GRADIENT, weight=_core.VALUE_PARAMETER | _core.VALUE_GRADIENT),
+        LinearFlags(input=_core.VALUE_GRADIENT, weight=WEIGHT),
         external=frozenset(external),
     )  # fmt: skip
     graph = Graph(_core.GRAPH_RECOMPUTE if recompute else 0)
@@ -192,7 +193,7 @@ def run_whole(recipe, x, w, dy, scales):
     graph = Graph()
     spec = LinearSpec(
         IN, OUT, *[_core.DTYPE_F32] * 5, quantization,
-        LinearFlags(input=_core.VALUE_GRADIENT, weight=_core.VALUE_PARAMETER | _core.VALUE_GRADIENT),
+        LinearFlags(input=_core.VALUE_GRADIENT, weight=WEIGHT),
     )  # fmt: skip
     rows = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1)
     given = graph.tensor("input", spec.input, (rows, IN), input_flags(True))
@@ -261,3 +262,117 @@ def check(found, wanted, bound, alike):
         assert torch.equal(found, wanted)
     else:
         assert_nmse(found, wanted, bound)
+
+
+# ---- what travels, and when ----------------------------------------------------------------------
+
+
+def stages_of(plan):
+    """Names of its stages, in order, and by name dtypes and shapes of what they are handed."""
+    given = plan.described
+    handed = {
+        stage.name: [(given.buffers[at].dtype, given.buffers[at].link) for at in stage.buffers]
+        for stage in given.stages
+    }
+    return list(handed), handed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_work_goes_on_beside_collectives(recipe):
+    """The input is gathered beside casts and one GEMM, its gradient is summed beside the other.
+
+    Nothing that was gathered is saved.
+    """
+    use = RECIPES[recipe]
+    plans = CallPlans(linear_graph(use, (GATHER, None), forms=use is not None, halves=(0, 1)))
+    names, handed = stages_of(plans.backward)
+    gather = "x_gather_again" if use is None else "gather_input_again"
+    order = [
+        gather, "gemm_grad_input", "x_reduce_scatter_grad", f"{gather}_finish", "gemm_grad_weight",
+        "x_reduce_scatter_grad_finish",
+    ]  # fmt: skip
+    assert [name for name in names if name in order] == order
+    if use is not None:
+        assert _core.DTYPE_F32 not in [d for d, link in handed[gather] if link in ("row", "column")]
+    saved = [b for b in plans.forward.described.buffers if b.role == "saved"]
+    assert not [b.name for b in saved if "gathered" in b.name or b.name == "taken"]
+    assert bool(saved) == (use is not None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8"])
+def test_what_is_gathered_of_a_gradient(recipe):
+    """With one scale for the tensor it is the row-wise form alone, else both and their scales."""
+    plans = CallPlans(linear_graph(RECIPES[recipe], (None, SCATTER), forms=True))
+    _, handed = stages_of(plans.backward)
+    links = [link for _, link in handed["gather_grad_output"][::2]]
+    one = ["row"]
+    assert links == (
+        one if recipe == "delayed" else ["row", "row_scales", "column", "column_scales"]
+    )
+
+
+def test_a_sum_is_made_in_place():
+    """Neither a sum over ranks nor that of a gradient takes a copy."""
+    for kinds, stage in (((COPY, None), "x_all_reduce_grad"), ((None, ALL_REDUCE), "y_all_reduce")):
+        plans = CallPlans(linear_graph(None, kinds))
+        names = stages_of(plans.forward)[0] + stages_of(plans.backward)[0]
+        assert stage in names
+        assert not {"copy_gradient", "add_gradients"} & set(names)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def changed(graph, kind=_core.NODE_COLLECTIVE, **fields):
+    at = next(i for i, node in enumerate(graph.nodes) if node.kind == kind)
+    graph.nodes[at] = graph.nodes[at]._replace(**fields)
+    return graph
+
+
+def with_bias(kind):
+    """A linear layer with a bias, whose outputs are summed."""
+    graph = linear_graph(None, (None, kind))
+    values = {value.name: number for number, value in enumerate(graph.values)}
+    flags = _core.VALUE_PARAMETER
+    bias = graph.tensor("bias", _core.DTYPE_F32, (OUT,), flags)
+    inputs = values["input"], values["weight"], bias
+    return changed(graph, _core.NODE_LINEAR, inputs=inputs)
+
+
+def with_result(graph, name):
+    at = next(i for i, value in enumerate(graph.values) if value.name == name)
+    graph.values[at] = graph.values[at]._replace(flags=graph.values[at].flags | RESULT)
+    return graph
+
+
+ERRORS = {
+    "collective: kind 4 of 2 ranks": lambda: changed(linear_graph(None, (GATHER, None)), variant=4),
+    "collective: kind 0 of 0 ranks": lambda: changed(linear_graph(None, (GATHER, None)), ranks=0),
+    "over 3 ranks: taken is of another": lambda: changed(
+        linear_graph(None, (GATHER, None)), ranks=3
+    ),
+    "over 3 ranks: output is of another": lambda: changed(
+        linear_graph(None, (None, SCATTER)), ranks=3
+    ),
+    "kind 2 gathers nothing, so no forms": lambda: changed(
+        linear_graph(None, (None, ALL_REDUCE)), flags=_core.COLLECTIVE_FORMS
+    ),
+    "made has a bias, which a sum over ranks": lambda: with_bias(SCATTER),
+    "made has a bias, which a sum": lambda: with_bias(ALL_REDUCE),
+    "taken is a copy, or gathered in quantized forms: only linear nodes": lambda: with_result(
+        linear_graph(RECIPES["delayed"], (GATHER, None), forms=True), "taken"
+    ),
+    "taken is a copy, or gathered in": lambda: with_result(
+        linear_graph(None, (COPY, None)), "taken"
+    ),
+    "gradient of made is gathered in quantized forms: expected a linear node": lambda: with_result(
+        linear_graph(RECIPES["delayed"], (None, SCATTER), forms=True), "made"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    graph = ERRORS[message]()
+    with pytest.raises(ValueError, match=message):
+        graph.make(_core.DIRECTION_FORWARD)

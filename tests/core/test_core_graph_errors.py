@@ -126,7 +126,7 @@ GRAPH_ERRORS = [
     (
         dict(value=("", dict(shape=({"symbol": 10, "multiply": 1}, K)))),
         ValueError,
-        "dim 0 is 1 . roundup.symbol 10, 1",
+        "dim 0 is roundup.1 . symbol 10, 1",
     ),
     (dict(value=("", dict(shape=(2**31 - 1, K)))), ValueError, "graph: input: dim 0 is"),
     (dict(value=("", dict(shape=(ROWS_DIM, 2**30)))), ValueError, "graph: input: too large"),
@@ -217,17 +217,10 @@ GRAPH_ERRORS = [
         ValueError,
         "operand 0 is the caller's: its stage must be external",
     ),
-    (
-        dict(
-            node=(1, {**cast_of(recipe=core.RECIPE_ROW)[1], "gather": 2, "external": (8,)}),
-        ),
-        NotImplementedError,
-        "gather = 2: the scales of rows and tiles are not gathered",
-    ),
     (dict(node=(1, dict(slots=(-1, 0)))), ValueError, "slots.0. = -1, expected 0 to 32767"),
     (dict(node=(1, dict(external=(31,)))), ValueError, "step 31 is external, expected"),
-    (dict(node=(1, dict(gather=0))), ValueError, "gather = 0: at least 1"),
-    (dict(node=(1, dict(gather=2))), ValueError, "gather = 2: at least 1; more needs a recipe and"),
+    (dict(node=(1, dict(ranks=0))), ValueError, "0 ranks, which only a collective has"),
+    (dict(node=(1, dict(ranks=2))), ValueError, "2 ranks, which only a collective has"),
 ]
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch.helpers import quantize_like_the_library, same_draws
-from pytorch.ranks import Ranks
 from tols import tol
 
 import transformer_engine.pytorch as te
@@ -101,64 +100,3 @@ def test_unknown_stage_and_missing_function(device):
         _core.run(plan.native, 0, 0, x, w, scale, history)
     with pytest.raises(RuntimeError, match="gemm_output"):
         _core.run_staged(plan.native, 0, 0, *Staged({}).of(plan), x, w, scale, history)
-
-
-def _gather(device, seed):
-    """Each rank quantizes its rows; the FP8 bytes are gathered before the GEMM."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    x, w, scale = _gather_problem(seed)
-    rows = x.shape[0] // world
-    history = torch.zeros(4, 256)
-    spec = LinearSpec(
-        32,
-        48,
-        *[_core.DTYPE_F32] * 5,
-        quantization_of(DelayedScaling()),
-        LinearFlags(weight=_core.VALUE_PARAMETER),
-        external=external_steps({"gather_input": None})[0],
-        gather=world,
-    )
-
-    def gather(buffers):
-        local = buffers["input_row"].view(torch.uint8)
-        whole = buffers["input_gathered"].view(torch.uint8)
-        parts = [torch.empty_like(local) for _ in range(world)]
-        torch.distributed.all_gather(parts, local.contiguous())
-        whole.copy_(torch.cat(parts))
-
-    mine = x[rank * rows : (rank + 1) * rows]
-    staged = Staged({"gather_input": gather})
-    plan = call_plans(CallSpec((spec,))).forward
-    out, _ = _core.run_staged(plan.native, 0, 0, *staged.of(plan), mine, w, scale, history)
-    torch.distributed.all_reduce(history[0], op=torch.distributed.ReduceOp.MAX)
-    return out, history[0].clone()
-
-
-def _gather_problem(seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(12, 32, generator=generator)
-    w = torch.randn(48, 32, generator=generator)
-    scale = torch.full((256,), 17.0)
-    return x, w, scale
-
-
-def test_gather_between_quantize_and_gemm_equals_one_process(seed):
-    group = Ranks("cpu", 2)
-    try:
-        results = group.run(_gather, seed)
-    finally:
-        group.close()
-    x, w, scale = _gather_problem(seed)
-    history = torch.zeros(4, 256)
-    spec = LinearSpec(
-        32,
-        48,
-        *[_core.DTYPE_F32] * 5,
-        quantization_of(DelayedScaling()),
-        LinearFlags(weight=_core.VALUE_PARAMETER),
-    )
-    plan = call_plans(CallSpec((spec,))).forward
-    expected, _ = _core.run(plan.native, 0, 0, x, w, scale, history)
-    for out, amax in results:
-        assert torch.equal(out, expected)
-        assert torch.equal(amax, history[0])

@@ -14,9 +14,9 @@ number of the value, node or operand that it belongs to (`te_link` of the C head
 
 _, _, GRAD, OUTPUT, GRAD_INPUT, WHOLE_INPUT, WHOLE_GRAD = range(_core.OPERAND_ROLES)
 """Number of an operand among those of its node: input, weight and gradient of the output, which the
-GEMMs multiply; output and gradient of the input, which may be returned quantized; input and gradient
-of the output as they are gathered from all ranks. Added to an entry of `Graph.operands` it is the
-number of the operand in links."""
+GEMMs multiply; output and gradient of the input, which may be returned quantized; input and
+gradient of the output as they are gathered from all ranks. Added to an entry of `Graph.operands` it
+is the number of the operand in links."""
 
 
 WEIGHT_CACHED = _core.VALUE_QUANTIZED | _core.VALUE_ALSO_WIDE

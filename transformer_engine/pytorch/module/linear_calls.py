@@ -587,7 +587,7 @@ class LinearCalls(Fp8Module):
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
             found = custom_quantizers.in_dtype(quantization[i], out)
             external = self._external[i] | custom_quantizers.stages_of(found)
-            how = (found, flags[i], external, 1, self._halves[i])
+            how = (found, flags[i], external, self._halves[i])
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps, *norm_flags)
         prepare_device(device)
