@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer between collectives, as plans of one rank, and the whole that all ranks make."""
+
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine import _core
+from transformer_engine.common.graphs import RESULT, Graph, LinearFlags, LinearSpec, input_flags
+from transformer_engine.common.operand_casts import HIGH_PRECISION, quantization_of
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+
+TILE = 128
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
+WAYS = {  # collectives before and behind the layer
+    "column": (_core.COLLECTIVE_COPY, None),
+    "column-sp": (_core.COLLECTIVE_GATHER, None),
+    "row": (None, _core.COLLECTIVE_ALL_REDUCE),
+    "row-sp": (None, _core.COLLECTIVE_REDUCE_SCATTER),
+    "alone": (None, None),
+}
+WEIGHT = _core.VALUE_PARAMETER | _core.VALUE_GRADIENT
+AMAXES = ("reduce_amax_input", "reduce_amax_grad_output")
+"""Amaxes that ranks have in common under current scaling: those of what is gathered."""
+
+
+def sizes(ranks):
+    """Features in and out, and tokens: of each rank a multiple of a tile."""
+    return ranks * TILE, ranks * TILE, ranks * TILE
+
+
+def linear_graph(recipe, way, ranks, *, forms=False, halves=(), recompute=False, bias=False):
+    """The layer, of the size of a rank's part."""
+    before, behind = WAYS[way]
+    columns, outputs, _ = sizes(ranks)
+    features = columns // (ranks if behind is not None else 1), outputs
+    if before is not None:
+        features = columns, outputs // ranks
+    how = HIGH_PRECISION if RECIPES[recipe] is None else quantization_of(RECIPES[recipe])
+    external = AMAXES if recipe == "current" and way != "alone" else ()
+    flags = LinearFlags(
+        input=_core.VALUE_GRADIENT, weight=WEIGHT, bias=_core.VALUE_PARAMETER if bias else 0
+    )
+    spec = LinearSpec(
+        *features, *[_core.DTYPE_F32] * 5, how, flags,
+        external=frozenset(_core.LINEAR_STAGES.index(name) for name in external),
+    )  # fmt: skip
+    graph = Graph(_core.GRAPH_RECOMPUTE if recompute else 0)
+
+    def rows(times):
+        return _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=times)
+
+    sequence = way.endswith("-sp")  # the rows of all ranks are so many times those of one
+    inner = ranks if sequence else 1
+    local = 1 if before is not None else inner
+    x = graph.tensor("input", spec.input, (rows(local), features[0]), input_flags(True))
+    parameters = graph.linear_parameters(spec, "")
+    made_rows = rows(1 if behind is not None else inner)
+    y = graph.value("output", spec.output, (made_rows, features[1]), RESULT)
+    made = y
+    if before is not None:
+        taken = graph.value("taken", spec.input, (rows(inner), features[0]))
+        graph.add_collective(before, x, taken, ranks, "x_", forms=forms and sequence, halves=halves)
+        x = taken
+    if behind is not None:
+        made = graph.value("made", spec.output, (rows(inner), features[1]))
+    graph.add_linear(spec, (x, *parameters), made, "", 0)
+    if behind is not None:
+        travels = forms and sequence
+        graph.add_collective(behind, made, y, ranks, "y_", forms=travels, halves=halves)
+    graph.returns([y])
+    return graph
+
+
+class Problem(NamedTuple):
+    """Of all ranks: tensors that a call is given, and the scales that it begins with."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    grad: torch.Tensor
+    scales: torch.Tensor
+
+
+class Found(NamedTuple):
+    """What a call made."""
+
+    output: torch.Tensor
+    grad_input: torch.Tensor
+    grad_weight: torch.Tensor
+
+
+def make_problem(ranks):
+    """Random numbers."""
+    columns, outputs, tokens = sizes(ranks)
+    x, w = torch.randn(tokens, columns), torch.randn(outputs, columns) / 8
+    return Problem(x, w, torch.randn(tokens, outputs), torch.full((256,), 8.0))
+
+
+_CUTS = {  # along which dims input, weight and gradient of the output are cut; None: not at all
+    "column": (None, 0, 1),
+    "column-sp": (0, 0, 1),
+    "row": (1, 1, None),
+    "row-sp": (1, 1, 0),
+}
+
+
+def part_of(problem, way, ranks, rank):
+    """What a rank has of it."""
+    cut = [
+        t if dim is None else t.chunk(ranks, dim)[rank].contiguous()
+        for t, dim in zip(problem, _CUTS[way], strict=False)
+    ]
+    return Problem(*cut, problem.scales)
+
+
+def joined(parts, way):
+    """What all ranks found as that of the whole; what each has whole, of the first."""
+    output, grad_input, grad_weight = zip(*parts, strict=True)
+    outputs = {"column": 1, "column-sp": 1, "row": None, "row-sp": 0}[way]
+    grads = {"column": None, "column-sp": 0, "row": 1, "row-sp": 1}[way]
+
+    def join(tensors, dim):
+        return tensors[0] if dim is None else torch.cat(tensors, dim)
+
+    weights = join(grad_weight, 0 if "column" in way else 1)
+    return Found(join(output, outputs), join(grad_input, grads), weights)
+
+
+def run_plans(plans, functions, x, weight, grad, scales):
+    """Forward and backward; ``functions(plan)`` are arguments of `_core.run_staged`."""
+    state = [{"scale": scales.clone(), "history": scales.new_zeros(4, 256)} for _ in range(2)]
+
+    def run(plan, links, of, given, packed=()):
+        own = [of[kind] for kind, _ in links]
+        return _core.run_staged(plan.native, 0, 0, *functions(plan), *given, *own, *packed)
+
+    tensors = x, weight
+    out = run(plans.forward, plans.forward_state, state[0], plans.pick_inputs(tensors))
+    saved = plans.pick_saved((*out, *tensors))
+    packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
+    given = (*plans.pick_grads((grad,)), *saved)
+    made = run(plans.backward, plans.backward_state, state[1], given, packed)
+    return Found(out[0], *(made[at] for at in plans.places if at >= 0))
+
+
+def run_whole(recipe, problem, ranks):
+    """The same by one rank, which has all."""
+    from transformer_engine.common.plans import CallPlans
+    from transformer_engine.pytorch.execution.stages import Staged
+
+    plans = CallPlans(linear_graph(recipe, "alone", ranks))
+    return run_plans(plans, Staged({}).of, *problem)
+
+
+def assert_as_whole(parts, way, recipe, problem, ranks, exact=True):
+    """Assert that parts are those of the whole.
+
+    Slices where nothing is summed over ranks have the same bits; sums those of fp32 in another
+    order. Under current scaling a rank measures its slice of the weight, and of the gradient.
+    Devices whose GEMMs add in an order that depends on the size are not `exact`.
+    """
+    from comparators import assert_nmse
+    from tols import E5M2, F32, tol
+
+    whole, found = run_whole(recipe, problem, ranks), joined(parts, way)
+    bound = tol("sum", F32, max(sizes(ranks)))
+    if recipe == "current":
+        bound += 4 * tol("round", E5M2)
+    if not exact and recipe != "none":
+        bound += tol("sum_fast", torch.float8_e4m3fn, max(sizes(ranks)))
+    summed = "grad_input" if "column" in way else "output"
+    for name, mine, theirs in zip(Found._fields, found, whole, strict=True):
+        if recipe == "current" or name == summed or not exact:
+            assert_nmse(mine.cpu(), theirs, bound, name)
+        else:
+            assert torch.equal(mine, theirs), name
+    if not way.endswith("-sp"):  # the sum is the same everywhere
+        for part in parts[1:]:
+            assert torch.equal(getattr(part, summed), getattr(parts[0], summed))
