@@ -11,7 +11,7 @@
 #include "core/scales.h"
 #include "core/status.h"
 #include "layer/heads_place.h"
-#include "layer/linear_cast.h"
+#include "layer/collective.h"
 #include "layer/recipe.h"
 
 int te_links_has(const te_links *links, te_link link, int32_t of)
@@ -41,9 +41,9 @@ static int32_t value_of_operand(const te_build *build, int32_t of)
     const te_node_desc *node = te_node(build, k);
     switch (of % TE_OPERAND_ROLES) {
     case TE_INPUT_OPERAND:
-        return te_linear_value(build, k, TE_INPUT_OPERAND);
+        return te_linear_value(build->graph, k, TE_INPUT_OPERAND);
     case TE_GRAD_OPERAND:
-        return te_linear_value(build, k, TE_GRAD_OPERAND);
+        return te_linear_value(build->graph, k, TE_GRAD_OPERAND);
     case TE_WEIGHT_OPERAND:
         return node->inputs[TE_WEIGHT_OPERAND];
     case TE_OUTPUT_OPERAND:

@@ -43,7 +43,8 @@ int te_is_read(const te_build *build, int32_t value, int quantized)
 static int is_repeated(const te_build *build, int32_t value)
 {
     return (build->graph->flags & TE_GRAPH_RECOMPUTE) != 0 ||
-           te_collective_gathers(build->graph, build->values[value].producer);
+           te_collective_does(build->graph, build->values[value].producer, TE_COLLECTIVE_FORWARD) ==
+               TE_DOES_GATHER;
 }
 
 void te_make_again(te_build *build, int32_t value)

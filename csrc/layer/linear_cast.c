@@ -49,41 +49,6 @@ int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, ui
 
 /* ---- operands of which each rank has a part ----------------------------------------------- */
 
-/* The collective that gathers the forms of an operand; TE_NOBODY: none. */
-static int32_t gatherer_of(const te_build *build, int32_t k, te_operand_role role)
-{
-    const te_graph_desc *graph = build->graph;
-    const int gradient = role == TE_GRAD_OPERAND;
-    const int32_t n = gradient                   ? te_collective_behind(graph, k)
-                      : role == TE_INPUT_OPERAND ? te_collective_before(graph, k)
-                                                 : TE_NOBODY;
-    const te_collective_step step = gradient ? TE_COLLECTIVE_BACKWARD : TE_COLLECTIVE_FORWARD;
-    if (te_node(build, k)->kind != TE_NODE_LINEAR || !te_collective_gathers_forms(graph, n, step) ||
-        !te_has_forms(&te_node(build, k)->quantization, role) ||
-        te_is_made_outside(&te_node(build, k)->quantization, role)) {
-        return TE_NOBODY;
-    }
-    return n;
-}
-
-int te_linear_is_part(const te_build *build, int32_t k, te_operand_role role)
-{
-    return gatherer_of(build, k, role) != TE_NOBODY;
-}
-
-int32_t te_linear_value(const te_build *build, int32_t k, te_operand_role role)
-{
-    const te_node_desc *node = te_node(build, k);
-    const int linear = node->kind == TE_NODE_LINEAR;
-    int32_t n = gatherer_of(build, k, role);
-    if (linear && role == TE_INPUT_OPERAND && n == TE_NOBODY) {
-        n = te_collective_before(build->graph, k);
-        if (!te_collective_is_copy(build->graph, n)) n = TE_NOBODY;
-    }
-    if (role == TE_GRAD_OPERAND) return n == TE_NOBODY ? node->output : te_node(build, n)->output;
-    return n == TE_NOBODY ? node->inputs[role] : te_node(build, n)->inputs[0];
-}
-
 static int has_one_scale(const te_build *build, int32_t k, te_operand_role role)
 {
     return te_linear_rule(build, k, role)->mode == TE_SCALING_TENSOR;
@@ -123,7 +88,7 @@ static void hand_pair(te_build *build, te_stage *stage, int32_t k, te_operand_ro
 
 void te_linear_gather(te_build *build, int32_t k, te_operand_role role, int forms)
 {
-    const int32_t n = gatherer_of(build, k, role);
+    const int32_t n = te_linear_gatherer(build->graph, k, role);
     const int gradient = role == TE_GRAD_OPERAND;
     const char *name = gradient                                   ? "gather_grad_output"
                        : build->direction == TE_DIRECTION_FORWARD ? "gather_input"
@@ -187,7 +152,7 @@ te_linear_source te_linear_source_of(te_build *build, int32_t k, te_operand_role
 {
     const te_node_desc *node = te_node(build, k);
     int gradient = role == TE_GRAD_OPERAND;
-    te_linear_source from = {role, te_linear_value(build, k, role), TE_NOBODY, TE_NO_BUFFER};
+    te_linear_source from = {role, te_linear_value(build->graph, k, role), TE_NOBODY, TE_NO_BUFFER};
     const te_value_state *state = &build->values[from.value];
     if (gradient) {
         from.pending = state->grad_pending;
@@ -246,7 +211,7 @@ int32_t te_linear_wide_input(te_build *build, int32_t k)
 {
     const te_node_desc *node = te_node(build, k);
     const int copies = te_collective_is_copy(build->graph, te_collective_before(build->graph, k));
-    int32_t x = copies ? te_linear_value(build, k, TE_INPUT_OPERAND) : node->inputs[0];
+    int32_t x = copies ? te_linear_value(build->graph, k, TE_INPUT_OPERAND) : node->inputs[0];
     te_linear_source from = {TE_INPUT_OPERAND, x, build->values[x].pending, TE_NO_BUFFER};
     if (from.pending == TE_NOBODY || build->direction != TE_DIRECTION_FORWARD) {
         return te_wide(build, x, node->name, stage_names[TE_LINEAR_STAGE_PRODUCE_INPUT]);

@@ -62,11 +62,12 @@ static inline int te_linear_arrives(const te_build *build, int32_t node, te_oper
 {
     return te_operand_arrives(build, te_operand_of(node, role));
 }
-/* Whether a node casts what its rank has of an operand, input or gradient, and a collective gathers
- * what GEMMs read. */
-int te_linear_is_part(const te_build *build, int32_t node, te_operand_role role);
-/* The value that is cast as an operand, or whose gradient is. */
-int32_t te_linear_value(const te_build *build, int32_t node, te_operand_role role);
+/* Whether a node casts what its rank has of an operand, and a collective gathers what GEMMs read.
+ */
+static inline int te_linear_is_part(const te_build *build, int32_t node, te_operand_role role)
+{
+    return te_linear_gatherer(build->graph, node, role) != TE_NOBODY;
+}
 /* The operand among whose forms GEMMs find this one: where it is gathered that of all ranks. */
 te_operand_role te_linear_read_as(const te_build *build, int32_t node, te_operand_role role,
                                   te_link form);

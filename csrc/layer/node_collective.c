@@ -15,105 +15,13 @@
 
 #include "core/status.h"
 
-typedef enum collective_op { NOTHING, GATHER, REDUCE_SCATTER, ALL_REDUCE } collective_op;
-
-static const char *const op_names[] = {
-    [GATHER] = "gather", [REDUCE_SCATTER] = "reduce_scatter", [ALL_REDUCE] = "all_reduce"};
-
-static const collective_op ops_of[][TE_COLLECTIVE_STEPS] = {
-    [TE_COLLECTIVE_GATHER] = {GATHER, REDUCE_SCATTER},
-    [TE_COLLECTIVE_REDUCE_SCATTER] = {REDUCE_SCATTER, GATHER},
-    [TE_COLLECTIVE_ALL_REDUCE] = {ALL_REDUCE, NOTHING},
-    [TE_COLLECTIVE_COPY] = {NOTHING, ALL_REDUCE},
-};
-
-/* ---- what is asked of a graph ------------------------------------------------------------- */
-
-static int is_collective(const te_graph_desc *graph, int32_t n)
-{
-    return n >= 0 && graph->nodes[n].kind == TE_NODE_COLLECTIVE;
-}
+static const char *const op_names[] = {[TE_DOES_GATHER] = "gather",
+                                       [TE_DOES_REDUCE_SCATTER] = "reduce_scatter",
+                                       [TE_DOES_ALL_REDUCE] = "all_reduce"};
 
 static int forms_travel(const te_node_desc *node)
 {
     return (node->flags & TE_COLLECTIVE_FORMS) != 0;
-}
-
-/* The only node that reads a value which nobody is given; TE_NOBODY: there is none. */
-static int32_t reader_of(const te_graph_desc *graph, int32_t value)
-{
-    int32_t found = TE_NOBODY;
-    if ((graph->values[value].flags & TE_VALUE_RESULT) != 0) return TE_NOBODY;
-    for (int32_t n = 0; n < graph->node_count; n++) {
-        for (int32_t i = 0; i < graph->nodes[n].input_count; i++) {
-            if (graph->nodes[n].inputs[i] != value) continue;
-            if (found != TE_NOBODY) return TE_NOBODY;
-            found = n;
-        }
-    }
-    return found;
-}
-
-static int32_t maker_of(const te_graph_desc *graph, int32_t value)
-{
-    for (int32_t n = 0; n < graph->node_count; n++) {
-        if (graph->nodes[n].output == value) return n;
-    }
-    return TE_NOBODY;
-}
-
-int32_t te_collective_before(const te_graph_desc *graph, int32_t k)
-{
-    const int32_t n = maker_of(graph, graph->nodes[k].inputs[0]);
-    return is_collective(graph, n) ? n : TE_NOBODY;
-}
-
-int32_t te_collective_behind(const te_graph_desc *graph, int32_t k)
-{
-    const int32_t n = reader_of(graph, graph->nodes[k].output);
-    return is_collective(graph, n) ? n : TE_NOBODY;
-}
-
-int te_collective_sums_gradient(const te_graph_desc *graph, int32_t n)
-{
-    const collective_op op =
-        is_collective(graph, n) ? ops_of[graph->nodes[n].variant][TE_COLLECTIVE_BACKWARD] : NOTHING;
-    return op == REDUCE_SCATTER || op == ALL_REDUCE;
-}
-
-int te_collective_gathers_forms(const te_graph_desc *graph, int32_t n, te_collective_step step)
-{
-    return is_collective(graph, n) && forms_travel(&graph->nodes[n]) &&
-           ops_of[graph->nodes[n].variant][step] == GATHER;
-}
-
-int te_collective_gathers(const te_graph_desc *graph, int32_t n)
-{
-    return is_collective(graph, n) && graph->nodes[n].variant == TE_COLLECTIVE_GATHER;
-}
-
-int te_collective_is_copy(const te_graph_desc *graph, int32_t n)
-{
-    return is_collective(graph, n) && graph->nodes[n].variant == TE_COLLECTIVE_COPY;
-}
-
-int32_t te_collective_target(const te_graph_desc *graph, int32_t value)
-{
-    const int32_t n = reader_of(graph, value);
-    if (!is_collective(graph, n) || graph->nodes[n].variant != TE_COLLECTIVE_ALL_REDUCE) {
-        return value;
-    }
-    return graph->nodes[n].output;
-}
-
-int32_t te_collective_copied(const te_graph_desc *graph, int32_t value)
-{
-    const int32_t n = maker_of(graph, value);
-    if (!te_collective_is_copy(graph, n) || reader_of(graph, value) == TE_NOBODY ||
-        reader_of(graph, graph->nodes[n].inputs[0]) == TE_NOBODY) {
-        return TE_NOBODY;
-    }
-    return graph->nodes[n].inputs[0];
 }
 
 /* ---- stages ------------------------------------------------------------------------------- */
@@ -131,7 +39,7 @@ te_stage *te_collective_stage(te_build *build, int32_t n, const char *prefix, co
 static void add(te_build *build, int32_t n, te_collective_step step, int32_t from, int32_t to)
 {
     const te_node_desc *node = te_node(build, n);
-    const collective_op op = ops_of[node->variant][step];
+    const te_collective_op op = te_collective_does(build->graph, n, step);
     char name[TE_NAME_BYTES];
     te_stage *stage;
     (void)snprintf(name, sizeof name, "%s%s", op_names[op],
@@ -139,7 +47,7 @@ static void add(te_build *build, int32_t n, te_collective_step step, int32_t fro
                    : build->direction != TE_DIRECTION_FORWARD ? "_again"
                                                               : "");
     stage = te_collective_stage(build, n, node->name, name, step);
-    if (op != ALL_REDUCE) te_stage_hand(&build->plan, stage, from, 0);
+    if (op != TE_DOES_ALL_REDUCE) te_stage_hand(&build->plan, stage, from, 0);
     te_stage_hand(&build->plan, stage, to, 1);
 }
 
@@ -155,7 +63,8 @@ static void run(te_build *build, int32_t n)
 {
     const te_node_desc *node = te_node(build, n);
     const int32_t x = node->inputs[0], y = node->output;
-    const int in_place = ops_of[node->variant][TE_COLLECTIVE_FORWARD] == ALL_REDUCE;
+    const int in_place =
+        te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD) == TE_DOES_ALL_REDUCE;
     int32_t from;
     if (in_place && te_find(build, TE_LINK_VALUE, x) == TE_NO_BUFFER &&
         te_find(build, TE_LINK_VALUE, y) != TE_NO_BUFFER) { /* see te_collective_target */
@@ -169,10 +78,10 @@ static void run(te_build *build, int32_t n)
 
 static void forward(te_build *build, int32_t n)
 {
-    switch (ops_of[te_node(build, n)->variant][TE_COLLECTIVE_FORWARD]) {
-    case NOTHING:
+    switch (te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD)) {
+    case TE_DOES_NOTHING:
         return;
-    case GATHER:
+    case TE_DOES_GATHER:
         if (!is_read_wide(build, n)) return;
         break;
     default:
@@ -183,14 +92,14 @@ static void forward(te_build *build, int32_t n)
 
 static void again(te_build *build, int32_t n)
 {
-    if (ops_of[te_node(build, n)->variant][TE_COLLECTIVE_FORWARD] == NOTHING) return;
+    if (te_collective_is_copy(build->graph, n)) return;
     if (te_find(build, TE_LINK_VALUE, te_node(build, n)->output) == TE_NO_BUFFER) run(build, n);
 }
 
 /* Whether the linear node that makes x casts the gradient before it is gathered. */
 static int is_gradient_cast(const te_build *build, int32_t n)
 {
-    const int32_t k = maker_of(build->graph, te_node(build, n)->inputs[0]);
+    const int32_t k = te_maker_of(build->graph, te_node(build, n)->inputs[0]);
     return te_collective_gathers_forms(build->graph, n, TE_COLLECTIVE_BACKWARD) &&
            te_has_forms(&te_node(build, k)->quantization, TE_GRAD_OPERAND);
 }
@@ -205,11 +114,11 @@ static void backward(te_build *build, int32_t n)
     }
     grad = te_grad(build, y);
     build->values[y].grads = 0; /* it is read: a linear node may have had it summed early */
-    switch (ops_of[node->variant][TE_COLLECTIVE_BACKWARD]) {
-    case NOTHING:
+    switch (te_collective_does(build->graph, n, TE_COLLECTIVE_BACKWARD)) {
+    case TE_DOES_NOTHING:
         te_grad_pass(build, x, grad);
         return;
-    case ALL_REDUCE:
+    case TE_DOES_ALL_REDUCE:
         add(build, n, TE_COLLECTIVE_BACKWARD, TE_NO_BUFFER, grad);
         if (te_find(build, TE_LINK_GRADIENT, x) != grad) te_grad_pass(build, x, grad);
         return;
@@ -250,16 +159,17 @@ static te_status check_readers(const te_graph_desc *graph, int32_t n)
 static te_status check_maker(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
-    const int32_t k = maker_of(graph, node->inputs[0]);
+    const int32_t k = te_maker_of(graph, node->inputs[0]);
     const int linear = k >= 0 && graph->nodes[k].kind == TE_NODE_LINEAR;
-    const collective_op op = ops_of[node->variant][TE_COLLECTIVE_FORWARD];
+    const te_collective_op op = te_collective_does(graph, n, TE_COLLECTIVE_FORWARD);
     TE_FAIL_IF(
-        (op == REDUCE_SCATTER || op == ALL_REDUCE) && linear && graph->nodes[k].inputs[2] >= 0,
+        (op == TE_DOES_REDUCE_SCATTER || op == TE_DOES_ALL_REDUCE) && linear &&
+            graph->nodes[k].inputs[2] >= 0,
         TE_ERROR_INVALID,
         "collective: %s has a bias, which a sum over ranks would have of each: add it behind",
         graph->values[node->inputs[0]].name);
     TE_FAIL_IF(te_collective_gathers_forms(graph, n, TE_COLLECTIVE_BACKWARD) &&
-                   (!linear || reader_of(graph, node->inputs[0]) != n),
+                   (!linear || te_only_reader_of(graph, node->inputs[0]) != n),
                TE_ERROR_INVALID,
                "collective: the gradient of %s is gathered in quantized forms: expected a linear "
                "node that makes it, and no other reader",

@@ -278,7 +278,8 @@ static void gather_input_early(te_build *build, int32_t k)
     if (te_linear_is_part(build, k, TE_INPUT_OPERAND) &&
         (!wide || te_node(build, k)->quantization.backward == TE_BACKWARD_DEQUANTIZED)) {
         te_linear_gather_again(build, k, wide ? TE_LINK_ROW : read);
-    } else if (wide && te_collective_gathers(build->graph, te_collective_before(build->graph, k))) {
+    } else if (wide && te_collective_does(build->graph, te_collective_before(build->graph, k),
+                                          TE_COLLECTIVE_FORWARD) == TE_DOES_GATHER) {
         (void)te_linear_wide_input(build, k);
     }
 }
@@ -367,7 +368,7 @@ static void backward(te_build *build, int32_t k)
     uint32_t wanted = gradients_of(build, k);
     int forms = te_linear_read_by(build, k, TE_GRAD_OPERAND, wanted);
     int32_t bias_grad, grad = TE_NO_BUFFER;
-    if (!te_has_grad(build, te_linear_value(build, k, TE_GRAD_OPERAND))) return;
+    if (!te_has_grad(build, te_linear_value(build->graph, k, TE_GRAD_OPERAND))) return;
     bias_grad = te_parameter_grad(build, bias_of(build, k));
     if (wanted == 0 && bias_grad == TE_NO_BUFFER) return;
     if (needs_grad_weight(build, k) && !put_off) gather_input_early(build, k);
