@@ -79,6 +79,19 @@ def add_type(device: torch.device, dlpack: int) -> int:
     return number
 
 
+def stream_handle(device_type: str, index: int) -> int:
+    """Native handle of torch's current stream on a device, 0 where torch tells none.
+
+    `device_type` is torch's name. Packages of devices tell handles from torch 2.11 on, if at all;
+    CUDA's default stream has the handle 0, too.
+    """
+    current = getattr(module_of(device_type), "current_stream", None)
+    try:
+        return 0 if current is None else current(index).native_handle
+    except (AttributeError, RuntimeError):  # an older stream, or one whose package has no handles
+        return 0
+
+
 def number_of_type(device: torch.device) -> int:
     """Number of a device's type in the C library; ValueError for one that was not met."""
     for number in tuple(_TYPES):
