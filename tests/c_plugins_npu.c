@@ -96,7 +96,8 @@ te_status te_plugin_init(const te_host_api *api, uint32_t abi)
     TE_PLUGIN_REQUIRE(api, abi);
     host = api;
     if (!TE_HOST_HAS(host, device_type_add))
-        return TE_HOST_FAIL(host, TE_ERROR_UNSUPPORTED, "version 1.1 of the interface adds devices");
+        return TE_HOST_FAIL(host, TE_ERROR_UNSUPPORTED,
+                            "version 1.1 of the interface adds devices");
     st = host->device_type_add("npu", DL_EXT_DEV, &backend.device);
     return st == TE_OK ? host->register_backend(&backend) : st;
 }

@@ -281,9 +281,10 @@ static int number_of(const tepy_state *state, const tepy_dl_device *device)
     return type == TE_DEVICE_CPU ? 0 : slot_of((te_device){(te_device_type)type, device->index});
 }
 
-#define BY_ITSELF 1 /* what is no plain tensor with memory: the call has to be decided by itself */
+#define BY_ITSELF 1 /* the outcome for a call that has to be decided by itself */
 
-/* A tensor's view, after its type of device is met; else BY_ITSELF, or -1 with an exception. */
+/* A tensor's view, after its type of device is met. BY_ITSELF for one without memory; -1 with an
+ * exception. */
 static int view_met(const tepy_state *state, PyObject *tensor, tepy_site site, tepy_dl_tensor *dl)
 {
     te_device device;
