@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.plugin.definitions.codes import encode, is_fp8
 from transformer_engine.pytorch.constants import DType, torch_dtype
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
@@ -177,11 +178,13 @@ def multi_tensor_adam_fp8(
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
     rest = mode, bias_correction, weight_decay
     _adam(noop_flag, [grads, masters, means, squares], lr, beta1, beta2, epsilon, step, *rest)
-    skip, largest = noop_flag.detach().reshape(()) != 0, torch.finfo(dtype).max
+    if not is_fp8(dtype):
+        raise TypeError(f"{op}: fp8_dtype={fp8_dtype!r}, expected an FP8 DType")
+    skip = noop_flag.detach().reshape(()) != 0
     for master, code, scale, amax, inverse in zip(
         masters, codes, scales, amaxes, inverses, strict=True
     ):
-        cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
+        cast = encode(master * scale, dtype)
         top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
         written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
         for old, new in written:
