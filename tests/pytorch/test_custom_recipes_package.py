@@ -10,7 +10,6 @@ from pytorch.module_cases import batch, make, step
 from pytorch.test_custom_recipe import assert_close, flat
 from reference import as_f32
 from tols import BF16, E4M3, E5M2, F32, tol
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te

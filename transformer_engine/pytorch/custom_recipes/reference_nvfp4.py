@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 by its definition in PyTorch's operators, whose forms are plain tensors to read and compare.
+"""NVFP4 by its definition in PyTorch, whose forms are plain tensors to read and compare.
 
 A cast has the bits of the CPU backend on every device, and runs no kernel of it. Random numbers of
 stochastic rounding are not among the options.

@@ -33,7 +33,12 @@ from torch import Tensor, distributed
 
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.scaling_state.arenas import SLOTS, Arena, Chunk
-from transformer_engine.pytorch.torchside.device import has_streams, is_capturing, module_of
+from transformer_engine.pytorch.torchside.device import (
+    can_pin,
+    has_streams,
+    is_capturing,
+    module_of,
+)
 
 STARTED: list[Arena] = []
 """Arenas with a reduction that was started and not waited for, in the order of the starts."""
@@ -366,6 +371,6 @@ def event_of(device: torch.device) -> Any:
 
 def copy_of(values: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host that is being made, and the event that tells when it is complete."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=can_pin(values.device.type))
     host.copy_(values, non_blocking=True)
     return host, event_of(values.device)

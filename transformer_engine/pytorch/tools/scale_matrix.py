@@ -8,7 +8,6 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import OperandCast
-from transformer_engine.plugin.definitions.codes import decode
 
 TILE = 128
 
@@ -64,7 +63,7 @@ def scale_matrix(
     if mode == _core.SCALING_NVFP4:
         largest = 256.0 if cast.options & _core.CAST_TO_256 else 448.0
         tensor = (6.0 * largest / amax.reshape(-1, 1)).clamp(max=torch.finfo(torch.float32).max)
-        found = tensor / decode(scales[:rows], torch.float8_e4m3fn)
+        found = tensor / scales[:rows].contiguous().view(torch.float8_e4m3fn).float()
         return found.repeat_interleave(16, 1)[:, :columns]
     found = scales.reciprocal()
     if mode == _core.SCALING_BLOCK_1D:
