@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te  # noqa: E402 - after the device
 from transformer_engine import _core  # noqa: E402
 from transformer_engine.common.selections import MET  # noqa: E402
 from transformer_engine.plugin import definitions  # noqa: E402
-from transformer_engine.pytorch.module.layer_call import LayerCalls  # noqa: E402
+from transformer_engine.pytorch.module.layer_call import LayerRunner  # noqa: E402
 
 GEMMS = 3  # of a step
 
@@ -90,9 +90,9 @@ def first_call_of_a_layer():
     assert not MET
     for _ in range(2):
         layer(x).sum().backward()
-        (kept,) = LayerCalls.of(layer).calls.values()
+        (kept,) = LayerRunner.of(layer).calls.values()
         assert kept is not None and MET == {"npu"}
-        assert not any(module._bound for module in layer.modules() if hasattr(module, "_bound"))
+        assert not any(getattr(module, "_kept_calls", None) for module in layer.modules())
 
 
 def first_call_of_an_attention():

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, distributed
 
 from transformer_engine.pytorch.execution.thread_state import Domain
-from transformer_engine.pytorch.scaling_state.arenas import SLOTS, Arena, Chunk
+from transformer_engine.pytorch.scaling_state.arenas import SLOTS_PER_CHUNK, Arena, Chunk
 from transformer_engine.pytorch.torchside.device import (
     can_pin,
     has_streams,
@@ -302,7 +302,7 @@ def finish(arena: Arena) -> Reduction | None:
     with torch.no_grad():
         for chunk, buffer, _ in reduction.chunks:
             row = chunk.history[0]
-            torch.maximum(row, buffer[:SLOTS], out=row)
+            torch.maximum(row, buffer[:SLOTS_PER_CHUNK], out=row)
             _take_digests(arena, buffer)
     return reduction
 
@@ -326,7 +326,7 @@ def drop_all() -> None:
 
 def _take_digests(arena: Arena, buffer: Tensor) -> None:
     """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
-    digests = buffer[SLOTS:]
+    digests = buffer[SLOTS_PER_CHUNK:]
     if not has_streams(buffer.device.type):
         _check(arena, digests)
     elif not is_capturing(arena.device):
