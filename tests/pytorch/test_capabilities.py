@@ -3,6 +3,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,14 @@ def test_of_the_cpu(monkeypatch):
         graph.graph_pool_handle()
 
 
+def test_handles_of_streams(monkeypatch):
+    """A GPU of AMD is "cuda" for torch, whose streams have a name of their own for it."""
+    assert devices.stream_handle("cpu", 0) == 0
+    asked = lambda index: SimpleNamespace(cuda_stream=70 + index)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", asked)
+    assert devices.stream_handle("cuda", 1) == 71
+
+
 @pytest.mark.gpu
 def test_of_cuda():
     here = torch.device("cuda", torch.cuda.current_device())
@@ -90,3 +99,6 @@ def test_of_cuda():
     host, event = reduction.copy_of(torch.arange(5.0, device=here))
     event.synchronize()
     assert host.is_pinned() and host.tolist() == [0, 1, 2, 3, 4]
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        assert devices.stream_handle("cuda", here.index) == own.cuda_stream != 0

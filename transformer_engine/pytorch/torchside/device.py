@@ -120,10 +120,12 @@ def add_type(device: torch.device, dlpack: int) -> int:
 def stream_handle(device_type: str, index: int) -> int:
     """Native handle of torch's current stream on a device, 0 where torch tells none.
 
-    `device_type` is torch's name. Packages of devices tell handles from torch 2.11 on, if at all;
-    CUDA's default stream has the handle 0, too.
+    `device_type` is torch's name. Packages of devices tell handles from torch 2.11 on, if at all.
+    Default streams may have the handle 0, too.
     """
     current = getattr(module_of(device_type), "current_stream", None)
+    if device_type == "cuda":
+        return current(index).cuda_stream  # of AMD, for C asks for NVIDIA's; under any torch
     try:
         return 0 if current is None else current(index).native_handle
     except (AttributeError, RuntimeError):  # an older stream, or one whose package has no handles
