@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * c_plugins_npu.c - a vendor's plug-in for the test device "npu" (tests/devices): fill and RMSNorm
- * in fp32. Pointers of the device are addresses of the host under a tag in bits 52 to 55.
+ * in fp32. Pointers of the device are addresses of the host under a tag in bits 52 to 55. Handles
+ * of its streams are their numbers, 0 of the default one; the last one of fill is kept for tests.
  */
 #include <math.h>
 
@@ -10,6 +11,13 @@
 enum { DL_EXT_DEV = 12 };
 
 static const te_host_api *host;
+static _Thread_local void *filled_on;
+
+TE_API void *chip_filled_on(void);
+void *chip_filled_on(void)
+{
+    return filled_on;
+}
 
 static float *memory(const te_tensor *tensor)
 {
@@ -29,7 +37,8 @@ static te_status run_fill(void *self, te_context *context, const void *args, voi
 {
     const te_fill_args *a = args;
     const te_tensor rows = host->tensor_rows(&a->output);
-    (void)self, (void)context, (void)stream;
+    (void)self, (void)context;
+    filled_on = stream;
     for (int64_t i = 0; i < rows.shape[0]; i++) {
         for (int64_t j = 0; j < rows.shape[1]; j++) {
             memory(&rows)[i * rows.strides[0] + j] = (float)a->value;
@@ -87,7 +96,8 @@ te_status te_plugin_init(const te_host_api *api, uint32_t abi)
     TE_PLUGIN_REQUIRE(api, abi);
     host = api;
     if (!TE_HOST_HAS(host, device_type_add))
-        return TE_HOST_FAIL(host, TE_ERROR_UNSUPPORTED, "version 1.1 of the interface adds devices");
+        return TE_HOST_FAIL(host, TE_ERROR_UNSUPPORTED,
+                            "version 1.1 of the interface adds devices");
     st = host->device_type_add("npu", DL_EXT_DEV, &backend.device);
     return st == TE_OK ? host->register_backend(&backend) : st;
 }

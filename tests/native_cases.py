@@ -332,7 +332,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "before_cuda": lambda core: Case([print]),
     "meet_devices": lambda core: Case([print]),
     "add_device_type": lambda core: Case(["cpu", 1]),
-    "device_is_met": lambda core: Case([core.add_device_type("test", 99), "test"]),
+    "device_is_met": lambda core: Case([core.add_device_type("test", 99), "test", int]),
     "device_type_name": lambda core: Case([core.DEVICE_CPU]),
     "count_gemm": lambda core: Case([core.DEVICE_CPU, core.DTYPE_F32, core.DTYPE_F32]),
     "count_attention": lambda core: Case([core.DEVICE_CPU, core.DTYPE_F32, 0]),

@@ -430,9 +430,10 @@ def meet_devices(meet: Callable[[Tensor, int], Any], /) -> None:
     it is called for each tensor of the type, on any thread.
     """
 
-def device_is_met(device_type: int, torch_name: str, /) -> None:
+def device_is_met(device_type: int, torch_name: str, stream: Callable[[int], int], /) -> None:
     """Have `meet_devices` be called no more for a type that was added, torch's name of which it is.
 
+    ``stream(index)`` gives the handle that operators in C get as their stream, 0 for NULL.
     ValueError for another number.
     """
 

@@ -111,10 +111,26 @@ int tepy_same_device(tepy_site site, te_device device, te_device expected)
                      (int)expected.index, tepy_device_name(expected), (int)expected.index);
 }
 
+/* Torch's exchange table is not asked: that of 2.11 gives NULL for all devices but CUDA's, that of
+ * 2.13 fails for a device whose package tells no handles. */
+static int stream_of_other(const tepy_state *state, te_device device, void **stream)
+{
+    PyObject *ask = state->device_streams[device.type], *handle;
+    if (ask == NULL) return 0; /* the type was not met, so there is no tensor of it */
+    Py_INCREF(ask);            /* it may be replaced meanwhile */
+    handle = PyObject_CallFunction(ask, "i", (int)device.index);
+    Py_DECREF(ask);
+    if (handle == NULL) return -1;
+    *stream = PyLong_AsVoidPtr(handle);
+    Py_DECREF(handle);
+    return *stream == NULL && PyErr_Occurred() != NULL ? -1 : 0;
+}
+
 int tepy_stream(const tepy_state *state, te_device device, void **stream)
 {
     *stream = NULL;
     if (device.type == TE_DEVICE_CPU) return 0;
+    if (device.type != TE_DEVICE_CUDA) return stream_of_other(state, device, stream);
     return state->exchange->current_stream(te_device_type_dlpack(device.type), device.index,
                                            stream);
 }

@@ -89,7 +89,7 @@ static inline int tepy_is_met(const tepy_state *state, int32_t type)
 /* The device of a tensor, whose type is met if it was not yet; -1 with an exception. */
 int tepy_device_of(const tepy_state *state, PyObject *tensor, const tepy_dl_device *given,
                    tepy_site site, te_device *device);
-/* The stream that torch works on; NULL for the CPU. */
+/* Native handle of torch's current stream; NULL for the CPU, and where torch tells no handle. */
 int tepy_stream(const tepy_state *state, te_device device, void **stream);
 
 static inline int tepy_same(te_device a, te_device b)

@@ -48,11 +48,13 @@ PyObject *tepy_device_is_met(PyObject *module, PyObject *const *args, Py_ssize_t
     tepy_state *state = tepy_state_of(module);
     te_device device;
     if (tepy_device_args("device_is_met", args[0], NULL, &device) != 0 ||
-        tepy_text(args[1], (tepy_site){"device_is_met", "torch_name"}, NULL) == NULL) {
+        tepy_text(args[1], (tepy_site){"device_is_met", "torch_name"}, NULL) == NULL ||
+        tepy_require_callable(args[2], (tepy_site){"device_is_met", "stream"}) != 0) {
         return NULL;
     }
     if (device.type < TE_DEVICE_OTHER || te_device_type_dlpack(device.type) == 0)
         return TEPY_FAIL(PyExc_ValueError, site, "%d is no type that was added", (int)device.type);
+    tepy_set(&state->device_streams[device.type], Py_NewRef(args[2]));
     tepy_set(&state->device_names[device.type], Py_NewRef(args[1]));
     return Py_NewRef(Py_None);
 }

@@ -82,9 +82,10 @@ typedef enum tepy_key {
 
 /* X(name, count, stage) */
 #define TEPY_STATE_ARRAYS(X)                                                                       \
-    X(dtypes, TE_DTYPE_COUNT, BIND)        /* torch dtypes by te_dtype */                          \
-    X(device_names, TE_DEVICE_COUNT, LAZY) /* torch's, of types that are met */                    \
-    X(contexts, TEPY_DEVICES, LAZY)        /* Context objects by device */                         \
+    X(dtypes, TE_DTYPE_COUNT, BIND)          /* torch dtypes by te_dtype */                        \
+    X(device_names, TE_DEVICE_COUNT, LAZY)   /* torch's, of types that are met */                  \
+    X(device_streams, TE_DEVICE_COUNT, LAZY) /* callables: the current stream of an index */       \
+    X(contexts, TEPY_DEVICES, LAZY)          /* Context objects by device */                       \
     X(tuning, TEPY_DEVICES, LAZY)  /* by device: NULL: off; the cache file's path, or None */      \
     X(devices, TEPY_DEVICES, LAZY) /* torch.device objects by device */                            \
     X(empty_kwargs, (TEPY_DEVICES * TE_DTYPE_COUNT), LAZY) /* {dtype, device} by both */           \
@@ -298,7 +299,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(update, 1, 7, 8, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /")   \
     X(l2norm, 1, 4, 4, "tensors, factor, flag, per_tensor, /")                                     \
     X(add_device_type, 0, 2, 2, "name, dlpack, /")                                                 \
-    X(device_is_met, 0, 2, 2, "device_type, torch_name, /")                                        \
+    X(device_is_met, 0, 3, 3, "device_type, torch_name, stream, /")                                \
     X(count_gemm, 0, 3, 3, "device_type, a, b, /")                                                 \
     X(count_attention, 0, 3, 3, "device_type, dtype, backward, /")                                 \
     X(register_backend, 1, 4, 4, "name, device_type, priority, functions, /")

@@ -273,12 +273,26 @@ int tepy_fresh_data(const tepy_state *state, PyObject *tensor, tepy_site site, t
 /* ---- what a call is found by ------------------------------------------------------------------
  */
 
-/* The slot of a tensor's device; NO_SLOT where its type was not met yet. */
+/* The slot of a tensor's device; NO_SLOT where its type was not met. */
 static int number_of(const tepy_state *state, const tepy_dl_device *device)
 {
     const int32_t type = te_device_type_of_dlpack(device->type);
     if (!tepy_is_met(state, type)) return NO_SLOT;
     return type == TE_DEVICE_CPU ? 0 : slot_of((te_device){(te_device_type)type, device->index});
+}
+
+#define BY_ITSELF 1 /* the outcome for a call that has to be decided by itself */
+
+/* A tensor's view, after its type of device is met. BY_ITSELF for one without memory; -1 with an
+ * exception. */
+static int view_met(const tepy_state *state, PyObject *tensor, tepy_site site, tepy_dl_tensor *dl)
+{
+    te_device device;
+    if (state->exchange->view(tensor, dl) != 0) {
+        PyErr_Clear();
+        return BY_ITSELF;
+    }
+    return tepy_device_of(state, tensor, &dl->device, site, &device);
 }
 
 /* Borrowed: the item of a dict that a place (dict, key) names, or None for None; NULL where there
@@ -301,10 +315,10 @@ typedef struct call_facts {
     uint8_t dtypes[MOST_TENSORS][2];
 } call_facts;
 
-/* Puts the tensors of a call into `tensors`; -1 without an exception or with one where a call has
- * to be decided by itself. */
+/* Puts the tensors of a call into `tensors`, whose input's view is given; -1 without an exception
+ * or with one where a call has to be decided by itself. */
 static int look_at(const tepy_state *state, PyObject *const *args, PyObject *tensors,
-                   tepy_dl_tensor *inp, call_facts *facts)
+                   const tepy_dl_tensor *inp, call_facts *facts)
 {
     Py_ssize_t count = PyTuple_Size(tensors);
     if (count > MOST_TENSORS) return -1;
@@ -315,7 +329,7 @@ static int look_at(const tepy_state *state, PyObject *const *args, PyObject *ten
         tepy_dl_tensor dl;
         if (tensor == NULL || PyTuple_SetItem(tensors, i, Py_NewRef(tensor)) != 0) return -1;
         if (place == Py_None) continue;
-        if (state->exchange->view(tensor, i == 0 ? inp : &dl) != 0) return -1;
+        if (i > 0 && state->exchange->view(tensor, &dl) != 0) return -1;
         flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
         if (flag == NULL) return -1;
         facts->flags = (int64_t)((uint64_t)facts->flags << 1 | (flag == Py_True));
@@ -339,16 +353,20 @@ static PyObject *mixed_dtypes(const call_facts *facts, Py_ssize_t count)
 PyObject *tepy_tensors_of_call(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_state *state = tepy_state_of(module);
+    const tepy_site site = {"tensors_of_call", "inp"};
     PyObject *tensors;
     tepy_dl_tensor inp;
     call_facts facts;
+    int outcome = BY_ITSELF;
     if (!PyTuple_Check(args[1]))
         return TEPY_EXPECTED((tepy_site){"tensors_of_call", "places"}, "a tuple", args[1]);
+    if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type)
+        outcome = view_met(state, args[0], site, &inp);
+    if (outcome < 0) return NULL;
     tensors = PyTuple_New(1 + PyTuple_Size(args[1]));
     if (tensors == NULL) return NULL;
     memset(&facts, 0, sizeof facts);
-    if ((PyObject *)Py_TYPE(args[0]) == state->tensor_type &&
-        look_at(state, args, tensors, &inp, &facts) == 0 &&
+    if (outcome == 0 && look_at(state, args, tensors, &inp, &facts) == 0 &&
         number_of(state, &inp.device) != NO_SLOT) {
         const int device = number_of(state, &inp.device);
         return Py_BuildValue("((iiLLN)N)", inp.dtype.code << 8 | inp.dtype.bits, device,
@@ -382,17 +400,16 @@ static int32_t leading_bits(const tepy_dl_tensor *dl, const tepy_dl_tensor *firs
     return (int32_t)bits;
 }
 
-/* -1 without an exception or with one where the tensor is no plain one of heads with memory. */
+/* BY_ITSELF where the tensor is no plain one of heads with memory, -1 with an exception. */
 static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor *dl,
                       heads_facts *facts)
 {
     PyObject *type = (PyObject *)Py_TYPE(tensor), *flag;
-    int leading;
-    if ((type != state->tensor_type && type != state->parameter_type) ||
-        state->exchange->view(tensor, dl) != 0 || dl->ndim < 3 || dl->ndim > 5 ||
-        number_of(state, &dl->device) == NO_SLOT) {
-        return -1;
-    }
+    int leading, outcome;
+    if (type != state->tensor_type && type != state->parameter_type) return BY_ITSELF;
+    outcome = view_met(state, tensor, (tepy_site){"facts_of_heads", "tensors"}, dl);
+    if (outcome != 0) return outcome;
+    if (dl->ndim < 3 || dl->ndim > 5 || number_of(state, &dl->device) == NO_SLOT) return BY_ITSELF;
     flag = PyObject_GetAttr(tensor, state->keys[TEPY_KEY_REQUIRES_GRAD]);
     if (flag == NULL) return -1;
     Py_DECREF(flag);
@@ -402,7 +419,7 @@ static int tell_heads(const tepy_state *state, PyObject *tensor, tepy_dl_tensor 
     facts->dims = dl->ndim;
     facts->flags = (flag == Py_True) | tepy_dl_is_dense(dl) << 1;
     for (int i = leading; i < dl->ndim; i++) {
-        if (dl->shape[i] > INT32_MAX) return -1;
+        if (dl->shape[i] > INT32_MAX) return BY_ITSELF;
         facts->inner[i - leading] = (int32_t)dl->shape[i];
     }
     return 0;
@@ -416,11 +433,8 @@ PyObject *tepy_facts_of_heads(PyObject *module, PyObject *const *args, Py_ssize_
     memset(facts, 0, sizeof facts);
     for (Py_ssize_t i = 0; i < nargs; i++) {
         const tepy_dl_tensor *last = i == 0 ? &dl[0] : &dl[i - 1];
-        int leading;
-        if (tell_heads(state, args[i], &dl[i], &facts[i]) != 0) {
-            PyErr_Clear();
-            return Py_NewRef(Py_None);
-        }
+        int leading, outcome = tell_heads(state, args[i], &dl[i], &facts[i]);
+        if (outcome != 0) return outcome < 0 ? NULL : Py_NewRef(Py_None);
         leading = dl[i].ndim == 3 || dl[0].ndim == 3 || last->ndim == 3 ? 1 : 2;
         facts[i].leading = leading_bits(&dl[i], &dl[0], last, leading);
     }

@@ -12,6 +12,7 @@ import transformer_engine.pytorch as te  # noqa: E402 - after the device
 from transformer_engine import _core  # noqa: E402
 from transformer_engine.common.selections import MET  # noqa: E402
 from transformer_engine.plugin import definitions  # noqa: E402
+from transformer_engine.pytorch.module.layer_call import LayerRunner  # noqa: E402
 
 GEMMS = 3  # of a step
 
@@ -80,3 +81,22 @@ def again_after_an_interrupt():
         setattr(module, name, kept)
     step()
     assert te.counters()["op.npu.gemm"] == GEMMS
+
+
+def first_call_of_a_layer():
+    """It is one call from the start, as the calls after it, and kept like these."""
+    layer = te.TransformerLayer(32, 64, 4, device="npu", hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(4, 2, 32, device="npu", requires_grad=True)
+    assert not MET
+    for _ in range(2):
+        layer(x).sum().backward()
+        (kept,) = LayerRunner.of(layer).calls.values()
+        assert kept is not None and MET == {"npu"}
+        assert not any(getattr(module, "_kept_calls", None) for module in layer.modules())
+
+
+def first_call_of_an_attention():
+    """Its facts are told from the start."""
+    heads = [torch.randn(4, 2, 2, 16, device="npu") for _ in range(3)]
+    first = _core.facts_of_heads(*heads)
+    assert MET == {"npu"} and first == _core.facts_of_heads(*heads) and first is not None

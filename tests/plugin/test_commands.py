@@ -129,9 +129,35 @@ def test_coverage_is_written(tmp_path, capsys):
     found = json.loads((tmp_path / "made.json").read_text())
     outcomes = {(cell["op_name"], cell["recipe"], cell["outcome"]) for cell in found["cells"]}
     assert ("silu", "none", "failed") in outcomes and ("te_fill", "none", "passes") in outcomes
-    assert ("rmsnorm_fwd", "", "absent") in outcomes
+    assert ("rmsnorm_fwd", "none", "absent") in outcomes
     failed = [cell for cell in found["cells"] if cell["outcome"] == "failed"]
     assert all("off by" in cell["why"] and cell["failed"] for cell in failed)
+
+
+def test_what_a_vendor_lacks_is_told_by_dtype_and_recipe():
+    """In the cells in which it would be if he had it."""
+    ops = ["te_fill", "te_quantize", "te_amax", "gelu", "get_cudnn_version"]
+    made = {op: definitions.definition(op[3:]) for op in ops if op.startswith("te_")}
+    for op, function in made.items():
+        whole = plugin.OpImpl(
+            op, "vendor.whole", plugin.BackendImplKind.VENDOR, function, vendor="whole"
+        )
+        plugin.get_registry().register(whole)
+    register("silu", gelu)
+    cells = matrix.matrix(named=["acme", "whole"], ops=ops).cells
+
+    def of(vendor, op):
+        found = [cell for cell in cells if (cell.vendor, cell.op_name) == (vendor, op)]
+        absent = {cell.outcome == "absent" for cell in found}
+        return sorted((cell.dtype, cell.recipe) for cell in found), absent
+
+    for op in made:
+        assert of("acme", op) == (of("whole", op)[0], {True}) and of("whole", op)[1] == {False}
+    dtypes = ("bfloat16", "float16", "float32")
+    assert of("acme", "te_fill")[0] == [(dtype, "none") for dtype in dtypes]
+    assert {recipe for _, recipe in of("acme", "te_quantize")[0]} > {"delayed", "mxfp8", "nvfp4"}
+    assert ("bfloat16", "current") in of("acme", "gelu")[0]
+    assert of("acme", "get_cudnn_version") == ([("", "")], {True})
 
 
 @pytest.mark.parametrize("op", ["gelu", "silu"])
@@ -172,7 +198,8 @@ def test_this_librarys_own():
 def test_other_devices_and_unknown_operators_are_refused():
     plugin.register_library(plugin.get_registry(), usual())
     register("mine_alone", gelu)
-    found = {cell.op_name: cell for cell in matrix.matrix("meta", ["acme"]).cells}
+    made = matrix.matrix("meta", ["acme"], lacking=False)
+    found = {cell.op_name: cell for cell in made.cells}
     assert found["te_fill"].outcome == "refused" and found["te_fill"].why == "it is for cpu"
     assert found["mine_alone"].why == "it is no operator of this library"
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vendor of a chip gets: plug-ins on a device that this library has no kernels for."""
 
+import ctypes
 import json
 
 import pytest
@@ -303,3 +304,36 @@ def test_a_shared_object_for_its_own_device(npu, tmp_path):
     impl = plugin.get_registry().get_implementation("te_fill", "vendor.chip")
     report = plugins.check(impl, device=npu)
     assert report.passed and any(row.outcome == "refused" for row in report.rows), report
+
+
+@needs_compiler
+def test_a_shared_object_gets_the_current_stream(npu, tmp_path, monkeypatch):
+    """Under each torch; of streams whose package tells no handle it gets NULL."""
+    path = build(tmp_path, "streamed", source="c_plugins_npu.c")
+    (slot,) = [slot for slot in _core.load_plugin(path) if slot.op == "fill"]
+    filled_on = ctypes.CDLL(str(path)).chip_filled_on
+    filled_on.restype = ctypes.c_void_p
+    there = [torch.zeros(2, 3, device=f"npu:{index}") for index in range(2)]
+
+    def handles(index):
+        return [(slot(x, 1.0), filled_on())[1] for x in (there[index], there[1 - index])]
+
+    streams = [torch.npu.Stream(index) for index in (0, 1, 0, 1)]
+    for stream in streams:
+        index = stream.device_index
+        assert handles(index) == [None, None]
+        with torch.npu.stream(stream):
+            assert stream.stream_id and handles(index) == [stream.stream_id, None]
+    monkeypatch.setattr(torch.npu, "current_stream", Silent)
+    assert handles(0) == [None, None]
+
+
+class Silent:
+    """A stream of a package that tells no handles."""
+
+    def __init__(self, index):
+        del index
+
+    @property
+    def native_handle(self):
+        raise RuntimeError("Backend doesn't support getting stream native handle.")

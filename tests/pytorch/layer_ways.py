@@ -20,7 +20,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.layer import transformer_layer
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerRunner
 
 HIDDEN, FFN, HEADS, LENGTH, SOURCE, BATCH = 32, 64, 4, 6, 9, 2
 RECIPE_NAMES = [None, "delayed", "current"]
@@ -103,7 +103,7 @@ def inputs_of(layer, **given):
 def watched():
     """Note (class of the layer, it runs as one call) of each call in the block."""
     found = []
-    of, run = LayerCalls.of.__func__, LayerCalls.run
+    of, run = LayerRunner.of.__func__, LayerRunner.run
 
     def noted_of(cls, layer, *given):
         calls = of(cls, layer, *given)
@@ -121,8 +121,8 @@ def watched():
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCalls, "of", classmethod(noted_of))
-        patch.setattr(LayerCalls, "run", noted_run)
+        patch.setattr(LayerRunner, "of", classmethod(noted_of))
+        patch.setattr(LayerRunner, "run", noted_run)
         yield found
 
 
@@ -130,7 +130,7 @@ def watched():
 def by_modules():
     """Every layer calls its modules in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCalls, "of", classmethod(lambda cls, layer, *given: None))
+        patch.setattr(LayerRunner, "of", classmethod(lambda cls, layer, *given: None))
         yield
 
 

@@ -268,9 +268,9 @@ def test_each_way_is_found(device, kind, way, recipe, monkeypatch):
     module = {**MODULES, **MORE}[kind](device=device)
     if kind == "held" and (recipe is None or way in ("calibrating", "custom")):
         pytest.skip("without FP8 a quantized weight is dequantized at each call")
-    decided, found = linear_calls.LinearCalls._decide, []
+    decided, found = linear_calls.LinearCallBase._decide, []
     monkeypatch.setattr(
-        linear_calls.LinearCalls, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+        linear_calls.LinearCallBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
     )
     for number in range(6):
         x = torch.randn(16, 16, device=device, requires_grad=True)
@@ -334,10 +334,10 @@ def test_the_programs_find_calls(device, monkeypatch):
         taken.append(holds)
         return holds
 
-    decided = linear_calls.LinearCalls._decide
+    decided = linear_calls.LinearCallBase._decide
     monkeypatch.setattr(call_key.KeptCall, "holds", noted)
     monkeypatch.setattr(
-        linear_calls.LinearCalls, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
+        linear_calls.LinearCallBase, "_decide", lambda *a: (taken.append(False), decided(*a))[1]
     )
     for seed in range(12):
         run_program(MODULES["linear"], seed, device)
@@ -350,9 +350,9 @@ def test_microbatches_are_found(device, kind, first, monkeypatch):
     """From the third one on nothing is decided anew."""
     module = MODULES[kind](device=device)
     main_grads_of(module)
-    decided, found = linear_calls.LinearCalls._decide, []
+    decided, found = linear_calls.LinearCallBase._decide, []
     monkeypatch.setattr(
-        linear_calls.LinearCalls, "_decide", lambda *a: (found.append(a), decided(*a))[1]
+        linear_calls.LinearCallBase, "_decide", lambda *a: (found.append(a), decided(*a))[1]
     )
     for _ in range(6):
         x = torch.randn(16, 16, device=device, requires_grad=True)

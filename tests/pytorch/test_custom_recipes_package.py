@@ -10,6 +10,7 @@ from pytorch.module_cases import batch, make, step
 from pytorch.test_custom_recipe import assert_close, flat
 from reference import as_f32
 from tols import BF16, E4M3, E5M2, F32, tol
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -30,6 +31,7 @@ from transformer_engine.pytorch.custom_recipes import (
     reference_nvfp4,
     reference_utils,
 )
+from transformer_engine.pytorch.tensor import NVFP4Quantizer
 
 FACTORIES = {
     "delayed": (quantizer_factories.delayed_scaling_factory, DelayedScaling),
@@ -253,6 +255,63 @@ def test_nvfp4_is_the_definition(device, name):
     assert swapped.shape == (72, 40)
     assert_same_bits(swapped.data, made.data_t)
     assert_same_bits(swapped.global_amax_row, made.global_amax_col)
+
+
+OPTIONS = {
+    **{name: options for name, (options, _) in NVFP4.items()},
+    "unsigned": {"with_rht": True, "with_random_sign_mask": False},
+    "four over six": {"nvfp4_use_4over6": True},
+    "four over six, squared": {"nvfp4_use_4over6": True, "nvfp4_4over6_err_mode": "MSE"},
+    "four over six, squares": {"nvfp4_use_4over6": True, "quant_tile_shape": (16, 16)},
+    "to 256": {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("forms", [(True, True), (True, False), (False, True)])
+def test_nvfp4_has_the_bits_of_the_kernels_on_its_own_device(device, name, forms):
+    """It reads nothing back to the host, and runs no kernel of this library."""
+    options = dict(OPTIONS[name])
+    square = {"with_2d_quantization": options.pop("quant_tile_shape", None) is not None}
+    x = (torch.randn(40, 72, dtype=BF16) * 3).to(device)
+    x[3, :16] = 0.0
+    wanted = NVFP4Quantizer(rowwise=forms[0], columnwise=forms[1], **square, **options)(x)
+    quantizer = reference_nvfp4.NVFP4QuantizerRef(
+        reference_utils.Fp4Formats.E2M1, *forms, **OPTIONS[name]
+    )
+    before = _core.counters()
+    with NoCopies(device):
+        made = quantizer.quantize(x)
+    assert _core.counters() == before
+    for form, end, place in (("row", "", "row"), ("column", "_t", "col")):
+        data = getattr(made, f"data{end}")
+        if not forms[form == "column"]:
+            assert data is None
+            continue
+        scale, of_kernel = getattr(made, f"scale{end}"), f"_{form}wise_scale_inv"
+        rows, groups = scale.shape
+        assert data.device == scale.device == x.device
+        assert_same_bits(data, getattr(wanted, f"_{form}wise_data"))
+        scales = getattr(wanted, of_kernel)[:rows, :groups].contiguous()
+        assert_same_bits(scale.view(torch.uint8), scales)
+        amax = getattr(wanted, f"_amax_{form}wise")
+        assert_same_bits(getattr(made, f"global_amax_{place}"), amax)
+    if forms[0]:
+        assert_same_bits(made.dequantize(dtype=F32), wanted.dequantize(dtype=F32))
+
+
+class NoCopies(TorchDispatchMode):
+    """No operator of torch gives a tensor of another device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = torch.device(device).type
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            assert made.device.type == self._device or made.dim() == 0, func
+        return made
 
 
 @pytest.mark.parametrize("kind", ["linear", "swiglu"])

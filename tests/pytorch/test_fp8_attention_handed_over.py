@@ -31,7 +31,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
 )
 from transformer_engine.pytorch.attention.fp8 import BLOCK
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerRunner
 
 WIDTH = HEADS * CHANNELS
 OPTIONS = {"attention_dropout": 0.0, "params_dtype": BF16, "fuse_qkv_params": True}
@@ -152,7 +152,7 @@ def plans_of(module, x, recipe):
     with te.autocast(recipe=recipe):
         for _ in range(2):
             module(x)
-    found = [bound for bound in LayerCalls.of(module).calls.values() if bound is not None]
+    found = [kept for kept in LayerRunner.of(module).calls.values() if kept is not None]
     return found[-1].call.plans
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize, prune
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerRunner
 
 DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
@@ -387,8 +387,8 @@ def test_a_hook_does_not_make_a_layer_look_at_its_modules_anew(device, monkeypat
     layer = te.TransformerLayer(32, 64, 2, **off, device=device)
     x = torch.randn(4, 2, 32, device=device)
     expected, made = layer(x), []
-    real = LayerCalls._find_parents
-    monkeypatch.setattr(LayerCalls, "_find_parents", lambda *a: (made.append(a), real(*a))[1])
+    real = LayerRunner._find_parents
+    monkeypatch.setattr(LayerRunner, "_find_parents", lambda *a: (made.append(a), real(*a))[1])
     seen = []
     hook = layer.self_attention.proj.register_forward_hook(lambda *a: seen.append(a))
     for _ in range(4):
@@ -396,9 +396,9 @@ def test_a_hook_does_not_make_a_layer_look_at_its_modules_anew(device, monkeypat
     assert len(seen) == 4 and len(made) <= 2  # of the layer, and of its attention
     hook.remove()
     assert_same_bits(layer(x), expected)
-    assert len(seen) == 4 and LayerCalls.of(layer) is not None
+    assert len(seen) == 4 and LayerRunner.of(layer) is not None
     parametrize.register_parametrization(layer.self_attention.proj, "weight", torch.nn.Identity())
     assert_same_bits(layer(x), expected)
     parametrize.remove_parametrizations(layer.self_attention.proj, "weight")
     assert_same_bits(layer(x), expected)
-    assert LayerCalls.of(layer) is not None
+    assert LayerRunner.of(layer) is not None

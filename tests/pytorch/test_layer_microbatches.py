@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerRunner
 from transformer_engine.pytorch.module.linear_base import LinearBase
 
 # ---- weights kept in FP8 -------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_weights_that_another_thread_has_kept_meanwhile(device, way, monkeypatch
     """Between the look for kept weights and the choice of plans; later calls are as ever."""
     layer = make("encoder", device, BF16)
     x = states(layer).detach()
-    owner, name = (LayerCalls, "_bind") if way == "whole" else (LinearBase, "_decide")
+    owner, name = (LayerRunner, "_make_call") if way == "whole" else (LinearBase, "_decide")
     choose, raced = getattr(owner, name), []
 
     def race(*given):

@@ -32,7 +32,7 @@ from tols import BF16
 from torch.utils.checkpoint import checkpoint as torch_checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_engine.pytorch.module.layer_call import LayerCalls
+from transformer_engine.pytorch.module.layer_call import LayerRunner
 
 pytestmark = IGNORED
 
@@ -264,14 +264,14 @@ def test_fp8_in_a_backward_of_nobody(device):
 @contextlib.contextmanager
 def bound():
     """Note each call of a layer that is bound."""
-    found, bind = [], LayerCalls._bind
+    found, bind = [], LayerRunner._make_call
 
     def noted(calls, layer, *given):
         found.append(layer)
         return bind(calls, layer, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCalls, "_bind", noted)
+        patch.setattr(LayerRunner, "_make_call", noted)
         yield found
 
 

@@ -265,7 +265,7 @@ def test_calls_of_several_dtypes_are_found_again(device, name, use, monkeypatch)
                     own.data = own.data.to(of_norm)  # the module is not told
         decide.reset_mock()
         for _ in range(4):
-            anew._bound.clear()
+            anew._kept_calls.clear()
             assert_same_bits(run(module, given), run(anew, given))
         calls = [given[0][0] for given in decide.call_args_list]
         assert (calls.count(module), calls.count(anew)) == (1, 4)

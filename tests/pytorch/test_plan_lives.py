@@ -101,7 +101,7 @@ def test_a_module_in_ever_new_situations_keeps_few(device):
     for number in range(1, OUTLIVE + 4 * KEPT):
         step(number)
         counts.append(_core.plan_count())
-        assert max(map(len, (norm._plans, linear._plans, linear._bound))) <= KEPT
+        assert max(map(len, (norm._plans, linear._plans, linear._kept_calls))) <= KEPT
     assert max(counts) - counts[0] <= 2 * (OUTLIVE + KEPT) < 2 * len(counts)
     for ours, theirs in zip(step(0), first, strict=True):
         assert_same_bits(ours, theirs)

@@ -27,7 +27,6 @@ from transformer_engine.pytorch import (
     cpu_offload_v1,
     distributed,
     export,
-    graph,
     jit,
     utils,
 )
@@ -268,7 +267,6 @@ def test_what_is_off():
     assert (base._2X_ACC_FPROP, base._2X_ACC_DGRAD, base._2X_ACC_WGRAD) == (False, True, True)
     assert not distributed.HAS_TORCH_SYMMETRIC and not distributed.symmetric_mem_cache
     assert (export.TORCH_MAJOR, export.TORCH_MINOR) == te.torch_version()[:2]
-    assert graph.graph_pool_handle is torch.cuda.graph_pool_handle
     for module in (te.module.grouped_linear, te.module):
         assert not module.is_module_grouped_tensor_path_supported(None, BF16)
     assert not te.ops.basic.is_op_fuser_grouped_tensor_path_supported(None, BF16)

@@ -198,10 +198,10 @@ def test_a_call_is_found_again(device):
     x = batch(device)
     for _ in range(3):
         step(module, x, "current")
-    bound = module._bound
-    assert len(bound) == 1 and module._quantized_parameters
+    kept = module._kept_calls
+    assert len(kept) == 1 and module._quantized_parameters
     step(module, x, "current")
-    assert module._bound is bound and len(bound) == 1
+    assert module._kept_calls is kept and len(kept) == 1
     module.weight = torch.nn.Parameter(module.weight.dequantize().detach())
     plain = copy.deepcopy(module)
     for _ in range(2):

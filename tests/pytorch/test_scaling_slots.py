@@ -114,7 +114,7 @@ def chunks(direction="forward"):
 
 def test_many_modules_span_chunks(device):
     """More modules than a chunk has room for; every one's state equals its own model."""
-    count = scaling.SLOTS // 3 + 6
+    count = scaling.SLOTS_PER_CHUNK // 3 + 6
     layers = [te.Linear(16, 16, device=device) for _ in range(count)]
     recipe = recipe_of(amax_history_len=2)
     watch = Watch(layers, recipe)
@@ -134,7 +134,7 @@ def test_many_modules_span_chunks(device):
 @pytest.mark.parametrize("margins", [(0,), (0, 1)])
 def test_state_that_comes_behind_an_update_in_a_graph(device, margins, start, monkeypatch):
     """A graph updates all state behind the backward of its first module, that of the last too."""
-    monkeypatch.setattr("transformer_engine.pytorch.scaling_state.arenas.SLOTS", 8)
+    monkeypatch.setattr("transformer_engine.pytorch.scaling_state.arenas.SLOTS_PER_CHUNK", 8)
     recipes, results = [recipe_of(margin=margin) for margin in margins], []
 
     def step(x, layers):

@@ -80,9 +80,9 @@ def test_whether_a_thread_is_inside_of_an_operator():
 @pytest.mark.gpu
 def test_calls_in_fp32_are_found_by_what_the_setting_allows(monkeypatch):
     """Three are decided, the module's first one and one of each setting; the bits are theirs."""
-    decided, decide = [], linear_calls.LinearCalls._decide
+    decided, decide = [], linear_calls.LinearCallBase._decide
     monkeypatch.setattr(
-        linear_calls.LinearCalls, "_decide", lambda *a: (decided.append(a), decide(*a))[1]
+        linear_calls.LinearCallBase, "_decide", lambda *a: (decided.append(a), decide(*a))[1]
     )
     linear, x = te.Linear(256, 256, device="cuda"), torch.randn(64, 256, device="cuda")
     before, found = MATMUL.fp32_precision, {"ieee": [], "tf32": []}

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("no plug-in has registered an implementation", file=sys.stderr)
             return 2
         tell = print if checks else lambda line: print(line, file=sys.stderr)
-        found = matrix.matrix(given.device, vendors, given.op, tell)
+        found = matrix.matrix(given.device, vendors, given.op, tell, lacking=not checks)
     except (LookupError, RuntimeError) as error:  # no such vendor, or device
         print(error, file=sys.stderr)
         return 2

@@ -8,12 +8,23 @@ import torch
 
 from transformer_engine.common import absent
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.torchside.device import accelerator, module_of
 
 __getattr__, __dir__ = absent.attach(globals())
 
-graph_pool_handle = torch.cuda.graph_pool_handle
-
 _CAPTURING = [False]
+
+
+def graph_pool_handle() -> Any:
+    """A handle of memory that graphs share, of the accelerator's module of torch.
+
+    NotImplementedError where that captures no graphs.
+    """
+    kind = accelerator()
+    make = getattr(module_of(kind), "graph_pool_handle", None)
+    if make is None:
+        raise NotImplementedError(f"graph_pool_handle: {kind}: torch captures no graphs there")
+    return make()
 
 
 def set_capture_start() -> None:

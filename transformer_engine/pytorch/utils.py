@@ -16,9 +16,12 @@ from transformer_engine.common import absent, decode_cudnn_version
 from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.torch_version import torch_version as torch_version
 from transformer_engine.pytorch.torchside.device import (
+    can_alias,
     canonicalize_device,
     get_device_compute_capability,
+    get_sm_count as get_sm_count,
     is_bf16_available,
+    profiler_ranges,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
@@ -91,13 +94,6 @@ def get_cudnn_version() -> tuple[int, int, int]:
     """(major, minor, patch) of the cuDNN that torch uses; zeros without it."""
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return decode_cudnn_version(version or 0)
-
-
-def get_sm_count() -> int:
-    """Multiprocessors of the current CUDA device; 0 where there is none."""
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 is_bf16_compatible = is_bf16_available
@@ -330,11 +326,11 @@ def make_weak_ref(x: Any) -> Any:
     """Tensors that share memory with others and do not keep it alive.
 
     For a tensor, a number, None, or a list, tuple or dict of these it gives the same structure: an
-    alias of a CUDA tensor, a tensor of the CPU itself. Reading an alias after its memory was freed
-    reads what is there then. TypeError for other objects.
+    alias of a CUDA tensor, a tensor of another device itself. Reading an alias after its memory was
+    freed reads what is there then. TypeError for other objects.
     """
     if isinstance(x, Tensor):
-        return _alias(x) if x.is_cuda else x
+        return _alias(x) if can_alias(x) else x
     if isinstance(x, list | tuple):
         made = [make_weak_ref(each) for each in x]
         return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
@@ -368,10 +364,11 @@ _RANGES: list[str] = []
 
 
 def nvtx_range_push(msg: str) -> None:
-    """Begin a range of the profiler; nothing where torch has no CUDA."""
+    """Begin a range of the profiler; nothing where the accelerator has no such ranges."""
     _RANGES.append(msg)
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(msg)
+    ranges = profiler_ranges()
+    if ranges is not None:
+        ranges.range_push(msg)
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
@@ -384,8 +381,9 @@ def nvtx_range_pop(msg: str | None = None) -> None:
     if msg is not None and _RANGES[-1] != msg:
         raise ValueError(f"nvtx_range_pop: {msg!r}, but the innermost range is {_RANGES[-1]!r}")
     _RANGES.pop()
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_pop()
+    ranges = profiler_ranges()
+    if ranges is not None:
+        ranges.range_pop()
 
 
 class get_nvtx_range_context(Context, contextlib.ContextDecorator):  # noqa: N801 - users' name

@@ -25,9 +25,12 @@ from transformer_engine.pytorch.constants import torch_dtype
 from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.execution.overrides import native
+from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.torchside.device import (
     get_device_compute_capability,
+    on_cuda,
     prepare_device,
+    reads_vectors,
 )
 
 _FORWARD, _BACKWARD = "fused_attn_fwd", "fused_attn_bwd"
@@ -134,17 +137,18 @@ def _heads(op: str, **given: Any) -> list[Tensor]:
     tensors = [tensor.detach() for tensor in given.values()]
     prepare_device(tensors[0].device)
     return [
-        t if t.stride(-1) == 1 and (is_aligned(t) or not t.is_cuda) else t.contiguous()
+        t if t.stride(-1) == 1 and (is_aligned(t) or not reads_vectors(t)) else t.contiguous()
         for t in tensors
     ]
 
 
 @operator
 def get_fused_attn_backend(call: Any) -> ops.NVTE_Fused_Attn_Backend:
-    """Return whether `fused_attn_fwd` and its backward take such a call on the current device.
+    """Return whether `fused_attn_fwd` and its backward take such a call on the default device.
 
-    `NVTE_F16_arbitrary_seqlen` where they do: fp16 or bf16 (without a CUDA device fp32, too), on
-    compute capability 9.0 heads of multiples of 8 channels up to 256; else `NVTE_No_Backend`.
+    That is where modules are made that are told no device. `NVTE_F16_arbitrary_seqlen` where they
+    do: fp16 or bf16, on compute capability 9.0 heads of multiples of 8 channels up to 256, on
+    devices that are none of CUDA fp32, too; else `NVTE_No_Backend`.
     """
     kinds = ops.NVTE_Fused_Attn_Backend
     return kinds.NVTE_No_Backend if no_backend_because(call) else kinds.NVTE_F16_arbitrary_seqlen
@@ -157,7 +161,7 @@ def _check_sizes(op: str, call: Any) -> None:
 
 
 def no_backend_because(call: Any) -> str:
-    """Why `fused_attn_fwd` does not take such a call on the current device; "": it does.
+    """Why `fused_attn_fwd` does not take such a call on the default device; "": it does.
 
     `call` has the arguments of `get_fused_attn_backend`. ValueError for what is no enumerator,
     TypeError for what is no number.
@@ -172,8 +176,9 @@ def no_backend_because(call: Any) -> str:
         packed = [form == "thd" for form in formats(op, call.qkv_layout)]
     except NotImplementedError as error:
         return str(error)
-    on_cuda, taken = torch.cuda.is_available(), [torch.float16, torch.bfloat16]
-    if not on_cuda:
+    device, taken = default_device(), [torch.float16, torch.bfloat16]
+    by_cudnn, capability = on_cuda(device), get_device_compute_capability(device)
+    if not by_cudnn:
         taken.append(torch.float32)
     text = ""
     if found[0] != found[1] or found[0] not in taken:
@@ -186,12 +191,12 @@ def no_backend_because(call: Any) -> str:
         text = "packed queries or keys alone: pack both"
     elif bias == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         text = f"bias_type={bias.name}: not built yet"
-    elif on_cuda and any(dim % 8 != 0 or dim > 256 for dim in channels):
+    elif by_cudnn and any(dim % 8 != 0 or dim > 256 for dim in channels):
         text = f"{channels} channels of a head: expected multiples of 8 up to 256"
-    elif on_cuda and call.return_max_logit:
+    elif by_cudnn and call.return_max_logit:
         text = "return_max_logit: cuDNN's kernels do not write it"
-    elif on_cuda and get_device_compute_capability() != (9, 0):
-        text = f"compute capability {get_device_compute_capability()}: built and tested for 9.0"
+    elif by_cudnn and capability != (9, 0):
+        text = f"compute capability {capability}: built and tested for 9.0"
     return f"{op}: {text}" if text else ""
 
 

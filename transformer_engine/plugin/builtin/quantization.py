@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.plugin.definitions.codes import encode, is_fp8
 from transformer_engine.pytorch.constants import TE_DType_To_Torch, torch_dtype
 from transformer_engine.pytorch.cpp_extensions.values import checked, like, wide
 from transformer_engine.pytorch.execution.overrides import native
@@ -244,10 +245,10 @@ def fp8_block_scaling_partial_cast(call: Any) -> None:
     op, out = "fp8_block_scaling_partial_cast", call.out.detach()
     part = checked(op, "inp", call.inp).reshape(-1)
     dtype = torch_dtype(op, "out_dtype", call.out_dtype)
+    if not is_fp8(dtype):
+        raise TypeError(f"{op}: out_dtype={call.out_dtype!r}, expected an FP8 DType")
     if out.numel() != part.numel():
         raise ValueError(f"{op}: out of {out.numel()} elements, inp of {part.numel()}")
     tiles = _tiles(op, part, call, "scale", call.scale)
-    values = part.float() * call.scale.reshape(-1)[tiles]
-    largest = torch.finfo(dtype).max
-    codes = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    codes = encode(part.float() * call.scale.reshape(-1)[tiles], dtype)
     out.view(torch.uint8).copy_(codes.view(out.shape))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine.plugin.adapters import LIBRARY
+from transformer_engine.plugin.adapters import LIBRARY, NATIVE
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
 from transformer_engine.plugin.conformance.cases import (
     CASES,
@@ -29,7 +29,7 @@ from transformer_engine.plugin.conformance.definition import compared, defined
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl
 
-__all__ = ["WITHOUT_CASES", "Report", "Row", "check", "operators"]
+__all__ = ["WITHOUT_CASES", "Report", "Row", "check", "groups", "operators"]
 
 _GROUPS = ("layers", "casts", "scaling", "optimizers", "attention", "layouts")
 WITHOUT_CASES = {
@@ -162,12 +162,33 @@ def check(
     if name in WITHOUT_CASES:
         raise NotImplementedError(f"check: {name} has no cases: {WITHOUT_CASES[name]}")
     cases = _cases()[name]
-    if forward is None and name in _FORWARD_OF:
-        found = get_registry().get_implementation(_FORWARD_OF[name], impl.impl_id)
-        forward = None if found is None else found.fn
+    forward = forward or _forward_of(name, impl.impl_id)
     draw = Draw(torch.device(device), seed, tuple(dtypes), forward)
     rows = [_run(name, impl, case) for case in cases(draw) if match in case.name]
     return Report(name, impl.impl_id, tuple(rows))
+
+
+def groups(op_name: str) -> tuple[tuple[str, str], ...]:
+    """(dtype, recipe) of the cases of an operator, as of `Row`, each once; () where it has none.
+
+    They are found by drawing the cases, on the CPU.
+    """
+    from transformer_engine.plugin.conformance import library
+
+    draw = Draw(torch.device("cpu"), 0, _DTYPES, _forward_of(op_name, NATIVE))
+    if op_name in LIBRARY:
+        cases = (case for _, _, case in library.cases_of(LIBRARY[op_name], draw, _cases()))
+    else:
+        cases = iter(_cases().get(op_name, lambda draw: ())(draw))
+    return tuple(dict.fromkeys((dtype_of(case), recipe_of(case)) for case in cases))
+
+
+def _forward_of(op_name: str, impl_id: str) -> Callable[..., Any] | None:
+    """The forward whose random masks a gradient reads; None where there is none."""
+    if op_name not in _FORWARD_OF:
+        return None
+    found = get_registry().get_implementation(_FORWARD_OF[op_name], impl_id)
+    return None if found is None else found.fn
 
 
 def _of_library(impl: OpImpl, draw: Draw, match: str) -> Iterator[Row]:

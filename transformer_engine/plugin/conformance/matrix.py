@@ -10,7 +10,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.plugin.adapters import LIBRARY, NATIVE
 from transformer_engine.plugin.builtin import ABSENT, OPERATORS
-from transformer_engine.plugin.conformance import WITHOUT_CASES, Row, check
+from transformer_engine.plugin.conformance import WITHOUT_CASES, Row, check, groups
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.plugin.core.types import BackendImplKind, OpImpl, vendor_key
 from transformer_engine.plugin.definitions import NAME
@@ -101,15 +101,19 @@ def matrix(
     named: Iterable[str] = (),
     ops: Iterable[str] = (),
     tell: Callable[[str], Any] = lambda line: None,
+    lacking: bool = True,
 ) -> Matrix:
     """Check implementations of vendors on a type of devices, and list what comes of it.
 
     `named` are vendors, or `impl_id`s of what has none ("default.native"); () all but this
-    library's own. `ops` are operators, () all that somebody named has, and those that he lacks.
-    ``tell`` gets a line for each implementation that was checked.
+    library's own. `ops` are operators, () all that somebody named has. ``tell`` gets a line for
+    each implementation that was checked. `lacking`: list as "absent" what somebody lacks of `ops`,
+    or of all of `transformer_engine_torch`, with the dtypes and recipes that its cases have.
     """
     found = vendors()  # which loads plug-ins: one may bring the device
-    device, wanted, cells = torch.device(device), frozenset(ops), []
+    device, wanted = torch.device(device), frozenset(ops)
+    cells: list[Cell] = []
+    cases: dict[str, tuple] = {}  # what `groups` finds of operators that somebody lacks
     strange = wanted - _named()
     if strange:
         raise LookupError(f"there is no operator {', '.join(sorted(strange))}")
@@ -122,8 +126,11 @@ def matrix(
             made = tuple(_cells(impl, device))
             tell(f"{impl.op_name} by {impl.impl_id}: {summary(made)}")
             cells += made
-        for op in sorted((wanted or _expected()) - there):
-            cells.append(Cell(op, vendor, "", "", "", ABSENT_, 0, 0, 0, ""))
+        for op in sorted((wanted or _expected()) - there) if lacking else ():
+            if op not in cases:
+                cases[op] = groups(op) or (("", ""),)
+            for group in cases[op]:
+                cells.append(Cell(op, vendor, "", *group, ABSENT_, 0, 0, 0, ""))
     return Matrix(device.type, tuple(sorted(cells, key=lambda cell: cell[:5])))
 
 
@@ -176,10 +183,10 @@ def _cells(impl: OpImpl, device: torch.device) -> Iterator[Cell]:
             why = str(error)
     if not rows:
         yield Cell(*named, "", "", REFUSED, 0, 0, 0, why or "there is no case")
-    groups: dict[tuple[str, str], list[Row]] = {}
+    grouped: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.dtype, row.recipe), []).append(row)
-    for (dtype, recipe), group in groups.items():
+        grouped.setdefault((row.dtype, row.recipe), []).append(row)
+    for (dtype, recipe), group in grouped.items():
         yield _cell(named, dtype, recipe, group)
 
 

@@ -3,7 +3,6 @@
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -177,9 +176,9 @@ _INDICES = ("int32", "int64", "bool")
 def _fits(dtype: Any, device: Any, dtypes: frozenset | None, least: tuple | None) -> bool | None:
     """Return whether a tensor is one that is taken; None: the next one says so."""
     if least is not None:
-        if getattr(device, "type", "") != "cuda" or sys.modules["torch"].version.hip is not None:
-            return False  # numbers of AMD's architectures mean something else
-        if sys.modules["torch"].cuda.get_device_capability(device) < least:
+        from transformer_engine.pytorch.torchside.device import get_device_compute_capability
+
+        if get_device_compute_capability(device) < least:
             return False
     if dtypes is None or _plain(dtype) in dtypes:
         return True

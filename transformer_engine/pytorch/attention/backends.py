@@ -44,6 +44,7 @@ from transformer_engine.pytorch.module.operands import DTYPES
 from transformer_engine.pytorch.module.parameters import one_of
 from transformer_engine.pytorch.torchside.device import (
     accelerator,
+    get_device_compute_capability,
     on_cuda,
     prepare_device,
     type_name,
@@ -293,7 +294,7 @@ def _device_facts(device: torch.device) -> tuple[int, int]:
     if not on_cuda(device):
         return 0, 0
     prepare_device(device)
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = get_device_compute_capability(device)
     return 10 * major + minor, torch.backends.cudnn.version() or 0
 
 

@@ -44,8 +44,7 @@ def wide(op: str, name: str, tensor: Any) -> Tensor:
     found = checked(op, name, tensor)
     if found.dim() == 0:
         raise ValueError(f"{op}: {name}: shape (), expected [..., columns]")
-    if found.is_cuda:
-        prepare_device(found.device)
+    prepare_device(found.device)
     return found.contiguous()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.plugin.definitions.codes import encode, largest_of, reciprocal
-from transformer_engine.plugin.definitions.scales import largest, scale_of_amax
+from transformer_engine.plugin.definitions.scales import largest, numbers, scale_of_amax
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
     ReferenceQuantizer,
@@ -38,7 +38,7 @@ class CurrentScalingTensorRef(ReferenceTensor):
 
     def _values(self, transposed: bool) -> Tensor:
         data, scale = (self.data_t, self.scale_t) if transposed else (self.data, self.scale)
-        return data.float() * scale
+        return numbers(data) * scale
 
 
 class CurrentScalingQuantizerRef(ReferenceQuantizer):
@@ -94,7 +94,7 @@ class CurrentScalingQuantizerRef(ReferenceQuantizer):
 
     def dequantize(self, tensor: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Codes times a scale, in fp32 where `dtype` is None."""
-        return (tensor.float() * scale).to(dtype or torch.float32)
+        return (numbers(tensor) * scale).to(dtype or torch.float32)
 
     def _operand(self, codes: Tensor, scale: Tensor, qresult: Any, column: bool) -> Tensor:
         del qresult, column

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 by the portable C code of this library, whose forms are plain tensors to read and compare.
+"""NVFP4 by its definition in PyTorch, whose forms are plain tensors to read and compare.
 
-The CPU backend defines what all others compute, so a cast here runs there, whatever the device of
-the values. Random numbers of stochastic rounding are not among the options.
+A cast has the bits of the CPU backend on every device, and runs no kernel of it. Random numbers of
+stochastic rounding are not among the options.
 """
 
 from typing import Any
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from transformer_engine.common.recipe import QuantizerRole
 from transformer_engine.plugin.definitions.codes import decode_e2m1, encode, encode_e2m1
+from transformer_engine.plugin.definitions.microscales import nvfp4, transformed
+from transformer_engine.plugin.definitions.scales import largest, numbers
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import tensor_of
 from transformer_engine.pytorch.custom_recipes.reference_utils import (
     Fp4Formats,
@@ -20,11 +22,15 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import (
     high_precision_gemm_ref as high_precision_gemm_ref,
     roundup_div as roundup_div,
 )
-from transformer_engine.pytorch.tensor import NVFP4Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import (
+    ERR_MODES,
+    SIGNED,
+    UNSIGNED,
+    NVFP4Quantizer,
+)
 
 _GROUP = 16
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_LARGEST = 6.0 * 448.0  # code times scale
 
 
 def cast_to_fp4x2(x: Tensor) -> Tensor:
@@ -61,7 +67,7 @@ class NVFP4TensorRef(ReferenceTensor):
 
     `data` is uint8 [rows, columns / 2] (columns are filled up to 16), `scale` E4M3 [rows, groups],
     `global_amax_row` fp32 [1], or [rows] of a tensor with an amax for each row. A value is its code
-    times the scale of its group times amax / (6 * 448).
+    times the scale of its group times amax / (6 * `nvfp4_e4m3_max`).
     """
 
     _TENSORS = (*ReferenceTensor._TENSORS, "global_amax_row", "global_amax_col")
@@ -103,16 +109,16 @@ class NVFP4TensorRef(ReferenceTensor):
     def _values(self, transposed: bool) -> Tensor:
         columns = self.original_shape[-1]
         if not transposed:
-            return _decoded(self.data, self.scale, self.global_amax_row)[:, :columns]
+            return self._decoded_form(self.data, self.scale, False)[:, :columns]
         rows = torch.Size(self.original_shape[:-1]).numel()
-        return _decoded(self.data_t, self.scale_t, self.global_amax_col)[:, :rows]
+        return self._decoded_form(self.data_t, self.scale_t, True)[:, :rows]
 
-
-def _decoded(data: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
-    """Codes times the scales of their groups times the unit, in fp32."""
-    values = cast_from_fp4x2(data, torch.float32) * scale.float().repeat_interleave(_GROUP, 1)
-    largest = amax.new_tensor(_LARGEST)  # by a number a GPU would multiply with its reciprocal
-    return values * (amax / largest).reshape(-1, 1)
+    def _decoded_form(self, data: Tensor, scale: Tensor, column: bool) -> Tensor:
+        """Codes times the scales of their groups times the unit of a form, in fp32."""
+        amax = self.global_amax_col if column else self.global_amax_row
+        values = cast_from_fp4x2(data, torch.float32) * numbers(scale).repeat_interleave(_GROUP, 1)
+        # By a number of Python a GPU would multiply with its reciprocal.
+        return values * (amax / amax.new_tensor(6.0 * self.nvfp4_e4m3_max)).reshape(-1, 1)
 
 
 class NVFP4QuantizerRef(ReferenceQuantizer):
@@ -176,33 +182,40 @@ with_random_sign_mask
         )
 
     def _cast_matrix(self, matrix: Tensor) -> dict[str, Any]:
-        caster = self._caster
-        caster.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-        made = caster.quantize(matrix.cpu())
+        caster, values = self._caster, matrix.detach().float()
+        hadamard = (SIGNED if caster.with_random_sign_mask else UNSIGNED) * caster.with_rht
+        turned = transformed(values, hadamard) if hadamard and self.columnwise_usage else None
+        how = {
+            "row": self.rowwise_usage or None,
+            "column": self.columnwise_usage or None,
+            "partials": largest(values),
+            "column_partials": None if turned is None else largest(turned),
+            "square": caster.with_2d_quantization,
+            "row_scaled": caster.row_scaled_nvfp4,
+            "four_over_six": ERR_MODES[caster.nvfp4_4over6_err_mode] * caster.nvfp4_use_4over6,
+            "scales_to_256": caster.nvfp4_e4m3_max == 256,
+            "hadamard": hadamard,
+            "rng": None,
+        }
+        made = nvfp4(values, how, 0.0)
         fields: dict[str, Any] = {
             "quant_dtype": self.dtype,
             "nvfp4_use_4over6": caster.nvfp4_use_4over6,
             "nvfp4_e4m3_max": caster.nvfp4_e4m3_max,
             "_with_rht": caster.with_rht,
         }
-        for form, end, place in (("rowwise", "", "row"), ("columnwise", "_t", "col")):
-            data = getattr(made, f"_{form}_data")
-            if data is None:
-                continue
-            groups = roundup_div(2 * data.shape[1], _GROUP)
-            scale = getattr(made, f"_{form}_scale_inv")[: data.shape[0], :groups]
-            fields[f"data{end}"] = data.to(matrix.device)
-            fields[f"scale{end}"] = scale.view(torch.float8_e4m3fn).to(matrix.device)
-            fields[f"global_amax_{place}"] = getattr(made, f"_amax_{form}").to(matrix.device)
+        for form, end, place in (("row", "", "row"), ("column", "_t", "col")):
+            if form in made:
+                fields[f"data{end}"] = made[form]
+                fields[f"scale{end}"] = made[f"{form}_scales"].view(torch.float8_e4m3fn)
+                fields[f"global_amax_{place}"] = made[f"{form}_amax"]
         return fields
 
     def _operand(self, codes: Tensor, scale: Tensor, qresult: Any, column: bool) -> Tensor:
         """Values of codes [rows, k / 2]; the amax is that of a form of `qresult`."""
         if qresult is None:
             raise ValueError("NVFP4QuantizerRef.qgemm: qresult_x and qresult_w are needed")
-        return _decoded(
-            codes, scale, qresult.global_amax_col if column else qresult.global_amax_row
-        )
+        return qresult._decoded_form(codes, scale, column)
 
 
 def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.execution import plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call
+from transformer_engine.pytorch.torchside.device import reads_vectors
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, in_transform
 
 
@@ -161,14 +162,14 @@ class _Aligned(OperatorCall):
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where a CUDA kernel of another library could not read it in vectors.
+    """The tensor, or a copy where a kernel of another library could not read it in vectors.
 
     Such kernels take views whose last stride is 1, and read 16 bytes at once; not all check that
     each line begins at a multiple of these. The copy has its dims in the order of the tensor's
     memory: some want the gradient of an output laid out as this is. Where a graph is traced nobody
     knows where tensors will begin, so it copies. Differentiable.
     """
-    if not tensor.is_cuda:
+    if not reads_vectors(tensor):
         return tensor
     if plan_ops.behind_operators(tensor) or in_transform():
         return run_call(_Aligned(tensor), tensor)
@@ -199,5 +200,7 @@ class _AlignedGradient(torch.autograd.Function):
 
 
 def with_aligned_gradient(tensor: Tensor) -> Tensor:
-    """The output of another library's CUDA kernel, whose backward reads its gradient in vectors."""
-    return _AlignedGradient.apply(tensor) if tensor.is_cuda and tensor.requires_grad else tensor
+    """The output of another library's kernel, whose backward may read its gradient in vectors."""
+    if not reads_vectors(tensor) or not tensor.requires_grad:
+        return tensor
+    return _AlignedGradient.apply(tensor)

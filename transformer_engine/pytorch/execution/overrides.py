@@ -19,7 +19,12 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.selections import CLASSES, GENERATION, MET
-from transformer_engine.pytorch.torchside.device import add_type, has_kernels, type_name
+from transformer_engine.pytorch.torchside.device import (
+    add_type,
+    has_kernels,
+    stream_handle,
+    type_name,
+)
 from transformer_engine.pytorch.torchside.locks import Lock
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs, graph_task
 
@@ -94,7 +99,7 @@ def _meet(tensor: Any, dlpack: int) -> None:
     manager = _imported("transformer_engine.plugin.core.manager")
     if manager is not None and manager._default is not None:
         manager._default.registry_changed()  # others are asked there
-    _core.device_is_met(number, kind)
+    _core.device_is_met(number, kind, functools.partial(stream_handle, kind))
 
 
 _core.meet_devices(_meet)

@@ -9,7 +9,7 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.attention.problem import AttentionOptions
 from transformer_engine.pytorch.layer.traced_layer import call_in_graph, places_in_graph
 from transformer_engine.pytorch.module.base import Fp8Module, NativeModule
-from transformer_engine.pytorch.module.layer_call import LayerCalls, given_to
+from transformer_engine.pytorch.module.layer_call import LayerRunner, given_to
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
@@ -32,7 +32,7 @@ class CompositeLayer(NativeModule):
     to add adds it itself from then on.
     """
 
-    _calls: LayerCalls | None = None
+    _calls: LayerRunner | None = None
     name: str | None = None
 
     def _name_of(self, part: str) -> str | None:
@@ -78,10 +78,10 @@ class CompositeLayer(NativeModule):
             if plan is not None
         ]
 
-    def _calls_of(self, options: tuple) -> LayerCalls | None:
+    def _calls_of(self, options: tuple) -> LayerRunner | None:
         """The calls that are kept of it, for what it is given."""
         del options
-        return LayerCalls.of(self)
+        return LayerRunner.of(self)
 
     # ---- in a graph (see `traced_layer`) ---------------------------------------------------------
 
@@ -107,7 +107,7 @@ class CompositeLayer(NativeModule):
         """How many branches of it may run as calls of their own (see `layer_call`)."""
         return 1
 
-    def _planned_calls(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+    def _planned_calls(self, calls: LayerRunner, inp: Tensor, options: tuple) -> list[tuple]:
         """(prefix of titles, calls, their options) of each call that a call of the layer makes."""
         del inp
         return [("", calls, options)]

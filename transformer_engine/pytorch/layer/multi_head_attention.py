@@ -23,7 +23,7 @@ from transformer_engine.pytorch.layer.attending import Projections, attention_in
 from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import Bias, Value
-from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls, asked, given_to
+from transformer_engine.pytorch.module.layer_call import Attending, LayerRunner, asked, given_to
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.linear_base import LinearBase
@@ -465,7 +465,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
                 out = traced_layer.run(self, hidden_states, given, (attends,))
         if out is None:
             asked(self, hidden_states, (options,))
-            calls = LayerCalls.of(self)
+            calls = LayerRunner.of(self)
             out = NotImplemented if calls is None else calls.run(self, hidden_states, (options,))
             if out is NotImplemented:
                 return self._attend_by_modules(hidden_states, options)

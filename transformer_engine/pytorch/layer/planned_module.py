@@ -15,7 +15,7 @@ from transformer_engine.pytorch.layer.dropout import bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.module.call_key import keep
 from transformer_engine.pytorch.module.emission import ByModules, Emission, Outline, Value
-from transformer_engine.pytorch.module.layer_call import LayerCalls, asked
+from transformer_engine.pytorch.module.layer_call import LayerRunner, asked
 from transformer_engine.pytorch.module.norm import NormModule
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -219,14 +219,14 @@ class PlannedModule(CompositeLayer):
         kwargs = {name: _as_given(value) for name, value in named}
         return self._given(tuple(args), kwargs, first_microbatch)
 
-    def _calls_of(self, options: Any) -> LayerCalls | None:
+    def _calls_of(self, options: Any) -> LayerRunner | None:
         if options is None:
             return None
         kept = self.__dict__.setdefault("_by_arguments", {})
         key = self._layer_key(options)
         if key not in kept:
             keep(kept, key, {})
-        return LayerCalls.of(self, options, kept[key])
+        return LayerRunner.of(self, options, kept[key])
 
     # ---- as one call (see `layer_call`) ----------------------------------------------------------
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers in a graph of `torch.compile`: one operator per direction, as in eager mode.
 
-While a graph is traced, `run` does what `LayerCalls.run` does in eager mode. The call is made
+While a graph is traced, `run` does what `LayerRunner.run` does in eager mode. The call is made
 outside of the graph, by functions whose results are constants in it: which modules there are
 (`places_in_graph`), and their plans (`call_in_graph`). A graph does not depend on what these read,
 so `run` reads it as well: settings, parameters, main gradients and slots of each module, the
@@ -36,7 +36,7 @@ from transformer_engine.pytorch.module import quantized
 from transformer_engine.pytorch.module.call import CallRun, LastCall, LayerCall, ModuleCall
 from transformer_engine.pytorch.module.call_key import converted
 from transformer_engine.pytorch.module.joined import JoinedRows, SplitTensors
-from transformer_engine.pytorch.module.layer_call import Attending, LayerCalls
+from transformer_engine.pytorch.module.layer_call import Attending, LayerRunner
 from transformer_engine.pytorch.module.layer_region import LayerRegion
 from transformer_engine.pytorch.torchside.modes import (
     as_eager,
@@ -109,7 +109,7 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     """Run a layer as one call in the graph that is traced, which `may_hold` it; its results.
 
     `given` are the arguments of the call as `constants`, of which ``_options_in_graph`` makes those
-    of `LayerCalls.run`. `ways` are of each attention how it attends, None where `given` say it.
+    of `LayerRunner.run`. `ways` are of each attention how it attends, None where `given` say it.
     None where the layer has to call its modules.
     """
     state = current_state()
@@ -287,7 +287,7 @@ def places_in_graph(layer: Any, given: tuple) -> str:
     """
     with real_tensors(), as_eager():
         options = layer._options_in_graph(given)
-        calls = None if options is None else LayerCalls.of(layer, options, {})
+        calls = None if options is None else LayerRunner.of(layer, options, {})
     if calls is None:
         return ""
     places = [*calls._places]
@@ -335,7 +335,7 @@ def call_in_graph(
 
 def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     options, ways = given
-    calls = LayerCalls.of(layer, options, {})
+    calls = LayerRunner.of(layer, options, {})
     first_microbatch = layer._first_microbatch(options)
     if calls is None or not layer._is_planned(inp, options):
         return ""
@@ -349,17 +349,17 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     if attending is None:
         return ""
     region = LayerRegion(state, state.recipe)  # no checkpoint's: a graph is of none
-    bound = calls._bind(layer, inp, (options, attending, first_microbatch), region)
-    if bound is None:
+    kept_call = calls._make_call(layer, inp, (options, attending, first_microbatch), region)
+    if kept_call is None:
         return ""
-    call, plans = bound.call, bound.call.plans
+    call, plans = kept_call.call, kept_call.call.plans
     if call.staged is not None or call.unused_pairs:
         return ""
     if plans.defer or plans.writes_caches:
         return ""
     if plans.main_grads and plans.result_count > 1:  # behind an unused result they would not stay
         return ""
-    for attributes, values in bound.remembered:
+    for attributes, values in kept_call.remembered:
         ran = values["_last_call"]
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
         attributes.update({**values, "_last_call": LastCall(ran.plans, reason)})
@@ -367,7 +367,7 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
 
 
 def _attending_of(
-    layer: Any, calls: LayerCalls, inp: Tensor, options: tuple, ways: tuple
+    layer: Any, calls: LayerRunner, inp: Tensor, options: tuple, ways: tuple
 ) -> list[Attending] | None:
     """How each attention of a call attends; None where the layer has to call its modules.
 

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.layer.composite import NORMS, CompositeLayer
 from transformer_engine.pytorch.layer.dropout import DropPath, bias_dropout_add
 from transformer_engine.pytorch.layer.multi_head_attention import MultiheadAttention
 from transformer_engine.pytorch.module.emission import Bias, ByModules, Value
-from transformer_engine.pytorch.module.layer_call import LayerCalls, asked
+from transformer_engine.pytorch.module.layer_call import LayerRunner, asked
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.parallel import ContextParallel
 from transformer_engine.pytorch.module.parameters import one_of, probabilities
@@ -353,7 +353,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
             if out is not None:
                 return out
         asked(self, hidden_states, options)
-        calls, parallel = LayerCalls.of(self), self.parallel_attention_mlp
+        calls, parallel = LayerRunner.of(self), self.parallel_attention_mlp
         branches: Sequence[Any] = (None,) * len(options)
         if calls is not None:
             if self._is_one_call(hidden_states):
@@ -397,7 +397,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap
     def _is_one_call(self, inp: Tensor) -> bool:
         return self.parallel_attention_mlp or getattr(inp, "nbytes", 0) <= _ONE_CALL
 
-    def _planned_calls(self, calls: LayerCalls, inp: Tensor, options: tuple) -> list[tuple]:
+    def _planned_calls(self, calls: LayerRunner, inp: Tensor, options: tuple) -> list[tuple]:
         if self._is_one_call(inp):
             return super()._planned_calls(calls, inp, options)
         names = [prefix for name, prefix in _PREFIXES.items() if name in self._modules]

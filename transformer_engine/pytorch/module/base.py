@@ -151,7 +151,7 @@ class Fp8Module(NativeModule):
 
     def _forget_calls(self) -> None:
         """Decide anew what a call is."""
-        self.__dict__.update(_bound={}, _version=self._version + 1)
+        self.__dict__.update(_kept_calls={}, _version=self._version + 1)
 
     # ---- region ------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Fp8Module(NativeModule):
             return
         now, before = type(recipe).__name__, self._trained_under
         if now != before:
-            self.__dict__["_trained_under"] = now  # no setting: calls stay bound
+            self.__dict__["_trained_under"] = now  # no setting: calls stay kept
             if before is not None:
                 scaling.warn_of_switch(type(self).__name__, before, now)
 

@@ -2,7 +2,7 @@
 """Key of a call of a module: all that decides it; and the calls that a module keeps by it.
 
 A training loop calls a layer thousands of times in a few ways. `call_key` puts the facts that
-`LinearCalls._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
+`LinearCallBase._decide` goes by into a tuple: the recipe, the grad mode, dtypes and devices of the
 tensors, the dtype of `torch.autocast`, whether a checkpoint records the call or repeats one. What
 was decided once for it is a `KeptCall`, which a later call finds under the same key. What differs
 between two calls of one key belongs to a run (`call.CallRun`): quantized weights that are kept,

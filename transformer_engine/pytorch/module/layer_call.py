@@ -70,7 +70,7 @@ class Attending(NamedTuple):
 # ---- calls that are made again -------------------------------------------------------------------
 
 
-class _BoundLayer(NamedTuple):
+class KeptLayerCall(NamedTuple):
     """A call of a layer that can be made again (see `call_key.KeptCall`)."""
 
     call: LayerCall
@@ -91,8 +91,8 @@ class _Refused(NamedTuple):
         return cls(tuple([(type(m), id(m), only_forwards(m)) for m in layer.modules()]))
 
 
-class LayerCalls:
-    """The modules of a layer as they were found, and the calls that were bound to them.
+class LayerRunner:
+    """The modules of a layer as they were found, and the calls that are kept of them.
 
     `branch` is that of the layer that it is of; None: all of it.
     """
@@ -112,13 +112,13 @@ class LayerCalls:
         self._places, self._quantized_parameters = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
-        # By key the bound call; None where the layer has to call its modules.
-        self.calls: dict[tuple, _BoundLayer | None] = {}
+        # By key the kept call; None where the layer has to call its modules.
+        self.calls: dict[tuple, KeptLayerCall | None] = {}
         self._recurrence = Recurrence()
-        self.branches: tuple[LayerCalls, ...] = ()  # each by itself, where there are several
+        self.branches: tuple[LayerRunner, ...] = ()  # each by itself, where there are several
 
     @classmethod
-    def of(cls, layer: Any, options: tuple = (), kept: dict | None = None) -> "LayerCalls | None":
+    def of(cls, layer: Any, options: tuple = (), kept: dict | None = None) -> "LayerRunner | None":
         """Those of a layer; None where one of its modules does more than its class defines.
 
         `options` are those of a call, as ``_emit`` takes them, of a layer whose modules depend on
@@ -127,13 +127,13 @@ class LayerCalls:
         kept = layer.__dict__ if kept is None else kept
         if torch.compiler.is_compiling():
             return None
-        known: LayerCalls | _Refused | None = kept.get("_calls")
+        known: LayerRunner | _Refused | None = kept.get("_calls")
         if type(known) is cls:
             if known._hold():
                 return known
         elif known is not None and known == _Refused.of(layer):
             return None
-        found: LayerCalls | None = None
+        found: LayerRunner | None = None
         try:
             made = cls(layer, options)
             made._find_parents(layer)
@@ -178,12 +178,12 @@ class LayerCalls:
         found = self._find(layer, inp, options)
         if found is None or (not found[1].plans.backward and forward_gradients()):
             return NotImplemented
-        bound, call, tensors, own, region = found
+        kept_call, call, tensors, own, region = found
         records, state, repeated = call.plans.backward is not None, region.state, region.replays
         if repeated:
-            for owner in bound.owners:
+            for owner in kept_call.owners:
                 region.frame.replay(owner)  # taken out of the checkpoint: the next ones follow
-        for attributes, values in bound.remembered:
+        for attributes, values in kept_call.remembered:
             attributes.update(values)
         if call.dtypes:
             tensors = converted(tensors, call.dtypes)
@@ -192,7 +192,7 @@ class LayerCalls:
         run.domain = (repeated[0] if repeated else state).domain
         if repeated:
             run.scales = tuple([entry.scales for entry in repeated])
-        out = bound.apply(run, *tensors) if records else run_forward_alone(run, tensors)
+        out = kept_call.apply(run, *tensors) if records else run_forward_alone(run, tensors)
         if run.updates_backward and not repeated:
             state.owes_update = False
         if call.plans.writes_caches and not repeated:
@@ -200,7 +200,7 @@ class LayerCalls:
             recipes = [region.recipe_of(i) for i in range(len(parts))]
             keep_caches(self.modules, own[0], parts, recipes)
         if region.record:
-            region.leave(id(layer), bound.owners, call, own[0], run.updates_backward)
+            region.leave(id(layer), kept_call.owners, call, own[0], run.updates_backward)
         return out
 
     def plans(self, layer: Any, inp: Tensor, options: tuple) -> CallPlans | None:
@@ -210,7 +210,7 @@ class LayerCalls:
 
     def _find(
         self, layer: Any, inp: Tensor, options: tuple
-    ) -> tuple[_BoundLayer, LayerCall, tuple, tuple, LayerRegion] | None:
+    ) -> tuple[KeptLayerCall, LayerCall, tuple, tuple, LayerRegion] | None:
         """The call to make, its tensors, what its run has of its own (see `microbatch_of`).
 
         And the region that it is in. None where the layer has to call its modules.
@@ -240,19 +240,19 @@ class LayerCalls:
         if shares or (region.replays and any([e.cache is not None for e in region.replays])):
             held = tensors if self._quantized_parameters else ()
             own, key = microbatch_of(self.modules, first_microbatch, state, key, held, region)
-        bound = self.calls.get(key, _UNKNOWN)
+        kept_call = self.calls.get(key, _UNKNOWN)
         # Torch compares what a call and its repetition save, so both have to run the same way.
-        new = bound is _UNKNOWN and not (region.record or region.replays)
-        if bound is None or (new and not self._recurrence.is_met(key)):
+        new = kept_call is _UNKNOWN and not (region.record or region.replays)
+        if kept_call is None or (new and not self._recurrence.is_met(key)):
             return None
-        call = None if bound is _UNKNOWN else self._call_in(bound, key, region, inp.device)
+        call = None if kept_call is _UNKNOWN else self._call_in(kept_call, key, region, inp.device)
         if call is None:
-            bound = self._bind(layer, inp, (options, attending, first_microbatch), region)
-            if bound is not None and not reads(bound.call, own[0]):
-                bound = None
-            self._keep(key, bound)
-            call = None if bound is None else bound.call
-        return None if call is None else (bound, call, tensors, own, region)
+            kept_call = self._make_call(layer, inp, (options, attending, first_microbatch), region)
+            if kept_call is not None and not reads(kept_call.call, own[0]):
+                kept_call = None
+            self._keep(key, kept_call)
+            call = None if kept_call is None else kept_call.call
+        return None if call is None else (kept_call, call, tensors, own, region)
 
     def _attending(
         self, layer: Any, inp: Tensor, options: tuple, region: LayerRegion
@@ -276,51 +276,51 @@ class LayerCalls:
         return None if known is None else (found, known)
 
     def _call_in(
-        self, bound: _BoundLayer, key: tuple, region: LayerRegion, device: torch.device
+        self, kept_call: KeptLayerCall, key: tuple, region: LayerRegion, device: torch.device
     ) -> LayerCall | None:
         """A call over the state in force; None: there has to be another one.
 
         Of a call that is repeated that is the state of this one.
         """
-        call, recorded = bound.call, bool(region.record)
+        call, recorded = kept_call.call, bool(region.record)
         if region.replays:
             slots = tuple([entry.slots for entry in region.replays])
             if slots == call.owner_slots:
                 return call
         else:
-            for module, own in zip(bound.owners, call.owner_slots, strict=True):
+            for module, own in zip(kept_call.owners, call.owner_slots, strict=True):
                 if own is not None and not in_force(own, module, region.state, recorded):
                     break
             else:
                 return call
             # Another group is, or a recipe that the modules come back to.
-            numbered = enumerate(zip(bound.owners, call.owner_slots, strict=True))
+            numbered = enumerate(zip(kept_call.owners, call.owner_slots, strict=True))
             slots = tuple(
                 [None if s is None else _slots_of(m, region, device, i) for i, (m, s) in numbered]
             )
-        if call.staged is not None or _measures_of(slots) != bound.measures:
+        if call.staged is not None or _measures_of(slots) != kept_call.measures:
             return None  # its stages, or its plans, depend on them
         call = call.over(slots)
-        self._keep(key, bound._replace(call=call))
+        self._keep(key, kept_call._replace(call=call))
         return call
 
-    def _keep(self, key: tuple, bound: _BoundLayer | None) -> None:
+    def _keep(self, key: tuple, kept_call: KeptLayerCall | None) -> None:
         """Keep a call by its key, and no slots but those that the modules have now."""
-        if bound is None or _are_own(bound.call.owner_slots, bound.owners):
-            keep(self.calls, key, bound)
+        if kept_call is None or _are_own(kept_call.call.owner_slots, kept_call.owners):
+            keep(self.calls, key, kept_call)
         for other, kept in self.calls.items():
             if kept is not None and not _are_own(kept.call.owner_slots, kept.owners):
                 self.calls[other] = kept._replace(call=kept.call.released())
 
-    # ---- binding -------------------------------------------------------------------------------
+    # ---- making a call -------------------------------------------------------------------------
 
-    def _bind(
+    def _make_call(
         self,
         layer: Any,
         inp: Tensor,
         given: tuple[tuple, Sequence, bool | None],
         region: LayerRegion,
-    ) -> _BoundLayer | None:
+    ) -> KeptLayerCall | None:
         """Find out what applies to a call of the layer; None where it has to call its modules.
 
         `given` are its options, how each attention attends, and ``is_first_microbatch``.
@@ -357,7 +357,7 @@ class LayerCalls:
             remembered.append((module.__dict__, values))
         apply = apply_of(label, plans.result_count > 1)
         everyone, measures = (*self.modules, *cores), _measures_of(owners)
-        return _BoundLayer(call, apply, tuple(remembered), everyone, measures)
+        return KeptLayerCall(call, apply, tuple(remembered), everyone, measures)
 
 
 # ---- what a call of a layer would run ------------------------------------------------------------

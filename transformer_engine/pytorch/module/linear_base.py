@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module import custom_quantizers, quantized
 from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall, KeptPlans
-from transformer_engine.pytorch.module.linear_calls import LinearCalls
+from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.torchside.modes import without_memory
@@ -40,7 +40,7 @@ _SETTINGS += ("eps", "name")
 """Attributes that a call depends on and that users set after construction."""
 
 
-class LinearBase(LinearCalls):
+class LinearBase(LinearCallBase):
     """Base of modules made of linear layers, with a norm before them or an activation between.
 
     The subclass calls `_begin` before it makes its parameters, and gives the tensors of a call.
@@ -74,7 +74,7 @@ class LinearBase(LinearCalls):
         self._weight_caches: tuple = (None,) * len(self.LINEARS)
         self._stages: dict[str, Callable] | None = None
         self._external = self._halves = (frozenset[int](),) * len(self.LINEARS)
-        self._bound: dict[tuple, KeptCall] = {}  # kept calls by their keys
+        self._kept_calls: dict[tuple, KeptCall] = {}  # kept calls by their keys
         # Where the parameters of a call stand; None: not known, or it has others too.
         self._present: tuple[tuple[dict, str] | None, ...] | None = None
         self._quantized_parameters: tuple[quantized.QuantizedParameter, ...] = ()
@@ -136,7 +136,7 @@ class LinearBase(LinearCalls):
             self._forget_plans()
             self.__dict__["_present"] = None
         elif name == "_slots":  # calls that are bound to others would keep them
-            self.__dict__["_bound"] = {}
+            self.__dict__["_kept_calls"] = {}
         elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
             self._forget_casts_of(name)
 
@@ -167,7 +167,7 @@ class LinearBase(LinearCalls):
     def __getstate__(self) -> dict:
         """Copy and pickle without caches and pending weight gradients."""
         state = super().__getstate__()
-        state |= {"_plans": KeptPlans(), "_bound": {}, "_quantized_parameters": ()}
+        state |= {"_plans": KeptPlans(), "_kept_calls": {}, "_quantized_parameters": ()}
         state["_wgrads"] = deque()
         state |= dict.fromkeys(("_last_call", "_present", "_custom"))
         state["_weight_caches"] = (None,) * len(self.LINEARS)
@@ -177,7 +177,7 @@ class LinearBase(LinearCalls):
     def _replicate_for_data_parallel(self) -> "LinearBase":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_bound={}, _present=None, _quantized_parameters=())
+        made.__dict__.update(_kept_calls={}, _present=None, _quantized_parameters=())
         return made
 
     # ---- what a forward returns ----------------------------------------------------------------

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of modules with linear layers: each is found by its key, or decided, planned and run.
 
-`LinearCalls._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call that was
-kept by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the scaling
-state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
+`LinearCallBase._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call that
+was kept by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the
+scaling state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and
+runs it.
 """
 
 from abc import abstractmethod
@@ -81,7 +82,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class LinearCalls(Fp8Module):
+class LinearCallBase(Fp8Module):
     """How `linear_base.LinearBase`, which has the parameters, is called."""
 
     LINEARS: tuple[str, ...] = ("",)
@@ -152,39 +153,39 @@ class LinearCalls(Fp8Module):
             key, tensors, shared = self._find_key(state, recipe, region, inp, is_first_microbatch)
         if returns and key is not None:
             key = (key, returns)
-        bound = None if key is None else own["_bound"].get(key)
+        kept = None if key is None else own["_kept_calls"].get(key)
         if (
-            bound is None
-            or not (bound.records or not forward_gradients())
-            or not bound.holds(self, state, region)
+            kept is None
+            or not (kept.records or not forward_gradients())
+            or not kept.holds(self, state, region)
         ):
             found = key, shared[0]
             return self._decide(inp, is_first_microbatch, False, returns, region, found)
         if recipe is None and state.calibrating:
             record_amaxes(self, state, self._promote(inp, None)[0])
-        own["_last_call"] = bound.ran
-        if bound.quantized:
-            own["_quantization"] = bound.quantization
-        if bound.dtypes:
-            tensors = converted(tensors, bound.dtypes)
-        run = call = bound.call
-        if region is not None or shared[0] or shared[1] or (state.owes_update and bound.updates):
-            run = self._run_of(bound, state, region, shared)
-        out = bound.apply(run, *tensors) if bound.records else run_forward_alone(run, tensors)
+        own["_last_call"] = kept.ran
+        if kept.quantized:
+            own["_quantization"] = kept.quantization
+        if kept.dtypes:
+            tensors = converted(tensors, kept.dtypes)
+        run = call = kept.call
+        if region is not None or shared[0] or shared[1] or (state.owes_update and kept.updates):
+            run = self._run_of(kept, state, region, shared)
+        out = kept.apply(run, *tensors) if kept.records else run_forward_alone(run, tensors)
         if run is not call:
             self._finish(call, run.updates_backward, state, region, shared[0])
         return out
 
     @begins_no_graph
     def _run_of(
-        self, bound: KeptCall, state: RegionState, region: Region | None, shared: tuple
+        self, kept: KeptCall, state: RegionState, region: Region | None, shared: tuple
     ) -> CallRun:
         """A run of a kept call; `shared` as of `_find_key`."""
-        run = CallRun(bound.call, *shared)
+        run = CallRun(kept.call, *shared)
         if region is None:
-            run.updates_backward, run.domain = state.owes_update and bound.updates, state.domain
+            run.updates_backward, run.domain = state.owes_update and kept.updates, state.domain
             return run
-        run.updates_backward = bound.quantized and region.updates_backward(bound.records)
+        run.updates_backward = kept.quantized and region.updates_backward(kept.records)
         run.domain = state.domain
         if region.replays:
             (replay,) = region.replays
@@ -354,7 +355,7 @@ class LinearCalls(Fp8Module):
             return
         if call.slots is None or call.slots is self._slots:
             call.dtypes = conversions(tensors.given, tensors.flat())
-            keep(self._bound, key, KeptCall(call, ran, self._quantization))
+            keep(self._kept_calls, key, KeptCall(call, ran, self._quantization))
 
     def _promote(
         self, inp: Tensor, recipe: Any, traced: bool = False
@@ -596,5 +597,5 @@ class LinearCalls(Fp8Module):
 
 
 @Outside
-def _call_outside(module: LinearCalls, *arguments: Any) -> Any:
+def _call_outside(module: LinearCallBase, *arguments: Any) -> Any:
     return module._call(*arguments)

@@ -68,23 +68,23 @@ class NormModule(NativeModule):
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[tuple, CallPlans] = {}
-        self._bound: dict[tuple, KeptCall] = {}
+        self._kept_calls: dict[tuple, KeptCall] = {}
         self._places: dict[tuple, tuple] | None = None  # see `_find_places`
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on."""
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls were kept under the old one
-            self.__dict__.update(_bound={}, _places=None)
+            self.__dict__.update(_kept_calls={}, _places=None)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without plans and calls."""
-        return {**self.__dict__, "_plans": {}, "_bound": {}, "_places": None}
+        return {**self.__dict__, "_plans": {}, "_kept_calls": {}, "_places": None}
 
     def _replicate_for_data_parallel(self) -> "NormModule":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""
         made = super()._replicate_for_data_parallel()
-        made.__dict__.update(_bound={}, _places=None)
+        made.__dict__.update(_kept_calls={}, _places=None)
         return made
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *given: Any) -> None:
@@ -177,14 +177,14 @@ class NormModule(NativeModule):
 
     def _run_bound(self, key: tuple | None, tensors: tuple) -> Any:
         """Run the call that is kept by a key; `NotImplemented` where there is none."""
-        bound = self.__dict__["_bound"].get(key)
-        if bound is None or not (bound.records or not forward_gradients()):
+        kept = self.__dict__["_kept_calls"].get(key)
+        if kept is None or not (kept.records or not forward_gradients()):
             return NotImplemented
-        if bound.dtypes:
-            tensors = converted(tensors, bound.dtypes)
-        if bound.records:
-            return bound.apply(bound.call, *tensors)
-        return run_forward_alone(bound.call, tensors)
+        if kept.dtypes:
+            tensors = converted(tensors, kept.dtypes)
+        if kept.records:
+            return kept.apply(kept.call, *tensors)
+        return run_forward_alone(kept.call, tensors)
 
     def _check(self, inp: Any, shape: tuple[int, ...]) -> None:
         """Raise where `inp` is no tensor [..., *shape] on a device of the library."""
@@ -242,7 +242,7 @@ class NormModule(NativeModule):
         call.traced = traced or blank
         if found[0] is not None and not call.traced:
             call.dtypes = conversions(found[1], (inp, gamma, beta))
-            keep(self._bound, found[0], KeptCall(call))
+            keep(self._kept_calls, found[0], KeptCall(call))
         run = run_without_backward if plans.backward is None else run_call
         return run(call, inp, gamma, beta)
 

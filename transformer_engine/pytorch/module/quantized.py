@@ -163,7 +163,8 @@ def add_returned(
 ) -> None:
     """Add what a call returns quantized to the flags of its parts.
 
-    `returns` are as of `LinearCalls._call`. NotImplementedError where a call can not return them.
+    `returns` are as of `LinearCallBase._call`. NotImplementedError where a call can not return
+    them.
     """
     what = f"{kind}: {'fp8_output' if returns.output else 'fp8_grad'}=True"
     if in_transform():

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, torch_dtype
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
+from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 
@@ -175,15 +176,23 @@ def multi_tensor_adam_fp8(
     lists = checked_lists(op, tensor_lists, 8)
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise TypeError(f"{op}: fp8_dtype={fp8_dtype!r}, expected an FP8 DType")
     rest = mode, bias_correction, weight_decay
     _adam(noop_flag, [grads, masters, means, squares], lr, beta1, beta2, epsilon, step, *rest)
-    skip, largest = noop_flag.detach().reshape(()) != 0, torch.finfo(dtype).max
+    skip = noop_flag.detach().reshape(()) != 0
     for master, code, scale, amax, inverse in zip(
         masters, codes, scales, amaxes, inverses, strict=True
     ):
-        cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
+        cast = casts.empty_rows((master.numel(),), master.device)
+        values = master.reshape(-1).float()
+        casts.cast(values, _core.SCALING_TENSOR, _core.dtype_code(dtype), row=cast, scale=scale)
         top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
-        written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
+        written = (
+            (code.view(torch.uint8), cast.view(code.shape)),
+            (amax, top),
+            (inverse, scale.reciprocal()),
+        )
         for old, new in written:
             old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 

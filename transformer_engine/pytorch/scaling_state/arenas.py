@@ -25,7 +25,7 @@ from transformer_engine.pytorch.execution.thread_state import Domain, RegionStat
 from transformer_engine.pytorch.torchside.locks import Lock
 from transformer_engine.pytorch.torchside.modes import compilation, real_tensors
 
-SLOTS = 256
+SLOTS_PER_CHUNK = 256
 """Slots of a chunk."""
 
 DIRECTIONS = ("forward", "backward")
@@ -86,7 +86,7 @@ def rule_of(recipe: DelayedScaling) -> Rule:
 
 
 class Chunk:
-    """`SLOTS` scales and amax histories of one direction."""
+    """`SLOTS_PER_CHUNK` scales and amax histories of one direction."""
 
     made: ClassVar[int] = 0
     """How many there have been."""
@@ -94,10 +94,14 @@ class Chunk:
     def __init__(self, device: torch.device, rule: Rule) -> None:
         Chunk.made += 1
         with real_tensors():  # state outlives the call that made it
-            self.scale = torch.full((SLOTS,), rule.initial, dtype=torch.float32, device=device)
+            self.scale = torch.full(
+                (SLOTS_PER_CHUNK,), rule.initial, dtype=torch.float32, device=device
+            )
             # Row 0 accumulates, the newest finished step is the last row.
-            self.history = torch.zeros(rule.length, SLOTS, dtype=torch.float32, device=device)
-        self.used = [False] * SLOTS
+            self.history = torch.zeros(
+                rule.length, SLOTS_PER_CHUNK, dtype=torch.float32, device=device
+            )
+        self.used = [False] * SLOTS_PER_CHUNK
         # Scales while they are copied to the host (see `scaling._stop_measuring`).
         self.arriving: tuple | None = None
 

@@ -32,8 +32,13 @@ import torch
 from torch import Tensor, distributed
 
 from transformer_engine.pytorch.execution.thread_state import Domain
-from transformer_engine.pytorch.scaling_state.arenas import SLOTS, Arena, Chunk
-from transformer_engine.pytorch.torchside.device import has_streams, is_capturing, module_of
+from transformer_engine.pytorch.scaling_state.arenas import SLOTS_PER_CHUNK, Arena, Chunk
+from transformer_engine.pytorch.torchside.device import (
+    can_pin,
+    has_streams,
+    is_capturing,
+    module_of,
+)
 
 STARTED: list[Arena] = []
 """Arenas with a reduction that was started and not waited for, in the order of the starts."""
@@ -297,7 +302,7 @@ def finish(arena: Arena) -> Reduction | None:
     with torch.no_grad():
         for chunk, buffer, _ in reduction.chunks:
             row = chunk.history[0]
-            torch.maximum(row, buffer[:SLOTS], out=row)
+            torch.maximum(row, buffer[:SLOTS_PER_CHUNK], out=row)
             _take_digests(arena, buffer)
     return reduction
 
@@ -321,7 +326,7 @@ def drop_all() -> None:
 
 def _take_digests(arena: Arena, buffer: Tensor) -> None:
     """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
-    digests = buffer[SLOTS:]
+    digests = buffer[SLOTS_PER_CHUNK:]
     if not has_streams(buffer.device.type):
         _check(arena, digests)
     elif not is_capturing(arena.device):
@@ -366,6 +371,6 @@ def event_of(device: torch.device) -> Any:
 
 def copy_of(values: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host that is being made, and the event that tells when it is complete."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=can_pin(values.device.type))
     host.copy_(values, non_blocking=True)
     return host, event_of(values.device)

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.scaling_state import reduction
 from transformer_engine.pytorch.scaling_state.arenas import (
     ARENAS_LOCK,
     DIRECTIONS,
-    SLOTS,
+    SLOTS_PER_CHUNK,
     Arena,
     Chunk,
     Rule,
@@ -201,9 +201,9 @@ class BlankSlots:
 
         self.initial = rule.initial
         self.measures = sum(_MEASURES.values()) if rule.initial == 0.0 else 0
-        self.forward_scale, self.backward_scale = make(SLOTS), make(SLOTS)
-        self.forward_history = make(rule.length, SLOTS)
-        self.backward_history = make(rule.length, SLOTS)
+        self.forward_scale, self.backward_scale = make(SLOTS_PER_CHUNK), make(SLOTS_PER_CHUNK)
+        self.forward_history = make(rule.length, SLOTS_PER_CHUNK)
+        self.backward_history = make(rule.length, SLOTS_PER_CHUNK)
 
     def settle(self, *directions: str) -> None:
         """Nothing: no rank shares them."""

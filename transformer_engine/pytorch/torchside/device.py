@@ -59,11 +59,49 @@ def on_cuda(device: torch.device) -> bool:
     return type_name(device) == "cuda"
 
 
-def get_device_compute_capability() -> tuple[int, int]:
-    """(major, minor) of the current CUDA device; (0, 0) where NVIDIA made none that is there."""
+def get_device_compute_capability(device: torch.device | None = None) -> tuple[int, int]:
+    """(major, minor) of a CUDA device, None: the current one; (0, 0) where NVIDIA made none."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return (0, 0)
-    return torch.cuda.get_device_capability()
+    if device is not None and device.type != "cuda":
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def get_sm_count() -> int:
+    """Multiprocessors of the current device of the accelerator; 0 where it tells of none."""
+    module = module_of(accelerator())
+    ask = getattr(module, "get_device_properties", None)
+    return 0 if ask is None else getattr(ask(module.current_device()), "multi_processor_count", 0)
+
+
+def reads_vectors(tensor: Tensor) -> bool:
+    """Return whether kernels on its device read 16 bytes at once, wherever the tensor begins."""
+    return tensor.is_cuda
+
+
+def can_alias(tensor: Tensor) -> bool:
+    """Return whether torch makes a tensor of memory there that it is told by its address."""
+    return tensor.is_cuda
+
+
+def profiler_ranges() -> Any:
+    """Module that opens ranges of the accelerator's profiler, as ``torch.cuda.nvtx``; else None."""
+    return getattr(module_of(accelerator()), "nvtx", None)
+
+
+@functools.cache
+def can_pin(device_type: str) -> bool:
+    """Return whether host memory can be pinned for copies from such devices, which wait less then.
+
+    Torch pins for its accelerator alone, and does not tell whether it can.
+    """
+    if device_type == "cpu" or accelerator() != device_type:
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:  # NotImplementedError too
+        return False
 
 
 _TYPES = {_core.DEVICE_CPU: "cpu", _core.DEVICE_CUDA: "cuda"}
@@ -77,6 +115,21 @@ def add_type(device: torch.device, dlpack: int) -> int:
     number = _core.add_device_type(type_name(device), dlpack)
     _TYPES[number] = device.type
     return number
+
+
+def stream_handle(device_type: str, index: int) -> int:
+    """Native handle of torch's current stream on a device, 0 where torch tells none.
+
+    `device_type` is torch's name. Packages of devices tell handles from torch 2.11 on, if at all.
+    Default streams may have the handle 0, too.
+    """
+    current = getattr(module_of(device_type), "current_stream", None)
+    if device_type == "cuda":
+        return current(index).cuda_stream  # of AMD, for C asks for NVIDIA's; under any torch
+    try:
+        return 0 if current is None else current(index).native_handle
+    except (AttributeError, RuntimeError):  # an older stream, or one whose package has no handles
+        return 0
 
 
 def number_of_type(device: torch.device) -> int:
