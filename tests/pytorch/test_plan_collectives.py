@@ -3,7 +3,7 @@
 
 import pytest
 from collective_graphs import RECIPES, WAYS, assert_as_whole, make_problem
-from pytorch import collective_programs as programs
+from pytorch import plan_collective_programs as programs
 from pytorch.ranks import GROUPS, Ranks
 from thinning import pairs
 
