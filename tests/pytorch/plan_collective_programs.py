@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of tests/pytorch/test_plan_collectives.py runs: plans with collectives, over its group."""
+"""What a rank of tests/pytorch/test_plan_collectives.py runs: plans, over its group."""
 
 import torch.distributed as dist
 from collective_graphs import Found, linear_graph, part_of, run_plans
