@@ -1,57 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of plans over process groups: what all ranks make together is what one makes."""
+"""Collectives of tensor parallelism, and what they do in a program of one process."""
 
 import pytest
-from collective_graphs import RECIPES, WAYS, assert_as_whole, make_problem
+import torch
 from pytorch import collective_programs as programs
-from pytorch.ranks import GROUPS, Ranks
-from thinning import pairs
+from pytorch.helpers import assert_same_bits
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import distributed
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request):
-    group = Ranks(*request.param)
-    yield group
-    group.close()
+@pytest.mark.parametrize("wait", [False, True])
+def test_collectives(ranks, wait):
+    tensors = [torch.randint(-99, 99, (6, 5)).float() for _ in range(ranks.size)]
+    gathered, total = torch.cat(tensors), torch.stack(tensors).sum(0)
+    for rank, (number, found, whole) in enumerate(ranks.run(programs.collectives, tensors, wait)):
+        assert number == rank
+        part = total.chunk(ranks.size)[rank]
+        row = tensors[rank].flatten().chunk(ranks.size)[rank]
+        assert_same_bits(found, [gathered, gathered, part, part, total, row])
+        # of each rank's own tensor its own part
+        own = [t.flatten().chunk(ranks.size)[r] for r, t in enumerate(tensors)]
+        assert_same_bits(whole, torch.cat(own))
 
 
-CASES = {
-    "recipe": list(RECIPES),
-    "way": [way for way in WAYS if way != "alone"],
-    "forms": [False, True],
-    "halves": [(), (0, 1)],
-    "recompute": [False, True],
-}
+def test_one_process():
+    x = torch.ones(3, 2)
+    for function in (
+        distributed.gather_along_first_dim,
+        distributed.reduce_scatter_along_first_dim,
+        distributed.allreduce,
+    ):
+        out, handle = function(x, None)
+        assert out is x and handle is None
+    gathered, scattered = torch.zeros(3, 2), torch.zeros(3, 2)
+    assert distributed.gather_along_first_dim(x, None, output_tensor=gathered)[0] is gathered
+    assert distributed.reduce_scatter_along_first_dim(x, None, output=scattered)[0] is scattered
+    assert_same_bits([gathered, scattered], [x, x])
+    assert distributed.get_distributed_world_size() == 1
+    assert distributed.get_distributed_rank() == 0
 
 
-@pairs(**CASES)
-def test_linear_of_all_ranks(ranks, recipe, way, forms, halves, recompute):
-    problem = make_problem(ranks.size)
-    parts = ranks.run(programs.linear, recipe, way, forms, halves, recompute, problem)
-    assert_as_whole(parts, way, recipe, problem, ranks.size, exact=ranks.device == "cpu")
+def test_parts_must_be_equal(monkeypatch):
+    monkeypatch.setattr(distributed, "get_distributed_world_size", lambda group=None: 4)
+    with pytest.raises(ValueError, match="3 rows are no 4"):
+        distributed.reduce_scatter_along_first_dim(torch.ones(3, 2), None)
+    with pytest.raises(ValueError, match="6 elements are no 4"):
+        distributed.split_tensor_into_1d_equal_chunks(torch.ones(3, 2), None)
 
 
-def test_four_ranks():
-    """Columns and rows of quantized forms lie in the order of the ranks."""
-    group = Ranks("cpu", 4)
-    try:
-        for way in ("column-sp", "row-sp"):
-            problem = make_problem(4)
-            parts = group.run(programs.linear, "block", way, True, (0, 1), False, problem)
-            assert_as_whole(parts, way, "block", problem, 4)
-    finally:
-        group.close()
+def test_attributes_are_said_once():
+    x = torch.ones(2)
+    distributed.set_tensor_model_parallel_attributes(x, True, 1, 1)
+    assert (x.tensor_model_parallel, x.partition_dim, x.partition_stride) == (True, 1, 1)
+    with pytest.raises(RuntimeError, match="tensor_model_parallel is set"):
+        distributed.set_tensor_model_parallel_attributes(x, True, 1, 1)
 
 
-def test_a_group_of_another_size(ranks):
-    if ranks.size == 1:
-        pytest.skip("a group of one rank has no smaller one")
-    for said in ranks.run(programs.group_of_another_size):
-        assert said == "y_all_reduce: 2 ranks, over a group of 1"
-
-
-def test_rows_that_are_no_tiles(ranks):
-    if ranks.size == 1:
-        pytest.skip("one rank has all rows")
-    for said in ranks.run(programs.rows_that_are_no_tiles, make_problem(ranks.size)):
-        assert "quantized forms are gathered of rows in a multiple of the height" in said
+def test_has_te_modules():
+    assert distributed.has_te_modules(torch.nn.Sequential(te.Linear(16, 16)))
+    assert not distributed.has_te_modules(torch.nn.Sequential(torch.nn.Linear(16, 16)))

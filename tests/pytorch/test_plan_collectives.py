@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of plans over process groups: what all ranks make together is what one makes."""
+
+import pytest
+from collective_graphs import RECIPES, WAYS, assert_as_whole, make_problem
+from pytorch import plan_collective_programs as programs
+from pytorch.ranks import GROUPS, Ranks
+from thinning import pairs
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def ranks(request):
+    group = Ranks(*request.param)
+    yield group
+    group.close()
+
+
+CASES = {
+    "recipe": list(RECIPES),
+    "way": [way for way in WAYS if way != "alone"],
+    "forms": [False, True],
+    "halves": [(), (0, 1)],
+    "recompute": [False, True],
+}
+
+
+@pairs(**CASES)
+def test_linear_of_all_ranks(ranks, recipe, way, forms, halves, recompute):
+    problem = make_problem(ranks.size)
+    parts = ranks.run(programs.linear, recipe, way, forms, halves, recompute, problem)
+    assert_as_whole(parts, way, recipe, problem, ranks.size, exact=ranks.device == "cpu")
+
+
+def test_four_ranks():
+    """Columns and rows of quantized forms lie in the order of the ranks."""
+    group = Ranks("cpu", 4)
+    try:
+        for way in ("column-sp", "row-sp"):
+            problem = make_problem(4)
+            parts = group.run(programs.linear, "block", way, True, (0, 1), False, problem)
+            assert_as_whole(parts, way, "block", problem, 4)
+    finally:
+        group.close()
+
+
+def test_a_group_of_another_size(ranks):
+    if ranks.size == 1:
+        pytest.skip("a group of one rank has no smaller one")
+    for said in ranks.run(programs.group_of_another_size):
+        assert said == "y_all_reduce: 2 ranks, over a group of 1"
+
+
+def test_rows_that_are_no_tiles(ranks):
+    if ranks.size == 1:
+        pytest.skip("one rank has all rows")
+    for said in ranks.run(programs.rows_that_are_no_tiles, make_problem(ranks.size)):
+        assert "quantized forms are gathered of rows in a multiple of the height" in said
