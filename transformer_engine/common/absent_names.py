@@ -233,7 +233,7 @@ Context parallelism
     reason: attention is not spread over ranks
     instead: cp_group of one rank
     names:
-        pytorch.attention.dot_product_attention.context_parallel*: AttnFuncWithCPAndKVAllGather
+        pytorch.attention.dot_product_attention.context_parallel: AttnFuncWithCPAndKVAllGather
             AttnFuncWithCPAndKVP2P AttnFuncWithCPAndQKVOA2A attn_forward_func_with_cp
             cp_p2p_bwd_flash_attn cp_p2p_bwd_fused_attn cp_p2p_bwd_prepare_qkv cp_p2p_fwd_flash_attn
             cp_p2p_fwd_fused_attn cp_p2p_fwd_prepare_qkv cp_per_step_configs
@@ -241,13 +241,9 @@ Context parallelism
             flash_attn_fwd_incremental_out_correction
             flash_attn_fwd_incremental_second_half_out_correction
             flash_attn_fwd_second_half_softmax_lse_correction flash_attn_fwd_softmax_lse_correction
-            flash_attn_p2p_communicate generate_positional_ids_for_cp get_batch_on_this_cp_rank
-            get_bsh_dims get_cu_seqlens_on_cp_rank get_fa_args get_kv_seq_info_after_all_gather
-            get_no_load_balance_thd_causal_metadata get_seq_chunk_ids_for_reordering_after_attn
-            get_seq_chunk_ids_for_reordering_before_attn get_thd_partitioned_indices
-            pad_thd_sequences_for_cp reorder_seq_chunks_for_a2a_after_attn
+            flash_attn_p2p_communicate get_fa_args get_kv_seq_info_after_all_gather
+            get_no_load_balance_thd_causal_metadata reorder_seq_chunks_for_a2a_after_attn
             reorder_seq_chunks_for_a2a_before_attn restore_thd_gathered_kv
-            thd_cp_rank_order_to_sequence_order thd_sequence_order_to_cp_rank_order
             unrestore_thd_gathered_kv validate_no_load_balance_thd_metadata
 Overlap of communication and GEMMs
     reason: there are no user buffers

@@ -21,6 +21,9 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
     "pytorch.attention.dot_product_attention": {
         "pytorch.attention.core": "DotProductAttention _attention_backends"
     },
+    "pytorch.attention.dot_product_attention.context_parallel": {
+        "pytorch.attention.context_parallel": "*"
+    },
     "pytorch.attention.dot_product_attention.dot_product_attention": {
         "pytorch.attention.core": "DotProductAttention"
     },
