@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank runs of the tests of activations that ranks share."""
+
+import contextlib
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+RECIPES = {None: None, "delayed": DelayedScaling, "current": Float8CurrentScaling}
+
+
+def make_layers(weights, device):
+    """Two layers with dropout between them, of given weights."""
+    layers = torch.nn.ModuleList(
+        [te.LayerNormMLP(32, 64, device=device), te.Linear(32, 32, device=device)]
+    )
+    layers.load_state_dict(weights, strict=False)
+    return layers
+
+
+def _region(recipe):
+    return te.autocast(recipe=recipe()) if recipe is not None else contextlib.nullcontext()
+
+
+def checkpointed(device, weights, x, grad, recipe, way):
+    """Output, gradients and whether the input was let go; `way`: options of te.checkpoint."""
+    layers = make_layers(weights, device)
+    leaf = x.to(device).requires_grad_()
+    torch.manual_seed(7)
+
+    def forward(hidden, scale, shift=0.0):
+        hidden = torch.nn.functional.dropout(layers[0](hidden), 0.5)
+        return layers[1](hidden) * scale + shift
+
+    scale = torch.full((), 3.0, device=device, requires_grad=True)
+    whole = leaf * 2
+    alive = weakref.ref(whole)
+    with _region(RECIPES[recipe]):
+        if way is None:
+            out = forward(whole, scale, shift=1.0)
+        else:
+            options = {"distribute_saved_activations": True, "tp_group": dist.group.WORLD, **way}
+            out = te.checkpoint(forward, whole, scale, shift=1.0, **options)
+    del whole
+    gc.collect()
+    gone = alive() is None
+    out.backward(grad.to(device))
+    found = [out.detach(), leaf.grad, scale.grad, *(p.grad for p in layers.parameters())]
+    return [t.cpu() for t in found], gone
