@@ -52,3 +52,56 @@ def checkpointed(device, weights, x, grad, recipe, way):
     out.backward(grad.to(device))
     found = [out.detach(), leaf.grad, scale.grad, *(p.grad for p in layers.parameters())]
     return [t.cpu() for t in found], gone
+
+
+# ---- FSDP1 ---------------------------------------------------------------------------------------
+
+RATE = 0.1
+
+
+def _model(weights, device):
+    model = torch.nn.Sequential(*make_layers(weights, device))
+    return model, torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def _steps(model, optimizer, batches, recipe, device, sums=None):
+    """Outputs of training steps on the batches of this rank; `sums` adds up gradients."""
+    outputs = []
+    for shares in batches:
+        with _region(RECIPES[recipe]):
+            out = model(shares[dist.get_rank()].to(device))
+        out.square().mean().backward()
+        if sums is not None:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(out.detach().cpu())
+    return outputs
+
+
+def by_hand(device, weights, batches, recipe):
+    """Each rank has the model, and gradients are their mean: outputs and parameters."""
+    model, optimizer = _model(weights, device)
+    outputs = _steps(model, optimizer, batches, recipe, device, sums=True)
+    return outputs, {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def sharded(device, weights, batches, recipe, original):
+    """The same under FSDP1, each layer wrapped, and the groups of the layers' modules."""
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
+    options = {"device_id": torch.device(place), "use_orig_params": original}
+    fsdp = te.distributed.FullyShardedDataParallel
+    model, _ = _model(weights, device)
+    model = fsdp(torch.nn.Sequential(*[fsdp(layer, **options) for layer in model]), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    outputs = _steps(model, optimizer, batches, recipe, device)
+    groups = [layer.module.fsdp_group is layer.process_group for layer in model.module]
+    with fsdp.summon_full_params(model):
+        inner = "_fsdp_wrapped_module."
+        parameters = {
+            name.replace(inner, ""): p.detach().cpu().clone()
+            for name, p in model.named_parameters()
+        }
+    return outputs, parameters, groups

@@ -259,16 +259,6 @@ Optimizer kernels as objects
     reason: updates are operators on lists of tensors
     instead: multi_tensor_adam, multi_tensor_sgd, or te.optimizers.FusedAdam and FusedSGD
     names: transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
-Communication of quantized tensors
-    reason: what ranks exchange is in high precision
-    instead: pass plain tensors, quantizer=None
-    partly: pytorch.distributed.gather_along_first_dim
-    names: pytorch.distributed: _NVFP4AllGatherAsyncHandle
-FSDP of activations
-    reason: what a forward saves is not split over ranks
-    instead: torch.distributed.fsdp.fully_shard or FullyShardedDataParallel, which shard parameters;
-        te.checkpoint for activations
-    names: pytorch.distributed: FullyShardedDataParallel prepare_te_modules_for_fsdp
 Modules: parts of their calls
     reason: a call of a module is one plan, and its state is made by the first one
     instead: modules of your own as torch.nn.Module around those of this library; fp8_meta,
@@ -324,13 +314,6 @@ Fused projection of MLA
         pytorch.attention.fused_mla_q_uproj* pytorch.attention pytorch: FusedMLAQUpProjRopeQuant
             FusedMLAQUpProjFunction
         pytorch.attention.fused_mla_q_uproj*: rotary_bwd_q_kernel
-Sharded weights of other libraries
-    reason: weights are plain parameters
-    instead: FSDP2 (torch.distributed.fsdp.fully_shard)
-    names:
-        pytorch.distributed_weight: DistributedWeight materialize_weight_for_forward
-            materialize_weight_for_backward materialize_weights_for_forward
-            materialize_weights_for_backward finalize_weight_grads
 Debug features
     reason: nothing reads configuration files of nvdlfw_inspect
     instead: te.explain and docs/debugging_numerics.md

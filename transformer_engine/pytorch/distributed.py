@@ -35,7 +35,9 @@ from transformer_engine.pytorch.torchside.collectives import (
 )
 from transformer_engine.pytorch.torchside.device import accelerator, module_of
 
-__getattr__, __dir__ = absent.attach(globals())
+_FSDP = "transformer_engine.pytorch.layer.fsdp"  # torch's FSDP takes long to import
+_LAZY = dict.fromkeys(("FullyShardedDataParallel", "prepare_te_modules_for_fsdp"), _FSDP)
+__getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 
 HAS_TORCH_SYMMETRIC = False
 """True where collectives in symmetric memory are used."""
@@ -175,12 +177,6 @@ def is_graph_safe_rng_state(state: Any) -> bool:
 
 
 # ---- what is not there ---------------------------------------------------------------------------
-
-
-def is_distributed_weight(weight: Any) -> bool:
-    """Return whether a weight is a `DistributedWeight`: never."""
-    del weight
-    return False
 
 
 def is_ep_bootstrapped() -> bool:
