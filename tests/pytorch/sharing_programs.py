@@ -105,3 +105,18 @@ def sharded(device, weights, batches, recipe, original):
             for name, p in model.named_parameters()
         }
     return outputs, parameters, groups
+
+
+# ---- context parallelism -------------------------------------------------------------------------
+
+
+def batch_of_rank(device, limits, batch, form, strategy):
+    """This rank's part of a batch, and that of a batch without tensors."""
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+
+    options = {"qvk_format": form, "load_balancing_strategy": te.CPLoadBalancingStrategy(strategy)}
+    limits = limits if limits is None else limits.to(device)
+    call = context_parallel.get_batch_on_this_cp_rank
+    parts = call(limits, *(tensor.to(device) for tensor in batch), dist.group.WORLD, **options)
+    without = call(limits, None, None, None, **options)
+    return [part.cpu() for part in parts], list(without)
