@@ -111,7 +111,7 @@ def sharded(device, weights, batches, recipe, original):
 
 
 def batch_of_rank(device, limits, batch, form, strategy):
-    """This rank's part of a batch, and that of a batch without tensors."""
+    """Get this rank's part of a batch, and that of a batch without tensors."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     options = {"qvk_format": form, "load_balancing_strategy": te.CPLoadBalancingStrategy(strategy)}

@@ -49,7 +49,9 @@ def test_partitioned_indices(device, size, strategy):
         assert found.dtype == torch.int32 and found.device == limits.device
         assert found.tolist() == tokens_of(lengths, size, rank, strategy)
         if strategy is BALANCED:
-            assert_same_bits(found, cp.get_thd_partitioned_indices(limits, sum(lengths), size, rank))
+            assert_same_bits(
+                found, cp.get_thd_partitioned_indices(limits, sum(lengths), size, rank)
+            )
             native = tex.thd_get_partitioned_indices(limits, sum(lengths), size, rank)
             assert_same_bits(found, native)
     elsewhere = {"device": "cpu", "load_balancing_strategy": strategy}

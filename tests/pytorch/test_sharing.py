@@ -96,8 +96,10 @@ def test_fsdp1_refuses():
 class Sharded(torch.nn.Parameter):
     """A weight whose rows are put together by one of its group."""
 
-    group, grads = (), None
-    grad_buffer = None
+    group = ()
+
+    def grad_buffer(self):
+        return None
 
     def materialize_group_for_forward(self):
         return [torch.cat((each.detach(), each.detach())) for each in self.group]

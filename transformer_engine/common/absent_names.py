@@ -259,6 +259,10 @@ Optimizer kernels as objects
     reason: updates are operators on lists of tensors
     instead: multi_tensor_adam, multi_tensor_sgd, or te.optimizers.FusedAdam and FusedSGD
     names: transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
+Coalesced communication of quantized tensors
+    reason: scales are put in place after a collective, which one of the caller does not say
+    instead: leave external_coalescing out, and wait for the handle
+    partly: pytorch.distributed.gather_along_first_dim
 Modules: parts of their calls
     reason: a call of a module is one plan, and its state is made by the first one
     instead: modules of your own as torch.nn.Module around those of this library; fp8_meta,

@@ -24,7 +24,6 @@ __all__ = [
 class DistributedWeight(Protocol):
     """A weight that is put together with those of its group, the weights of one layer."""
 
-    @property
     def grad_buffer(self) -> Tensor | None:
         """Where the gradient of the whole weight may be written; None: nowhere."""
 

@@ -50,9 +50,7 @@ def places_of(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 # ---- tokens of a rank ----------------------------------------------------------------------------
 
 
-def tokens_of_rank(
-    op: str, cu_seqlens: Tensor, total_tokens: int, size: int, rank: int
-) -> Tensor:
+def tokens_of_rank(op: str, cu_seqlens: Tensor, total_tokens: int, size: int, rank: int) -> Tensor:
     """Tokens of packed sequences that a rank has, balanced: [total_tokens / size] int32.
 
     `op` is a name for messages. ValueError for no rank of so many, a length that is no multiple of
@@ -145,7 +143,7 @@ def get_batch_on_this_cp_rank(
     qvk_format: str = "thd",
     load_balancing_strategy: CPLoadBalancingStrategy = _BALANCED,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """This rank's part of a batch that all ranks have.
+    """Get this rank's part of a batch that all ranks have.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.float8_row_tensor import Float8RowTensorStorage
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
@@ -273,10 +274,8 @@ def gather_along_first_dim(
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"{_OP}: quantizer: {type(quantizer).__name__}, expected a Quantizer")
     if external_coalescing:
-        raise NotImplementedError(
-            f"{_OP}: external_coalescing=True with a quantizer is not built: scales have to be put "
-            "in place after the collective: leave it out, and wait for the handle"
-        )
+        what = "(external_coalescing=True) with a quantizer"
+        raise absent.refusal(f"pytorch.distributed.{_OP}", what)
     if not isinstance(inp, QuantizedTensorStorage):
         expect_own(f"{_OP}: inp", inp)
     with torch.no_grad():
