@@ -61,6 +61,18 @@ def gathers(device, name, cases):
     return [gather(device, name, *case) for case in cases]
 
 
+def gather_in_pairs(device, name, tensors):
+    """Gather this rank's tensor in a group of two, quantized with the largest amax of these."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, len(tensors), 2)]
+    rank = dist.get_rank()
+    quantizer = quantizer_of(name, device, {"rowwise": True, "columnwise": True})
+    inp = tensors[rank].to(device)
+    found, _ = gather_along_first_dim(inp, pairs[rank // 2], quantizer=quantizer)
+    for pair in pairs:
+        dist.destroy_process_group(pair)
+    return found.to("cpu")
+
+
 def refused(device, tensors):
     """Names of the errors of wrong calls of collectives, each with its text."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -60,6 +60,19 @@ def test_bits_of_a_cast_of_all_rows(ranks, name):
                 assert_same_tensor(found, expected)
 
 
+@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+@pytest.mark.parametrize("name", ["current", "lines", "nv"])
+def test_groups_of_two(ranks, name):
+    """Each has its own amax."""
+    if ranks.size == 1:
+        pytest.skip("one rank makes no pair")
+    tensors = [source_of("cpu", (128, 64)) * 3**rank for rank in range(ranks.size)]
+    quantizer = programs.quantizer_of(name, "cpu", {"rowwise": True, "columnwise": True})
+    for rank, found in enumerate(ranks.run(programs.gather_in_pairs, name, tensors)):
+        first = rank // 2 * 2
+        assert_same_tensor(found, quantizer(torch.cat(tensors[first : first + 2])))
+
+
 REFUSED = {
     "gather DTensor": "TypeError: gather_along_first_dim: inp: DTensor, .* to_local",
     "quantized gather DTensor": "TypeError: gather_along_first_dim: inp: DTensor",
