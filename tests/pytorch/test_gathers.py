@@ -23,7 +23,7 @@ BLOCKS = {
 }  # fmt: skip
 """Rows that a rank has a multiple of, so that row-wise and column-wise codes join; None: never."""
 USAGES = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
-SHAPES = [(128, 256), (16, 2, 130), (48, 64), (21, 34)]
+SHAPES = [(128, 256), (16, 2, 130), (48, 64), (21, 34), (1, 64)]
 SHARED = [name for name in BLOCKS if name.startswith("nv")]
 """Formats whose parts were quantized with the amax of all ranks."""
 

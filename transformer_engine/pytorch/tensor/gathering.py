@@ -106,7 +106,8 @@ def _pieces(mine: Any, into: Any, joints: dict[str, Joint]) -> list[_Piece]:
         own = getattr(mine, scales).narrow(joint.scales, 0, count)
         pieces.append(_Piece(own, getattr(into, scales), joint.scales))
         amax = getattr(mine, f"_amax_{form}", None)
-        if amax is not None and amax.numel() == rows > 1:
+        of_rows = form == "rowwise" and getattr(mine, "_row_scaled_nvfp4", False)
+        if of_rows:
             pieces.append(_Piece(amax, getattr(into, f"_amax_{form}"), 0))
         elif amax is not None:
             getattr(into, f"_amax_{form}").copy_(amax)
