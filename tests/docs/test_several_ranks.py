@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page on several GPUs runs on several ranks (test_code_blocks.py runs it on one)."""
+"""The pages on several GPUs run on several ranks (test_code_blocks.py runs them on one)."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import pytest
 import torch
 from markdown_pages import ROOT, blocks
 
-PAGE = ROOT / "docs/several_gpus.md"
+PAGES = {ROOT / "docs/several_gpus.md": 6, ROOT / "docs/distributed.md": 1}
+"""By page, how often it calls `backward` at least."""
 RUN = Path(__file__).with_name("run_pieces.py")
 
 
@@ -31,13 +32,16 @@ def run_ranks(pieces, folder, size=2):
     return [(done.returncode, done.stdout + done.stderr) for done in ended]
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="docs are not part of an installed package")
-def test_the_page_runs_on_two_ranks(tmp_path):
-    found = list(blocks(PAGE, PAGE.read_text(encoding="utf-8")))
+@pytest.mark.skipif(
+    not all(page.exists() for page in PAGES), reason="docs are not part of an installed package"
+)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_on_two_ranks(page, tmp_path):
+    found = list(blocks(page, page.read_text(encoding="utf-8")))
     pieces = [piece for b in found if b.language == "python" for piece in b.pieces()]
     for status, said in run_ranks(pieces, tmp_path):
         assert status == 0, said
-    assert sum(piece["text"].count("backward()") for piece in pieces) >= 6
+    assert sum(piece["text"].count("backward()") for piece in pieces) >= PAGES[page]
 
 
 def test_a_rank_that_fails_is_noticed(tmp_path):

@@ -21,6 +21,8 @@ GROUPS = [  # (device, ranks) of the groups that a test runs on
     pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multigpu),
 ]
+FOUR_TOO = [*GROUPS, pytest.param(("cpu", 4), id="gloo-4")]
+"""For a test that takes `ranks` by ``parametrize(..., indirect=True)``."""
 
 
 def _packed(value):

@@ -364,7 +364,9 @@ def test_recipes_are_asked_for(name):
         (lambda: te.cpu_offload.get_cpu_offload_context(True), "get_cpu_offload_context"),
         (lambda: te.onnx_export(True), "onnx_export"),
         (
-            lambda: te.distributed.gather_along_first_dim(torch.ones(1), None, quantizer=object()),
+            lambda: te.distributed.gather_along_first_dim(
+                torch.ones(1), None, quantizer=te.NVFP4Quantizer(), external_coalescing=True
+            ),
             "gather_along_first_dim",
         ),
         (

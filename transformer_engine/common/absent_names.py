@@ -233,7 +233,7 @@ Context parallelism
     reason: attention is not spread over ranks
     instead: cp_group of one rank
     names:
-        pytorch.attention.dot_product_attention.context_parallel*: AttnFuncWithCPAndKVAllGather
+        pytorch.attention.dot_product_attention.context_parallel: AttnFuncWithCPAndKVAllGather
             AttnFuncWithCPAndKVP2P AttnFuncWithCPAndQKVOA2A attn_forward_func_with_cp
             cp_p2p_bwd_flash_attn cp_p2p_bwd_fused_attn cp_p2p_bwd_prepare_qkv cp_p2p_fwd_flash_attn
             cp_p2p_fwd_fused_attn cp_p2p_fwd_prepare_qkv cp_per_step_configs
@@ -241,13 +241,9 @@ Context parallelism
             flash_attn_fwd_incremental_out_correction
             flash_attn_fwd_incremental_second_half_out_correction
             flash_attn_fwd_second_half_softmax_lse_correction flash_attn_fwd_softmax_lse_correction
-            flash_attn_p2p_communicate generate_positional_ids_for_cp get_batch_on_this_cp_rank
-            get_bsh_dims get_cu_seqlens_on_cp_rank get_fa_args get_kv_seq_info_after_all_gather
-            get_no_load_balance_thd_causal_metadata get_seq_chunk_ids_for_reordering_after_attn
-            get_seq_chunk_ids_for_reordering_before_attn get_thd_partitioned_indices
-            pad_thd_sequences_for_cp reorder_seq_chunks_for_a2a_after_attn
+            flash_attn_p2p_communicate get_fa_args get_kv_seq_info_after_all_gather
+            get_no_load_balance_thd_causal_metadata reorder_seq_chunks_for_a2a_after_attn
             reorder_seq_chunks_for_a2a_before_attn restore_thd_gathered_kv
-            thd_cp_rank_order_to_sequence_order thd_sequence_order_to_cp_rank_order
             unrestore_thd_gathered_kv validate_no_load_balance_thd_metadata
 Overlap of communication and GEMMs
     reason: there are no user buffers
@@ -263,16 +259,10 @@ Optimizer kernels as objects
     reason: updates are operators on lists of tensors
     instead: multi_tensor_adam, multi_tensor_sgd, or te.optimizers.FusedAdam and FusedSGD
     names: transformer_engine_torch plugin.core.ops: FusedAdamCUDAKernel FusedSGDCUDAKernel
-Communication of quantized tensors
-    reason: what ranks exchange is in high precision
-    instead: pass plain tensors, quantizer=None
+Coalesced communication of quantized tensors
+    reason: scales are put in place after a collective, which one of the caller does not say
+    instead: leave external_coalescing out, and wait for the handle
     partly: pytorch.distributed.gather_along_first_dim
-    names: pytorch.distributed: _NVFP4AllGatherAsyncHandle
-FSDP of activations
-    reason: what a forward saves is not split over ranks
-    instead: torch.distributed.fsdp.fully_shard or FullyShardedDataParallel, which shard parameters;
-        te.checkpoint for activations
-    names: pytorch.distributed: FullyShardedDataParallel prepare_te_modules_for_fsdp
 Modules: parts of their calls
     reason: a call of a module is one plan, and its state is made by the first one
     instead: modules of your own as torch.nn.Module around those of this library; fp8_meta,
@@ -328,13 +318,6 @@ Fused projection of MLA
         pytorch.attention.fused_mla_q_uproj* pytorch.attention pytorch: FusedMLAQUpProjRopeQuant
             FusedMLAQUpProjFunction
         pytorch.attention.fused_mla_q_uproj*: rotary_bwd_q_kernel
-Sharded weights of other libraries
-    reason: weights are plain parameters
-    instead: FSDP2 (torch.distributed.fsdp.fully_shard)
-    names:
-        pytorch.distributed_weight: DistributedWeight materialize_weight_for_forward
-            materialize_weight_for_backward materialize_weights_for_forward
-            materialize_weights_for_backward finalize_weight_grads
 Debug features
     reason: nothing reads configuration files of nvdlfw_inspect
     instead: te.explain and docs/debugging_numerics.md

@@ -21,6 +21,9 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
     "pytorch.attention.dot_product_attention": {
         "pytorch.attention.core": "DotProductAttention _attention_backends"
     },
+    "pytorch.attention.dot_product_attention.context_parallel": {
+        "pytorch.attention.context_parallel": "*"
+    },
     "pytorch.attention.dot_product_attention.dot_product_attention": {
         "pytorch.attention.core": "DotProductAttention"
     },
@@ -36,7 +39,6 @@ OTHER_PATHS: dict[str, dict[str, str]] = {
         "pytorch.cpu_offload": "CPUOffloadEnabled get_cpu_offload_context is_cpu_offload_enabled "
         "is_current_layer_offloaded mark_activation_offload"
     },
-    "pytorch.distributed_weight": {"pytorch.distributed": "is_distributed_weight"},
     "pytorch.ep": {"pytorch.distributed": "is_ep_bootstrapped is_symm_backed"},
     "pytorch.float8_tensor": {"pytorch.tensor.float8_tensor": "Float8Quantizer Float8Tensor"},
     "pytorch.fp8": {"pytorch.quantization": "*"},

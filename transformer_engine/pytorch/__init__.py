@@ -51,7 +51,8 @@ from transformer_engine.pytorch.torchside.device import (  # noqa: E402
 
 _SUBMODULES = (
     "_extra_state constants cpp_extensions cpu_offload cross_entropy custom_recipes distributed "
-    "export graph jit ops optimizers permutation quantization router tensor utils"
+    "distributed_weight export graph jit ops optimizers permutation quantization router tensor "
+    "utils"
 ).split()
 """Submodules that are imported when they are asked for."""
 

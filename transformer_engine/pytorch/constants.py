@@ -85,7 +85,10 @@ GemmParallelModes = ("row", "column", None)
 
 
 class CPLoadBalancingStrategy(Enum):
-    """How context parallelism deals tokens to ranks; here one rank has them all."""
+    """How context parallelism deals tokens to ranks: see `attention.context_parallel`.
+
+    Modules take a group of one rank, which has them all.
+    """
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"

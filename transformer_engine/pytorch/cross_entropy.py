@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common import absent
-from transformer_engine.pytorch.distributed import get_distributed_world_size
+from transformer_engine.pytorch.torchside.collectives import get_distributed_world_size
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
 __getattr__, __dir__ = absent.attach(globals())

@@ -21,10 +21,23 @@ from transformer_engine.pytorch.execution.recompute import (
     use_reentrant_activation_recompute as use_reentrant_activation_recompute,
 )
 from transformer_engine.pytorch.module.base import Fp8Module
+from transformer_engine.pytorch.tensor.gathering import (
+    QuantizedGather as _NVFP4AllGatherAsyncHandle,  # noqa: F401 - a name that programs import
+    gather_along_first_dim as gather_along_first_dim,
+)
+from transformer_engine.pytorch.torchside.collectives import (
+    allreduce as allreduce,
+    gather_split_1d_tensor as gather_split_1d_tensor,
+    get_distributed_rank as get_distributed_rank,
+    get_distributed_world_size as get_distributed_world_size,
+    reduce_scatter_along_first_dim as reduce_scatter_along_first_dim,
+    split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks,
+)
 from transformer_engine.pytorch.torchside.device import accelerator, module_of
-from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor
 
-__getattr__, __dir__ = absent.attach(globals())
+_FSDP = "transformer_engine.pytorch.layer.fsdp"  # torch's FSDP takes long to import
+_LAZY = dict.fromkeys(("FullyShardedDataParallel", "prepare_te_modules_for_fsdp"), _FSDP)
+__getattr__, __dir__ = absent.attach(globals(), lazy=_LAZY)
 
 HAS_TORCH_SYMMETRIC = False
 """True where collectives in symmetric memory are used."""
@@ -163,27 +176,7 @@ def is_graph_safe_rng_state(state: Any) -> bool:
     return isinstance(state, torch.Generator)
 
 
-# ---- collectives -------------------------------------------------------------------------------
-
-
-def get_distributed_world_size(group: Any = None) -> int:
-    """Ranks of a group; None: of all processes. 1 where torch.distributed is not initialised."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return 1
-    return torch.distributed.get_world_size(group)
-
-
-def get_distributed_rank(group: Any = None) -> int:
-    """Rank in a group; None: among all processes. 0 where torch.distributed is not initialised."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return 0
-    return torch.distributed.get_rank(group)
-
-
-def is_distributed_weight(weight: Any) -> bool:
-    """Return whether a weight is a `DistributedWeight`: never."""
-    del weight
-    return False
+# ---- what is not there ---------------------------------------------------------------------------
 
 
 def is_ep_bootstrapped() -> bool:
@@ -195,105 +188,6 @@ def is_symm_backed(t: Tensor) -> bool:
     """Return whether a tensor lies in memory that `symm_mem_alloc` gave: never."""
     del t
     return False
-
-
-def _collective(name: str, older: str) -> Callable:
-    """A collective of torch, which renames some: by its name, or by the older one."""
-    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
-
-
-def _alone(inp: Tensor, output: Tensor | None) -> Tensor:
-    """Return the result of a collective of one rank: its input, written to the given output."""
-    return inp if output is None else output.copy_(inp)
-
-
-def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Sum a tensor over a group, in place; return it and a handle or None.
-
-    The handle of an asynchronous call is to be waited for.
-    """
-    expect_tensor("allreduce: inp", inp)
-    if get_distributed_world_size(tp_group) == 1:
-        return inp, None
-    handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
-    return inp, handle
-
-
-def gather_along_first_dim(
-    inp: Tensor,
-    process_group: Any,
-    async_op: bool = False,
-    quantizer: Any = None,
-    output_tensor: Tensor | None = None,
-    external_coalescing: bool = False,
-) -> tuple[Tensor, Any]:
-    """Put the tensors [n, ...] of all ranks, of one shape, one below the other: [ranks * n, ...].
-
-    `process_group` None: all ranks. `output_tensor`, contiguous, is written where it is given.
-    Returns it and a handle or None; that of an asynchronous call is to be waited for. They are
-    not quantized on the way: NotImplementedError for a quantizer. `external_coalescing` says that
-    the caller has begun a coalesced collective: it is part of that, and has no handle.
-    """
-    if quantizer is not None:
-        raise absent.refusal("pytorch.distributed.gather_along_first_dim", "(quantizer=...)")
-    expect_tensor("gather_along_first_dim: inp", inp)
-    if output_tensor is not None:
-        expect_tensor("gather_along_first_dim: output_tensor", output_tensor)
-    world = get_distributed_world_size(process_group)
-    if world == 1:
-        return _alone(inp, output_tensor), None
-    if output_tensor is None:
-        output_tensor = inp.new_empty((inp.shape[0] * world, *inp.shape[1:]))
-    gather = _collective("all_gather_single", "all_gather_into_tensor")
-    handle = gather(output_tensor, inp.contiguous(), group=process_group, async_op=async_op)
-    return output_tensor, None if external_coalescing else handle
-
-
-def reduce_scatter_along_first_dim(
-    inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
-) -> tuple[Tensor, Any]:
-    """Sum a tensor [ranks * n, ...] over a group; each rank gets its part of the rows, [n, ...].
-
-    Arguments and result as of `gather_along_first_dim`. ValueError where the ranks do not divide
-    the rows.
-    """
-    expect_tensor("reduce_scatter_along_first_dim: inp", inp)
-    if output is not None:
-        expect_tensor("reduce_scatter_along_first_dim: output", output)
-    world = get_distributed_world_size(tp_group)
-    if world == 1:
-        return _alone(inp, output), None
-    if inp.shape[0] % world != 0:
-        raise ValueError(
-            f"reduce_scatter_along_first_dim: {inp.shape[0]} rows are no {world} equal parts"
-        )
-    if output is None:
-        output = inp.new_empty((inp.shape[0] // world, *inp.shape[1:]))
-    scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-    handle = scatter(output, inp.contiguous(), group=tp_group, async_op=async_op)
-    return output, handle
-
-
-def split_tensor_into_1d_equal_chunks(
-    tensor: Tensor, tp_group: Any, new_buffer: bool = False
-) -> Tensor:
-    """Part of a tensor's elements, that of this rank, as a row; `new_buffer`: as a copy.
-
-    ValueError where the elements do not divide by the ranks.
-    """
-    expect_tensor("split_tensor_into_1d_equal_chunks: tensor", tensor)
-    world = get_distributed_world_size(tp_group)
-    if tensor.numel() % world != 0:
-        raise ValueError(
-            f"split_tensor_into_1d_equal_chunks: {tensor.numel()} elements are no {world} parts"
-        )
-    part = tensor.reshape(world, -1)[get_distributed_rank(tp_group)]
-    return part.clone() if new_buffer else part
-
-
-def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
-    """The row that `split_tensor_into_1d_equal_chunks` cut, put together again."""
-    return gather_along_first_dim(tensor, tp_group)[0]
 
 
 # ---- modules and parameters --------------------------------------------------------------------

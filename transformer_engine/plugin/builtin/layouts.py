@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.plugin.builtin.signatures import operator
+from transformer_engine.pytorch.attention.context_parallel import places_of, tokens_of_rank
 from transformer_engine.pytorch.cpp_extensions.values import checked
 
 
@@ -58,14 +59,6 @@ def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ---- packed sequences ------------------------------------------------------------------------
-
-
-def places_of(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Sequence of each token, and its place in that."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
-    limits = cu_seqlens.long()
-    entry = torch.searchsorted(limits[1:].contiguous(), at, right=True).clamp(max=len(limits) - 2)
-    return entry, at - limits[entry]
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
@@ -149,27 +142,11 @@ def thd_get_partitioned_indices(
 
     Each sequence is cut into 2 * world_size chunks; rank r has chunk r and chunk
     2 * world_size - 1 - r. The result is [total_tokens / world_size] int32, on the device of
-    `cu_seqlens`. ValueError for a length that is no multiple of 2 * world_size, or sequences that
-    do not have `total_tokens`.
+    `cu_seqlens`. ValueError for a length that is no multiple of 2 * world_size, sequences that do
+    not have `total_tokens`, or no such rank.
     """
-    starts = cu_seqlens.tolist()
-    pieces = []
-    for start, end in zip(starts, starts[1:], strict=False):
-        chunk, rest = divmod(end - start, 2 * world_size)
-        if rest:
-            raise ValueError(
-                f"thd_get_partitioned_indices: a sequence of {end - start} tokens, expected a "
-                f"multiple of {2 * world_size}"
-            )
-        for index in (rank, 2 * world_size - 1 - rank):
-            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    found = torch.cat(pieces).to(cu_seqlens.device, torch.int32)
-    if len(found) != total_tokens // world_size:
-        raise ValueError(
-            f"thd_get_partitioned_indices: total_tokens={total_tokens}, but the sequences of "
-            f"cu_seqlens have {starts[-1] - starts[0]}"
-        )
-    return found
+    op = "thd_get_partitioned_indices"
+    return tokens_of_rank(op, cu_seqlens, total_tokens, world_size, rank)
 
 
 def _half(cu_seqlens: Tensor, tokens: int, half: int) -> tuple[Tensor, Tensor, Tensor]:

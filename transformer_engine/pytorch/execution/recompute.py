@@ -50,6 +50,11 @@ from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.execution.thread_state import current_state, in_region
+from transformer_engine.pytorch.torchside.collectives import (
+    expect_own,
+    gather_split_1d_tensor,
+    split_tensor_into_1d_equal_chunks,
+)
 from transformer_engine.pytorch.torchside.modes import (
     begins_no_graph,
     forward_mode_enabled,
@@ -375,6 +380,29 @@ def _states_of(get_rng_state_tracker: Callable) -> Any:
     return tracker.get_states()
 
 
+def _distributed(function: Callable, args: tuple, group: Any) -> tuple[Callable, tuple]:
+    """The function and arguments of a checkpoint that keeps a part of the first one."""
+    if group is None:
+        raise ValueError(
+            "checkpoint: distribute_saved_activations=True: give the ranks that share them, "
+            "tp_group"
+        )
+    whole = args[0] if args else None
+    expect_own("checkpoint: the first argument", whole)
+    part = split_tensor_into_1d_equal_chunks(whole.detach(), group, new_buffer=True)
+    shape, needs_grad = whole.shape, whole.requires_grad
+    first = [whole]  # of the forward: a repetition has no other
+
+    def run(part: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        if first:
+            whole = first.pop()
+        else:
+            whole = gather_split_1d_tensor(part, group).view(shape).requires_grad_(needs_grad)
+        return function(whole, *others, **kwargs)
+
+    return run, (part, *args[1:])
+
+
 def checkpoint(
     function: Callable,
     *args: Any,
@@ -400,12 +428,14 @@ def checkpoint(
     *args
         Its arguments.
     distribute_saved_activations : bool, default False
-        Spread what is kept over `tp_group`: not there yet.
+        Keep of the first argument, which is the same on all ranks of `tp_group`, the part of this
+        rank alone; the parts are gathered for the repetition. The form is then the one without
+        reentrance.
     get_rng_state_tracker : callable, optional
         Returns the tracker whose ``fork()`` modules enter: its ``get_states()`` are taken before
         the forward, and given back by ``set_states`` while it is repeated.
     tp_group : ProcessGroup, optional
-        Only with `distribute_saved_activations`.
+        For `distribute_saved_activations`, which needs it.
     use_reentrant : bool, default True
         As of `torch.utils.checkpoint.checkpoint`; where no tensor of `args` requires a gradient,
         the form is the other one, since the reentrant one would give parameters none.
@@ -421,23 +451,30 @@ def checkpoint(
     Raises
     ------
     TypeError
-        `function`, `get_rng_state_tracker` or ``context_fn`` can not be called.
+        `function`, `get_rng_state_tracker` or ``context_fn`` can not be called; the first argument
+        is no plain tensor, with `distribute_saved_activations`.
+    ValueError
+        With `distribute_saved_activations`: no `tp_group`, or elements that its ranks do not
+        divide.
     NotImplementedError
-        For `distribute_saved_activations`; for `get_rng_state_tracker` under `torch.compile`.
+        For `distribute_saved_activations` and `get_rng_state_tracker` under `torch.compile`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     _require_callables(function, get_rng_state_tracker, kwargs.get("context_fn"))
-    if distribute_saved_activations:
-        raise NotImplementedError(
-            "checkpoint: distribute_saved_activations=True is not built: leave it out"
-        )
     if torch.compiler.is_compiling():
-        if get_rng_state_tracker is not None:
-            raise NotImplementedError(
-                "checkpoint: get_rng_state_tracker under torch.compile is not built: leave it out"
-            )
+        for name, given in (
+            ("get_rng_state_tracker", get_rng_state_tracker is not None),
+            ("distribute_saved_activations", distribute_saved_activations),
+        ):
+            if given:
+                raise NotImplementedError(
+                    f"checkpoint: {name} under torch.compile is not built: leave it out"
+                )
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if distribute_saved_activations:
+        function, args = _distributed(function, args, tp_group)
+        use_reentrant = False
     frame = Frame()
     options = {
         name: kwargs.pop(name)

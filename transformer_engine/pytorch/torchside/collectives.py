@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of torch.distributed on plain tensors, along their first dim; and groups of ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized, local_of
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """Ranks of a group; None: of all processes. 1 where torch.distributed is not initialised."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return torch.distributed.get_world_size(group)
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """Rank in a group; None: among all processes. 0 where torch.distributed is not initialised."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
+def ranks_of(op: str, group: Any) -> int:
+    """`get_distributed_world_size`; ValueError where this process is none of them."""
+    size = get_distributed_world_size(group)
+    if size < 1:
+        raise ValueError(f"{op}: this process is not in the group that it was given")
+    return size
+
+
+def expect_own(label: str, given: Any) -> None:
+    """Raise TypeError for what is no plain tensor of this rank alone."""
+    expect_tensor(label, given)
+    kind = type(given).__name__
+    if local_of(given) is not given:
+        raise TypeError(f"{label}: {kind}, expected the tensor of this rank: give to_local()")
+    if is_quantized(given):
+        raise TypeError(f"{label}: {kind}, expected a plain tensor: give dequantize()")
+
+
+def _collective(name: str, older: str) -> Callable:
+    """A collective of torch, which renames some: by its name, or by the older one."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
+
+
+def _into(label: str, output: Tensor | None, inp: Tensor, rows: int) -> Tensor:
+    """The tensor for a result of so many rows, checked where it is given."""
+    shape = (rows, *inp.shape[1:])
+    if output is None:
+        return inp.new_empty(shape)
+    expect_own(label, output)
+    found, wanted = (tuple(output.shape), output.dtype), (shape, inp.dtype)
+    if found != wanted or not output.is_contiguous():
+        raise ValueError(
+            f"{label}: shape {found[0]}, {found[1]}, expected {shape}, {inp.dtype}, contiguous"
+        )
+    return output
+
+
+def _rows(label: str, inp: Tensor) -> int:
+    if inp.dim() == 0:
+        raise ValueError(f"{label}: shape (), expected at least one dim")
+    return inp.shape[0]
+
+
+def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[Tensor, Any]:
+    """Sum a tensor over a group, in place; return it and a handle or None.
+
+    The handle of an asynchronous call is to be waited for.
+    """
+    expect_own("allreduce: inp", inp)
+    if ranks_of("allreduce", tp_group) == 1:
+        return inp, None
+    handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
+    return inp, handle
+
+
+def gather_rows(
+    inp: Tensor, group: Any, async_op: bool = False, output: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Put the tensors [n, ...] of all ranks, of one shape, one below the other: [ranks * n, ...].
+
+    `group` None: all ranks. `output`, contiguous, is written where it is given. Returns it and a
+    handle or None; that of an asynchronous call is to be waited for.
+    """
+    op = "gather_along_first_dim"
+    expect_own(f"{op}: inp", inp)
+    size = ranks_of(op, group)
+    made = _into(f"{op}: output_tensor", output, inp, _rows(f"{op}: inp", inp) * size)
+    if size == 1:
+        return inp if output is None else made.copy_(inp), None
+    gather = _collective("all_gather_single", "all_gather_into_tensor")
+    return made, gather(made, inp.contiguous(), group=group, async_op=async_op)
+
+
+def reduce_scatter_along_first_dim(
+    inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """Sum a tensor [ranks * n, ...] over a group; each rank gets its part of the rows, [n, ...].
+
+    `tp_group` None: all ranks. `output`, contiguous, is written where it is given. Returns it and a
+    handle or None; that of an asynchronous call is to be waited for. ValueError where the ranks do
+    not divide the rows.
+    """
+    op = "reduce_scatter_along_first_dim"
+    expect_own(f"{op}: inp", inp)
+    size, rows = ranks_of(op, tp_group), _rows(f"{op}: inp", inp)
+    if rows % size != 0:
+        raise ValueError(f"{op}: {rows} rows are no {size} equal parts")
+    made = _into(f"{op}: output", output, inp, rows // size)
+    if size == 1:
+        return inp if output is None else made.copy_(inp), None
+    scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+    return made, scatter(made, inp.contiguous(), group=tp_group, async_op=async_op)
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, tp_group: Any, new_buffer: bool = False
+) -> Tensor:
+    """Part of a tensor's elements, that of this rank, as a row; `new_buffer`: as a copy.
+
+    ValueError where the elements do not divide by the ranks.
+    """
+    op = "split_tensor_into_1d_equal_chunks"
+    expect_own(f"{op}: tensor", tensor)
+    size = ranks_of(op, tp_group)
+    if tensor.numel() % size != 0:
+        raise ValueError(f"{op}: {tensor.numel()} elements are no {size} parts")
+    part = tensor.reshape(size, -1)[get_distributed_rank(tp_group)]
+    return part.clone() if new_buffer else part
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Any) -> Tensor:
+    """The row that `split_tensor_into_1d_equal_chunks` cut, put together again."""
+    return gather_rows(tensor, tp_group)[0]
