@@ -4,15 +4,8 @@
 import pytest
 from collective_graphs import RECIPES, WAYS, assert_as_whole, make_problem
 from pytorch import plan_collective_programs as programs
-from pytorch.ranks import GROUPS, Ranks
+from pytorch.ranks import Ranks
 from thinning import pairs
-
-
-@pytest.fixture(scope="module", params=GROUPS)
-def ranks(request):
-    group = Ranks(*request.param)
-    yield group
-    group.close()
 
 
 CASES = {

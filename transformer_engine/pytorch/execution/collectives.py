@@ -15,24 +15,14 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.execution.stages import StageBuffers
+from transformer_engine.pytorch.torchside.collectives import (
+    allreduce,
+    gather_rows,
+    reduce_scatter_along_first_dim,
+)
 
 _Started = list[tuple[Any, Callable[[], Any] | None]]
 """Works, and what is done with what each has received."""
-
-
-def _named(name: str, older: str) -> Callable:
-    """A collective of torch, which renames some: by its name, or by the older one."""
-    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
-
-
-def gather_rows(whole: Tensor, part: Tensor, **options: Any) -> Any:
-    """Put the tensors of all ranks one below the other; arguments and result as of torch's."""
-    return _named("all_gather_single", "all_gather_into_tensor")(whole, part, **options)
-
-
-def scatter_sum(part: Tensor, whole: Tensor, **options: Any) -> Any:
-    """Sum over ranks, of which each gets its rows; arguments and result as of torch's."""
-    return _named("reduce_scatter_single", "reduce_scatter_tensor")(part, whole, **options)
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -40,34 +30,34 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _gather(tensors: Sequence[Tensor], options: dict) -> _Started:
+def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
     """Of pairs (part, whole): parts are put together along the dim in which they differ."""
     started: _Started = []
+    ranks = group.size()
     for part, whole in zip(map(_raw, tensors[::2]), map(_raw, tensors[1::2]), strict=True):
-        ranks = options["group"].size()
         if whole.shape == (ranks * part.shape[0], *part.shape[1:]):
-            started.append((gather_rows(whole, part, **options), None))
+            started.append((gather_rows(part, group, True, whole)[1], None))
             continue
         if whole.shape != (part.shape[0], ranks * part.shape[1]):
             raise ValueError(
                 f"{tuple(part.shape)} of each of {ranks} ranks: these are no {tuple(whole.shape)}; "
                 "quantized forms are gathered of rows in a multiple of the height of their tiles"
             )
-        room = part.new_empty(ranks, *part.shape)
+        room, work = gather_rows(part, group, True)
+        side_by_side = room.unflatten(0, (ranks, -1)).transpose(0, 1)
         spread = whole.view(part.shape[0], ranks, part.shape[1]).copy_
-        work = gather_rows(room.flatten(0, 1), part, **options)
-        started.append((work, functools.partial(spread, room.transpose(0, 1))))
+        started.append((work, functools.partial(spread, side_by_side)))
     return started
 
 
-def _scatter(tensors: Sequence[Tensor], options: dict) -> _Started:
+def _scatter(tensors: Sequence[Tensor], group: Any) -> _Started:
     whole, part = tensors
-    return [(scatter_sum(part, whole, **options), None)]
+    return [(reduce_scatter_along_first_dim(whole, group, True, part)[1], None)]
 
 
-def _sum(tensors: Sequence[Tensor], options: dict) -> _Started:
+def _sum(tensors: Sequence[Tensor], group: Any) -> _Started:
     (tensor,) = tensors
-    return [(torch.distributed.all_reduce(tensor, **options), None)]
+    return [(allreduce(tensor, group, True)[1], None)]
 
 
 _OF_KIND: dict[int, tuple[Callable | None, Callable | None]] = {
@@ -103,13 +93,14 @@ def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
 
 def _start(op: Callable, group: Any, numbers: Sequence[int], buffers: StageBuffers) -> _Started:
     tensors = [buffers.lend(number) for number in numbers]
-    return op(tensors, {"group": group, "async_op": True})
+    return op(tensors, group)
 
 
 def _finish(buffers: StageBuffers | None, started: _Started) -> None:
     del buffers
     for work, put in started:
-        work.wait()
+        if work is not None:  # of one rank there is none
+            work.wait()
         if put is not None:
             put()
 
