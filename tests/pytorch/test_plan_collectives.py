@@ -7,7 +7,6 @@ from pytorch import plan_collective_programs as programs
 from pytorch.ranks import Ranks
 from thinning import pairs
 
-
 CASES = {
     "recipe": list(RECIPES),
     "way": [way for way in WAYS if way != "alone"],
