@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of modules with linear layers: each is found by its key, or decided, planned and run.
 
-`LinearCallBase._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call that
-was kept by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the
-scaling state in force, gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and
-runs it.
+`LinearCallBase._call` makes the key of a call (`_find_key`, see `call_key`) and runs the call kept
+by it. Where there is none, `_decide` promotes the tensors, finds the recipe and the state in force,
+gets the plans (`_prepare`, `_plans_for`), keeps all that by the key, and runs it.
 """
 
 from abc import abstractmethod
