@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, torch_dtype
+from transformer_engine.pytorch.execution.overrides import operator_of_lists
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
@@ -54,6 +55,7 @@ def _masters_first(lists: list) -> list:
     return lists if len(lists) == 4 else [lists[0], lists[4], *lists[2:4], lists[1]]
 
 
+@operator_of_lists
 def multi_tensor_adam(
     chunk_size: int | None = None,
     noop_flag: Tensor | None = None,
@@ -132,7 +134,7 @@ def _capturable(op: str, count: int, doc: str) -> Callable:
 
     step.__name__ = step.__qualname__ = op
     step.__doc__ = doc
-    return step
+    return operator_of_lists(step)
 
 
 multi_tensor_adam_capturable = _capturable(
@@ -151,6 +153,7 @@ multi_tensor_adam_capturable_master = _capturable(
 )
 
 
+@operator_of_lists
 def multi_tensor_adam_fp8(
     chunk_size: int,
     noop_flag: Tensor,
@@ -188,6 +191,7 @@ def multi_tensor_adam_fp8(
             old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
 
 
+@operator_of_lists
 def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Tensor,
@@ -221,6 +225,7 @@ def multi_tensor_adam_param_remainder(
     _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
 
 
+@operator_of_lists
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -273,6 +278,7 @@ def multi_tensor_sgd_cast(
     run_update(_core.UPDATE_SGD, flags, lists, noop_flag, named, casts=casts)
 
 
+@operator_of_lists
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int,
     noop_flag: Tensor,
@@ -294,6 +300,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     run_update(_core.UPDATE_RESCALE, flags, [*lists, None, None, None], noop_flag, numbers)
 
 
+@operator_of_lists
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
 ) -> None:
