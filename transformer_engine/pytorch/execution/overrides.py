@@ -100,6 +100,14 @@ def _meet(tensor: Any, dlpack: int) -> None:
 _core.meet_devices(_meet)
 
 
+def asked_of_lists(op: str) -> Callable | None:
+    """What asks those who are selected to run an operator on lists before this library's own.
+
+    It returns NotImplemented for a call that nobody takes. None: there is nobody.
+    """
+    return _core.selected_function(op)
+
+
 def operator_of_lists(function: Callable) -> Callable:
     """Make a function an operator on lists of tensors, which obeys who is selected (decorator).
 
@@ -110,7 +118,7 @@ def operator_of_lists(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        asked = _core.selected_function(op)
+        asked = asked_of_lists(op)
         found = NotImplemented if asked is None else asked(*args, **kwargs)
         if found is not NotImplemented:
             return found

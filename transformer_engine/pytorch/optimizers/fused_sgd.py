@@ -20,7 +20,8 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd,
     multi_tensor_sgd_cast,
 )
-from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
+from transformer_engine.pytorch.optimizers.quantized_updates import Updates
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 _NAME = "FusedSGD"
@@ -151,7 +152,8 @@ class FusedSGD(torch.optim.Optimizer):
             device = param.device
             if device not in flags:
                 flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
-                casts[device] = Updates(functools.partial(_update, flags[device], numbers))
+                apply = functools.partial(_apply, flags[device], numbers)
+                casts[device] = Updates(apply, multi_tensor_sgd, multi_tensor_sgd_cast)
             quantized = is_quantized(local_part(param))
             value = wide_copy(param) if quantized else param
             row = [param.grad, value, kept[i] if momentum != 0.0 else value]
@@ -166,5 +168,5 @@ class FusedSGD(torch.optim.Optimizer):
             updates.flush()
 
 
-def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None) -> None:
-    multi_tensor_applier(functools.partial(multi_tensor_sgd_cast, casts), flag, lists, *numbers)
+def _apply(flag: Tensor, numbers: tuple, op: Callable, lists: list) -> None:
+    multi_tensor_applier(op, flag, lists, *numbers)

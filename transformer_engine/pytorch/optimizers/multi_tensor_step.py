@@ -100,12 +100,12 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_cast(
-    casts: list[dict] | None, chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
+    casts: list[dict], chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
 ) -> None:
     """`multi_tensor_adam` of four lists, whose new values are cast.
 
-    `casts` are fields of `_core.quantize` for each of the values, or None; `numbers` as there, or
-    as of `multi_tensor_adam_capturable`.
+    `casts` are fields of `_core.quantize` for each of the values; `numbers` as there, or as of
+    `multi_tensor_adam_capturable`.
     """
     lists = checked_lists("multi_tensor_adam_cast", tensor_lists, 4)
     _adam(noop_flag, lists, *numbers, casts=casts)
