@@ -586,5 +586,5 @@ def _update_and_cast(
     for row, grad in zip(rows, grads, strict=True):
         updates.add(row.param, (grad, row.value, row.mean, row.square))
     if not capturable:
-        updates.flush_by_fp8("multi_tensor_adam_fp8")
+        updates.flush_by_fp8()
     updates.flush()

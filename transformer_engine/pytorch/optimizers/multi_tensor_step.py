@@ -179,16 +179,19 @@ def multi_tensor_adam_fp8(
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
     rest = mode, bias_correction, weight_decay
-    _adam(noop_flag, [grads, masters, means, squares], lr, beta1, beta2, epsilon, step, *rest)
-    skip, largest = noop_flag.detach().reshape(()) != 0, torch.finfo(dtype).max
-    for master, code, scale, amax, inverse in zip(
-        masters, codes, scales, amaxes, inverses, strict=True
-    ):
-        cast = (master * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
-        top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
-        written = ((code.view(torch.uint8), cast), (amax, top), (inverse, scale.reciprocal()))
-        for old, new in written:
-            old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
+    made = [scale.new_empty(2, dtype=torch.float32) for scale in scales]  # inverses, and themselves
+    casts = [
+        {
+            "mode": _core.SCALING_TENSOR, "row": code.view(dtype).view(master.shape),
+            "row_scales": pair, "scale": scale.view(1), "amax": amax.view(1),
+        }
+        for code, master, pair, scale, amax in zip(codes, masters, made, scales, amaxes, strict=True)
+    ]  # fmt: skip
+    lists = [grads, masters, means, squares]
+    _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest, casts=casts)
+    skip = noop_flag.detach().reshape(()) != 0
+    for inverse, pair in zip(inverses, made, strict=True):
+        inverse.copy_(torch.where(skip.to(inverse.device), inverse, pair[0]))
 
 
 @operator_of_lists

@@ -46,12 +46,12 @@ class Updates:
         else:
             param._write(source.values(), None, self.noop)
 
-    def flush_by_fp8(self, op: str) -> None:
-        """Have who is selected for an operator on FP8 parameters run those that it expresses.
+    def flush_by_fp8(self) -> None:
+        """Have who is selected for `multi_tensor_adam_fp8` run those updates that it expresses.
 
-        It is ``multi_tensor_adam_fp8``, or has its lists: one scale, row-wise codes alone.
+        Their casts have one scale, and row-wise codes alone.
         """
-        asked = asked_of_lists(op)
+        asked = asked_of_lists("multi_tensor_adam_fp8")
         kinds: dict[torch.dtype, list[int]] = {}
         for i, fields in enumerate(self.casts if asked is not None else ()):
             if fields["mode"] == _core.SCALING_TENSOR and fields.get("column") is None:
