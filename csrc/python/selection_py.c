@@ -189,9 +189,9 @@ static PyMemberDef selection_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-TEPY_TYPE(selection, selection, selection, "Selection", 0, {Py_tp_doc, "Selection(slots, others={})\n--\n\n"},
-          {Py_tp_new, selection_new}, {Py_tp_clear, selection_clear},
-          {Py_tp_members, selection_members})
+TEPY_TYPE(selection, selection, selection, "Selection", 0,
+          {Py_tp_doc, "Selection(slots, others={})\n--\n\n"}, {Py_tp_new, selection_new},
+          {Py_tp_clear, selection_clear}, {Py_tp_members, selection_members})
 
 /* ---- what runs ask ------------------------------------------------------------------------ */
 

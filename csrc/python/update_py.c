@@ -255,7 +255,8 @@ static int make_results(l2norm_call *call, int per_tensor)
     te_l2norm_args *args = &call->args;
     void *total, *each, *workspace;
     if ((args->flags & TE_L2NORM_CHECK) != 0U) return 0;
-    if (tepy_check(te_l2norm_workspace(args, &args->workspace_size)) != 0 || make(call, 1, TOTAL, &total) != 0 ||
+    if (tepy_check(te_l2norm_workspace(args, &args->workspace_size)) != 0 ||
+        make(call, 1, TOTAL, &total) != 0 ||
         make(call, per_tensor ? args->count : 0, EACH, &each) != 0 ||
         make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE, &workspace) != 0) {
         return -1;
@@ -278,9 +279,8 @@ PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyObject *result = NULL;
     const int per_tensor = PyObject_IsTrue(args[3]);
     int64_t flags = 0;
-    if (per_tensor < 0 ||
-        (nargs == 5 &&
-         tepy_int(args[4], (tepy_site){"l2norm", "flags"}, 0, INT32_MAX, &flags) != 0)) {
+    if (per_tensor < 0 || (nargs == 5 && tepy_int(args[4], (tepy_site){"l2norm", "flags"}, 0,
+                                                  INT32_MAX, &flags) != 0)) {
         return NULL;
     }
     call.args.flags = (uint32_t)flags;

@@ -31,7 +31,7 @@ ADAM, NORM = "multi_tensor_adam", "multi_tensor_l2norm"
 
 
 class Vendor:
-    """An operator on lists that moves what is updated by signs of gradients, and notes its calls."""
+    """An operator on lists that moves all by the signs of gradients, and notes its calls."""
 
     def __init__(self, op, **options):
         self.calls, self.lists = [], []
@@ -303,7 +303,8 @@ def test_quantized_parameters(device, recipe, make, fp8):
     assert not nothing
     names = {op, f"{op}_master"} if make == "capturable" else {op}
     for name in names | ({f"{ADAM}_fp8"} if fp8 else set()):
-        register(name, lambda *args, fn=native(name): fn(*args))
+        fn = native(name)
+        register(name, lambda *args, fn=fn: fn(*args))
     found, done = quantized(device, recipe, optimizer, vendors)
     same(found, expected)
     by_fp8 = fp8 and make == "adam" and recipe == "delayed"

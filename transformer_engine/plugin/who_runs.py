@@ -104,8 +104,7 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
     of_library = tuple(asked.of_library(op) for op in _core.op_names())
     replaced = {name for row in adapters.MAPPED for name in row.names}
     others = sorted(set(builtin.OPERATORS) - builtin.ABSENT.keys() - replaced)
-    by_name = {name: asked.of_lists if name in adapters.LISTS else asked.of_others for name in others}
-    rows = (*of_library, *(row(name) for name, row in by_name.items()))
+    rows = (*of_library, *map(asked.of_others, others))
     return Coverage(device.type, get_policy(), rows)
 
 
@@ -116,7 +115,7 @@ def why_nobody(name: str, device: Any) -> str:
     """
     asked = _Asked(get_default_manager(), device)
     op = adapters.LIBRARY.get(name)
-    row = asked.of_lists(name) if op is None else asked.of_library(op)
+    row = asked.of_others(name) if op is None else asked.of_library(op)
     found = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
     by = ", ".join(found) or "nobody, for no implementation is registered that the policy admits"
     return f"{name} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
@@ -200,15 +199,6 @@ class _Asked:
             return Covered(name, tuple(runners), runs, self._why(name))
         return self._with_own(name, runners, runs)
 
-    def of_lists(self, name: str) -> Covered:
-        """Row of an operator on lists of tensors; runs of this library's kernels are not counted."""
-        runners = self._runners(name)
-        if name in self._closed:
-            return Covered(name, tuple(runners), None, self._why(name))
-        if any(one.impl_id == definitions.NAME for one in runners):  # which takes every call
-            return Covered(name, tuple(runners), None)
-        return self._with_own(name, runners, None)
-
     def _with_own(self, name: str, runners: list[Runner], runs: int | None) -> Covered:
         """A row that ends with this library's kernels, or the definition where there are none."""
         if self._has_kernels:
@@ -233,8 +223,15 @@ class _Asked:
 
     def of_others(self, name: str) -> Covered:
         """Row of an operator of `transformer_engine_torch` that no operator of the C library is."""
-        used = _used(self._manager, name, self._policy)
-        return Covered(name, tuple(map(_runner, used)), None)
+        if name not in adapters.LISTS:
+            used = _used(self._manager, name, self._policy)
+            return Covered(name, tuple(map(_runner, used)), None)
+        runners = self._runners(name)
+        if name in self._closed:
+            return Covered(name, tuple(runners), None, self._why(name))
+        if any(one.impl_id == definitions.NAME for one in runners):  # which takes every call
+            return Covered(name, tuple(runners), None)
+        return self._with_own(name, runners, None)
 
 
 def _used(manager: OpManager, name: str, policy: "SelectionPolicy") -> list[Candidate]:

@@ -38,9 +38,7 @@ def _apart(choice: Callable) -> Callable:
     return native(in_own_dtypes(torch.no_grad()(choice)))
 
 
-def _called(
-    name: str, there: Callable, elsewhere: Callable, /, *args: Any, **kwargs: Any
-) -> Any:
+def _called(name: str, there: Callable, elsewhere: Callable, /, *args: Any, **kwargs: Any) -> Any:
     device = device_of_lists(args, kwargs)
     if device is None:  # there is nothing to compute
         return NotImplemented

@@ -179,14 +179,12 @@ def multi_tensor_adam_fp8(
     grads, codes, means, squares, masters, scales, amaxes, inverses = lists
     dtype = torch_dtype(op, "fp8_dtype", fp8_dtype)
     rest = mode, bias_correction, weight_decay
-    made = [scale.new_empty(2, dtype=torch.float32) for scale in scales]  # inverses, and themselves
-    casts = [
-        {
-            "mode": _core.SCALING_TENSOR, "row": code.view(dtype).view(master.shape),
-            "row_scales": pair, "scale": scale.view(1), "amax": amax.view(1),
-        }
-        for code, master, pair, scale, amax in zip(codes, masters, made, scales, amaxes, strict=True)
-    ]  # fmt: skip
+    made = [scale.new_empty(2) for scale in scales]  # inverses, and the scales themselves
+    casts = []
+    for code, master, pair, scale, amax in zip(codes, masters, made, scales, amaxes, strict=True):
+        fields = {"row": code.view(dtype).view(master.shape), "row_scales": pair}
+        fields |= {"scale": scale.view(1), "amax": amax.view(1)}
+        casts.append({"mode": _core.SCALING_TENSOR, **fields})
     lists = [grads, masters, means, squares]
     _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest, casts=casts)
     skip = noop_flag.detach().reshape(()) != 0
