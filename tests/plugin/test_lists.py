@@ -93,6 +93,7 @@ STEPS = {
     ),
     f"{ADAM}_capturable": (adam(capturable=True), F32, 4),
     f"{ADAM}_capturable_master": (adam(capturable=True, master_weights=True), BF16, 5),
+    "multi_tensor_sgd without momentum": (FusedSGD, F32, 3),
     "multi_tensor_sgd": (lambda params, lr: FusedSGD(params, lr, momentum=0.9), F32, 3),
 }  # fmt: skip
 

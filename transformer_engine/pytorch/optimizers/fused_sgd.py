@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from transformer_engine.pytorch.execution.overrides import asked_of_lists
 from transformer_engine.pytorch.optimizers.checks import (
     check_beginning,
     check_dense,
@@ -156,7 +157,7 @@ class FusedSGD(torch.optim.Optimizer):
                 casts[device] = Updates(apply, multi_tensor_sgd, multi_tensor_sgd_cast)
             quantized = is_quantized(local_part(param))
             value = wide_copy(param) if quantized else param
-            row = [param.grad, value, kept[i] if momentum != 0.0 else value]
+            row = [param.grad, value, kept[i] if momentum != 0.0 else _no_momentum(value)]
             if quantized:
                 casts[device].add(param, row)
                 continue
@@ -166,6 +167,12 @@ class FusedSGD(torch.optim.Optimizer):
             multi_tensor_applier(multi_tensor_sgd, flags[device], lists, *numbers)
         for updates in casts.values():
             updates.flush()
+
+
+def _no_momentum(value: Tensor) -> Tensor:
+    """What stands in place of a momentum: the value, but where somebody else may write there."""
+    ours = asked_of_lists("multi_tensor_sgd") is None
+    return value if ours else torch.zeros_like(value, dtype=torch.float32)
 
 
 def _apply(flag: Tensor, numbers: tuple, op: Callable, lists: list) -> None:

@@ -49,18 +49,22 @@ class Updates:
     def flush_by_fp8(self) -> None:
         """Have who is selected for `multi_tensor_adam_fp8` run those updates that it expresses.
 
-        Their casts have one scale, and row-wise codes alone.
+        Their casts have one scale and record an amax, and row-wise codes alone.
         """
         asked = asked_of_lists("multi_tensor_adam_fp8")
         kinds: dict[torch.dtype, list[int]] = {}
         for i, fields in enumerate(self.casts if asked is not None else ()):
-            if fields["mode"] == _core.SCALING_TENSOR and fields.get("column") is None:
+            one_scale = fields["mode"] == _core.SCALING_TENSOR and fields["amax"] is not None
+            if one_scale and fields.get("column") is None:
                 kinds.setdefault(fields["row"].dtype, []).append(i)
         done = set()
         for dtype, places in kinds.items():
             rows = [_with_scales(self.rows[i], self.casts[i]) for i in places]
-            if self.apply(asked, _by_list(rows), TE_DType[dtype]) is not NotImplemented:
-                done.update(places)
+            if self.apply(asked, _by_list(rows), TE_DType[dtype]) is NotImplemented:
+                continue
+            for i, (*_, scale, _amax, _inverse) in zip(places, rows, strict=True):
+                self.casts[i]["row_scales"][1:] = scale
+            done.update(places)
         rest = [i for i in range(len(self.rows)) if i not in done]
         self.rows, self.casts = [self.rows[i] for i in rest], [self.casts[i] for i in rest]
 
@@ -85,9 +89,8 @@ def _by_list(rows: list[list[Tensor]]) -> list[list[Tensor]]:
 def _with_scales(row: list[Tensor], fields: dict[str, Any]) -> list[Tensor]:
     """Tensors of a row for `multi_tensor_adam_fp8`; a scale of 0, not known yet, is 1."""
     grad, values, mean, square = row
-    inverse, scale = fields["row_scales"].split(1)
-    scale.copy_(torch.where(fields["scale"] == 0, 1.0, fields["scale"]))
-    codes = fields["row"].view(torch.uint8)
+    codes, inverse = fields["row"].view(torch.uint8), fields["row_scales"][:1]
+    scale = torch.where(fields["scale"] == 0, 1.0, fields["scale"])
     return [grad, codes, mean, square, values, scale, fields["amax"], inverse]
 
 
