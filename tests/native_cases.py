@@ -341,6 +341,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "selected": lambda core: Case([]),
     "unselected": lambda core: Case([]),
     "selection_number": lambda core: Case([]),
+    "selected_function": lambda core: Case(["multi_tensor_adam"]),
     "label_scopes": lambda core: Case([SimpleNamespace()]),
     "bind_torch": _bind,
     "dtype_code": lambda core: Case([torch.bfloat16]),

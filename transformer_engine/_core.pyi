@@ -379,11 +379,13 @@ class Selection:
 
     Of each operator in their order: ``(operator, function, fields)``. A function is as those of
     `register_backend`; it gets the fields that are named, None: all. Or it is a `NativeSlot` of the
-    operator, without fields.
+    operator, without fields. The `others` are functions by name, which `selected_function` gives.
     """
 
     def __new__(
-        cls, slots: tuple[tuple[str, Callable[..., Any], tuple[str, ...] | None], ...]
+        cls,
+        slots: tuple[tuple[str, Callable[..., Any], tuple[str, ...] | None], ...],
+        others: dict[str, Callable[..., Any]] = {},
     ) -> Selection: ...
     number: Final[int]  # a number that no other one of the process has
 
@@ -477,6 +479,9 @@ def unselected() -> Scope | None:
 def selection_number() -> int:
     """Number of the `Selection` that runs of this thread ask first, or 0."""
 
+def selected_function(name: str, /) -> Callable[..., Any] | None:
+    """What the `Selection` that runs of this thread ask has among its others under a name."""
+
 def label_scopes(labels: Any, /) -> None:
     """Have each thread show which `Scope` it is in: as a str, ``scope`` of a threading.local.
 
@@ -533,14 +538,15 @@ def l2norm(
     factor: Tensor | None,
     flag: Tensor | None,
     per_tensor: bool,
+    flags: int = 0,
     /,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """(norm of all elements, [1]; norms of the tensors, [tensors], or [0] if not asked), float32.
 
     The `tensors`, one at least, are of float32, float16 or bfloat16 each, on one device; one that is
     not dense is copied. `factor` (float32 [1]) multiplies elements before they are squared; `flag`
     (int32 [1]) is set to 1 where the norm is Inf or NaN. The same bits in every run and on every
-    device. ValueError, TypeError: a size, dtype, device or class that can not be.
+    device. With `flags` L2NORM_CHECK the arguments are checked alone: None. ValueError, TypeError: a size, dtype, device or class that can not be.
     """
 
 def close_contexts() -> None:

@@ -258,7 +258,10 @@ te_status te_l2norm(te_context *context, const te_l2norm_args *args, void *strea
     size_t needed;
     TE_TRY(te_context_check(context));
     TE_TRY(check_norm_args(args));
+    NORM_REFUSED_IF(args->flags >= 2U * TE_L2NORM_CHECK, "flags = 0x%x, expected bits of 0x%x",
+                    (unsigned)args->flags, 2U * TE_L2NORM_CHECK - 1U);
     TE_TRY(check_norm_tensors(args, te_context_device(context)));
+    if ((args->flags & TE_L2NORM_CHECK) != 0U) return TE_OK;
     TE_TRY(te_l2norm_workspace(args, &needed));
     NORM_REFUSED_IF(args->total == NULL, "total: is NULL");
     NORM_REFUSED_IF(args->workspace_size < needed || (args->workspace == NULL && needed > 0),

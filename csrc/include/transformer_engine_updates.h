@@ -95,8 +95,14 @@ TE_API te_status te_update(te_context *context, const te_update_args *args, void
 /* Roots of sums of squares, in fp32: of each tensor and of all elements of a list. An element is
  * multiplied with the factor before it is squared. Sums are made in one order: the same bits in
  * every run and on every device (but for those of a NaN). */
+enum {
+    TE_L2NORM_CHECK = 1 /* the tensors are checked, and nothing is written: total and workspace may
+                           be NULL */
+};
+
 typedef struct te_l2norm_args {
     size_t size;
+    uint32_t flags; /* TE_L2NORM_* */
     int64_t count;
     const te_tensor *tensors; /* dense, of f32, f16 or bf16 each, maybe of 0 elements */
     const float *factor;      /* device, one element; NULL: 1 */

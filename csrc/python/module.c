@@ -58,7 +58,7 @@ static void module_free(void *module)
         C(NORM_LAYERNORM), C(NORM_RMSNORM), C(NORM_L2), C(UPDATE_ADAM), C(UPDATE_SGD),             \
         C(UPDATE_SCALE), C(UPDATE_DECOUPLED), C(UPDATE_CORRECTED), C(UPDATE_NESTEROV),             \
         C(UPDATE_FIRST), C(UPDATE_DECAY_LAST), C(UPDATE_WRITE_GRAD), C(UPDATE_RESCALE),            \
-        C(UPDATE_POWER_2), C(UPDATE_CHECK)
+        C(UPDATE_POWER_2), C(UPDATE_CHECK), C(L2NORM_CHECK)
 
 typedef struct constant {
     const char *name;

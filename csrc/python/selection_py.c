@@ -18,6 +18,7 @@ typedef struct selection {
     tepy_function_slot *slots;  /* one for each function */
     te_backend *backends;       /* those of a device hold at most one function of each operator */
     const te_backend **ordered; /* what `native` has */
+    PyObject *others;           /* dict: functions by name that runs of plans do not ask */
     PyObject *module;           /* keeps the state of the slots */
 } selection;
 
@@ -27,6 +28,7 @@ static int selection_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     for (Py_ssize_t i = 0; self->slots != NULL && i < self->count; i++)
         Py_VISIT(self->slots[i].function);
+    Py_VISIT(self->others);
     Py_VISIT(self->module);
     return 0;
 }
@@ -36,6 +38,7 @@ static int selection_clear(PyObject *object)
     selection *self = (selection *)object;
     for (Py_ssize_t i = 0; self->slots != NULL && i < self->count; i++)
         Py_CLEAR(self->slots[i].function);
+    Py_CLEAR(self->others);
     return 0;
 }
 
@@ -151,17 +154,20 @@ static int make_backends(selection *self)
 
 static PyObject *selection_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"slots", NULL};
-    PyObject *slots, *module = PyType_GetModule(type);
+    static char *names[] = {"slots", "others", NULL};
+    PyObject *slots, *others = NULL, *module = PyType_GetModule(type);
     selection *self;
     if (module == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Selection", names, &PyTuple_Type, &slots) ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O!:Selection", names, &PyTuple_Type, &slots,
+                                     &PyDict_Type, &others) ||
         tepy_require_torch(tepy_state_of(module), "Selection") != 0) {
         return NULL;
     }
     self = (selection *)TEPY_ALLOCATE(type);
     if (self == NULL) return NULL;
     self->module = Py_NewRef(module);
+    self->others = others == NULL ? PyDict_New() : PyDict_Copy(others);
+    if (self->others == NULL) goto failed;
     self->slots = calloc((size_t)PyTuple_Size(slots) + 1, sizeof *self->slots);
     if (self->slots == NULL) {
         (void)PyErr_NoMemory();
@@ -183,9 +189,9 @@ static PyMemberDef selection_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-TEPY_TYPE(selection, selection, selection, "Selection", 0, {Py_tp_doc, "Selection(slots)\n--\n\n"},
-          {Py_tp_new, selection_new}, {Py_tp_clear, selection_clear},
-          {Py_tp_members, selection_members})
+TEPY_TYPE(selection, selection, selection, "Selection", 0,
+          {Py_tp_doc, "Selection(slots, others={})\n--\n\n"}, {Py_tp_new, selection_new},
+          {Py_tp_clear, selection_clear}, {Py_tp_members, selection_members})
 
 /* ---- what runs ask ------------------------------------------------------------------------ */
 
@@ -278,4 +284,17 @@ PyObject *tepy_selection_number(PyObject *module, PyObject *unused)
     number = native == NULL ? 0 : native->number;
     Py_XDECREF(object);
     return PyLong_FromLongLong(number);
+}
+
+PyObject *tepy_selected_function(PyObject *module, PyObject *name)
+{
+    const te_selection *native;
+    PyObject *object, *found;
+    if (tepy_selection_in_force(tepy_state_of(module), &object, &native) != 0) return NULL;
+    if (object == NULL) return Py_NewRef(Py_None);
+    found = PyDict_GetItemWithError(((const selection *)object)->others, name);
+    if (found == NULL && !PyErr_Occurred()) found = Py_None;
+    Py_XINCREF(found);
+    Py_DECREF(object);
+    return found;
 }

@@ -297,7 +297,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(cuda_configure, 0, 1, 2, "force_source, cache_dir=None, /")                                  \
     X(tune_gemm, 0, 3, 4, "device_type, device_index, enabled, cache_file=None, /")                \
     X(update, 1, 7, 8, "kind, flags, lists, flag, numbers, step, device_numbers, casts=None, /")   \
-    X(l2norm, 1, 4, 4, "tensors, factor, flag, per_tensor, /")                                     \
+    X(l2norm, 1, 4, 5, "tensors, factor, flag, per_tensor, flags=0, /")                            \
     X(add_device_type, 0, 2, 2, "name, dlpack, /")                                                 \
     X(device_is_met, 0, 3, 3, "device_type, torch_name, stream, /")                                \
     X(count_gemm, 0, 3, 3, "device_type, a, b, /")                                                 \
@@ -342,6 +342,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(selected, NONE, "/")                                                                         \
     X(unselected, NONE, "/")                                                                       \
     X(selection_number, NONE, "/")                                                                 \
+    X(selected_function, ONE, "name, /")                                                           \
     X(label_scopes, ONE, "labels, /")                                                              \
     X(policy_in_force, NONE, "/")                                                                  \
     X(counters, NONE, "/")                                                                         \

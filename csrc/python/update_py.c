@@ -249,13 +249,14 @@ static int make(l2norm_call *call, int64_t count, int at, void **data)
                                  call->device, count * (int64_t)sizeof(float), data);
 }
 
-/* The norms of tensors have no elements where nobody asks for them. */
+/* The norms of tensors have no elements where nobody asks for them. A check makes none. */
 static int make_results(l2norm_call *call, int per_tensor)
 {
     te_l2norm_args *args = &call->args;
-    const te_status st = te_l2norm_workspace(args, &args->workspace_size);
     void *total, *each, *workspace;
-    if (tepy_check(st) != 0 || make(call, 1, TOTAL, &total) != 0 ||
+    if ((args->flags & TE_L2NORM_CHECK) != 0U) return 0;
+    if (tepy_check(te_l2norm_workspace(args, &args->workspace_size)) != 0 ||
+        make(call, 1, TOTAL, &total) != 0 ||
         make(call, per_tensor ? args->count : 0, EACH, &each) != 0 ||
         make(call, (int64_t)(args->workspace_size / sizeof(float)), WORKSPACE, &workspace) != 0) {
         return -1;
@@ -277,10 +278,17 @@ PyObject *tepy_l2norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     l2norm_call call = {.state = state, .args = {.size = sizeof(te_l2norm_args)}};
     PyObject *result = NULL;
     const int per_tensor = PyObject_IsTrue(args[3]);
-    if (per_tensor >= 0 && take_list(&call, args[0]) == 0 &&
-        take_elements(&call, args[1], args[2]) == 0 && make_results(&call, per_tensor) == 0 &&
+    int64_t flags = 0;
+    if (per_tensor < 0 || (nargs == 5 && tepy_int(args[4], (tepy_site){"l2norm", "flags"}, 0,
+                                                  INT32_MAX, &flags) != 0)) {
+        return NULL;
+    }
+    call.args.flags = (uint32_t)flags;
+    if (take_list(&call, args[0]) == 0 && take_elements(&call, args[1], args[2]) == 0 &&
+        make_results(&call, per_tensor) == 0 &&
         tepy_context_run(state, "l2norm", call.device, run_l2norm, &call.args) == 0) {
-        result = PyTuple_Pack(2, call.kept[TOTAL], call.kept[EACH]);
+        result = call.kept[TOTAL] == NULL ? Py_NewRef(Py_None)
+                                          : PyTuple_Pack(2, call.kept[TOTAL], call.kept[EACH]);
     }
     drop(call.held, (size_t)call.args.count);
     drop(call.kept, HELD);

@@ -86,6 +86,7 @@ static void check_refusals(test_device *t)
     const te_l2norm_args args = call_of(t, &given);
     size_t bytes;
     REFUSE(size, sizeof args - 1, INVALID);
+    REFUSE(flags, 2 * TE_L2NORM_CHECK, INVALID);
     REFUSE(count, -1, INVALID);
     REFUSE(tensors, NULL, INVALID);
     REFUSE(total, NULL, INVALID);
@@ -114,6 +115,24 @@ static void check_refusals(test_device *t)
     test_release(t);
 }
 
+/* A check needs no results, and writes nothing. */
+static void check_checks(test_device *t)
+{
+    list given = make_list(t, 1.0F);
+    te_l2norm_args args = call_of(t, &given);
+    args.flags = TE_L2NORM_CHECK;
+    ((float *)given.tensors[3].data)[1000] = INFINITY;
+    *args.total = -1.0F;
+    TEST_OK(t, te_l2norm(t->context, &args, NULL));
+    TEST_CHECK(t, *args.flag == 0 && *args.total == -1.0F, "a check writes");
+    args.total = NULL;
+    args.workspace = NULL;
+    TEST_OK(t, te_l2norm(t->context, &args, NULL));
+    given.tensors[6].dtype = TE_DTYPE_E4M3;
+    TEST_CHECK(t, te_l2norm(t->context, &args, NULL) == TE_ERROR_TYPE, "a dtype");
+    test_release(t);
+}
+
 static void check_all(test_device *t)
 {
     const list given = make_list(t, 1.3F);
@@ -121,6 +140,7 @@ static void check_all(test_device *t)
     test_release(t);
     check_values(t);
     check_refusals(t);
+    check_checks(t);
 }
 
 int main(void)

@@ -11,9 +11,9 @@ def core():
     return fresh_core()
 
 
-def select(core, *slots):
+def select(core, *slots, **others):
     """Have the module obey these functions."""
-    table = (core.Selection(tuple(slots)),)
+    table = (core.Selection(tuple(slots), others),)
     core.obey(core.Dispatcher(lambda policy: table, print))
 
 
@@ -87,3 +87,16 @@ def test_a_function_keeps_its_module():
     out = torch.zeros(2)
     run(out.view(1, 2), 2.0)
     assert out.tolist() == [2.0, 2.0]
+
+
+def test_functions_beside_operators(core):
+    assert core.selected_function("step") is None  # there is nobody to ask
+    select(core, step=max)
+    assert core.selected_function("step") is max
+    assert core.selected_function("other") is None
+    with core.unselected():
+        assert core.selected_function("step") is None
+    with pytest.raises(TypeError, match="unhashable"):
+        core.selected_function([])
+    with pytest.raises(TypeError, match="must be dict"):
+        core.Selection((), 3)

@@ -198,3 +198,11 @@ def test_norms_refuse_what_the_library_refuses():
         updates.l2norm([torch.ones(3, dtype=torch.int64)], None, None, False)
     with pytest.raises(ValueError, match="none: expected some"):
         updates.l2norm([], None, None, False)
+
+
+def test_checks_of_norms_write_nothing(rng):
+    flag, infinite = one(0, torch.int32), [torch.full((3,), torch.inf)]
+    assert _core.l2norm(infinite, None, flag, True, _core.L2NORM_CHECK) is None
+    assert flag.tolist() == [0]
+    with pytest.raises(ValueError, match="flags = 0x2, expected bits of 0x1"):
+        _core.l2norm(infinite, None, flag, True, 2 * _core.L2NORM_CHECK)

@@ -62,7 +62,9 @@ x = [torch.full((3,), 2.0, device=device), torch.full((4,), 1.0, device=device)]
 with core.policy_context(core.SelectionPolicy(per_op_order=[("*", ("impl:default.flagos",))])):
     norm, each = tex.multi_tensor_l2norm(64, torch.zeros(1, dtype=torch.int32), [x], True)
     tex.multi_tensor_scale(64, torch.zeros(1, dtype=torch.int32), [x, x], 0.5)
+    half, _ = te.optimizers.multi_tensor_l2norm(64, torch.zeros(1, dtype=torch.int32), [x])
 assert norm.item() == 4.0 and each.shape == (2,) and x[0].cpu().tolist() == [1.0] * 3
+assert half.item() == 2.0 and plugin.counts()["multi_tensor_l2norm/default.flagos"] == 2
 print(core.get_discovered_plugin())
 """
 EAGER = """

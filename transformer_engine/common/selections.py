@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When what modules run by the plug-in system has changed."""
 
-from collections.abc import Callable
-
 GENERATION = ["0"]
 """A text that is another one after every change: graphs of torch.compile have it among their
 conditions, which take numbers that change for variables."""
-
-CLASSES: dict[int, Callable[[], type | None]] = {}
-"""Sources of the class that `te.DotProductAttention` asks for, by number of the selection."""
 
 MET: set[str] = set()
 """Types of devices, by torch's names, that were met and that this library has no kernels for."""

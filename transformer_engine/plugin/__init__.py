@@ -42,9 +42,9 @@ __all__ = [
 def explain(op_name: str, device: Any = None) -> "Explanation":
     """Explain what an operator calls for this thread, and why; ``print`` shows it.
 
-    With a `device` (a torch.device or its name) as modules call operators of the C library there:
-    where this library has no kernels its definition in torch, ``reference.torch``, stands at the
-    end.
+    With a `device` (a torch.device or its name) as modules call operators of the C library there,
+    and optimizers those on lists of tensors: where this library has no kernels its definition in
+    torch, ``reference.torch``, stands at the end.
     """
     if device is None:
         return get_default_manager().explain(op_name)

@@ -104,16 +104,21 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
     of_library = tuple(asked.of_library(op) for op in _core.op_names())
     replaced = {name for row in adapters.MAPPED for name in row.names}
     others = sorted(set(builtin.OPERATORS) - builtin.ABSENT.keys() - replaced)
-    rows = (*of_library, *(asked.of_others(name) for name in others))
+    rows = (*of_library, *map(asked.of_others, others))
     return Coverage(device.type, get_policy(), rows)
 
 
-def why_nobody(op: str, device: Any) -> str:
-    """Why nobody runs an operator of the C library: whom the policy has asked, what they said."""
-    row = _Asked(get_default_manager(), device).of_library(op)
-    asked = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
-    by = ", ".join(asked) or "nobody, for no implementation is registered that the policy admits"
-    return f"te_{op} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
+def why_nobody(name: str, device: Any) -> str:
+    """Why nobody runs an operator of the C library, or one on lists of tensors.
+
+    That is whom the policy has asked, and what they said.
+    """
+    asked = _Asked(get_default_manager(), device)
+    op = adapters.LIBRARY.get(name)
+    row = asked.of_others(name) if op is None else asked.of_library(op)
+    found = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
+    by = ", ".join(found) or "nobody, for no implementation is registered that the policy admits"
+    return f"{name} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
 
 
 def explained(manager: OpManager, op_name: str, device: Any) -> Explanation:
@@ -123,21 +128,30 @@ def explained(manager: OpManager, op_name: str, device: Any) -> Explanation:
     from transformer_engine.pytorch.torchside.device import has_kernels, type_name
 
     found, device = manager.explain(op_name), torch.device(device)
-    if op_name not in adapters.LIBRARY:
+    of_lists = op_name in adapters.LISTS
+    if op_name not in adapters.LIBRARY and not of_lists:
         return found
-    kind, op, candidates = type_name(device), adapters.LIBRARY[op_name], []
+    kind, there, candidates = type_name(device), has_kernels(device), []
+    usable = [one.impl for one in found.candidates if not one.refused]
+    asked = usable if there else adapters.replacing(usable)
+    definition = None  # one that is asked when nobody else takes a call
     for one in found.candidates:
         fn, why = one.impl.fn, ""
         if isinstance(fn, _core.NativeSlot) and _core.device_type_name(fn.device) != kind:
             why = f"it is for {_core.device_type_name(fn.device)}"
-        elif one.impl.impl_id == adapters.NATIVE and not has_kernels(device):
+        elif one.impl.impl_id == adapters.NATIVE and not there:
             why = f"this library has no kernels for {kind}"
+        elif one.impl.impl_id == definitions.NAME and not there and one.impl not in asked:
+            definition = one.impl
+            continue
         candidates.append(one._replace(refused=one.refused or why))
-    if not has_kernels(device):
-        kind, calls = BackendImplKind.REFERENCE, definitions.calls(device.type)[op]
-        why = "" if definitions.admitted(found.policy, op) else "the policy does not name it"
-        impl = OpImpl(op_name, definitions.NAME, kind, definitions.definition(op))
-        candidates.append(Candidate(impl, why, calls))
+    if not there and not (of_lists and definition is None):
+        calls = definitions.calls(device.type)[op_name]
+        why = "" if definitions.admitted(found.policy, op_name) else "the policy does not name it"
+        if definition is None:
+            fn = definitions.definition(adapters.LIBRARY[op_name])
+            definition = OpImpl(op_name, definitions.NAME, BackendImplKind.REFERENCE, fn)
+        candidates.append(Candidate(definition, why, calls))
     candidates.sort(key=lambda one: bool(one.refused))
     return found._replace(candidates=tuple(candidates))
 
@@ -183,14 +197,18 @@ class _Asked:
             runners += self._runners(other)
         if f"*{name}" in self._closed or (mapped and self._closed.issuperset(mapped)):
             return Covered(name, tuple(runners), runs, self._why(name))
+        return self._with_own(name, runners, runs)
+
+    def _with_own(self, name: str, runners: list[Runner], runs: int | None) -> Covered:
+        """A row that ends with this library's kernels, or the definition where there are none."""
         if self._has_kernels:
-            runners.append(Runner(name, adapters.NATIVE, "flagos", None, None))
-        elif definitions.admitted(self._policy, op):
-            calls = definitions.calls(self._device.type)[op]
-            runners.append(Runner(name, definitions.NAME, "reference", None, calls))
+            own = Runner(name, adapters.NATIVE, "flagos", None, None)
+        elif definitions.admitted(self._policy, name):
+            calls = definitions.calls(self._device.type)[name]
+            own = Runner(name, definitions.NAME, "reference", None, calls)
         else:
             return Covered(name, tuple(runners), runs, self._why(name))
-        return Covered(name, tuple(runners), runs)
+        return Covered(name, (*runners, own), runs)
 
     def _why(self, name: str) -> str:
         """Why this library does not run an operator of its own."""
@@ -205,8 +223,15 @@ class _Asked:
 
     def of_others(self, name: str) -> Covered:
         """Row of an operator of `transformer_engine_torch` that no operator of the C library is."""
-        used = _used(self._manager, name, self._policy)
-        return Covered(name, tuple(map(_runner, used)), None)
+        if name not in adapters.LISTS:
+            used = _used(self._manager, name, self._policy)
+            return Covered(name, tuple(map(_runner, used)), None)
+        runners = self._runners(name)
+        if name in self._closed:
+            return Covered(name, tuple(runners), None, self._why(name))
+        if any(one.impl_id == definitions.NAME for one in runners):  # which takes every call
+            return Covered(name, tuple(runners), None)
+        return self._with_own(name, runners, None)
 
 
 def _used(manager: OpManager, name: str, policy: "SelectionPolicy") -> list[Candidate]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformer_engine import _core
-from transformer_engine.common.selections import CLASSES, MET
+from transformer_engine.common.selections import MET
 from transformer_engine.plugin import builtin, definitions
 from transformer_engine.plugin.core.failures import NobodyError, is_of_implementation
 
@@ -85,10 +85,13 @@ by the keyword `out`, a tuple of tensors for the results, if they have a paramet
 ATTENTION_CLASS = "get_flash_attention_class"
 """It is no operator of the C library: `te.DotProductAttention` asks for the class at a call."""
 
+LISTS: frozenset[str] = frozenset(builtin.SHARED["optimizers"].split())
+"""Operators on lists of tensors, which optimizers and programs run: none of the C library."""
+
 OPERATORS: frozenset[str] = frozenset(
-    (ATTENTION_CLASS, *(name for row in MAPPED for name in row.names))
+    (ATTENTION_CLASS, *LISTS, *(name for row in MAPPED for name in row.names))
 )
-"""Operators of `transformer_engine_torch` that modules run."""
+"""Operators of `transformer_engine_torch` that modules and optimizers run."""
 
 
 def overrides(implementations: Iterable[Any]) -> tuple:
@@ -203,7 +206,7 @@ def _end(name: str, asked: Asked, closed: Closed, refuse: Callable) -> tuple:
         there = not has_kernels(fields)
         if name not in closed[there] or (drops and not fields["dropout"]):
             return NotImplemented
-        with refusals(op, fields):
+        with refusals(f"te_{op}", device_of(fields)):
             found = asked[there].get(name_of_op, ())
             return refuse(name_of_op, found, UNEXPRESSED if drops else "")
 
@@ -223,23 +226,23 @@ def has_kernels(fields: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def refusals(op: str, fields: Mapping[str, Any]) -> Iterator[None]:
+def refusals(name: str, device: Any) -> Iterator[None]:
     """Have errors inside ``with`` that nobody takes a call say on which device; no other errors.
 
     On devices without kernels of this library all are NotImplementedError.
     """
+    from transformer_engine.pytorch.torchside.device import has_kernels
+
     try:
         yield
     except NobodyError as error:
-        if has_kernels(fields):
+        if has_kernels(device):
             raise
         who_runs = importlib.import_module("transformer_engine.plugin.who_runs")  # imports this
-        raise NotImplementedError(
-            f"{who_runs.why_nobody(op, device_of(fields))} ({error})"
-        ) from None
+        raise NotImplementedError(f"{who_runs.why_nobody(name, device)} ({error})") from None
     except NotImplementedError as error:
         if not is_of_implementation(error):
-            error.add_note(f"te_{op} on {device_of(fields)}: nobody takes the call")
+            error.add_note(f"{name} on {device}: nobody takes the call")
         raise
 
 
@@ -303,10 +306,11 @@ def selection(asked: Asked, closed: Closed, refuse: Callable) -> "_core.Selectio
             slots += [(row.op, *fields.adapted(row, *own))] if any(own) else ()
     ends = *WITHOUT, *(f"*{name}" for name in LIBRARY)
     slots += (_end(name, asked, closed, refuse) for name in ends if name in either)
-    if not slots and ATTENTION_CLASS not in asked.where_kernels:
-        return None
-    made = _core.Selection(tuple(slots))
+    others: dict[str, Callable] = {}
+    if not LISTS.isdisjoint(either | names):
+        lists = importlib.import_module(f"{__name__}.lists")
+        others = lists.overriding(asked, closed, refuse)
     if ATTENTION_CLASS in asked.where_kernels:
         classes = importlib.import_module("transformer_engine.plugin.builtin.flash_attention")
-        CLASSES[made.number] = classes.class_in_force
-    return made
+        others[ATTENTION_CLASS] = classes.class_in_force
+    return _core.Selection(tuple(slots), others) if slots or others else None

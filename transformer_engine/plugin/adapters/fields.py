@@ -16,6 +16,7 @@ from transformer_engine.plugin.adapters import (
     UNEXPRESSED,
     Asked,
     Mapped,
+    device_of,
     has_kernels,
     refusals,
 )
@@ -179,7 +180,7 @@ def adapted(row: Mapped, choices: Choices, elsewhere: Choices) -> tuple[Callable
         except NotTakenError:
             return NotImplemented
         except (NotImplementedError, NobodyError) as error:  # no one takes the call, or is there
-            with refusals(row.op, fields):
+            with refusals(f"te_{row.op}", device_of(fields)):
                 raise error
         except Exception as error:
             if not is_of_implementation(error):

@@ -230,7 +230,7 @@ class OpManager:
                 self._count(impl, counted)
         if self._has_own:
             for op, calls in definitions.calls().items():
-                name = f"te_{op}/{definitions.NAME}"
+                name = f"{op}/{definitions.NAME}"
                 counted[name] = counted.get(name, 0) + calls
         return {name: calls for name, calls in counted.items() if calls}
 

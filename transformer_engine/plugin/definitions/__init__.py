@@ -13,6 +13,7 @@ Importing this package imports no torch: a module is imported when one of its fu
 
 import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,11 +40,11 @@ _OURS = ADMITTING | {"flagos", "default", "impl:default.native"}
 """Tokens that name this library's own: where it has no kernels, these."""
 
 _MADE: dict[str, dict[str, _core.Implementation]] = {}
-"""By type of device and operator; they count their calls."""
+"""By type of device and name of the operator; they count their calls."""
 
 
-def _closed(op: str, device: Any) -> str:
-    return f"te_{op} on {device}: the policy admits no definition"
+def _closed(name: str, device: Any) -> str:
+    return f"{name} on {device}: the policy admits no definition"
 
 
 def functions(
@@ -52,21 +53,22 @@ def functions(
     """By operator a function of the fields of a call: no autocast counts in it, no mode sees it.
 
     It raises NotImplementedError where the policy in force admits no definitions, with the text
-    ``why(op, device)``. `device_type` is that of torch, by which calls are counted.
+    ``why("te_<op>", device)``. `device_type` is that of torch, by which calls are counted.
     """
-    made = _MADE.setdefault(device_type, {})
-    for op in DEFINITIONS.keys() - made.keys():
-        run = functools.partial(_run, op)
-        made[op] = _core.Implementation(f"te_{op}", NAME, run, functools.partial(_is_admitted, op))
-    choices = {op: _core.Choice(f"te_{op}", (one,)) for op, one in made.items()}
-    return {op: functools.partial(_called, op, choice, why) for op, choice in choices.items()}
+    made, called = _MADE.setdefault(device_type, {}), {}
+    for op in DEFINITIONS:
+        name, run = f"te_{op}", functools.partial(_run, op)
+        takes = functools.partial(_is_admitted, name)
+        one = made.setdefault(name, _core.Implementation(name, NAME, run, takes))
+        called[op] = functools.partial(_called, name, _core.Choice(name, (one,)), why)
+    return called
 
 
-def _called(op: str, choice: Callable, why: Callable, fields: Mapping[str, Any]) -> None:
+def _called(name: str, choice: Callable, why: Callable, fields: Mapping[str, Any]) -> None:
     """Call a definition, or say why not."""
     if choice(fields) is NotImplemented:
         device = next(value.device for value in fields.values() if hasattr(value, "device"))
-        raise NotImplementedError(why(op, device))
+        raise NotImplementedError(why(name, device))
 
 
 def _run(op: str, fields: Mapping[str, Any]) -> None:
@@ -81,28 +83,51 @@ def definition(op: str) -> Callable[[Mapping[str, Any]], None]:
     return getattr(importlib.import_module(f"{__name__}.{DEFINITIONS[op]}"), op)
 
 
-def _is_admitted(op: str, fields: Mapping[str, Any]) -> bool | str:
+def _is_admitted(name: str, fields: Mapping[str, Any]) -> bool | str:
     from transformer_engine.plugin.core.policy import get_policy
 
     del fields
-    return admitted(get_policy(), op) or "the policy admits no definition"
+    return admitted(get_policy(), name) or "the policy admits no definition"
 
 
 @functools.lru_cache(maxsize=1024)
-def admitted(policy: Any, op: str) -> bool:
+def admitted(policy: Any, name: str) -> bool:
     """Return whether a policy lets an operator of the C library run by its definition."""
-    tokens = policy.get_per_op_order(f"te_{op}")
+    tokens = policy.get_per_op_order(name)
     return tokens is None or not _OURS.isdisjoint(tokens)
 
 
-def calls(device_type: str | None = None) -> dict[str, int]:
-    """Calls of definitions by operator, on a type of devices; None: on all together."""
-    counted = dict.fromkeys(DEFINITIONS, 0)
+def calls(device_type: str | None = None) -> Counter[str]:
+    """Calls of definitions by name of the operator, on a type of devices; None: on all together."""
+    counted: Counter[str] = Counter()
     for kind, made in _MADE.items():
         if device_type in (None, kind):
-            for op, one in made.items():
-                counted[op] += one.calls
+            counted.update({name: one.calls for name, one in made.items()})
     return counted
+
+
+def device_of_lists(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Device of the first tensor of a call of an operator on lists; None where it has none."""
+    lists = kwargs.get("tensor_lists", args[2] if len(args) > 2 else ())
+    try:
+        return next((tensor.device for each in lists for tensor in each), None)
+    except (AttributeError, TypeError):  # what is no list of tensors this library's own refuses
+        return None
+
+
+def run_on_lists(op: str, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Run this library's own function of an operator on lists of tensors.
+
+    It is counted as a definition where there are no kernels.
+    """
+    from transformer_engine.pytorch.torchside.device import has_kernels
+
+    device = device_of_lists(args, kwargs)
+    if device is None or has_kernels(device):
+        return function(*args, **kwargs)
+    made = _MADE.setdefault(device.type, {})
+    one = made.setdefault(op, _core.Implementation(op, NAME, function))
+    return _core.Choice(op, (one,))(*args, **kwargs)
 
 
 def device_type(tensor: Any) -> int:

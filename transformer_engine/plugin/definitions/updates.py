@@ -7,7 +7,6 @@ every operation is rounded by itself: the bits are those of the CPU, but for tho
 on the device stay there; roots, sums of chunks and powers of betas are float64, which it needs.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -211,10 +210,7 @@ def l2norm(
     tensors: Sequence[Tensor], factor: Tensor | None, flag: Tensor | None, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     """Roots of sums of squares, of all tensors and of each: `_core.l2norm`."""
-    with contextlib.suppress(
-        NotImplementedError
-    ):  # that there is no kernel, the last of its checks
-        _core.l2norm(tensors, factor, flag, per_tensor)
+    _core.l2norm(tensors, factor, flag, per_tensor, _core.L2NORM_CHECK)
     sums = [_sums_of_chunks(tensor, factor) for tensor in tensors]
     total = _root(torch.cat(sums))
     each = torch.cat([_root(own) for own in sums]) if per_tensor else total.new_empty(0)

@@ -18,7 +18,7 @@ import torch
 
 from transformer_engine import _core
 from transformer_engine.common import config
-from transformer_engine.common.selections import CLASSES, GENERATION, MET
+from transformer_engine.common.selections import GENERATION, MET
 from transformer_engine.pytorch.torchside.device import (
     add_type,
     has_kernels,
@@ -77,9 +77,9 @@ _LAST = -(2**31)
 """Priority of what is asked after all others."""
 
 
-def _why_nobody(op: str, device: torch.device) -> str:
+def _why_nobody(name: str, device: torch.device) -> str:
     """Whom the policy has asked to run an operator of the C library, and why they did not."""
-    return importlib.import_module("transformer_engine.plugin.who_runs").why_nobody(op, device)
+    return importlib.import_module("transformer_engine.plugin.who_runs").why_nobody(name, device)
 
 
 @_MEETING.held
@@ -103,6 +103,36 @@ def _meet(tensor: Any, dlpack: int) -> None:
 
 
 _core.meet_devices(_meet)
+
+
+def asked_of_lists(op: str) -> Callable | None:
+    """What asks those who are selected to run an operator on lists before this library's own.
+
+    It returns NotImplemented for a call that nobody takes. None: there is nobody.
+    """
+    return _core.selected_function(op)
+
+
+def operator_of_lists(function: Callable) -> Callable:
+    """Make a function an operator on lists of tensors, which obeys who is selected (decorator).
+
+    They are asked first. What nobody else takes the function runs, ``__wrapped__`` of the operator:
+    it is this library's own, whose parts on a device come from `of_lists`.
+    """
+    op = function.__name__
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        asked = asked_of_lists(op)
+        found = NotImplemented if asked is None else asked(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        if MET:  # it may be a definition, which is counted
+            definitions = importlib.import_module("transformer_engine.plugin.definitions")
+            return definitions.run_on_lists(op, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def of_lists(function: str, device: torch.device) -> Callable:
@@ -162,7 +192,7 @@ def attention_class() -> type | None:
 
     It is what `get_flash_attention_class` gives under the policy in force.
     """
-    asked = CLASSES.get(_core.selection_number())
+    asked = _core.selected_function("get_flash_attention_class")
     return None if asked is None else asked()
 
 
@@ -176,8 +206,7 @@ def attention_class_name() -> str:
 
 def attention_class_name_now() -> str:
     """`attention_class_name` where no graph is being traced: a call asks for it each time."""
-    asked = CLASSES.get(_core.selection_number())
-    found = None if asked is None else asked()
+    found = attention_class()
     return "" if found is None else f"{found.__module__}.{found.__qualname__}"
 
 

@@ -6,7 +6,6 @@ parameters, gradients under ``decoupled_grad``, and the step counted by group. E
 through `multi_tensor_applier` of this module, which programs replace.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +32,8 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_adam_cast,
     multi_tensor_adam_param_remainder,
 )
-from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
+from transformer_engine.pytorch.optimizers.quantized_updates import Updates
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.torchside.device import is_capturing
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
@@ -578,11 +578,13 @@ def _update_and_cast(
 ) -> None:
     """Update quantized parameters."""
 
-    def run(lists: list, casts: list[dict] | None) -> None:
-        op = functools.partial(multi_tensor_adam_cast, casts)
-        multi_tensor_applier(op, flag, lists, *numbers)
+    def apply(op: Callable, lists: list, *more: Any) -> Any:
+        return multi_tensor_applier(op, flag, lists, *numbers, *more)
 
-    updates = Updates(run, flag if capturable else None)
+    op = multi_tensor_adam_capturable if capturable else multi_tensor_adam
+    updates = Updates(apply, op, multi_tensor_adam_cast, flag if capturable else None)
     for row, grad in zip(rows, grads, strict=True):
         updates.add(row.param, (grad, row.value, row.mean, row.square))
+    if not capturable:
+        updates.flush_by_fp8()
     updates.flush()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from transformer_engine.pytorch.execution.overrides import asked_of_lists
 from transformer_engine.pytorch.optimizers.checks import (
     check_beginning,
     check_dense,
@@ -20,7 +21,8 @@ from transformer_engine.pytorch.optimizers.multi_tensor_step import (
     multi_tensor_sgd,
     multi_tensor_sgd_cast,
 )
-from transformer_engine.pytorch.optimizers.updates import Updates, local_part, wide_copy
+from transformer_engine.pytorch.optimizers.quantized_updates import Updates
+from transformer_engine.pytorch.optimizers.updates import local_part, wide_copy
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 _NAME = "FusedSGD"
@@ -151,10 +153,11 @@ class FusedSGD(torch.optim.Optimizer):
             device = param.device
             if device not in flags:
                 flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
-                casts[device] = Updates(functools.partial(_update, flags[device], numbers))
+                apply = functools.partial(_apply, flags[device], numbers)
+                casts[device] = Updates(apply, multi_tensor_sgd, multi_tensor_sgd_cast)
             quantized = is_quantized(local_part(param))
             value = wide_copy(param) if quantized else param
-            row = [param.grad, value, kept[i] if momentum != 0.0 else value]
+            row = [param.grad, value, kept[i] if momentum != 0.0 else _no_momentum(value)]
             if quantized:
                 casts[device].add(param, row)
                 continue
@@ -166,5 +169,11 @@ class FusedSGD(torch.optim.Optimizer):
             updates.flush()
 
 
-def _update(flag: Tensor, numbers: tuple, lists: list, casts: list[dict] | None) -> None:
-    multi_tensor_applier(functools.partial(multi_tensor_sgd_cast, casts), flag, lists, *numbers)
+def _no_momentum(value: Tensor) -> Tensor:
+    """What stands in place of a momentum: the value, but where somebody else may write there."""
+    ours = asked_of_lists("multi_tensor_sgd") is None
+    return value if ours else torch.zeros_like(value, dtype=torch.float32)
+
+
+def _apply(flag: Tensor, numbers: tuple, op: Callable, lists: list) -> None:
+    multi_tensor_applier(op, flag, lists, *numbers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine import _core
-from transformer_engine.pytorch.execution.overrides import of_lists
+from transformer_engine.pytorch.execution.overrides import of_lists, operator_of_lists
 from transformer_engine.pytorch.optimizers.checks import DTYPES
 from transformer_engine.pytorch.optimizers.updates import checked_lists, refuse_others, run_update
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_tensor
@@ -59,6 +59,7 @@ class MultiTensorApply:
 multi_tensor_applier = MultiTensorApply(65536)
 
 
+@operator_of_lists
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Any
 ) -> None:
@@ -68,18 +69,24 @@ def multi_tensor_scale(
     `noop_flag`, [1] int32, is set to 1 where an input is not finite, `scale` is one number;
     `chunk_size` is ignored.
     """
-    inputs, outputs = checked_lists("multi_tensor_scale", tensor_lists, 2)
-    lists = [inputs, outputs, None, None, None, None]
-    run_update(_core.UPDATE_SCALE, 0, lists, noop_flag, {"grad_scale": scale})
+    _scale("multi_tensor_scale", noop_flag, tensor_lists, scale)
 
 
+@operator_of_lists
 def multi_tensor_scale_tensor(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor
 ) -> None:
     """`multi_tensor_scale` by an fp32 tensor of one element, which is not read on the host."""
-    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale.reshape(()))
+    _scale("multi_tensor_scale_tensor", noop_flag, tensor_lists, scale.reshape(()))
 
 
+def _scale(op: str, flag: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
+    inputs, outputs = checked_lists(op, lists, 2)
+    lists = [inputs, outputs, None, None, None, None]
+    run_update(_core.UPDATE_SCALE, 0, lists, flag, {"grad_scale": scale})
+
+
+@operator_of_lists
 def multi_tensor_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
@@ -98,6 +105,7 @@ def multi_tensor_l2norm(
     return _norms("multi_tensor_l2norm", noop_flag, tensor_lists, None, bool(per_tensor))
 
 
+@operator_of_lists
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, torch_dtype
+from transformer_engine.pytorch.execution.overrides import operator_of_lists
 from transformer_engine.pytorch.optimizers.updates import Lists, checked_lists, run_update
-from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 
@@ -55,6 +55,7 @@ def _masters_first(lists: list) -> list:
     return lists if len(lists) == 4 else [lists[0], lists[4], *lists[2:4], lists[1]]
 
 
+@operator_of_lists
 def multi_tensor_adam(
     chunk_size: int | None = None,
     noop_flag: Tensor | None = None,
@@ -99,12 +100,12 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_cast(
-    casts: list[dict] | None, chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
+    casts: list[dict], chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *numbers: Any
 ) -> None:
     """`multi_tensor_adam` of four lists, whose new values are cast.
 
-    `casts` are fields of `_core.quantize` for each of the values, or None; `numbers` as there, or
-    as of `multi_tensor_adam_capturable`.
+    `casts` are fields of `_core.quantize` for each of the values; `numbers` as there, or as of
+    `multi_tensor_adam_capturable`.
     """
     lists = checked_lists("multi_tensor_adam_cast", tensor_lists, 4)
     _adam(noop_flag, lists, *numbers, casts=casts)
@@ -133,7 +134,7 @@ def _capturable(op: str, count: int, doc: str) -> Callable:
 
     step.__name__ = step.__qualname__ = op
     step.__doc__ = doc
-    return step
+    return operator_of_lists(step)
 
 
 multi_tensor_adam_capturable = _capturable(
@@ -152,6 +153,7 @@ multi_tensor_adam_capturable_master = _capturable(
 )
 
 
+@operator_of_lists
 def multi_tensor_adam_fp8(
     chunk_size: int,
     noop_flag: Tensor,
@@ -179,24 +181,20 @@ def multi_tensor_adam_fp8(
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise TypeError(f"{op}: fp8_dtype={fp8_dtype!r}, expected an FP8 DType")
     rest = mode, bias_correction, weight_decay
-    _adam(noop_flag, [grads, masters, means, squares], lr, beta1, beta2, epsilon, step, *rest)
+    made = [scale.new_empty(2) for scale in scales]  # inverses, and the scales themselves
+    casts = []
+    for code, master, pair, scale, amax in zip(codes, masters, made, scales, amaxes, strict=True):
+        fields = {"row": code.view(dtype).view(master.shape), "row_scales": pair}
+        fields |= {"scale": scale.view(1), "amax": amax.view(1)}
+        casts.append({"mode": _core.SCALING_TENSOR, **fields})
+    lists = [grads, masters, means, squares]
+    _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest, casts=casts)
     skip = noop_flag.detach().reshape(()) != 0
-    for master, code, scale, amax, inverse in zip(
-        masters, codes, scales, amaxes, inverses, strict=True
-    ):
-        cast = casts.empty_rows((master.numel(),), master.device)
-        values = master.reshape(-1).float()
-        casts.cast(values, _core.SCALING_TENSOR, _core.dtype_code(dtype), row=cast, scale=scale)
-        top = torch.maximum(amax, master.abs().max()) if master.numel() else amax
-        written = (
-            (code.view(torch.uint8), cast.view(code.shape)),
-            (amax, top),
-            (inverse, scale.reciprocal()),
-        )
-        for old, new in written:
-            old.copy_(torch.where(skip.to(old.device), old, new.to(old.dtype)))
+    for inverse, pair in zip(inverses, made, strict=True):
+        inverse.copy_(torch.where(skip.to(inverse.device), inverse, pair[0]))
 
 
+@operator_of_lists
 def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Tensor,
@@ -230,6 +228,7 @@ def multi_tensor_adam_param_remainder(
     _adam(noop_flag, lists, lr, beta1, beta2, epsilon, step, *rest)
 
 
+@operator_of_lists
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -282,6 +281,7 @@ def multi_tensor_sgd_cast(
     run_update(_core.UPDATE_SGD, flags, lists, noop_flag, named, casts=casts)
 
 
+@operator_of_lists
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int,
     noop_flag: Tensor,
@@ -303,6 +303,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     run_update(_core.UPDATE_RESCALE, flags, [*lists, None, None, None], noop_flag, numbers)
 
 
+@operator_of_lists
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
 ) -> None:

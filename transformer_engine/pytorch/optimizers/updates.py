@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass of the C library over lists of tensors, whatever their devices, dtypes and strides."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.execution.overrides import of_lists
-from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
 Lists = Sequence[Sequence[Tensor]]
@@ -33,67 +32,6 @@ def wide_copy(param: Tensor) -> Tensor:
         local.detach().dequantize(dtype=torch.float32), param.device_mesh, param.placements,
         run_check=False, shape=param.size(), stride=param.stride(),
     )  # fmt: skip
-
-
-class Updates:
-    """Updates of quantized parameters: those whose casts are part of them are run together.
-
-    By ``run(lists, casts)``: lists as of `multi_tensor_applier`, `casts` as of `run_update`. Where
-    `flag`, int32 [1], is not 0 nothing is written, by casts after `run` either.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[list[list[Tensor]], list[dict] | None], None],
-        flag: Tensor | None = None,
-    ) -> None:
-        self.run = run
-        self.noop = None if flag is None else flag.to(torch.float32)
-        self.rows: list[list[Tensor]] = []
-        self.casts: list[dict] = []
-
-    def add(self, param: Tensor, row: Sequence[Tensor]) -> None:
-        """Update a parameter that is cast from ``row[1]``, by `flush` at the latest.
-
-        `row` has its gradient, its values and its states. Of DTensors the part of this rank.
-        """
-        param, row = local_part(param), [local_part(t) for t in row]
-        source = _Updated(self, row)
-        if param._viewed is None and param._caster()._casts_computed:
-            param._write(source)
-        else:
-            param._write(source.values(), None, self.noop)
-
-    def flush(self) -> None:
-        """Run what was put off."""
-        if self.rows:
-            self.run([list(each) for each in zip(*self.rows, strict=True)], self.casts)
-            self.rows, self.casts = [], []
-
-
-class _Updated(Computed):
-    """New values as the source of a cast: one that has to know their amax has the update run."""
-
-    def __init__(self, updates: Updates, row: list[Tensor]) -> None:
-        super().__init__(self._put_off, row[1].shape, row[1].device)
-        self._updates, self._row = updates, row
-
-    def _put_off(self, **fields: Any) -> None:
-        self._updates.rows.append(self._row)
-        self._updates.casts.append(fields)
-
-    def cast(self, **fields: Any) -> None:
-        """Cast them as these fields say, unless the update has left them as they are."""
-        if self._values is not None:
-            fields["noop"] = self._updates.noop
-        super().cast(**fields)
-
-    def values(self) -> Tensor:
-        """The new values, in the memory of the old ones."""
-        if self._values is None:
-            self._updates.run([[tensor] for tensor in self._row], None)
-            self._values = self._row[1]
-        return self._values
 
 
 def checked_lists(op: str, lists: Lists, *counts: int) -> list[list[Tensor]]:
