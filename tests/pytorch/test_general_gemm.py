@@ -7,6 +7,7 @@ import pytest
 import torch
 from buffers import normal
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, assert_same_gemm
 from tex_cases import assert_same_data
 from tols import BF16, E4M3, E5M2, F16, F32, tol
@@ -29,6 +30,8 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     CurrentScalingQuantizerRef,
 )
 from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
+
+pytestmark = every_device
 
 HIGH = (F32, F16, BF16)
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}

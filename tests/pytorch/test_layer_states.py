@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.layer_ways import (
     LAYER,
@@ -25,6 +26,8 @@ from pytorch.layer_ways import (
 from tols import BF16
 
 import transformer_engine.pytorch as te
+
+pytestmark = every_device
 
 DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 

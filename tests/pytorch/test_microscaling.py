@@ -8,8 +8,9 @@ import pytest
 import torch
 from buffers import name_of
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device, our_kernels
 from microscaled import expected, mxfp8_values, nvfp4_values
-from pytorch.helpers import captured
+from pytorch.helpers import captured, random_of
 from pytorch.recipe_cases import MODULES, WIDTH, assert_same, data, made, modules, step
 from thinning import chosen, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, tol
@@ -24,7 +25,7 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.tensor.scale_layouts import swizzle_scales, unswizzle_scales
 
-pytestmark = pytest.mark.usefixtures("repeatable")
+pytestmark = [every_device, pytest.mark.usefixtures("repeatable")]
 
 RECIPES = {
     "mxfp8": MXFP8BlockScaling,
@@ -212,6 +213,7 @@ BY_TURNS = in_turns(MODULES, ["mxfp8", "mxfp8-hybrid-2d", "nvfp4-plain"])
 
 # Graphs hold one operator with a plan; what the plan holds is compared in eager mode. What a plan
 # is given is another matter where it draws.
+@our_kernels
 @chosen([*OF_DRAWS, *BY_TURNS], module=MODULES, recipe=RECIPES)
 def test_compiled(device, recipe, module):
     """The bits of eager steps; of several modules that draw, a compiler chooses the order."""
@@ -348,10 +350,10 @@ def test_seeds(device):
     assert torch.equal(a[0], c[0]) and not torch.equal(a[3], c[3])
     plain = gradients(one, False)
     assert torch.equal(plain[0], a[0]) and not torch.equal(plain[3], a[3])
-    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    state = random_of(device).get_rng_state()
     with torch.no_grad(), te.autocast(recipe=NVFP4BlockScaling()):
         model(x)
-    after = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    after = random_of(device).get_rng_state()
     assert torch.equal(state, after)
 
 
@@ -398,6 +400,7 @@ def test_no_state(device, recipe):
     assert_same(step(twin, x, grad, RECIPES[recipe]()), step(model, x, grad, RECIPES[recipe]()))
 
 
+@our_kernels
 def test_recipes_by_turns(device):
     """Each call goes by its region, nested or one after the other."""
     model, (x, grad) = made("Linear", device), data(device)
@@ -429,7 +432,7 @@ def test_said(device, kind, capsys):
     with te.observe(model) as seen:
         step(model, x, grad, how)
     found = te.report(model, seen, file=io.StringIO())[0]
-    wide = "f32 x f32" if device == "cpu" else "bf16 x bf16"
+    wide = "bf16 x bf16" if device == "cuda" else "f32 x f32"
     for gemm in found.gemms:
         assert gemm.precision == f"{wide} (emulated {kind})" and gemm.count == 1
     assert [t.dtype for t in found.tensors] == ["e2m1" if kind == "nvfp4" else "e4m3"] * 3

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch.helpers import RECIPES, assert_same_bits, assert_same_gemm, counted, state_of
 from pytorch.module_cases import (
@@ -40,6 +41,8 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+
+pytestmark = every_device
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OF_MAIN_GRADS = {

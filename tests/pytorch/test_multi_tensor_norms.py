@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from comparators import assert_bits, assert_repeats, assert_within
+from device_kinds import every_device
 from pytorch.helpers import captured
 from tols import BF16, F16, F32
 
@@ -16,6 +17,8 @@ from transformer_engine.pytorch.optimizers import (
     multi_tensor_unscale_l2norm,
 )
 from transformer_engine_torch import multi_tensor_compute_scale_inv_e8m0
+
+pytestmark = every_device
 
 CHUNK = 16384  # elements that a block sums
 DEPTH = 32  # terms of the longest sum in fp32: 16 of a lane, then halves of 1024 lanes

@@ -7,6 +7,7 @@ import attention_reference as reference
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch import attention_model
 from pytorch.attention_model import Model, check, may_attend, norm, wide
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -14,6 +15,8 @@ from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+
+pytestmark = every_device
 
 HIDDEN, HEADS, LENGTH, BATCH = 32, 4, 6, 2
 DEPTH = 3 * HIDDEN

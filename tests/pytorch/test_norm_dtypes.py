@@ -8,6 +8,7 @@ import layer_reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch import module_reference
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -18,6 +19,8 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
+
+pytestmark = every_device
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]

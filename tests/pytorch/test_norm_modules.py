@@ -9,6 +9,7 @@ import layer_reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch.helpers import assert_same_bits
 from tols import tol
@@ -16,6 +17,8 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.module.norm import L2Normalization
+
+pytestmark = every_device
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NORMS = {"layernorm": te.LayerNorm, "rmsnorm": te.RMSNorm}

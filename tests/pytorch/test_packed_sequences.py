@@ -5,6 +5,7 @@ import pytest
 import torch
 from backend.packed_sequences import Packing
 from comparators import assert_bits, assert_grad64, assert_nmse
+from device_kinds import every_device
 from pytorch import attention_model as model
 from pytorch.helpers import same_draws
 from tols import BF16, F32, tol
@@ -12,6 +13,8 @@ from tols import BF16, F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.attention import DotProductAttention
+
+pytestmark = every_device
 
 HEADS, GROUPS, K, V = 4, 2, 16, 24
 LENGTHS = ([11, 0, 1, 30], [17, 5, 1, 0])

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
@@ -22,6 +23,8 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+pytestmark = every_device
 
 WIDTH, ROWS = 32, 16
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import make, quantized, region, step, weights_of
 from pytorch.quantized_cases import (
@@ -19,6 +20,8 @@ from pytorch.quantized_cases import (
 )
 
 import transformer_engine.pytorch as te
+
+pytestmark = every_device
 
 
 def test_every_class_has_its_own_dequantize():

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import (
     CHECKPOINTED,
@@ -32,6 +33,8 @@ from pytorch.quantized_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+
+pytestmark = every_device
 
 # ---- calls ---------------------------------------------------------------------------------------
 

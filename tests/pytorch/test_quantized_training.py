@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.module_cases import (
     IN,
@@ -30,6 +31,8 @@ from pytorch.quantized_cases import (
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.tensor import utils as tensor_utils
+
+pytestmark = every_device
 
 # ---- training ------------------------------------------------------------------------------------
 

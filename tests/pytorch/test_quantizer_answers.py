@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from pytorch.own_quantizers import Columns, Doubled, HalvesQuantizer, Writes
 from pytorch.quantized_cases import (
@@ -23,6 +24,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.module import _common
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor, IdentityTensor
+
+pytestmark = every_device
 
 SHAPES = [(32, 48), (3, 5, 40), (7, 130)]
 PAIRS = {

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import (
     LinearModel,
     Watch,
@@ -20,6 +21,8 @@ from pytorch.helpers import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
+
+pytestmark = every_device
 
 RECIPES = {
     "max": dict(amax_history_len=3),

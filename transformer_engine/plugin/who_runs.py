@@ -105,15 +105,17 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
     replaced = {name for row in adapters.MAPPED for name in row.names}
     others = sorted(set(builtin.OPERATORS) - builtin.ABSENT.keys() - replaced)
     rows = (*of_library, *(asked.of_others(name) for name in others))
-    return Coverage(device.type, get_policy(), rows)
+    return Coverage(asked.type_name, get_policy(), rows)
 
 
 def why_nobody(op: str, device: Any) -> str:
     """Why nobody runs an operator of the C library: whom the policy has asked, what they said."""
+    from transformer_engine.pytorch.torchside.device import in_words
+
     row = _Asked(get_default_manager(), device).of_library(op)
     asked = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
     by = ", ".join(asked) or "nobody, for no implementation is registered that the policy admits"
-    return f"te_{op} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
+    return f"te_{op} on {in_words(device)}: nobody takes the call. Asked: {by}. {row.closed}"
 
 
 def explained(manager: OpManager, op_name: str, device: Any) -> Explanation:
@@ -149,7 +151,7 @@ class _Asked:
         from transformer_engine.pytorch.torchside.device import has_kernels, type_name
 
         self._manager, self._device = manager, device
-        self._type = type_name(device)
+        self.type_name = type_name(device)
         self._has_kernels = has_kernels(device)
         self._policy = get_policy()
         names = *adapters.OPERATORS, *adapters.WITHOUT, *adapters.LIBRARY
@@ -168,7 +170,7 @@ class _Asked:
         """Return whether it runs on the device: slots of shared objects run on one type alone."""
         if not isinstance(function, _core.NativeSlot):
             return True
-        return _core.device_type_name(function.device) == self._type
+        return _core.device_type_name(function.device) == self.type_name
 
     def _runners(self, name: str) -> list[Runner]:
         return [_runner(one) for one in self._overriding.get(name, ())]
@@ -176,7 +178,7 @@ class _Asked:
     def of_library(self, op: str) -> Covered:
         """Row of an operator of the C library."""
         name, mapped = f"te_{op}", adapters.mapped_to(op)
-        runners, runs = self._runners(name), _core.counters().get(f"op.{self._type}.{op}", 0)
+        runners, runs = self._runners(name), _core.counters().get(f"op.{self.type_name}.{op}", 0)
         if name in self._closed:
             return Covered(name, tuple(runners), runs, self._why(name))
         for other in mapped:

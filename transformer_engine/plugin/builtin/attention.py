@@ -26,7 +26,9 @@ from transformer_engine.pytorch.cpp_extensions.values import quantized, refuse
 from transformer_engine.pytorch.execution.custom_ops import is_aligned
 from transformer_engine.pytorch.execution.overrides import native
 from transformer_engine.pytorch.torchside.device import (
+    canonicalize_device,
     get_device_compute_capability,
+    on_cuda,
     prepare_device,
 )
 
@@ -172,8 +174,8 @@ def no_backend_because(call: Any) -> str:
         packed = [form == "thd" for form in formats(op, call.qkv_layout)]
     except NotImplementedError as error:
         return str(error)
-    on_cuda, taken = torch.cuda.is_available(), [torch.float16, torch.bfloat16]
-    if not on_cuda:
+    by_cudnn, taken = on_cuda(canonicalize_device(None)), [torch.float16, torch.bfloat16]
+    if not by_cudnn:
         taken.append(torch.float32)
     text = ""
     if found[0] != found[1] or found[0] not in taken:
@@ -186,11 +188,11 @@ def no_backend_because(call: Any) -> str:
         text = "packed queries or keys alone: pack both"
     elif bias == ops.NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         text = f"bias_type={bias.name}: not built yet"
-    elif on_cuda and any(dim % 8 != 0 or dim > 256 for dim in channels):
+    elif by_cudnn and any(dim % 8 != 0 or dim > 256 for dim in channels):
         text = f"{channels} channels of a head: expected multiples of 8 up to 256"
-    elif on_cuda and call.return_max_logit:
+    elif by_cudnn and call.return_max_logit:
         text = "return_max_logit: cuDNN's kernels do not write it"
-    elif on_cuda and get_device_compute_capability() != (9, 0):
+    elif by_cudnn and get_device_compute_capability() != (9, 0):
         text = f"compute capability {get_device_compute_capability()}: built and tested for 9.0"
     return f"{op}: {text}" if text else ""
 

@@ -124,7 +124,7 @@ def matrix(
             cells += made
         for op in sorted((wanted or _expected()) - there):
             cells.append(Cell(op, vendor, "", "", "", ABSENT_, 0, 0, 0, ""))
-    return Matrix(device.type, tuple(sorted(cells, key=lambda cell: cell[:5])))
+    return Matrix(type_name(device), tuple(sorted(cells, key=lambda cell: cell[:5])))
 
 
 def summary(cells: Iterable[Cell]) -> str:
