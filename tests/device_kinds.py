@@ -12,4 +12,4 @@ MARKS = {"cpu": [], "cuda": [pytest.mark.gpu], "npu": [pytest.mark.npu]}
 
 every_device = pytest.mark.devices(*MARKS)
 our_kernels = pytest.mark.devices(*OURS)
-"""For what a test asks of kernels of ours: bits, memory, streams."""
+"""For what a test asks of kernels of ours (bits, memory, streams), or what is slow without them."""

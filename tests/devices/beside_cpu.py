@@ -12,6 +12,7 @@ import copy
 import torch
 from definitions import by_definition
 from pytorch.helpers import assert_same_bits, states_of
+from torch.utils._pytree import tree_map_only
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -89,7 +90,7 @@ def train(model, inputs, run, optimizer=None):
         found.append([out.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}])
         if optimizer is not None:
             optimizer.step()
-    return copy.deepcopy([found, states_of(model)])
+    return tree_map_only(torch.Tensor, torch.clone, [found, states_of(model)])
 
 
 def assert_as_on_the_cpu(model, inputs, run, device, plain=None):

@@ -4,10 +4,10 @@
 import copy
 import pickle
 
-from device_kinds import every_device
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted
 from tols import tol
 from torch import nn

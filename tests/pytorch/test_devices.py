@@ -3,9 +3,9 @@
 
 import contextlib
 
-from device_kinds import every_device
 import pytest
 import torch
+from device_kinds import every_device
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module import parameters

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_reference import drop_factors
 from comparators import assert_grad64, assert_nmse
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits, same_draws
 from thinning import pairs_first
@@ -464,6 +464,7 @@ def test_dropout_is_philox(device, backend, groups):
     )
 
 
+@our_kernels
 def test_dropout_is_seeded_and_off_in_eval(device, backend):
     """Every backend: one seed, one result; the mean over many draws is the undropped output."""
     module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.5)

@@ -3,9 +3,9 @@
 
 import copy
 
-from device_kinds import every_device
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, captured, counted, same_bits, side_stream, state_of
 from pytorch.recompute_cases import CHECKPOINTS
 

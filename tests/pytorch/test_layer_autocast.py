@@ -10,7 +10,6 @@ import copy
 
 import pytest
 import torch
-from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted
 from pytorch.layer_microbatches import accumulate
 from pytorch.layer_recompute import RECIPES, plans_run, region as region_of, step
@@ -36,8 +35,6 @@ from tols import BF16, F16, F32
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.call import LayerCall
-
-pytestmark = every_device
 
 LAYERS = {
     "dropout": DROPS,

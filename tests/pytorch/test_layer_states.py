@@ -27,14 +27,13 @@ from tols import BF16
 
 import transformer_engine.pytorch as te
 
-pytestmark = every_device
-
 DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
 
 # ---- parameters ----------------------------------------------------------------------------------
 
 
+@every_device
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("way", ["assigned", "data", "in place", "deleted and set"])
 def test_parameters_that_are_replaced(device, way, recipe):
@@ -154,6 +153,7 @@ STATES = {
 }
 
 
+@every_device
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("how", STATES)
 def test_scaling_state(device, how, recipe):

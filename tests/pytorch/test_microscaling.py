@@ -235,6 +235,7 @@ def test_compiled(device, recipe, module):
     assert_same(step(model, x, grad, RECIPES[recipe](), compiled), eager)
 
 
+@our_kernels
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("library", ["ours", "torch's"])
 @pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
@@ -258,6 +259,7 @@ def test_dropout_behind_a_repeated_module(device, start, module, library, reentr
     assert_same(*found)
 
 
+@our_kernels
 @pytest.mark.parametrize("dropouts", [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
 def test_a_layer_draws_as_its_modules_do(device, start, dropouts):
     """Random pairs of roundings and of dropouts come in one order, in one plan or in several."""
@@ -357,6 +359,7 @@ def test_seeds(device):
     assert torch.equal(state, after)
 
 
+@our_kernels
 def test_gradients_are_right_on_average(device):
     """Rounding to nearest keeps its error; that of stochastic rounding goes with the mean."""
     times = 64

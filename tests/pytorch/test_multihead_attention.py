@@ -7,7 +7,7 @@ import attention_reference as reference
 import pytest
 import torch
 from comparators import assert_nmse
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model
 from pytorch.attention_model import Model, check, may_attend, norm, wide
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -376,6 +376,7 @@ def test_fp8(device, recipe, cross):
     assert (gemms.fp8, gemms.other) == (3 * (3 if cross else 2), 0)
 
 
+@our_kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_equals_eager(device, layout):
     module = make(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_reference import drop_factors, softmax
 from comparators import assert_grad64, assert_nmse
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits, same_draws
 from tols import BF16, F16, F32, tol
@@ -279,6 +279,7 @@ def step(module, qkv, **arguments):
     return [out, *top, *torch.autograd.grad(out.square().sum(), wanted)]
 
 
+@our_kernels
 @OURS
 @KINDS
 @pytest.mark.parametrize("returns", [False, True])

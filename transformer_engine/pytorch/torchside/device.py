@@ -78,6 +78,10 @@ KERNELS = ("cpu", "cuda")
 """Types of devices that this library has kernels for, as the C library names them."""
 
 
+NUMBERS_OF_CUDA = range(1, 1 + _core.DEVICE_INDICES)
+"""Those of `type_of_number` of devices `on_cuda`."""
+
+
 def add_type(device: torch.device, dlpack: int) -> int:
     """Add the type of a device, whose DLDeviceType is told, to the C library; its number there."""
     number = _core.add_device_type(type_name(device), dlpack)
@@ -103,8 +107,8 @@ def without_kernels(device: torch.device) -> str:
     if device.type == "meta" or has_kernels(device):
         return ""
     return (
-        f"{in_words(device)}: this library has no kernels for it. What no plug-in takes runs by definition, "
-        "in operators of torch, which multiply FP8 and FP4 out"
+        f"{in_words(device)}: this library has no kernels for it. What no plug-in takes runs by "
+        "definition, in operators of torch, which multiply FP8 and FP4 out"
     )
 
 
@@ -173,8 +177,8 @@ class outside_capture(Context):  # noqa: N801 - reads as what it does
             return
         if not on_cuda(self._device):
             raise RuntimeError(
-                f"{in_words(self._device)}: a graph of its stream is being captured, and what shall not be "
-                "in it can not be kept out: run the module once before the capture"
+                f"{in_words(self._device)}: a graph of its stream is being captured, and what shall "
+                "not be in it can not be kept out: run the module once before the capture"
             )
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
