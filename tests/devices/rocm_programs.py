@@ -21,37 +21,51 @@ from devices.beside_cpu import (  # noqa: E402
     ran,
     region,
 )
-from tols import BF16  # noqa: E402
+from tols import BF16, F32  # noqa: E402
 
 import transformer_engine.plugin as plugins  # noqa: E402
 import transformer_engine.pytorch as te  # noqa: E402
 from transformer_engine import _core  # noqa: E402
 from transformer_engine.plugin import core as plugin  # noqa: E402
+from transformer_engine.pytorch.cpp_extensions import general_gemm, product  # noqa: E402
+from transformer_engine.pytorch.module import call_key, linear_calls  # noqa: E402
 from transformer_engine.pytorch.torchside import device as devices  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 
 
-def inputs(device="cpu"):
-    return [torch.randn(TOKENS, BATCH, WIDTH).to(device, BF16) for _ in range(2)]
+def inputs(device="cpu", dtype=BF16):
+    return [torch.randn(TOKENS, BATCH, WIDTH).to(device, dtype) for _ in range(2)]
 
 
-def made(name, device=GPU):
-    return MODULES[name](params_dtype=BF16, device=device)
+def made(name, device=GPU, dtype=BF16):
+    return MODULES[name](params_dtype=dtype, device=device)
 
 
 def definitions_run_the_modules():
     """With the bits of definitions on the CPU; nothing of NVIDIA's is asked for."""
-    refuse = rocm.refused("a CUDA kernel's settings")
-    _core.cuda_configure = _core.tune_gemm = refuse
+    _core.cuda_configure = _core.tune_gemm = rocm.refused("settings of CUDA kernels")
+    for module in (call_key, linear_calls, product):
+        module.allows_tf32 = rocm.refused("TF32")
     for name in MODULES:
         for recipe in RECIPES if name == "TransformerLayer" else ("none", "delayed"):
-            assert_as_on_the_cpu(made(name, "cpu"), inputs(), eager(recipe), GPU)
+            dtype = F32 if recipe == "none" else BF16
+            given = inputs(dtype=dtype)
+            assert_as_on_the_cpu(made(name, "cpu", dtype), given, eager(recipe), GPU)
             assert ran() == {"rocm"}
             counted = _core.counters()
             gemms = {name for name in counted if name.startswith("gemm.")}
             assert gemms <= {"gemm.rocm.f32.f32", "gemm.rocm.bf16.bf16"}
             assert not [name for name in counted if "cuda" in name], counted
+
+
+def matrices_are_multiplied():
+    """By the function of the extension's name, too."""
+    product.allows_tf32 = rocm.refused("TF32")
+    a, b = torch.randn(4, 8), torch.randn(6, 8)
+    found, *_ = general_gemm(b.to(GPU), a.to(GPU), out_dtype=F32)
+    assert found.device == GPU and ran() == {"rocm"}
+    torch.testing.assert_close(found.cpu(), a @ b.t())
 
 
 def what_is_there():

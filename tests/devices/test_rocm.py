@@ -11,6 +11,7 @@ HERE = Path(__file__).resolve().parents[1]
 MISSING = process.missing() or rocm.missing()
 PROGRAMS = (
     "definitions_run_the_modules",
+    "matrices_are_multiplied",
     "what_is_there",
     "what_is_said",
     "plug_ins_take_operators",

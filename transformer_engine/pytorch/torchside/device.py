@@ -177,8 +177,8 @@ class outside_capture(Context):  # noqa: N801 - reads as what it does
             return
         if not on_cuda(self._device):
             raise RuntimeError(
-                f"{in_words(self._device)}: a graph of its stream is being captured, and what shall "
-                "not be in it can not be kept out: run the module once before the capture"
+                f"{in_words(self._device)}: a graph of its stream is being captured, and what "
+                "shall not be in it can not be kept out: run the module once before the capture"
             )
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
