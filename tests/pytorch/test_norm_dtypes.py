@@ -8,7 +8,7 @@ import layer_reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from layer_reference import wide
 from pytorch import module_reference
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -152,6 +152,7 @@ def test_without_weight(device, kind):
 
 
 # Graphs hold what eager code runs, which is compared for all of these.
+@our_kernels
 @pairs(kind=NORMS, given=[F64, *DTYPES], weight=DTYPES)
 def test_compiled(device, kind, given, weight):
     torch._dynamo.reset()
@@ -241,6 +242,7 @@ def test_normed_modules_quantized(device, name, use):
     assert_same_bits(*results)
 
 
+@our_kernels
 @pytest.mark.parametrize("use", [None, "delayed", "current"])
 @pytest.mark.parametrize("name", MODULES)
 def test_calls_of_several_dtypes_are_found_again(device, name, use, monkeypatch):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
@@ -270,6 +270,7 @@ def test_meta_is_a_view(device):
         view.scale  # noqa: B018
 
 
+@our_kernels
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_meta_of_a_compiled_module(device, recipe):
     layer, made = te.Linear(WIDTH, WIDTH, device=device), RECIPES[recipe]()

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import make, quantized, region, step, weights_of
 from pytorch.quantized_cases import (
@@ -35,6 +35,7 @@ def test_every_class_has_its_own_dequantize():
         assert "dequantize" in vars(kind) and kind.dequantize is tensors.QuantizedTensor.dequantize
 
 
+@our_kernels
 @pytest.mark.parametrize("name", FORMATS)
 def test_operators_of_torch(device, name):
     quantizer = FORMATS[name]()

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.module_cases import (
     IN,
@@ -130,6 +130,7 @@ def test_columns_of_an_input_are_read_without_the_next_ones(device):
     assert_same_bits(found, expected)
 
 
+@our_kernels
 @pytest.mark.parametrize("recipe", PER_TENSOR)
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_module_learns(device, recipe, masters):
