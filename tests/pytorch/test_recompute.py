@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from device_kinds import every_device
 from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
 from pytorch.recompute_cases import (
     CHECKPOINTS,
@@ -30,10 +29,7 @@ from transformer_engine.pytorch.execution import recompute
 from transformer_engine.pytorch.execution.thread_state import current_state
 
 # Torch says so of every reentrant checkpoint inside another one: its forward has no gradients.
-pytestmark = [
-    every_device,
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
 SITUATIONS = [(r, d, "linear") for r in RECIPES for d in (0.0, 0.5)]
