@@ -23,7 +23,7 @@ import pytest
 import torch
 from devices import build, npu
 
-LIMIT = 300  # seconds in which the process starts: it may wait for another one that builds
+LIMIT = 900  # seconds in which the process starts: it may wait for another one that builds
 
 
 def missing():
