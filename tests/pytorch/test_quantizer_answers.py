@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from device_kinds import every_device
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits
 from pytorch.own_quantizers import Columns, Doubled, HalvesQuantizer, Writes
 from pytorch.quantized_cases import (
@@ -120,6 +120,7 @@ def test_data_in_a_storage(make):
         make().create_tensor_from_data(codes, torch.int8)
 
 
+@our_kernels
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_data_of_mxfp8(device, kind):
     """A value is its code times two to its group's exponent."""
