@@ -392,6 +392,7 @@ def test_compiled_equals_eager(device, layout):
     assert_same_bits(*results)
 
 
+@our_kernels
 @pytest.mark.filterwarnings("ignore")  # of torch, which goes on in eager mode after an error
 @pytest.mark.parametrize("way", ["eager", "hooked", "compiled"])
 def test_largest_scores_are_refused(device, way):
