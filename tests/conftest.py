@@ -16,7 +16,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from device_kinds import MARKS, OURS
 from devices import process as npu_process
+from thinning import few_there
 
 import transformer_engine.pytorch  # noqa: F401 - hands torch to the extension
 from transformer_engine import _core
@@ -63,6 +65,7 @@ def pytest_collection():
 
 def pytest_collection_modifyitems(config, items):
     """Leave tests out whose marks can not run, or are not asked for: skipping each takes longer."""
+    few_there([item for item in items if item.get_closest_marker("npu")])
     marks = left_out(config).keys()
     kept, left = [], []
     for item in items:
@@ -117,21 +120,24 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def device(request):
-    """The backend under test: "cpu", and "cuda" under the mark `gpu`."""
+    """The kind of device under test: "cpu", and under their marks "cuda" and "npu"."""
     return request.param
 
 
 def pytest_generate_tests(metafunc):
-    """Make tests of `device` for "cuda" only where they are not left out: they are thousands."""
+    """Make tests of `device` for its kinds (`device_kinds`) that are not left out: thousands."""
     if "device" not in metafunc.fixturenames:
         return
     for mark in metafunc.definition.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         if "device" in (names.replace(" ", "").split(",") if isinstance(names, str) else names):
             return  # a test that names its devices
-    devices = ["cpu"]
-    if "gpu" not in left_out(metafunc.config):
-        devices.append(pytest.param("cuda", marks=pytest.mark.gpu))
+    mark, left = metafunc.definition.get_closest_marker("devices"), left_out(metafunc.config)
+    kinds = mark.args if mark else OURS
+    if npu_process.is_here():
+        kinds, left = {"npu"}.intersection(kinds), {}
+    devices = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()
+               if kind in kinds and not {mark.name for mark in marks} & left.keys()]  # fmt: skip
     metafunc.parametrize("device", devices, indirect=True, scope="session")
 
 

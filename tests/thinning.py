@@ -127,6 +127,19 @@ def one_each(**axes):
     return pytest.mark.parametrize(tuple(axes), marked(cases, chosen), ids=case_id)
 
 
+def few_there(items):
+    """Of the cases of a test for one more device each value of a parameter once; else nightly."""
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("devices") and not item.get_closest_marker("nightly"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        values = [tuple(map(_key, item.callspec.params.values())) for item in cases]
+        chosen = cover_pairs(values, 1)
+        for number in set(range(len(cases))) - chosen:
+            cases[number].add_marker(pytest.mark.nightly)
+
+
 def keep_triples(items):
     """Of each test the cases that together have all values of any three parameters that occur."""
     tests, kept = {}, set()

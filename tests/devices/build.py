@@ -21,6 +21,7 @@ CACHE = HERE.parent.parent / "build" / "test_devices"
 SOURCES = {
     "npu_device": ["npu_device.cpp", "npu_operators.cpp"],
     "npu_group": ["npu_group.cpp"],
+    "rocm_device": ["rocm_device.cpp"],
 }
 """Files of the extension modules, by name."""
 FLAGS = ["-O1", "-g0", "-w", "-std=c++20", "-DUSE_C10D", "-DUSE_DISTRIBUTED"]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of the test device "npu" share.
+// What the files of the test device "npu" share. With AS_ROCM they make a stand-in for AMD's GPUs
+// instead (rocm_device.cpp), in a build of torch for the CPU alone: "cuda" has no device there.
 #pragma once
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -9,7 +10,13 @@
 namespace npu
 {
 
+#ifdef AS_ROCM
+#define NPU_KEY CUDA
+constexpr auto TYPE = c10::DeviceType::CUDA;
+#else
+#define NPU_KEY PrivateUse1
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+#endif
 constexpr c10::DeviceIndex COUNT = 2;
 
 // A pointer of the device is an address of the host under a tag that no address has, in bits 52 to

@@ -302,7 +302,7 @@ c10::impl::DeviceGuardImplRegistrar registered_guard(TYPE, new Guard());
 // A generator of the device: one of the host draws its numbers.
 struct Generator final : c10::GeneratorImpl {
     Generator(c10::DeviceIndex index, at::Generator host)
-        : GeneratorImpl({TYPE, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        : GeneratorImpl({TYPE, index}, c10::DispatchKeySet(c10::DispatchKey::NPU_KEY)),
           host_(std::move(host))
     {
     }
@@ -362,6 +362,7 @@ const at::Generator &default_generator(c10::DeviceIndex index)
     return (*made)[index];
 }
 
+#ifndef AS_ROCM
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override
     {
@@ -424,6 +425,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         resize_storage(storage, bytes);
     }
 };
+#endif
 
 } // namespace
 
@@ -471,6 +473,7 @@ at::Generator host_generator(const std::optional<at::Generator> &given, c10::Dev
 
 } // namespace npu
 
+#ifndef AS_ROCM
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     m.def("register_hooks", [] { at::RegisterPrivateUse1HooksInterface(new npu::Hooks()); });
@@ -484,3 +487,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         return npu::device_of(reinterpret_cast<void *>(pointer)).index();
     });
 }
+#endif

@@ -28,9 +28,12 @@ using std::optional;
 
 Tensor on_host(const Tensor &tensor)
 {
-    TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "npu: lazy conjugates are not built");
+    TORCH_CHECK(!tensor.is_conj(), "npu: lazy conjugates are not built");
     auto *data = tensor.numel() ? address(tensor.data_ptr()) : nullptr;
-    return at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+    auto found =
+        at::from_blob(data, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+    found._set_neg(tensor.is_neg());
+    return found;
 }
 
 namespace
@@ -55,7 +58,7 @@ c10::DeviceIndex wanted(const optional<c10::Device> &device)
     return device ? index_of(*device) : current_index();
 }
 
-constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
+constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::NPU_KEY);
 
 Tensor empty(IntArrayRef sizes, optional<at::ScalarType> dtype, optional<at::Layout>,
              optional<c10::Device> device, optional<bool> pinned, optional<at::MemoryFormat> format)
@@ -263,20 +266,28 @@ void by_the_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     at::native::cpu_fallback(op, stack);
 }
 
+#ifdef AS_ROCM
+Tensor &copy(Tensor &target, const Tensor &source, bool)
+{
+    host_side(target).copy_(host_side(source));
+    return target;
+}
+#else
 int64_t no_fused_attention(const Tensor &, const Tensor &, const Tensor &, const optional<Tensor> &,
                            double, bool, optional<double>, bool)
 {
     return static_cast<int64_t>(at::SDPBackend::math);
 }
+#endif
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
+TORCH_LIBRARY_IMPL(_, NPU_KEY, m)
 {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
+TORCH_LIBRARY_IMPL(aten, NPU_KEY, m)
 {
     m.impl("empty.memory_format", empty);
     m.impl("empty_strided", empty_strided);
@@ -297,10 +308,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("set_.source_Storage", set_to_storage);
     m.impl("set_.source_Tensor", set_to_tensor);
     m.impl("set_", set_to_nothing);
+#ifdef AS_ROCM
+    m.impl("copy_", copy); // torch's own one has a kernel for each type of device that it knows
+#endif
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m)
+{
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough()); // the host's copy negates
 }
 
 } // namespace npu
 
+#ifndef AS_ROCM // "cuda" has autocast
 namespace at::native
 {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &npu::no_fused_attention)
@@ -328,3 +348,4 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
 }
 
 } // namespace at::autocast
+#endif

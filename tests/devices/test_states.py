@@ -24,9 +24,7 @@ from thinning import pairs
 from tols import BF16
 
 import transformer_engine.pytorch as te
-from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from transformer_engine.pytorch.torchside.device import is_any_captured, is_capturing
 
 pytestmark = pytest.mark.npu
@@ -100,79 +98,6 @@ def test_copies(npu, recipe, copies):
     assert_same_bits(train(other, x, eager(recipe)), train(model, x, eager(recipe)))
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_modules_from_meta(npu, recipe):
-    """A model without memory is given some on the device."""
-    model = layer("meta")
-    model.to_empty(device=npu)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    assert {p.device for p in model.parameters()} == {npu}
-    expected = layer("cpu")
-    expected.load_state_dict(model.state_dict())
-    x = inputs("cpu")
-    with on_the_cpu():
-        wanted = train(expected, x, eager(recipe))
-    te.reset()
-    assert_same_bits(train(model, [t.to(npu) for t in x], eager(recipe)), wanted)
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
-
-OPTIMIZERS = {
-    "adam": lambda p: FusedAdam(p, lr=0.01),
-    "masters": lambda p: FusedAdam(p, lr=0.01, master_weights=True),
-    "remainders": lambda p: FusedAdam(p, lr=0.01, master_weights=True, store_param_remainders=True),
-    "bf16 states": lambda p: FusedAdam(
-        p, lr=0.01, master_weights=True, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16
-    ),
-    "fp8 states": lambda p: FusedAdam(
-        p, lr=0.01, master_weights=True, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8
-    ),
-    "capturable": lambda p: FusedAdam(p, lr=0.01, capturable=True, master_weights=True),
-    "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
-}
-
-
-@pairs(name=OPTIMIZERS, recipe=["none", "delayed", "block"])
-def test_optimizers_step_as_on_the_cpu(npu, name, recipe):
-    """By the kernels of the CPU there, bit by bit; weights may be quantized, and are cast again."""
-    quantized = recipe != "none"
-    if name == "capturable" or (quantized and name == "remainders"):
-        quantized = False
-    with te.quantized_model_init(enabled=quantized, recipe=(RECIPES[recipe] or RECIPES["row"])()):
-        model = te.LayerNormMLP(WIDTH, FFN, params_dtype=BF16, device="cpu")
-    there, found = copy.deepcopy(model).to(npu), []
-    gradients = [[torch.randn_like(p, dtype=BF16) for p in model.parameters()] for _ in range(3)]
-    for one in (model, there):
-        optimizer = OPTIMIZERS[name](one.parameters())
-        for step in gradients:
-            for p, grad in zip(one.parameters(), step, strict=True):
-                p.grad = grad.to(p.device, copy=True)
-            optimizer.step()
-        states = [optimizer.state[p] for p in one.parameters()]
-        kept = [{k: plain(v) for k, v in state.items() if v is not None} for state in states]
-        found.append([kept, [plain(p) for p in one.parameters()]])
-    assert_same_bits(*found)
-
-
-def plain(parameter):
-    """A parameter as tensors of torch."""
-    if isinstance(parameter, te.QuantizedTensor):
-        return parameter.dequantize()
-    return parameter.detach()
-
-
-def test_clipping(npu):
-    tensors = [torch.randn(n, dtype=BF16) for n in (5, 20000, 0)]
-    flag = torch.zeros(1, dtype=torch.int32)
-    found = te.optimizers.multi_tensor_l2norm(0, flag.to(npu), [[t.to(npu) for t in tensors]], True)
-    expected = te.optimizers.multi_tensor_l2norm(0, flag, [tensors], True)
-    assert_same_bits(found, expected)
-    assert found[0].device == npu
-
-
 # ---- random states, tools ------------------------------------------------------------------------
 
 
@@ -199,23 +124,6 @@ def test_states_of_the_tracker(npu):
         found.append(model(x))
     assert_bits(*found)
     assert not torch.equal(model(x), found[0])
-
-
-def test_models_are_converted(npu):
-    model = torch.nn.Sequential(
-        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, FFN), torch.nn.GELU(),
-        torch.nn.Linear(FFN, WIDTH),
-    ).to(npu)  # fmt: skip
-    x, expected = torch.randn(8, WIDTH, device=npu), None
-    expected = model(x)
-    te.convert(model)
-    assert any(isinstance(m, te.Linear | te.LayerNormLinear | te.LayerNormMLP)
-               for m in model.modules())  # fmt: skip
-    assert {p.device for p in model.parameters()} == {npu}
-    torch.testing.assert_close(model(x), expected)
-    with te.autocast(recipe=recipes.DelayedScaling()):
-        model(x).sum().backward()
-    assert _core.counters()["emulated.tensor"] > 0
 
 
 def test_tools_name_the_device(npu):

@@ -32,10 +32,18 @@ RECIPES = {
 # ---- counters ------------------------------------------------------------------------------------
 
 
+NATIVE = ("tensor", "block_1d", "block_2d", "row")
+"""Kinds of FP8 that CPU and CUDA multiply as they are; others are multiplied out everywhere."""
+
+
 def gemm_counts():
-    """(GEMMs with two FP8 operands, other GEMMs) since the last reset of the counters."""
+    """(GEMMs with two FP8 operands, other GEMMs) since the last reset of the counters.
+
+    Where a device has no kernels of ours, a GEMM of FP8 is one of what was multiplied out.
+    """
+    counts = _core.counters()
     fp8 = other = 0
-    for name, value in _core.counters().items():
+    for name, value in counts.items():
         kind, _, rest = name.partition(".")
         if kind == "gemm":
             _, a, b = rest.split(".")
@@ -43,6 +51,9 @@ def gemm_counts():
                 fp8 += value
             else:
                 other += value
+    if any(name.startswith("gemm.npu.") for name in counts):
+        multiplied_out = sum(counts.get(f"emulated.{kind}", 0) for kind in NATIVE)
+        return fp8 + multiplied_out, other - multiplied_out
     return fp8, other
 
 
@@ -60,7 +71,14 @@ def counted():
 
 def same_draws(device):
     """What a block draws, the next one draws too: the generators go back to where it began."""
-    return torch.random.fork_rng([device] if torch.device(device).type == "cuda" else [])
+    kind = torch.device(device).type
+    return torch.random.fork_rng([] if kind == "cpu" else [device], device_type=kind)
+
+
+def random_of(device):
+    """What has `get_rng_state` and `set_rng_state` of the generator that a device draws from."""
+    kind = torch.device(device).type
+    return torch if kind == "cpu" else torch.get_device_module(kind)
 
 
 def data_generator():

@@ -7,7 +7,14 @@ import copy
 import pytest
 import torch
 from pytorch.attention_model import randomise
-from pytorch.helpers import RECIPES, assert_same_bits, counted, data_generator, states_of
+from pytorch.helpers import (
+    RECIPES,
+    assert_same_bits,
+    counted,
+    data_generator,
+    random_of,
+    states_of,
+)
 from tols import BF16, F32
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -204,7 +211,7 @@ def backward(outs):
 def random_states(device):
     """States of the generators."""
     found = [torch.get_rng_state()]
-    return found + ([torch.cuda.get_rng_state()] if device == "cuda" else [])
+    return found + ([] if device == "cpu" else [random_of(device).get_rng_state()])
 
 
 def train(layer, given, recipe=None, steps=3):

@@ -85,8 +85,8 @@ def scale_of(source, kind, power_2=False, epsilon=0.0):
     amax = torch.clamp(source.detach().float().abs().max(), min=epsilon)
     scale = torch.tensor(LARGEST[kind], device=source.device) / amax
     if power_2:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
+        exponent = torch.frexp(scale.cpu())[1]  # not every torch has `ldexp` on every device
+        scale = torch.ldexp(torch.tensor(0.5), exponent).to(scale.device)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch import attention_model
 from pytorch.helpers import RECIPES, assert_same_bits
 from tols import BF16
@@ -13,6 +14,8 @@ from tols import BF16
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.problem import AttentionOptions
 from transformer_engine.pytorch.torchside.modes import only_forwards
+
+pytestmark = every_device
 
 HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2
 

@@ -6,11 +6,14 @@ import threading
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted, state_of, states_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.execution.thread_state import current_state
+
+pytestmark = every_device
 
 
 def snapshot():

@@ -4,11 +4,14 @@
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import RECIPES, Fp8Linear, assert_same_bits, counted, state_of, sum_bound
 from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+pytestmark = every_device
 
 HALVES = [torch.bfloat16, torch.float16]
 F32 = torch.float32

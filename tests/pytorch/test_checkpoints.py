@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from device_kinds import every_device
 from hypothesis import HealthCheck, given, settings, strategies as st
 from pytorch.helpers import RECIPES, assert_same_bits, counted, state_of, states_of
 from torch.distributed.checkpoint.state_dict import _EXTRA_STATE
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import _EXTRA_STATE
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.module.norm import L2Normalization, NormModule
+
+pytestmark = every_device
 
 KEY = "_extra_state"
 

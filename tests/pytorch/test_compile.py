@@ -13,7 +13,8 @@ import processes
 import pytest
 import torch
 import torch._dynamo.utils
-from pytorch.helpers import same_draws
+from device_kinds import MARKS, every_device
+from pytorch.helpers import gemm_counts, same_draws
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -38,23 +39,25 @@ RECIPES = {
 OPTIONS = {"aot_eager": {"backend": "aot_eager"}, "inductor": {}}
 OPTIONS["reduce-overhead"] = {"mode": "reduce-overhead"}
 BACKENDS = [
-    pytest.param("cpu", OPTIONS["aot_eager"], id="cpu-aot_eager"),
-    pytest.param("cuda", OPTIONS["aot_eager"], id="cuda-aot_eager", marks=pytest.mark.gpu),
+    pytest.param(kind, OPTIONS["aot_eager"], id=f"{kind}-aot_eager", marks=marks)
+    for kind, marks in MARKS.items()
 ]
 
 
 def programs(cpu, cuda):
     """Parameters (device, options, recipe, where, model): the CPU's, and some by CUDA compiler.
 
-    What is traced is the same on both devices, so the CPU has every combination; CUDA, where each
-    compiles for seconds, has every recipe, place and model, and each compiler has all models.
+    What is traced is the same on all devices, so the CPU has every combination; CUDA, where each
+    compiles for seconds, has every recipe, place and model, and each compiler has all models. The
+    test device has what CUDA has of aot_eager.
     """
     for case in cpu:
         yield pytest.param("cpu", OPTIONS["aot_eager"], *case, id="-".join(["cpu", *case]))
-    for compiler, cases in cuda.items():
-        for case in cases:
-            name = "-".join(["cuda", compiler, *case])
-            yield pytest.param("cuda", OPTIONS[compiler], *case, id=name, marks=pytest.mark.gpu)
+    for kind, compilers in (("cuda", cuda), ("npu", ["aot_eager"])):
+        for compiler in compilers:
+            for case in cuda[compiler]:
+                name = "-".join([kind, compiler, *case])
+                yield pytest.param(kind, OPTIONS[compiler], *case, id=name, marks=MARKS[kind])
 
 
 @pytest.fixture(autouse=True)
@@ -132,12 +135,6 @@ def train(device, where, make_recipe, options, token_counts=(16,) * STEPS, model
     return seen + [p.detach().clone() for p in model.parameters()] + state_of(model)
 
 
-def fp8_gemms():
-    return sum(
-        n for name, n in _core.counters().items() if name.startswith("gemm.") and ".e" in name
-    )
-
-
 # torch captures an empty graph on purpose to own a memory pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(
@@ -183,10 +180,10 @@ def test_bits_equal_eager_in_one_graph(device, options, where, recipe, model):
     _core.reset_counters()
     got = train(device, where, make_recipe, options, model=model)
     expected_gemms = 0 if make_recipe() is None else MODELS[model][1] * STEPS
-    warm_up = fp8_gemms() - expected_gemms
+    warm_up = gemm_counts()[0] - expected_gemms
     if options.get("mode") == "reduce-overhead":  # replays of a CUDA graph are not counted
         assert warm_up <= 0
-        assert make_recipe() is None or fp8_gemms() > 0
+        assert make_recipe() is None or gemm_counts()[0] > 0
     else:
         assert warm_up == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -410,6 +407,7 @@ def test_a_plan_of_more_results_than_any_module_has():
         assert all(map(torch.equal, made[:20], expected[:20]))
 
 
+@every_device
 def test_recipes_in_turns(device):
     """Each has one graph; those that differ in how they attend alone have one state, too."""
     recipes = [DelayedScaling(amax_history_len=3, fp8_dpa=attends) for attends in (False, True)]

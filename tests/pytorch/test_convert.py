@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted
 from tols import tol
 from torch import nn
@@ -116,6 +117,7 @@ def chain_bound(x):
 # ---- numbers, parameters, state dicts ----
 
 
+@every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_parameters_same_numbers(device, dtype):
     model = randomise(Block()).to(device=device, dtype=dtype)
@@ -148,6 +150,7 @@ def test_same_parameters_same_numbers(device, dtype):
     assert not torch.equal(model.qkv.weight, before)  # the optimizer made before the conversion
 
 
+@every_device
 def test_converted_layers_run_in_fp8(device):
     model = te.convert(randomise(Block()).to(device))
     x = torch.randn(16, 32, device=device, requires_grad=True)
@@ -158,6 +161,7 @@ def test_converted_layers_run_in_fp8(device):
     assert (ran.fp8, ran.other) == (6, 0)
 
 
+@every_device
 def test_state_dicts_go_both_ways(device):
     plain, model = randomise(Block()).to(device), Block().to(device)
     te.convert(model)
@@ -299,6 +303,7 @@ def test_spectral_norm_moves_on_as_in_torch():
             assert torch.equal(states[0][name], value), name
 
 
+@every_device
 @pytest.mark.parametrize("first", ["convert", "parametrize"])
 def test_copies_of_a_parametrized_layer_have_scales_of_their_own(device, first):
     layer = nn.Linear(16, 32, device=device)
@@ -353,6 +358,7 @@ NORMS = {
 }
 
 
+@every_device
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_with_and_without_parameters(device, kind):
     norm = randomise(NORMS[kind]()).to(device)
@@ -539,6 +545,7 @@ def test_wrong_arguments():
 # ---- the other way ----
 
 
+@every_device
 def test_back_to_torch(device):
     model = randomise(Block()).to(device)
     parameters = list(model.parameters())

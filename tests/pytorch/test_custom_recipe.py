@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted, state_of, sum_bound
 from pytorch.module_cases import batch, gemms_of, make, step
 from tols import BF16, E4M3, E5M2, tol
@@ -28,6 +29,8 @@ from transformer_engine.common.recipe import (
     QuantizerRole,
 )
 from transformer_engine.pytorch.constants import DType
+
+pytestmark = every_device
 
 FP8 = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 KINDS = ("linear", "norm-linear", "gelu", "swiglu", "gelu checkpoint")

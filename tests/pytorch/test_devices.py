@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 import torch
+from device_kinds import every_device
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module import parameters
@@ -92,6 +93,7 @@ def reset(module):
             child.reset_parameters()
 
 
+@every_device
 def test_meta_module_gets_values_on_a_device(make, device):
     """By `to_empty`, by `reset_parameters` alone, and by loading."""
     source = make(device=device)
@@ -127,6 +129,7 @@ def parameters_on_meta():
     torch.nn.Module.register_parameter = register
 
 
+@every_device
 def test_frameworks_that_patch_registration(make, device, monkeypatch):
     def no_values(*_, **__):
         raise AssertionError("a parameter on the meta device was given values")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from attention_reference import drop_factors
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model as model
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, same_draws
 from thinning import pairs_first
 from tols import BF16, F16, F32, tol
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,8 @@ from transformer_engine.pytorch.attention.backends import (
 from transformer_engine.pytorch.attention.masks import mask_type
 from transformer_engine.pytorch.attention.scores import scaled_softmax
 from transformer_engine.pytorch.execution.random import draw_pair
+
+pytestmark = every_device
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
@@ -461,6 +464,7 @@ def test_dropout_is_philox(device, backend, groups):
     )
 
 
+@our_kernels
 def test_dropout_is_seeded_and_off_in_eval(device, backend):
     """Every backend: one seed, one result; the mean over many draws is the undropped output."""
     module = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.5)
@@ -487,7 +491,7 @@ def test_random_state_tracker_is_forked(device):
     class Tracker:
         def fork(self):
             forks.append(1)
-            return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+            return same_draws(device)
 
     module = DotProductAttention(
         HEADS, CHANNELS, attention_dropout=0.5, get_rng_state_tracker=Tracker

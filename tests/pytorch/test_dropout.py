@@ -5,11 +5,14 @@ import attention_reference as reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_within
-from pytorch.helpers import assert_same_bits
+from device_kinds import every_device
+from pytorch.helpers import assert_same_bits, random_of
 from tols import BF16, F16, F32, tol
 
 from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.layer.dropout import bias_dropout_add
+
+pytestmark = every_device
 
 SHAPE = (4, 6, 20)
 ROWS = 24
@@ -23,9 +26,9 @@ def make(device, dtype=F32, shape=SHAPE):
 
 def drawn(device, function):
     """(pair, result) of a function that draws one pair, which is drawn before in its place."""
-    state = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    state = random_of(device).get_rng_state()
     pair = draw_pair(torch.empty(0, device=device))
-    (torch.random if device == "cpu" else torch.cuda).set_rng_state(state)
+    random_of(device).set_rng_state(state)
     return pair.tolist(), function()
 
 
@@ -109,11 +112,11 @@ def test_nothing_dropped_is_one_add(device, counters):
 
 def test_eval_keeps_everything_and_draws_nothing(device):
     inp, bias, residual = make(device)
-    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    state = random_of(device).get_rng_state()
     out = bias_dropout_add(inp, bias, residual, 0.5, 0.5, training=False)
     exact = [t.detach().cpu().double() for t in (inp, bias, residual)]
     assert_within(out, sum(exact), sum(t.abs() for t in exact))
-    after = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    after = random_of(device).get_rng_state()
     assert torch.equal(state, after)
 
 

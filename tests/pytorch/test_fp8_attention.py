@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device, our_kernels
 from pytorch.fp8_attention_cases import (
     BACK_TO_16,
     BATCH,
@@ -30,6 +31,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, QParams
 from transformer_engine.pytorch.attention.fp8 import BLOCK
 from transformer_engine.pytorch.constants import DType
+
+pytestmark = every_device
 
 QKV, OUTPUT, WEIGHTS = 2, 3, 8  # slots of the forward
 GRADS, GRAD_OUTPUT, GRAD_SCORES = 0, 3, 5  # of the backward
@@ -280,6 +283,7 @@ def test_captured(kind):
         assert_nmse(x, expected, 8 * tol("quantize", torch.float8_e5m2))
 
 
+@our_kernels
 @pytest.mark.parametrize("kind", RECIPES)
 def test_compiled(device, kind, repeatable):
     """The bits of eager code."""
@@ -293,6 +297,7 @@ def test_compiled(device, kind, repeatable):
             assert_same_bits(x, y)
 
 
+@our_kernels
 def test_compiled_for_other_sizes(device, repeatable):
     """Sizes that differ from graph to graph are symbols to the compiler."""
     torch._dynamo.reset()

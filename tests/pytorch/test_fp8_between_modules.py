@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, captured, counted, same_bits, side_stream, state_of
 from pytorch.recompute_cases import CHECKPOINTS
 
@@ -206,6 +207,7 @@ def test_a_stochastic_gradient_rounds_by_numbers_of_its_own(kind, device, rng):
     assert not same_bits(quantizer(wide)._rowwise_data, first._rowwise_data)
 
 
+@every_device
 def test_a_stochastic_gradient_is_multiplied_as_it_arrives(device, start):
     """With the bits of the layers by themselves, one over what the other one has returned."""
     first, last = made("linear", device), made("linear", device, (OUT, 32))
@@ -369,6 +371,7 @@ def test_compile_leaves_such_calls_outside_of_its_graphs(name, device, start):
             assert_same_bits(one, other)
 
 
+@every_device
 def test_calls_that_are_found_again(device, rng):
     """What a call returns is part of its situation."""
     layer, x = made("linear", device), inputs(device)
@@ -408,6 +411,7 @@ def test_calls_with_quantized_inputs_are_found_again(name, device, rng, monkeypa
         assert layer(given).isfinite().all()  # read in high precision
 
 
+@every_device
 def test_nothing_is_quantized_without_fp8(device, rng):
     layer, x = made("linear", device), inputs(device)
     out = layer(x, fp8_output=True, fp8_grad=True)
@@ -417,6 +421,7 @@ def test_nothing_is_quantized_without_fp8(device, rng):
         assert type(layer(x, fp8_output=True)) is te.Float8Tensor
 
 
+@every_device
 def test_the_scale_of_an_output_is_saved_and_loaded(device, rng):
     layer, recipe, x = made("linear", device), RECIPES["delayed"](), inputs(device)
     grad = torch.randn(2, 16, OUT, dtype=DTYPE, device=device)
@@ -430,6 +435,7 @@ def test_the_scale_of_an_output_is_saved_and_loaded(device, rng):
     assert out._scale_inv == 1.0 / expected and expected != 1.0
 
 
+@every_device
 def test_new_values_are_cast_as_the_old_ones(device, rng):
     """By the output's own quantizer: with its slot's scale, where it records the amax too."""
     layer, recipe, x = made("linear", device), RECIPES["delayed"](), inputs(device)
@@ -477,6 +483,7 @@ def test_what_can_not_be_returned(kind, name, device, rng):
         torch.func.grad(loss)(x.detach())
 
 
+@every_device
 def test_export_refuses(device, rng):
     class Program(torch.nn.Module):
         def __init__(self):

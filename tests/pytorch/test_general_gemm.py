@@ -7,7 +7,8 @@ import pytest
 import torch
 from buffers import normal
 from comparators import assert_bits, assert_nmse
-from pytorch.helpers import assert_same_bits, assert_same_gemm
+from device_kinds import every_device, our_kernels
+from pytorch.helpers import assert_same_bits, assert_same_gemm, gemm_counts
 from tex_cases import assert_same_data
 from tols import BF16, E4M3, E5M2, F16, F32, tol
 
@@ -29,6 +30,8 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
     CurrentScalingQuantizerRef,
 )
 from transformer_engine.pytorch.tensor.recipes import cast_of, format_of
+
+pytestmark = every_device
 
 HIGH = (F32, F16, BF16)
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
@@ -55,13 +58,11 @@ def as_cast(recipe, device, role, values):
     return quantizer(values)
 
 
-def runs(recipe, device):
+def runs(recipe):
     """Runs of a GEMM in the format since the counters were reset."""
-    counts = _core.counters()
     if recipe in COUNTED:
-        return counts.get(COUNTED[recipe], 0)
-    names = [f"gemm.{device}.{a}.{b}" for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
-    return sum(counts.get(name, 0) for name in names)
+        return _core.counters().get(COUNTED[recipe], 0)
+    return gemm_counts()[0]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -95,7 +96,7 @@ def test_bits_of_a_linear_layer(device, name, bias, rng):
             grad=layout != "TN",
             use_split_accumulator=not fast & way,
         )
-        assert runs(name, device) == 1, layout
+        assert runs(name) == 1, layout
         assert rest == [None, None, None] and made.shape == expected.shape
         assert_same_bits(made, expected, layout)
 
@@ -272,6 +273,7 @@ class Drawn:
         return own + sums + (fp8 if self.exact.is_cuda else 0.0) + tol("gelu_fast", F32)
 
 
+@our_kernels
 @pytest.mark.parametrize("part", range(12))
 def test_any_call(device, part, rng, request):
     """Drawn at random: formats, forms, layouts, dtypes, places, factors and epilogues."""
@@ -331,6 +333,7 @@ def test_quantized_results(device, kind, layout, rng):
 # ---- forms ---------------------------------------------------------------------------------------
 
 
+@our_kernels
 def test_each_form_is_multiplied_in_its_format(device, rng):
     """Of a tensor of two formats that of the form which the layout reads: in FP8, by counters."""
     current = tensors.Float8CurrentScalingQuantizer
@@ -350,6 +353,7 @@ def test_each_form_is_multiplied_in_its_format(device, rng):
         assert_bits(made, general_gemm(form(A), other(B), layout=layout)[0])
 
 
+@our_kernels
 def test_a_square_weight_is_turned(device, rng):
     """Tiles of 128 x 128 cast row-wise alone: the other form is made for the call, in FP8."""
     make = tensors.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=2)
@@ -390,6 +394,7 @@ def test_references_are_multiplied_by_their_quantizer(device, rng):
 # ---- who computes it -----------------------------------------------------------------------------
 
 
+@our_kernels
 def test_plug_ins_are_asked(device, rng):
     """As modules ask them: for the product alone, and none for what `default.native` runs."""
     seen = []

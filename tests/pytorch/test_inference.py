@@ -6,12 +6,15 @@ from collections import OrderedDict
 import pytest
 import torch
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device
 from hypothesis import given, settings, strategies as st
 from pytorch import attention_model as model
 from pytorch.helpers import captured
 from tols import BF16, F32, tol
 
 import transformer_engine.pytorch as te
+
+pytestmark = every_device
 
 ROWS, LONGEST, HEADS, GROUPS, CHANNELS, PAGE = 3, 24, 4, 2, (16, 8), 4
 FORMS = pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device
 from pytorch.test_inference import (
     CHANNELS,
     FORMS,
@@ -29,6 +30,8 @@ from tols import F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import inference
 from transformer_engine.pytorch.attention.kv_cache import StepState, append_tokens
+
+pytestmark = every_device
 
 # ---- bookkeeping ---------------------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ from collections import OrderedDict
 import pytest
 import torch
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device
 from tols import F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import inference
+
+pytestmark = every_device
 
 ROWS, LONGEST, HEADS, GROUPS, CHANNELS, PAGE = 3, 24, 4, 2, 16, 4
 PAGED = pytest.mark.parametrize("paged", [False, True])

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, states_of
 from pytorch.layer_ways import (
     LAYER,
@@ -32,6 +33,7 @@ DROPS = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 # ---- parameters ----------------------------------------------------------------------------------
 
 
+@every_device
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("way", ["assigned", "data", "in place", "deleted and set"])
 def test_parameters_that_are_replaced(device, way, recipe):
@@ -151,6 +153,7 @@ STATES = {
 }
 
 
+@every_device
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("how", STATES)
 def test_scaling_state(device, how, recipe):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from buffers import name_of
 from comparators import assert_bits, assert_nmse
+from device_kinds import every_device, our_kernels
 from microscaled import expected, mxfp8_values, nvfp4_values
-from pytorch.helpers import captured
+from pytorch.helpers import captured, random_of
 from pytorch.recipe_cases import MODULES, WIDTH, assert_same, data, made, modules, step
 from thinning import chosen, in_turns
 from tols import BF16, E4M3, E5M2, F16, F32, tol
@@ -24,7 +25,7 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.tensor.scale_layouts import swizzle_scales, unswizzle_scales
 
-pytestmark = pytest.mark.usefixtures("repeatable")
+pytestmark = [every_device, pytest.mark.usefixtures("repeatable")]
 
 RECIPES = {
     "mxfp8": MXFP8BlockScaling,
@@ -212,6 +213,7 @@ BY_TURNS = in_turns(MODULES, ["mxfp8", "mxfp8-hybrid-2d", "nvfp4-plain"])
 
 # Graphs hold one operator with a plan; what the plan holds is compared in eager mode. What a plan
 # is given is another matter where it draws.
+@our_kernels
 @chosen([*OF_DRAWS, *BY_TURNS], module=MODULES, recipe=RECIPES)
 def test_compiled(device, recipe, module):
     """The bits of eager steps; of several modules that draw, a compiler chooses the order."""
@@ -233,6 +235,7 @@ def test_compiled(device, recipe, module):
     assert_same(step(model, x, grad, RECIPES[recipe](), compiled), eager)
 
 
+@our_kernels
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("library", ["ours", "torch's"])
 @pytest.mark.parametrize("module", ["Linear", "LayerNormLinear", "LayerNormMLP"])
@@ -256,6 +259,7 @@ def test_dropout_behind_a_repeated_module(device, start, module, library, reentr
     assert_same(*found)
 
 
+@our_kernels
 @pytest.mark.parametrize("dropouts", [(0.0, 0.1), (0.1, 0.0), (0.1, 0.1)])
 def test_a_layer_draws_as_its_modules_do(device, start, dropouts):
     """Random pairs of roundings and of dropouts come in one order, in one plan or in several."""
@@ -348,13 +352,14 @@ def test_seeds(device):
     assert torch.equal(a[0], c[0]) and not torch.equal(a[3], c[3])
     plain = gradients(one, False)
     assert torch.equal(plain[0], a[0]) and not torch.equal(plain[3], a[3])
-    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    state = random_of(device).get_rng_state()
     with torch.no_grad(), te.autocast(recipe=NVFP4BlockScaling()):
         model(x)
-    after = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    after = random_of(device).get_rng_state()
     assert torch.equal(state, after)
 
 
+@our_kernels
 def test_gradients_are_right_on_average(device):
     """Rounding to nearest keeps its error; that of stochastic rounding goes with the mean."""
     times = 64
@@ -398,6 +403,7 @@ def test_no_state(device, recipe):
     assert_same(step(twin, x, grad, RECIPES[recipe]()), step(model, x, grad, RECIPES[recipe]()))
 
 
+@our_kernels
 def test_recipes_by_turns(device):
     """Each call goes by its region, nested or one after the other."""
     model, (x, grad) = made("Linear", device), data(device)
@@ -429,7 +435,7 @@ def test_said(device, kind, capsys):
     with te.observe(model) as seen:
         step(model, x, grad, how)
     found = te.report(model, seen, file=io.StringIO())[0]
-    wide = "f32 x f32" if device == "cpu" else "bf16 x bf16"
+    wide = "bf16 x bf16" if device == "cuda" else "f32 x f32"
     for gemm in found.gemms:
         assert gemm.precision == f"{wide} (emulated {kind})" and gemm.count == 1
     assert [t.dtype for t in found.tensors] == ["e2m1" if kind == "nvfp4" else "e4m3"] * 3

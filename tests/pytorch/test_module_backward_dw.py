@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch.helpers import (
     RECIPES,
@@ -33,6 +34,8 @@ from pytorch.module_cases import (
 )
 from pytorch.module_pairs import Pair, assert_added, run_with
 from tols import tol
+
+pytestmark = every_device
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # Both dtypes and both kinds of gradients, with the norm's output and without.

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device, our_kernels
 from layer_reference import wide
 from pytorch.helpers import RECIPES, assert_same_bits, assert_same_gemm, counted, state_of
 from pytorch.module_cases import (
@@ -41,6 +42,8 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 
+pytestmark = every_device
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OF_MAIN_GRADS = {
     "none": None,
@@ -53,6 +56,7 @@ OF_MAIN_GRADS = {
 # ---- which ---------------------------------------------------------------------------------------
 
 
+@our_kernels
 @pytest.mark.parametrize(
     ("kind", "normed"),
     [*((kind, False) for kind in CHECKPOINTED), *((kind, True) for kind in CHECKPOINTED[1:])],
@@ -130,6 +134,7 @@ def test_accumulate_into_main_grad(device, kind, dtype, recipe, main):
 
 
 # Graphs hold what eager code runs, which is compared for all of these.
+@our_kernels
 @one_each(kind=CHECKPOINTED, recipe=OF_MAIN_GRADS)
 def test_fp16_main_grad_compiled(device, kind, recipe):
     """A graph of torch adds what eager code adds, of every recipe's operands in 16 bits."""

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch.helpers import (
     RECIPES,
@@ -40,6 +41,8 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+pytestmark = every_device
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MODULES = ("norm-linear", *ACTIVATIONS)

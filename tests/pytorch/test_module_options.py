@@ -7,6 +7,7 @@ How they are made, and with which parameters: test_module_construction.py.
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device
 from layer_reference import wide
 from pytorch.helpers import RECIPES, assert_same_bits, counted
 from pytorch.module_cases import (
@@ -30,6 +31,8 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MMParams
+
+pytestmark = every_device
 
 BOTH = FEW[1:]
 SIZES = (48, 32)

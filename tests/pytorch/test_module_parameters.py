@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, assert_same_gemm, counted, state_of
 from pytorch.module_cases import (
     FEW,
@@ -30,6 +31,8 @@ from pytorch.module_cases import (
 )
 
 import transformer_engine.pytorch as te
+
+pytestmark = every_device
 
 kinds = pytest.mark.parametrize("kind", FEW)
 recipes = pytest.mark.parametrize("recipe", RECIPE_NAMES)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import (
     RECIPES,
     assert_same_bits,
@@ -26,6 +27,8 @@ from pytorch.module_cases import (
 )
 
 import transformer_engine.pytorch as te
+
+pytestmark = every_device
 
 DTYPES = (torch.float32, torch.bfloat16)
 

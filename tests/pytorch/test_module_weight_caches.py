@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted, state_of
 from pytorch.module_cases import (
     CHECKPOINTED,
@@ -24,6 +25,8 @@ from pytorch.module_pairs import Pair
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+
+pytestmark = every_device
 
 
 @pytest.mark.parametrize("kind", [*CHECKPOINTED, *SPLIT])

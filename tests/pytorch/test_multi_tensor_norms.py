@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from comparators import assert_bits, assert_repeats, assert_within
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import captured
 from tols import BF16, F16, F32
 
@@ -16,6 +17,8 @@ from transformer_engine.pytorch.optimizers import (
     multi_tensor_unscale_l2norm,
 )
 from transformer_engine_torch import multi_tensor_compute_scale_inv_e8m0
+
+pytestmark = every_device
 
 CHUNK = 16384  # elements that a block sums
 DEPTH = 32  # terms of the longest sum in fp32: 16 of a lane, then halves of 1024 lanes
@@ -62,6 +65,7 @@ def check(found, exact):
         assert_within(norm, right, right, depth=DEPTH)
 
 
+@our_kernels
 @pytest.mark.parametrize("factor", [None, -0.3], ids=["plain", "unscaled"])
 def test_norms_of_any_lists(device, flag, factor):
     given = lists_of(device)
@@ -82,6 +86,7 @@ def test_norms_of_any_lists(device, flag, factor):
         assert torch.equal(tensor, old)
 
 
+@our_kernels
 @pytest.mark.parametrize("count", [160, 161, 500, 501, 2357])
 def test_norms_of_many_tensors(device, flag, count):
     """More than a launch has, of tensors and of norms; those without elements take no part."""

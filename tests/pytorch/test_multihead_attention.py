@@ -7,6 +7,7 @@ import attention_reference as reference
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model
 from pytorch.attention_model import Model, check, may_attend, norm, wide
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -14,6 +15,8 @@ from tols import BF16, F16, F32, tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+
+pytestmark = every_device
 
 HIDDEN, HEADS, LENGTH, BATCH = 32, 4, 6, 2
 DEPTH = 3 * HIDDEN
@@ -373,6 +376,7 @@ def test_fp8(device, recipe, cross):
     assert (gemms.fp8, gemms.other) == (3 * (3 if cross else 2), 0)
 
 
+@our_kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_equals_eager(device, layout):
     module = make(
@@ -388,6 +392,7 @@ def test_compiled_equals_eager(device, layout):
     assert_same_bits(*results)
 
 
+@our_kernels
 @pytest.mark.filterwarnings("ignore")  # of torch, which goes on in eager mode after an error
 @pytest.mark.parametrize("way", ["eager", "hooked", "compiled"])
 def test_largest_scores_are_refused(device, way):

@@ -8,6 +8,7 @@ import layer_reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device, our_kernels
 from layer_reference import wide
 from pytorch import module_reference
 from pytorch.helpers import RECIPES, assert_same_bits, counted
@@ -18,6 +19,8 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
+
+pytestmark = every_device
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
@@ -149,6 +152,7 @@ def test_without_weight(device, kind):
 
 
 # Graphs hold what eager code runs, which is compared for all of these.
+@our_kernels
 @pairs(kind=NORMS, given=[F64, *DTYPES], weight=DTYPES)
 def test_compiled(device, kind, given, weight):
     torch._dynamo.reset()
@@ -238,6 +242,7 @@ def test_normed_modules_quantized(device, name, use):
     assert_same_bits(*results)
 
 
+@our_kernels
 @pytest.mark.parametrize("use", [None, "delayed", "current"])
 @pytest.mark.parametrize("name", MODULES)
 def test_calls_of_several_dtypes_are_found_again(device, name, use, monkeypatch):

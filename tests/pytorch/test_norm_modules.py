@@ -9,6 +9,7 @@ import layer_reference
 import pytest
 import torch
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device, our_kernels
 from layer_reference import wide
 from pytorch.helpers import assert_same_bits
 from tols import tol
@@ -16,6 +17,8 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.module.norm import L2Normalization
+
+pytestmark = every_device
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NORMS = {"layernorm": te.LayerNorm, "rmsnorm": te.RMSNorm}
@@ -102,6 +105,7 @@ def test_without_parameters(device, kind, dtype, options, shape):
         assert_same_bits(norm(x), out)
 
 
+@our_kernels
 @pytest.mark.parametrize("options", AFFINE)
 def test_without_parameters_compiled(device, options):
     norm = te.LayerNorm(40, device=device, **AFFINE[options])
@@ -331,6 +335,7 @@ def test_state_dicts_of_torch(device, shape, affine):
     assert norm.state_dict().keys() == plain.state_dict().keys()
 
 
+@our_kernels
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("how", ["reset", "to_empty"])
 def test_meta_device(device, kind, centred, how):
@@ -351,6 +356,7 @@ def test_meta_device(device, kind, centred, how):
     assert norm.to(device)(torch.randn(3, 4, 8, device=device)).isfinite().all()
 
 
+@our_kernels
 def test_older_names_and_defaults(device, kind):
     make_one = NORMS[kind]
     assert make_one(hidden_size=8, device=device).normalized_shape == (8,)
@@ -437,6 +443,7 @@ def test_changes_in_place_before_the_backward_are_detected(device, kind):
             out.sum().backward()
 
 
+@our_kernels
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "l2", "multi-dim"])
 @pytest.mark.parametrize(
     "options",
@@ -511,6 +518,7 @@ WRONG = {
 }
 
 
+@our_kernels
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_inputs(device, kind, wrong):
     given, exception, text = WRONG[wrong]

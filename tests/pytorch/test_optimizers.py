@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from comparators import assert_bits, assert_within
+from device_kinds import every_device, our_kernels
 from tols import EPS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +15,8 @@ from transformer_engine.plugin.builtin import SHARED, register_builtins
 from transformer_engine.plugin.core import get_registry
 from transformer_engine.pytorch import optimizers
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, fused_adam
+
+pytestmark = every_device
 
 
 def test_steps_over_lists_are_those_of_tex():
@@ -393,6 +396,7 @@ def test_capturable_steps_are_those_of_the_host(device, dtype, masters):
         assert_bits(p, c)
 
 
+@our_kernels
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 def test_capturable_steps_with_a_grad_scaler(device):
     (param, *_) = parameters_of(device, torch.float32)
@@ -558,6 +562,7 @@ def test_capturable_steps_read_nothing(device, master):
     assert not torch.equal(lists[1][0], before)
 
 
+@our_kernels
 def test_steps_that_find_their_rows_again(device):
     """States and gradients that change between steps are those of the next one."""
     params = parameters_of(device, torch.bfloat16)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import RECIPES, assert_same_bits, state_of
 
 import transformer_engine.pytorch as te
@@ -22,6 +23,8 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+pytestmark = every_device
 
 WIDTH, ROWS = 32, 16
 
@@ -267,6 +270,7 @@ def test_meta_is_a_view(device):
         view.scale  # noqa: B018
 
 
+@our_kernels
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_meta_of_a_compiled_module(device, recipe):
     layer, made = te.Linear(WIDTH, WIDTH, device=device), RECIPES[recipe]()

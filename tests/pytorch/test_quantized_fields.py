@@ -6,11 +6,14 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from pytorch.quantized_cases import E4M3, FORMATS, assert_same_tensor, current, delayed, source_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor, IdentityTensor
+
+pytestmark = every_device
 
 SHAPES = [(32, 48), (3, 7, 130), (160, 37)]
 QUANTIZERS = {"current": current, **FORMATS}

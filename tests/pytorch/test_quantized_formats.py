@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import make, quantized, region, step, weights_of
 from pytorch.quantized_cases import (
@@ -20,6 +21,8 @@ from pytorch.quantized_cases import (
 
 import transformer_engine.pytorch as te
 
+pytestmark = every_device
+
 
 def test_every_class_has_its_own_dequantize():
     """Writers of checkpoints look for it in the class itself."""
@@ -32,6 +35,7 @@ def test_every_class_has_its_own_dequantize():
         assert "dequantize" in vars(kind) and kind.dequantize is tensors.QuantizedTensor.dequantize
 
 
+@our_kernels
 @pytest.mark.parametrize("name", FORMATS)
 def test_operators_of_torch(device, name):
     quantizer = FORMATS[name]()

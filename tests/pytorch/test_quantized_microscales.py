@@ -4,6 +4,7 @@
 import microscaled
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from pytorch.module_cases import make, quantized, region, step
 from pytorch.quantized_cases import FP8, SMALL, WEIGHT_RECIPES, source_of
@@ -12,6 +13,8 @@ from reference import as_f32
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+
+pytestmark = every_device
 
 SHAPES = [(32, 48), (3, 7, 130), (129, 36), (300,), (160, 272)]
 FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")

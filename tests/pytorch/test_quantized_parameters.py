@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits, counted, same_draws
 from pytorch.module_cases import (
     CHECKPOINTED,
@@ -32,6 +33,8 @@ from pytorch.quantized_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
+
+pytestmark = every_device
 
 # ---- calls ---------------------------------------------------------------------------------------
 
@@ -158,6 +161,7 @@ def test_layers(device, recipe, fused):
         assert_same_bits(*found)
 
 
+@our_kernels
 @pytest.mark.parametrize("recipe", PER_TENSOR)
 def test_a_layer_is_one_plan(device, recipe):
     """Quantized weights go into it as cached ones do, and what replaces one is seen."""

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from pytorch.quantized_cases import (
     assert_same_tensor,
@@ -16,6 +17,8 @@ from pytorch.quantized_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import IdentityTensor
+
+pytestmark = every_device
 
 STAY = {
     "view": lambda t: t.view(4, 8, 48),

@@ -8,6 +8,7 @@ import pickletools
 
 import pytest
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from pytorch.quantized_cases import (
     E4M3,
@@ -25,6 +26,8 @@ from pytorch.quantized_cases import (
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor import IdentityTensor
+
+pytestmark = every_device
 
 SHAPES = [(16, 32), (3, 5, 48), (7, 9), (2, 3, 13), (24,), (0, 16), (1, 1)]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

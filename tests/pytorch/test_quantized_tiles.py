@@ -4,6 +4,7 @@
 import pytest
 import reference
 import torch
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits, counted
 from pytorch.module_cases import make, quantized, region, step
 from pytorch.quantized_cases import (
@@ -22,6 +23,8 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
+pytestmark = every_device
 
 MODES = {"tiles": "block_2d", "lines": "block_1d", "rows": "row"}
 SHAPES = [(32, 48), (3, 7, 130), (129, 36), (300,), (260, 400)]

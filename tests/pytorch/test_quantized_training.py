@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits, captured, same_draws
 from pytorch.module_cases import (
     IN,
@@ -30,6 +31,8 @@ from pytorch.quantized_cases import (
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.tensor import utils as tensor_utils
+
+pytestmark = every_device
 
 # ---- training ------------------------------------------------------------------------------------
 
@@ -127,6 +130,7 @@ def test_columns_of_an_input_are_read_without_the_next_ones(device):
     assert_same_bits(found, expected)
 
 
+@our_kernels
 @pytest.mark.parametrize("recipe", PER_TENSOR)
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_module_learns(device, recipe, masters):

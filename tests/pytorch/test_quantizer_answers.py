@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from device_kinds import every_device, our_kernels
 from pytorch.helpers import assert_same_bits
 from pytorch.own_quantizers import Columns, Doubled, HalvesQuantizer, Writes
 from pytorch.quantized_cases import (
@@ -23,6 +24,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
 from transformer_engine.pytorch.module import _common
 from transformer_engine.pytorch.tensor import HybridQuantizedTensor, IdentityTensor
+
+pytestmark = every_device
 
 SHAPES = [(32, 48), (3, 5, 40), (7, 130)]
 PAIRS = {
@@ -117,6 +120,7 @@ def test_data_in_a_storage(make):
         make().create_tensor_from_data(codes, torch.int8)
 
 
+@our_kernels
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_data_of_mxfp8(device, kind):
     """A value is its code times two to its group's exponent."""

@@ -7,6 +7,7 @@ import attention_reference as reference
 import pytest
 import torch
 from comparators import assert_bits, assert_grad64, assert_nmse, assert_within
+from device_kinds import every_device
 from pytorch.helpers import assert_same_bits
 from tols import BF16, F16, F32, tol
 
@@ -14,6 +15,8 @@ from transformer_engine.pytorch.attention.rope import (
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
 )
+
+pytestmark = every_device
 
 SEQUENCE, BATCH, HEADS, CHANNELS = 9, 3, 2, 16
 LENGTHS = (4, 0, 9)

@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import FP8, assert_same_bits, captured, counted, same_draws, sum_bound
 from pytorch.module_cases import KINDS, count_of, gemms_of, make, region, step
 from tols import BF16, F32, tol
@@ -134,6 +135,7 @@ def test_close_to_high_precision(device, kind, name):
         assert similar.mean() > 0.99
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_twice_gives_the_same_bits(device, kind, name):
@@ -142,6 +144,7 @@ def test_run_twice_gives_the_same_bits(device, kind, name):
     assert_same_bits(step(module, x, SCALED[name](), grad), step(module, x, SCALED[name](), grad))
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint(device, kind, name):
@@ -158,6 +161,7 @@ def test_checkpoint(device, kind, name):
     assert_same_bits([out.detach(), inp.grad, grads], expected)
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 def test_mlp_that_keeps_nothing(device, name):
     plain = make("swiglu", device, BF16, SIZES)
@@ -167,6 +171,7 @@ def test_mlp_that_keeps_nothing(device, name):
     assert_same_bits(step(kept, x, SCALED[name](), grad), step(plain, x, SCALED[name](), grad))
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_share_the_cast_weight(device, kind, name):
@@ -188,6 +193,7 @@ WAYS = {
 }
 
 
+@every_device
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("way", WAYS)
 def test_weight_gradients_of_every_way(device, name, way):
@@ -206,6 +212,7 @@ def test_weight_gradients_of_every_way(device, name, way):
     assert_same_bits(found, expected)
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("rows", [(0,), (1,), (2, 0)], ids=str)
 def test_few_rows(device, name, rows):
@@ -312,6 +319,7 @@ def test_attention(device, name):
 # ---- recipes beside each other -------------------------------------------------------------------
 
 
+@every_device
 def test_switching_in_the_middle_of_training(device):
     """Each step has the bits that it has in a model that knows no other recipe."""
     module = make("swiglu", device, BF16, SIZES)
@@ -332,6 +340,7 @@ def test_switching_in_the_middle_of_training(device):
         assert_same_bits(step(module, x, recipe, grad), step(alone, x, recipe, grad))
 
 
+@every_device
 def test_nested_and_per_layer(device):
     layers = [make("linear", device, BF16, (128, 128)) for _ in range(3)]
     x = torch.randn(64, 128, device=device, dtype=BF16)
@@ -347,6 +356,7 @@ def test_nested_and_per_layer(device):
     assert_same_bits(out, alone)
 
 
+@every_device
 @pytest.mark.parametrize("name", TWO)
 def test_nothing_in_a_state_dict(device, name):
     module = make("gelu", device, BF16, SIZES)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch.helpers import (
     LinearModel,
     Watch,
@@ -59,6 +60,7 @@ def train_step(model, watch, recipe, x, expect):
     assert (gemms.fp8, gemms.other) == (expect, 0)
 
 
+@every_device
 @pytest.mark.parametrize("name", RECIPES)
 def test_steps_equal_the_model(device, name):
     recipe = DelayedScaling(**RECIPES[name])
@@ -72,6 +74,7 @@ def test_steps_equal_the_model(device, name):
         optimizer.zero_grad()
 
 
+@every_device
 def test_first_iteration_has_scale_1(device):
     recipe = recipe_of()
     layer = te.Linear(32, 32, device=device)
@@ -92,6 +95,7 @@ def test_first_iteration_has_scale_1(device):
     )
 
 
+@every_device
 def test_state_before_the_first_exit(device):
     layer = te.Linear(32, 32, device=device)
     x = batch(device)
@@ -103,6 +107,7 @@ def test_state_before_the_first_exit(device):
         assert_same_bits(state_of(layer), model.values())
 
 
+@every_device
 def test_no_grad_forward_records_but_does_not_update(device):
     recipe = recipe_of()
     model = layers_on(device)
@@ -116,6 +121,7 @@ def test_no_grad_forward_records_but_does_not_update(device):
         watch.check()
 
 
+@every_device
 def test_forward_alone_updates_the_forward_alone(device):
     recipe = recipe_of()
     model = layers_on(device)
@@ -128,6 +134,7 @@ def test_forward_alone_updates_the_forward_alone(device):
         watch.check()
 
 
+@every_device
 def test_frozen_first_module(device):
     """It records no backward: the first module that does runs the backward update."""
     recipe = recipe_of()
@@ -156,6 +163,7 @@ def test_layer_that_needs_only_its_bias_gradient_still_updates(device):
         watch.check()
 
 
+@every_device
 def test_several_forwards_before_one_backward(device):
     recipe = recipe_of()
     model = layers_on(device)
@@ -190,6 +198,7 @@ def test_several_forwards_in_one_region(device):
         watch.check()
 
 
+@every_device
 def test_backward_uses_the_scales_of_its_own_forward(device):
     """Another forward moves the slots on; the gradients are those without it."""
     recipe = recipe_of()
@@ -229,6 +238,7 @@ def test_zero_nan_and_inf(device):
         assert state_of(layer)["forward"][0].isfinite().all()
 
 
+@every_device
 def test_zero_tokens_leave_the_state_alone(device):
     recipe = recipe_of()
     layer = te.Linear(32, 48, device=device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_reference import drop_factors, softmax
 from comparators import assert_grad64, assert_nmse
+from device_kinds import every_device, our_kernels
 from pytorch import attention_model as model
 from pytorch.helpers import assert_same_bits, same_draws
 from tols import BF16, F16, F32, tol
@@ -16,6 +17,8 @@ from tols import BF16, F16, F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.execution.random import draw_pair
+
+pytestmark = every_device
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 7, 11, 4, 16
 OURS = pytest.mark.parametrize("backend", ["native", "unfused"], indirect=True)
@@ -276,6 +279,7 @@ def step(module, qkv, **arguments):
     return [out, *top, *torch.autograd.grad(out.square().sum(), wanted)]
 
 
+@our_kernels
 @OURS
 @KINDS
 @pytest.mark.parametrize("returns", [False, True])

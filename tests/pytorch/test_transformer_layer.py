@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_reference import drop_factors, path_factors, rope
 from comparators import assert_nmse
+from device_kinds import every_device
 from pytorch import attention_model
 from pytorch.attention_model import Model, check, may_attend, wide
 from pytorch.helpers import RECIPES, assert_same_bits, counted, states_of
@@ -15,6 +16,8 @@ from tols import BF16, E4M3, F16, F32, tol
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.execution.random import draw_pair
+
+pytestmark = every_device
 
 HIDDEN, FFN, HEADS, LENGTH, BATCH = 32, 64, 4, 6, 2
 DEPTH = 3 * HIDDEN

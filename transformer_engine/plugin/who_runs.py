@@ -105,7 +105,7 @@ def covered(manager: OpManager, device: Any = "cpu") -> Coverage:
     replaced = {name for row in adapters.MAPPED for name in row.names}
     others = sorted(set(builtin.OPERATORS) - builtin.ABSENT.keys() - replaced)
     rows = (*of_library, *map(asked.of_others, others))
-    return Coverage(device.type, get_policy(), rows)
+    return Coverage(asked.type_name, get_policy(), rows)
 
 
 def why_nobody(name: str, device: Any) -> str:
@@ -113,12 +113,14 @@ def why_nobody(name: str, device: Any) -> str:
 
     That is whom the policy has asked, and what they said.
     """
+    from transformer_engine.pytorch.torchside.device import in_words
+
     asked = _Asked(get_default_manager(), device)
     op = adapters.LIBRARY.get(name)
     row = asked.of_others(name) if op is None else asked.of_library(op)
     found = [f"{one.impl_id} ({one.op_name}{one.said and f': {one.said}'})" for one in row.runners]
     by = ", ".join(found) or "nobody, for no implementation is registered that the policy admits"
-    return f"{name} on {device}: nobody takes the call. Asked: {by}. {row.closed}"
+    return f"{name} on {in_words(device)}: nobody takes the call. Asked: {by}. {row.closed}"
 
 
 def explained(manager: OpManager, op_name: str, device: Any) -> Explanation:
@@ -163,7 +165,7 @@ class _Asked:
         from transformer_engine.pytorch.torchside.device import has_kernels, type_name
 
         self._manager, self._device = manager, device
-        self._type = type_name(device)
+        self.type_name = type_name(device)
         self._has_kernels = has_kernels(device)
         self._policy = get_policy()
         names = *adapters.OPERATORS, *adapters.WITHOUT, *adapters.LIBRARY
@@ -182,7 +184,7 @@ class _Asked:
         """Return whether it runs on the device: slots of shared objects run on one type alone."""
         if not isinstance(function, _core.NativeSlot):
             return True
-        return _core.device_type_name(function.device) == self._type
+        return _core.device_type_name(function.device) == self.type_name
 
     def _runners(self, name: str) -> list[Runner]:
         return [_runner(one) for one in self._overriding.get(name, ())]
@@ -190,7 +192,7 @@ class _Asked:
     def of_library(self, op: str) -> Covered:
         """Row of an operator of the C library."""
         name, mapped = f"te_{op}", adapters.mapped_to(op)
-        runners, runs = self._runners(name), _core.counters().get(f"op.{self._type}.{op}", 0)
+        runners, runs = self._runners(name), _core.counters().get(f"op.{self.type_name}.{op}", 0)
         if name in self._closed:
             return Covered(name, tuple(runners), runs, self._why(name))
         for other in mapped:

@@ -131,7 +131,7 @@ def matrix(
                 cases[op] = groups(op) or (("", ""),)
             for group in cases[op]:
                 cells.append(Cell(op, vendor, "", *group, ABSENT_, 0, 0, 0, ""))
-    return Matrix(device.type, tuple(sorted(cells, key=lambda cell: cell[:5])))
+    return Matrix(type_name(device), tuple(sorted(cells, key=lambda cell: cell[:5])))
 
 
 def summary(cells: Iterable[Cell]) -> str:

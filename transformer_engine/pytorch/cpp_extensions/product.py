@@ -175,7 +175,7 @@ def product(
     device = operands[0].device
     are_quantized = all(operand.mode != _core.SCALING_NONE for operand in pair)
     fields["fast_accumulation"] = are_quantized and not use_split_accumulator
-    fields["allow_tf32"] = not are_quantized and allows_tf32()
+    fields["allow_tf32"] = not are_quantized and on_cuda(device) and allows_tf32()
     out = (
         _writable_output(op, D, shape, dtype) if quantizer is None and not (gelu and grad) else None
     )

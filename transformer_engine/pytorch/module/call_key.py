@@ -27,7 +27,7 @@ from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.scaling_state.scaling import Slots
-from transformer_engine.pytorch.torchside.device import type_of_number
+from transformer_engine.pytorch.torchside.device import NUMBERS_OF_CUDA, type_of_number
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
     any_autocast,
@@ -198,8 +198,8 @@ def call_key(
     dtype = None
     if any_autocast():
         dtype = autocast_dtype(type_of_number(facts[1]))
-    if wide and facts[1] > 0:
-        # On a GPU, whether fp32 may use TF32 can change.
+    if wide and facts[1] in NUMBERS_OF_CUDA:
+        # Whether fp32 may use TF32 can change.
         fp32 = (inp.dtype if dtype is None else dtype) is torch.float32
         if fp32 or (dtype is None and facts[4] is not None):
             facts = (*facts, allows_tf32())

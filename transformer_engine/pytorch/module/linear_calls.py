@@ -50,7 +50,7 @@ from transformer_engine.pytorch.module.operands import (
     promoted,
 )
 from transformer_engine.pytorch.scaling_state import arenas, scaling
-from transformer_engine.pytorch.torchside.device import prepare_device
+from transformer_engine.pytorch.torchside.device import on_cuda, prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import (
     allows_tf32,
@@ -418,7 +418,8 @@ class LinearCallBase(Fp8Module):
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
-            tf32 = LinearFlags(_core.LINEAR_ALLOW_TF32 if allows_tf32() else 0)
+            may = on_cuda(inp.device) and allows_tf32()
+            tf32 = LinearFlags(_core.LINEAR_ALLOW_TF32 if may else 0)
             flags = [f.joined(tf32) for f in flags]
         dtypes = [inp.dtype, tensors.output_dtype]
         dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)

@@ -54,6 +54,12 @@ def type_name(device: torch.device) -> str:
     return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
 
 
+def in_words(device: torch.device) -> str:
+    """Name of a device in torch, and `type_name` where that is another one: "cuda:0 (rocm)"."""
+    name = type_name(device)
+    return str(device) if name == device.type else f"{device} ({name})"
+
+
 def on_cuda(device: torch.device) -> bool:
     """Return whether CUDA kernels of this library run there."""
     return type_name(device) == "cuda"
@@ -110,6 +116,10 @@ KERNELS = ("cpu", "cuda")
 """Types of devices that this library has kernels for, as the C library names them."""
 
 
+NUMBERS_OF_CUDA = range(1, 1 + _core.DEVICE_INDICES)
+"""Those of `type_of_number` of devices `on_cuda`."""
+
+
 def add_type(device: torch.device, dlpack: int) -> int:
     """Add the type of a device, whose DLDeviceType is told, to the C library; its number there."""
     number = _core.add_device_type(type_name(device), dlpack)
@@ -137,7 +147,7 @@ def number_of_type(device: torch.device) -> int:
     for number in tuple(_TYPES):
         if _core.device_type_name(number) == type_name(device):
             return number
-    raise ValueError(f"{device}: no tensor of this type of device has come yet")
+    raise ValueError(f"{in_words(device)}: no tensor of this type of device has come yet")
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -150,8 +160,8 @@ def without_kernels(device: torch.device) -> str:
     if device.type == "meta" or has_kernels(device):
         return ""
     return (
-        f"{device}: this library has no kernels for it. What no plug-in takes runs by definition, "
-        "in operators of torch, which multiply FP8 and FP4 out"
+        f"{in_words(device)}: this library has no kernels for it. What no plug-in takes runs by "
+        "definition, in operators of torch, which multiply FP8 and FP4 out"
     )
 
 
@@ -220,8 +230,8 @@ class outside_capture(Context):  # noqa: N801 - reads as what it does
             return
         if not on_cuda(self._device):
             raise RuntimeError(
-                f"{self._device}: a graph of its stream is being captured, and what shall not be "
-                "in it can not be kept out: run the module once before the capture"
+                f"{in_words(self._device)}: a graph of its stream is being captured, and what "
+                "shall not be in it can not be kept out: run the module once before the capture"
             )
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
