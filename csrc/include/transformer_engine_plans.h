@@ -350,6 +350,7 @@ typedef struct te_node_desc {
     X(REDUCE_AMAX_GRAD_INPUT, reduce_amax_grad_input) /* external only */                          \
     X(QUANTIZE_GRAD_INPUT, quantize_grad_input)       /* where it is returned so */                \
     X(REQUANTIZE_INPUT, requantize_input)                                                          \
+    X(TRANSPOSE_INPUT, transpose_input) /* of one that is gathered row-wise */                     \
     X(DEQUANTIZE_INPUT, dequantize_input)                                                          \
     X(CAST_INPUT, cast_input)                                                                      \
     X(GEMM_GRAD_WEIGHT, gemm_grad_weight)

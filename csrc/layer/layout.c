@@ -61,6 +61,12 @@ static int64_t place_scratch(const te_plan *plan, const te_layout *layout, int32
     return place;
 }
 
+static int is_rounded_up(const te_extent *extent, const te_sizes *sizes)
+{
+    return extent->symbol != TE_SYMBOL_NONE &&
+           extent->multiply * sizes->of[extent->symbol] % extent->align != 0;
+}
+
 /* Dense, but for a view; what has any length is the caller's, and so are its strides. */
 static te_status shape_tensor(const te_buffer *buffer, const te_sizes *sizes, te_tensor *tensor)
 {
@@ -71,6 +77,10 @@ static te_status shape_tensor(const te_buffer *buffer, const te_sizes *sizes, te
     for (int32_t d = info->ndim - 1; d >= 0; d--) {
         int64_t length = te_extent_value(&info->shape[d], sizes);
         int view = info->role == TE_ROLE_VIEW;
+        TE_FAIL_IF(buffer->joins && is_rounded_up(&info->shape[d], sizes), TE_ERROR_INVALID,
+                   "plan: %s: those of all ranks are put together, which takes rows in a multiple "
+                   "of %lld on each",
+                   buffer->name, (long long)info->shape[d].align);
         tensor->shape[d] = length;
         tensor->strides[d] = view ? te_extent_value(&info->strides[d], sizes) : stride;
         if (view || length == TE_ANY_LENGTH) continue;

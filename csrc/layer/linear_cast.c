@@ -59,7 +59,9 @@ te_operand_role te_linear_read_as(const te_build *build, int32_t k, te_operand_r
 {
     const te_form_rule *row = &te_linear_rule(build, k, role)->row;
     const te_form_rule *column = &te_linear_rule(build, k, role)->column;
-    const int is_amax = form != TE_LINK_VALUE && (form == row->amax || form == column->amax);
+    const int by_rows = te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_ROW_SCALED);
+    const int is_amax =
+        form != TE_LINK_VALUE && ((form == row->amax && !by_rows) || form == column->amax);
     const int is_scale = te_form_set(form) == 0 && form != TE_LINK_WIDE;
     if (!te_linear_is_part(build, k, role) || is_amax ||
         (is_scale && has_one_scale(build, k, role))) {
@@ -81,8 +83,11 @@ static void hand_pair(te_build *build, te_stage *stage, int32_t k, te_operand_ro
                       te_link link)
 {
     const te_operand_role whole = te_linear_read_as(build, k, role, link);
+    int32_t part;
     if (link == TE_LINK_VALUE || whole == role) return;
-    te_stage_hand(&build->plan, stage, te_get(build, link, te_operand_of(k, role)), 0);
+    part = te_get(build, link, te_operand_of(k, role));
+    if (build->plan.status == TE_OK) build->plan.buffers[part].joins = 1;
+    te_stage_hand(&build->plan, stage, part, 0);
     te_stage_hand(&build->plan, stage, te_get(build, link, te_operand_of(k, whole)), 1);
 }
 
@@ -102,6 +107,7 @@ void te_linear_gather(te_build *build, int32_t k, te_operand_role role, int form
         if ((forms & te_form_set(form)) == 0) continue;
         hand_pair(build, stage, k, role, form);
         hand_pair(build, stage, k, role, te_linear_scales(build, k, role, form));
+        hand_pair(build, stage, k, role, te_linear_form_rule(build, k, role, form)->amax);
     }
 }
 
@@ -143,7 +149,7 @@ static const struct cast_stages {
     [TE_GRAD_OPERAND] = CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, TRANSPOSE_GRAD_OUTPUT, 0),
     [TE_OUTPUT_OPERAND] = CAST_STAGES(OUTPUT, QUANTIZE_OUTPUT, QUANTIZE_OUTPUT, 2),
     [TE_GRAD_INPUT_OPERAND] = CAST_STAGES(GRAD_INPUT, QUANTIZE_GRAD_INPUT, QUANTIZE_GRAD_INPUT, 1),
-    [TE_WHOLE_INPUT_OPERAND] = CAST_STAGES(INPUT, PRODUCE_INPUT, REQUANTIZE_INPUT, 0),
+    [TE_WHOLE_INPUT_OPERAND] = CAST_STAGES(INPUT, PRODUCE_INPUT, TRANSPOSE_INPUT, 0),
     [TE_WHOLE_GRAD_OPERAND] =
         CAST_STAGES(GRAD_OUTPUT, PRODUCE_GRAD_OUTPUT, TRANSPOSE_GRAD_OUTPUT, 0),
 };
@@ -523,7 +529,9 @@ static void dequantize(te_build *build, int32_t k, te_operand_role role, int32_t
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, "row", row);
     te_use_as(build, stage, "row_scales", te_get(build, rule->row.scales, of));
-    te_use_as(build, stage, "row_amax", te_linear_form(build, k, role, rule->row.amax));
+    te_use_as(build, stage, "row_amax",
+              te_linear_form(build, k, te_linear_read_as(build, k, role, rule->row.amax),
+                             rule->row.amax));
     te_use_as(build, stage, "output", output);
 }
 

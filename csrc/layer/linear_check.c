@@ -173,6 +173,30 @@ static te_status check_tiles(const te_graph_desc *graph, const te_node_desc *nod
                    (long long)rows->multiply, (long long)rows->align);
 }
 
+/* Whether what ranks cast of an operand can be put together. */
+static te_status check_gathered(const te_graph_desc *graph, int32_t k, te_operand_role role)
+{
+    const te_node_desc *node = &graph->nodes[k];
+    const te_linear_stage reduce = role == TE_GRAD_OPERAND ? TE_LINEAR_STAGE_REDUCE_AMAX_GRAD_OUTPUT
+                                                           : TE_LINEAR_STAGE_REDUCE_AMAX_INPUT;
+    const int grad_weight = (graph->values[node->inputs[1]].flags & TE_VALUE_GRADIENT) != 0;
+    const int32_t n = te_linear_gatherer(graph, k, role);
+    if (n == TE_NOBODY || graph->nodes[n].ranks == 1) return TE_OK;
+    TE_FAIL_IF(te_is_measured(node, role) && !te_is_external(node, (int32_t)reduce),
+               TE_ERROR_INVALID,
+               "linear: operand %d is gathered in FP8 of a scale that each rank measures: its amax "
+               "has to be reduced, by an external stage",
+               role);
+    TE_FAIL_IF(te_recipe_rule_of(&node->quantization, role)->mode == TE_SCALING_ROW &&
+                   grad_weight &&
+                   te_usage_of(&node->quantization, role, TE_GEMM_GRAD_WEIGHT) == TE_LINK_COLUMN,
+               TE_ERROR_UNSUPPORTED,
+               "linear: operand %d: scales of columns over the rows of one rank are not those of "
+               "all: gather it in high precision",
+               role);
+    return TE_OK;
+}
+
 /* An operand that arrives row-wise alone is transposed as it is. */
 static te_status check_row_wise(const te_graph_desc *graph, const te_node_desc *node, int role)
 {
@@ -205,5 +229,7 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) TE_TRY(check_row_wise(graph, node, role));
+    TE_TRY(check_gathered(graph, k, TE_INPUT_OPERAND));
+    TE_TRY(check_gathered(graph, k, TE_GRAD_OPERAND));
     return check_weight(graph, node);
 }

@@ -66,8 +66,10 @@ static void run(te_build *build, int32_t n)
     const int in_place =
         te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD) == TE_DOES_ALL_REDUCE;
     int32_t from;
+    /* Who makes x writes it to y, see te_collective_target, in a repetition too. */
+    if (in_place && build->direction != TE_DIRECTION_FORWARD) te_make_again(build, x);
     if (in_place && te_find(build, TE_LINK_VALUE, x) == TE_NO_BUFFER &&
-        te_find(build, TE_LINK_VALUE, y) != TE_NO_BUFFER) { /* see te_collective_target */
+        te_find(build, TE_LINK_VALUE, y) != TE_NO_BUFFER) {
         add(build, n, TE_COLLECTIVE_FORWARD, TE_NO_BUFFER, te_get(build, TE_LINK_VALUE, y));
         return;
     }
@@ -100,8 +102,7 @@ static void again(te_build *build, int32_t n)
 static int is_gradient_cast(const te_build *build, int32_t n)
 {
     const int32_t k = te_maker_of(build->graph, te_node(build, n)->inputs[0]);
-    return te_collective_gathers_forms(build->graph, n, TE_COLLECTIVE_BACKWARD) &&
-           te_has_forms(&te_node(build, k)->quantization, TE_GRAD_OPERAND);
+    return k != TE_NOBODY && te_linear_gatherer(build->graph, k, TE_GRAD_OPERAND) == n;
 }
 
 static void backward(te_build *build, int32_t n)
@@ -141,7 +142,8 @@ static te_status check_readers(const te_graph_desc *graph, int32_t n)
     const int32_t y = node->output;
     const int linear_alone = te_collective_is_copy(graph, n) ||
                              te_collective_gathers_forms(graph, n, TE_COLLECTIVE_FORWARD);
-    int fits = !linear_alone || (graph->values[y].flags & TE_VALUE_RESULT) == 0;
+    int fits = !linear_alone ||
+               (graph->values[y].flags & (uint32_t)(TE_VALUE_RESULT | TE_VALUE_ROUNDED)) == 0;
     for (int32_t k = 0; linear_alone && k < graph->node_count; k++) {
         for (int32_t i = 0; i < graph->nodes[k].input_count; i++) {
             if (graph->nodes[k].inputs[i] != y) continue;
@@ -151,7 +153,7 @@ static te_status check_readers(const te_graph_desc *graph, int32_t n)
     if (fits) return TE_OK;
     return TE_FAIL(TE_ERROR_INVALID,
                    "collective: %s is a copy, or gathered in quantized forms: only linear nodes "
-                   "read it, as their input",
+                   "read it, as their input, and it is not rounded",
                    graph->values[y].name);
 }
 
@@ -196,6 +198,9 @@ static te_status check(const te_graph_desc *graph, int32_t n)
                TE_ERROR_INVALID,
                "collective: %s of kind %d over %d ranks: %s is of another dtype or shape", x->name,
                node->variant, node->ranks, y->name);
+    TE_FAIL_IF(in->align != 1, TE_ERROR_INVALID,
+               "collective: %s has roundup(rows, %lld) rows, which ranks do not join", x->name,
+               (long long)in->align);
     TE_FAIL_IF(forms_travel(node) && node->variant != TE_COLLECTIVE_GATHER &&
                    node->variant != TE_COLLECTIVE_REDUCE_SCATTER,
                TE_ERROR_INVALID, "collective: kind %d gathers nothing, so no forms", node->variant);

@@ -235,7 +235,12 @@ static void forward(te_build *build, int32_t k)
 static void again(te_build *build, int32_t k)
 {
     int32_t input = reads_wide_input(build, k) ? te_linear_wide_input(build, k) : TE_NO_BUFFER;
-    cast_operands(build, k, 1U << TE_GEMM_OUTPUT | gradients_of(build, k), 1);
+    uint32_t gemms = 1U << TE_GEMM_OUTPUT | gradients_of(build, k);
+    if (wants(build, weight_of(build, k), TE_VALUE_DEFER) &&
+        build->direction == TE_DIRECTION_BACKWARD) {
+        gemms &= ~(1U << TE_GEMM_GRAD_WEIGHT);
+    }
+    cast_operands(build, k, gemms, 1);
     multiply(build, k, input, cast_bias(build, k));
 }
 
@@ -275,11 +280,12 @@ static void gather_input_early(te_build *build, int32_t k)
 {
     const te_link read = te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT);
     const int wide = read == TE_LINK_VALUE;
-    if (te_linear_is_part(build, k, TE_INPUT_OPERAND) &&
-        (!wide || te_node(build, k)->quantization.backward == TE_BACKWARD_DEQUANTIZED)) {
+    const int dequantized = te_node(build, k)->quantization.backward == TE_BACKWARD_DEQUANTIZED;
+    if (te_linear_is_part(build, k, TE_INPUT_OPERAND) && (!wide || dequantized)) {
         te_linear_gather_again(build, k, wide ? TE_LINK_ROW : read);
-    } else if (wide && te_collective_does(build->graph, te_collective_before(build->graph, k),
-                                          TE_COLLECTIVE_FORWARD) == TE_DOES_GATHER) {
+    } else if (wide && !dequantized &&
+               te_collective_does(build->graph, te_collective_before(build->graph, k),
+                                  TE_COLLECTIVE_FORWARD) == TE_DOES_GATHER) {
         (void)te_linear_wide_input(build, k);
     }
 }

@@ -40,6 +40,7 @@ typedef struct te_buffer {
     char name[2 * TE_NAME_BYTES];
     te_buffer_info info;
     int32_t first_use, last_use; /* stages between which a scratch buffer is alive */
+    int32_t joins;               /* those of all ranks are put together: no extent is rounded up */
 } te_buffer;
 
 /* Shapes and offsets of a plan's buffers for given sizes. */

@@ -4,9 +4,17 @@
  */
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "layer/build.h"
+
+/* Whether all extents of two buffers are the same. */
+static int are_alike(const te_extent *a, const te_extent *b)
+{
+    for (int d = 0; d < TE_MAX_DIMS; d++) {
+        if (!te_is_alike(&a[d], &b[d])) return 0;
+    }
+    return 1;
+}
 
 int32_t te_view(te_build *build, const te_buffer_info *view, const char *format, ...)
 {
@@ -27,8 +35,7 @@ int32_t te_view(te_build *build, const te_buffer_info *view, const char *format,
         const te_buffer_info *known = &build->plan.buffers[i].info;
         if (known->role == TE_ROLE_VIEW && known->base == info.base && known->view == info.view &&
             known->offset == info.offset && known->ndim == info.ndim &&
-            memcmp(known->shape, info.shape, sizeof info.shape) == 0 &&
-            memcmp(known->strides, info.strides, sizeof info.strides) == 0) {
+            are_alike(known->shape, info.shape) && are_alike(known->strides, info.strides)) {
             return i;
         }
     }

@@ -114,7 +114,7 @@ static void check_refusals(void)
     REFUSE(inputs[0][1], -2, INVALID, "node 0: there is no value -2");
     REFUSE(nodes[0].input_count, 6, INVALID,
            "node 0 (gemm): 6 inputs, 0 numbers, 0 slices and 0 external steps, expected at most "
-           "5, 0, 0 and 29");
+           "5, 0, 0 and 30");
     REFUSE(nodes[0].input_count, -1, INVALID, "node 0 (gemm): -1 inputs");
     REFUSE(nodes[0].input_count, INT32_MAX, INVALID, "2147483647 inputs");
     REFUSE(nodes[0].input_count, 0, INVALID, "node 0: input 0 = -1");

@@ -84,7 +84,11 @@ def each_rank(function, world):
             raise
 
     with ThreadPoolExecutor(RANKS) as pool:
-        return [task.result() for task in [pool.submit(run, rank) for rank in range(RANKS)]]
+        tasks = [pool.submit(run, rank) for rank in range(RANKS)]
+        for task in tasks:  # what one raises, not that the others wait in vain
+            if not isinstance(task.exception(), threading.BrokenBarrierError | None):
+                raise task.exception()
+        return [task.result() for task in tasks]
 
 
 @pairs(

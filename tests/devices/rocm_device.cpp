@@ -12,7 +12,7 @@
 namespace
 {
 
-// ---- what torch asks of devices "cuda" -----------------------------------------------------------
+// ---- what torch asks of devices "cuda" ----
 
 struct CUDAHooks final : at::CUDAHooksInterface {
     void init() const override
@@ -79,7 +79,7 @@ void register_hooks()
     new (const_cast<at::CUDAHooksInterface *>(&at::detail::getCUDAHooks())) CUDAHooks();
 }
 
-// ---- the exchange table --------------------------------------------------------------------------
+// ---- the exchange table ----
 
 const DLPackExchangeAPI *torch_table = nullptr;
 

@@ -46,4 +46,4 @@ def test_rows_that_are_no_tiles(ranks):
     if ranks.size == 1:
         pytest.skip("one rank has all rows")
     for said in ranks.run(programs.rows_that_are_no_tiles, make_problem(ranks.size)):
-        assert "quantized forms are gathered of rows in a multiple of the height" in said
+        assert "which takes rows in a multiple of 128 on each" in said

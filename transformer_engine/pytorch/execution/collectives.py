@@ -38,11 +38,6 @@ def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
         if whole.shape == (ranks * part.shape[0], *part.shape[1:]):
             started.append((gather_rows(part, group, True, whole)[1], None))
             continue
-        if whole.shape != (part.shape[0], ranks * part.shape[1]):
-            raise ValueError(
-                f"{tuple(part.shape)} of each of {ranks} ranks: these are no {tuple(whole.shape)}; "
-                "quantized forms are gathered of rows in a multiple of the height of their tiles"
-            )
         room, work = gather_rows(part, group, True)
         side_by_side = room.unflatten(0, (ranks, -1)).transpose(0, 1)
         spread = whole.view(part.shape[0], ranks, part.shape[1]).copy_
