@@ -46,4 +46,4 @@ def test_rows_that_are_no_tiles(ranks):
     if ranks.size == 1:
         pytest.skip("one rank has all rows")
     for said in ranks.run(programs.rows_that_are_no_tiles, make_problem(ranks.size)):
-        assert "which takes rows in a multiple of 128 on each" in said
+        assert "those of all ranks are put together, which takes rows" in said
