@@ -134,9 +134,9 @@ static void check_refusals(void)
     REFUSE(nodes[0].external_count, 1, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[0].external_count, TE_LINEAR_STAGE_COUNT + 1, INVALID, "external steps, expected");
     REFUSE(nodes[0].external_count, -1, INVALID, "-1 external steps");
-    REFUSE_STEPS(0, 1, TE_LINEAR_STAGE_COUNT, 0, "step 31 is external, expected");
+    REFUSE_STEPS(0, 1, TE_LINEAR_STAGE_COUNT, 0, "step 30 is external, expected");
     REFUSE_STEPS(0, 1, -1, 0, "step -1 is external");
-    REFUSE_STEPS(0, 2, 3, 3, "step 3 is external, expected steps below 31 in asc");
+    REFUSE_STEPS(0, 2, 3, 3, "step 3 is external, expected steps below 30 in asc");
     REFUSE(nodes[1].external_count, 1, INVALID, "1 external steps, expected at most 1, 3, 0 and 0");
     REFUSE(nodes[0].halves_count, 1, INVALID, "node 0 (gemm): a list is NULL");
     REFUSE(nodes[0].halves_count, -1, INVALID, "-1 steps in two halves");
