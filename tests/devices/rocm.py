@@ -7,6 +7,8 @@ of torch for the CPU alone, which has no "cuda" else. What asks for something of
 `Asked`, which no code may catch as an answer.
 """
 
+from types import SimpleNamespace
+
 import torch
 from devices import build
 
@@ -38,6 +40,7 @@ def register():
     cuda._maybe_exchange_device = lambda index: native.exchange_device(
         native.current_device() if index < 0 else index
     )
+    cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)  # the default one
     for module, name in (
         (cuda, "get_device_capability"),
         (cuda, "get_device_properties"),

@@ -56,8 +56,9 @@ def archive(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(archive):
     """Unpack it beside itself, with the objects of this folder."""
+    safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # CPython 3.11.4
     with tarfile.open(archive) as packed:
-        packed.extractall(archive.parent, filter="data")
+        packed.extractall(archive.parent, **safely)
     folder = archive.parent / archive.name.removesuffix(".tar.gz")
     if (ROOT / "build/obj-cpu").exists():
         shutil.copytree(ROOT / "build/obj-cpu", folder / "build/obj-cpu")

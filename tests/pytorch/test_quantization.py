@@ -148,7 +148,7 @@ def test_recipes_that_exist_are_supported(device):
 
 def test_recipes_on_a_device_without_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with pytest.raises(RuntimeError, match=r"Float8CurrentScaling: .*8\.9.*\(8, 0\)"):
         quantization.check_recipe_support(Float8CurrentScaling())
 
@@ -157,11 +157,11 @@ def test_recipes_on_a_device_without_fp8(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)], ids=str)
 def test_scales_of_tiles_and_rows_are_those_of_hopper(monkeypatch, make, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert te.is_fp8_available() and not te.is_fp8_block_scaling_available()
     with pytest.raises(RuntimeError, match=rf"{make.__name__}: .*9\.0.*\({capability[0]}, "):
         quantization.check_recipe_support(make())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert te.is_fp8_block_scaling_available(return_reason=True) == (True, "")
     quantization.check_recipe_support(make())
 
