@@ -10,6 +10,7 @@ PYTHONPATH: there are several versions of it, or it must not be there for the ot
 
 import re
 import shutil
+import tarfile
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,8 @@ def download(python, heading, pin, scratch):
         return scratch / "all"
     plain = ["--no-build-isolation", "--no-binary", pin.split("==")[0]]
     subprocess.run([*fetch, *plain], check=True)
-    shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch / "all", filter="data")
+    safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # CPython 3.11.4
+    shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch / "all", **safely)
     return next((scratch / "all").iterdir())
 
 

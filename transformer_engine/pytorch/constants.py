@@ -31,6 +31,10 @@ class DType(IntEnum):
             raise TypeError(f"DType.cast: dtype={dtype}, expected one of {[*map(str, TE_DType)]}")
         return TE_DType[dtype]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle by value; some releases of Python would name the builtin `getattr` instead."""
+        return DType, (int(self),)
+
 
 TE_DType: dict[torch.dtype, DType] = {
     torch.uint8: DType.kByte,
