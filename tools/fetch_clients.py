@@ -10,9 +10,9 @@ PYTHONPATH: there are several versions of it, or it must not be there for the ot
 
 import re
 import shutil
-import tarfile
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
