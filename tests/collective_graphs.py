@@ -137,21 +137,41 @@ def joined(parts, way):
     return Found(join(output, outputs), join(grad_input, grads), weights)
 
 
+def run_all(plans, functions, tensors, grad, scales, rows=0):
+    """Run all plans of a graph over tensors by name: the output and gradients, by name.
+
+    ``functions(plan)`` are arguments of `_core.run_staged`, `scales` those that each direction
+    begins with, `rows` those of one rank, for a plan that is given no tensor of rows.
+    """
+    named = [(i, v.name) for i, v in enumerate(plans.graph.values) if v.name in tensors]
+    known = {("value", i): tensors[name] for i, name in named}
+    known["gradient", plans.results[0][1]] = grad
+    packed = None
+    for plan in filter(None, (plans.forward, plans.backward, plans.wgrad)):
+        state = {"scale": scales.clone(), "history": scales.new_zeros(4, len(scales))}
+        buffers, first = plan.described.buffers, plan is plans.forward
+        given = [
+            state[b.link] if b.role == "state" else known[b.link, b.of]
+            for b in buffers
+            if b.role in ("input", "parameter", "state")
+        ]
+        if not first and any(b.role == "saved" for b in buffers):
+            given.append(packed)
+        if not any(b.role == "input" and b.leading for b in buffers):
+            given.append(rows)
+        made = _core.run_staged(plan.native, 0, 0, *functions(plan), *given)
+        outputs = [(b.link, b.of) for b in buffers if b.role == "output"]
+        known.update(zip(outputs, made, strict=False))
+        if first and len(made) > len(outputs):
+            packed = made[len(outputs)]
+    found = {name: known["gradient", i] for i, name in named if ("gradient", i) in known}
+    return found | {"output": known[plans.results[0]]}
+
+
 def run_plans(plans, functions, x, weight, grad, scales):
-    """Forward and backward; ``functions(plan)`` are arguments of `_core.run_staged`."""
-    state = [{"scale": scales.clone(), "history": scales.new_zeros(4, 256)} for _ in range(2)]
-
-    def run(plan, links, of, given, packed=()):
-        own = [of[kind] for kind, _ in links]
-        return _core.run_staged(plan.native, 0, 0, *functions(plan), *given, *own, *packed)
-
-    tensors = x, weight
-    out = run(plans.forward, plans.forward_state, state[0], plans.pick_inputs(tensors))
-    saved = plans.pick_saved((*out, *tensors))
-    packed, saved = saved[: plans.saves_packed], saved[plans.saves_packed :]
-    given = (*plans.pick_grads((grad,)), *saved)
-    made = run(plans.backward, plans.backward_state, state[1], given, packed)
-    return Found(out[0], *(made[at] for at in plans.places if at >= 0))
+    """Forward and backward of a layer; arguments as of `run_all`."""
+    found = run_all(plans, functions, {"input": x, "weight": weight}, grad, scales)
+    return Found(found["output"], found["input"], found["weight"])
 
 
 def run_whole(recipe, problem, ranks):

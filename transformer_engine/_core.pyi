@@ -546,7 +546,8 @@ def l2norm(
     The `tensors`, one at least, are of float32, float16 or bfloat16 each, on one device; one that is
     not dense is copied. `factor` (float32 [1]) multiplies elements before they are squared; `flag`
     (int32 [1]) is set to 1 where the norm is Inf or NaN. The same bits in every run and on every
-    device. With `flags` L2NORM_CHECK the arguments are checked alone: None. ValueError, TypeError: a size, dtype, device or class that can not be.
+    device. With `flags` L2NORM_CHECK the arguments are checked alone: None. ValueError, TypeError:
+    a size, dtype, device or class that can not be.
     """
 
 def close_contexts() -> None:

@@ -10,8 +10,8 @@
 
 #include "core/scales.h"
 #include "core/status.h"
-#include "layer/heads_place.h"
 #include "layer/collective.h"
+#include "layer/heads_place.h"
 #include "layer/recipe.h"
 
 int te_links_has(const te_links *links, te_link link, int32_t of)

@@ -248,6 +248,16 @@ te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *
     return stage;
 }
 
+te_stage *te_add_outside(te_build *build, int32_t node, const char *prefix, const char *name,
+                         int32_t step)
+{
+    te_stage *stage = te_add(build, node, prefix, name, TE_OP_FILL);
+    stage->external = 1;
+    stage->step = step;
+    stage->halved = te_is_halved(te_node(build, node), step);
+    return stage;
+}
+
 static int field_number(te_build *build, const te_stage *stage, const char *name)
 {
     const te_op_info *info = te_op_describe(stage->op);

@@ -273,6 +273,9 @@ int32_t te_parameter_grad(te_build *build, int32_t value);
 /* ---- stages ---- */
 
 te_stage *te_add(te_build *build, int32_t node, const char *prefix, const char *name, te_op op);
+/* A stage of a node whose steps are all the caller's; it hands buffers over by itself. */
+te_stage *te_add_outside(te_build *build, int32_t node, const char *prefix, const char *name,
+                         int32_t step);
 /* Lets a buffer fill the field of this name. */
 void te_use_as(te_build *build, te_stage *stage, const char *field, int32_t buffer);
 /* Lets a buffer fill the field, where there is the value; as te_get and te_need. */

@@ -45,9 +45,6 @@ int32_t te_linear_value(const te_graph_desc *graph, int32_t node, te_operand_rol
 
 /* ---- building (node_collective.c) ---- */
 
-/* A stage of a collective, without its buffers. */
-te_stage *te_collective_stage(te_build *build, int32_t node, const char *prefix, const char *name,
-                              te_collective_step step);
 /* Sums the gradient of its input now, if it does so at all and that is complete. */
 void te_collective_sum_gradient(te_build *build, int32_t node);
 

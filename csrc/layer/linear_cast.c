@@ -101,8 +101,8 @@ void te_linear_gather(te_build *build, int32_t k, te_operand_role role, int form
     te_stage *stage;
     forms = forms_of_part(build, k, role, forms);
     if (n == TE_NOBODY || forms == 0) return;
-    stage = te_collective_stage(build, n, te_node(build, k)->name, name,
-                                gradient ? TE_COLLECTIVE_BACKWARD : TE_COLLECTIVE_FORWARD);
+    stage = te_add_outside(build, n, te_node(build, k)->name, name,
+                           gradient ? TE_COLLECTIVE_BACKWARD : TE_COLLECTIVE_FORWARD);
     for (te_link form = TE_LINK_ROW; form <= TE_LINK_COLUMN; form++) {
         if ((forms & te_form_set(form)) == 0) continue;
         hand_pair(build, stage, k, role, form);

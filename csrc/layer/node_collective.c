@@ -26,16 +26,6 @@ static int forms_travel(const te_node_desc *node)
 
 /* ---- stages ------------------------------------------------------------------------------- */
 
-te_stage *te_collective_stage(te_build *build, int32_t n, const char *prefix, const char *name,
-                              te_collective_step step)
-{
-    te_stage *stage = te_add(build, n, prefix, name, TE_OP_FILL);
-    stage->external = 1;
-    stage->step = (int32_t)step;
-    stage->halved = te_is_halved(te_node(build, n), (int32_t)step);
-    return stage;
-}
-
 static void add(te_build *build, int32_t n, te_collective_step step, int32_t from, int32_t to)
 {
     const te_node_desc *node = te_node(build, n);
@@ -46,7 +36,7 @@ static void add(te_build *build, int32_t n, te_collective_step step, int32_t fro
                    step == TE_COLLECTIVE_BACKWARD             ? "_grad"
                    : build->direction != TE_DIRECTION_FORWARD ? "_again"
                                                               : "");
-    stage = te_collective_stage(build, n, node->name, name, step);
+    stage = te_add_outside(build, n, node->name, name, (int32_t)step);
     if (op != TE_DOES_ALL_REDUCE) te_stage_hand(&build->plan, stage, from, 0);
     te_stage_hand(&build->plan, stage, to, 1);
 }
@@ -80,15 +70,8 @@ static void run(te_build *build, int32_t n)
 
 static void forward(te_build *build, int32_t n)
 {
-    switch (te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD)) {
-    case TE_DOES_NOTHING:
-        return;
-    case TE_DOES_GATHER:
-        if (!is_read_wide(build, n)) return;
-        break;
-    default:
-        break;
-    }
+    const te_collective_op op = te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD);
+    if (op == TE_DOES_NOTHING || (op == TE_DOES_GATHER && !is_read_wide(build, n))) return;
     run(build, n);
 }
 

@@ -8,16 +8,6 @@
 #include "core/status.h"
 #include "layer/build.h"
 
-static te_stage *add(te_build *build, int32_t n, te_function_step step, const char *name)
-{
-    const te_node_desc *node = te_node(build, n);
-    te_stage *stage = te_add(build, n, node->name, name, TE_OP_FILL);
-    stage->external = 1;
-    stage->step = (int32_t)step;
-    stage->halved = te_is_halved(node, (int32_t)step);
-    return stage;
-}
-
 /* Its inputs; behind them none is there. */
 static int32_t count_of(const te_node_desc *node)
 {
@@ -47,7 +37,7 @@ static void forward(te_build *build, int32_t n)
     const te_node_desc *node = te_node(build, n);
     te_stage *stage;
     make_inputs(build, node);
-    stage = add(build, n, TE_FUNCTION_FORWARD, "function");
+    stage = te_add_outside(build, n, node->name, "function", TE_FUNCTION_FORWARD);
     use_inputs(build, stage, node);
     te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_VALUE, node->output), 1);
 }
@@ -60,7 +50,7 @@ static void backward(te_build *build, int32_t n)
     if (!build->values[node->output].needs_grad || !te_has_grad(build, node->output)) return;
     grad = te_grad(build, node->output);
     make_inputs(build, node);
-    stage = add(build, n, TE_FUNCTION_BACKWARD, "function_backward");
+    stage = te_add_outside(build, n, node->name, "function_backward", TE_FUNCTION_BACKWARD);
     te_stage_hand(&build->plan, stage, grad, 0);
     use_inputs(build, stage, node);
     for (int32_t i = 0; i < count_of(node); i++) {

@@ -258,9 +258,9 @@ static void find_lifetimes(te_plan *plan)
 /* So that the size of the saved buffer stays within 64 bits. */
 #define MOST_SAVED_PER_ROW ((int64_t)1 << 31)
 
-/* The saved buffer's size as one extent per sequence, exact for one member that varies and else an
- * upper bound: every row count is rounded up to the largest alignment, every member to
- * TE_MEMBER_ALIGN. */
+/* The saved buffer's size as one extent per sequence, exact for one member that varies with the
+ * rows of one rank, and else an upper bound: every row count is rounded up to the largest
+ * alignment, every member to TE_MEMBER_ALIGN. */
 static te_status sum_saved(te_plan *plan)
 {
     te_extent totals[TE_SEQUENCES] = {te_multiple(TE_SYMBOL_ROWS, 0),

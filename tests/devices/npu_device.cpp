@@ -362,8 +362,8 @@ const at::Generator &default_generator(c10::DeviceIndex index)
     return (*made)[index];
 }
 
-#ifndef AS_ROCM
-struct Hooks final : at::PrivateUse1HooksInterface {
+// What torch asks of a type of devices, whatever the interface.
+template <class Interface> struct DeviceHooks : Interface {
     bool isBuilt() const override
     {
         return true;
@@ -404,6 +404,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     {
         return new_generator(index_of({TYPE, index}));
     }
+};
+
+#ifndef AS_ROCM
+struct Hooks final : DeviceHooks<at::PrivateUse1HooksInterface> {
     c10::Device getDeviceFromPtr(void *pointer) const override
     {
         const auto device = device_of(pointer);

@@ -14,7 +14,7 @@ namespace
 
 // ---- what torch asks of devices "cuda" ----
 
-struct CUDAHooks final : at::CUDAHooksInterface {
+struct CUDAHooks final : npu::DeviceHooks<at::CUDAHooksInterface> {
     void init() const override
     {
     }
@@ -26,49 +26,9 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     {
         return true;
     }
-    bool isBuilt() const override
-    {
-        return true;
-    }
-    bool isAvailable() const override
-    {
-        return true;
-    }
-    bool hasPrimaryContext(c10::DeviceIndex) const override
-    {
-        return true;
-    }
-    c10::DeviceIndex deviceCount() const override
-    {
-        return npu::COUNT;
-    }
     c10::DeviceIndex current_device() const override
     {
         return npu::current_index();
-    }
-    c10::DeviceIndex getCurrentDevice() const override
-    {
-        return npu::current_index();
-    }
-    void setCurrentDevice(c10::DeviceIndex index) const override
-    {
-        npu::exchange_index(index);
-    }
-    c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override
-    {
-        return npu::exchange_index(index);
-    }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override
-    {
-        return npu::exchange_index(index < 0 ? npu::current_index() : index);
-    }
-    const at::Generator &getDefaultGenerator(c10::DeviceIndex index) const override
-    {
-        return npu::default_generator(npu::index_of({npu::TYPE, index}));
-    }
-    at::Generator getNewGenerator(c10::DeviceIndex index) const override
-    {
-        return npu::new_generator(npu::index_of({npu::TYPE, index}));
     }
 };
 

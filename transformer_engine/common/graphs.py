@@ -12,9 +12,9 @@ Link = tuple[str, int]
 """What a buffer is, equal in all plans of a graph: a kind ("value", "gradient", "row", ...) and the
 number of the value, node or operand that it belongs to (`te_link` of the C header)."""
 
-_, _, GRAD, OUTPUT, GRAD_INPUT, WHOLE_INPUT, WHOLE_GRAD = range(_core.OPERAND_ROLES)
+_, _, GRAD, OUTPUT, GRAD_INPUT, *_ = range(_core.OPERAND_ROLES)
 """Number of an operand among those of its node: input, weight and gradient of the output, which the
-GEMMs multiply; output and gradient of the input, which may be returned quantized; input and
+GEMMs multiply; output and gradient of the input, which may be returned quantized; then input and
 gradient of the output as they are gathered from all ranks. Added to an entry of `Graph.operands` it
 is the number of the operand in links."""
 

@@ -69,17 +69,18 @@ def materialize_weight_for_forward(weights: Sequence[Any]) -> list[Tensor]:
     TypeError where some are distributed and others are not; ValueError where the group returns
     another number of tensors.
     """
-    function, method = "materialize_weight_for_forward", "materialize_group_for_forward"
-    leader = _leader(function, weights)
-    made = weights if leader is None else leader.materialize_group_for_forward()
-    return _as_many(function, method, made, weights)
+    return _materialized("forward", weights)
 
 
 def materialize_weight_for_backward(weights: Sequence[Any]) -> list[Tensor]:
     """Whole weights of one layer for its backward; as `materialize_weight_for_forward`."""
-    function, method = "materialize_weight_for_backward", "materialize_group_for_backward"
+    return _materialized("backward", weights)
+
+
+def _materialized(way: str, weights: Sequence[Any]) -> list[Tensor]:
+    function, method = f"materialize_weight_for_{way}", f"materialize_group_for_{way}"
     leader = _leader(function, weights)
-    made = weights if leader is None else leader.materialize_group_for_backward()
+    made = weights if leader is None else getattr(leader, method)()
     return _as_many(function, method, made, weights)
 
 

@@ -17,7 +17,7 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.execution.stages import StageBuffers
 from transformer_engine.pytorch.torchside.collectives import (
     allreduce,
-    gather_rows,
+    gather_parts,
     reduce_scatter_along_first_dim,
 )
 
@@ -32,17 +32,11 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
     """Of pairs (part, whole): parts are put together along the dim in which they differ."""
-    started: _Started = []
-    ranks = group.size()
-    for part, whole in zip(map(_raw, tensors[::2]), map(_raw, tensors[1::2]), strict=True):
-        if whole.shape == (ranks * part.shape[0], *part.shape[1:]):
-            started.append((gather_rows(part, group, True, whole)[1], None))
-            continue
-        room, work = gather_rows(part, group, True)
-        side_by_side = room.unflatten(0, (ranks, -1)).transpose(0, 1)
-        spread = whole.view(part.shape[0], ranks, part.shape[1]).copy_
-        started.append((work, functools.partial(spread, side_by_side)))
-    return started
+    pairs = zip(map(_raw, tensors[::2]), map(_raw, tensors[1::2]), strict=True)
+    return [
+        gather_parts(part, whole, int(part.shape[0] == whole.shape[0]), group)
+        for part, whole in pairs
+    ]
 
 
 def _scatter(tensors: Sequence[Tensor], group: Any) -> _Started:

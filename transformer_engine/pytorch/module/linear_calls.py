@@ -65,8 +65,6 @@ from transformer_engine.pytorch.torchside.modes import (
 
 _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
-
-
 _OF_SLOTS = (None, None)
 """Scales and histories are those of the slots."""
 

@@ -20,7 +20,12 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 from transformer_engine.pytorch.tensor.quantized_storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, ReducesAmax, plain
 from transformer_engine.pytorch.tensor.two_forms import Joint
-from transformer_engine.pytorch.torchside.collectives import expect_own, gather_rows, ranks_of
+from transformer_engine.pytorch.torchside.collectives import (
+    expect_own,
+    gather_parts,
+    gather_rows,
+    ranks_of,
+)
 
 _OP = "gather_along_first_dim"
 _JOINTS: dict[type, dict[tuple[str, bool], Joint]] = {
@@ -58,19 +63,6 @@ class _Piece(NamedTuple):
     mine: Tensor
     into: Tensor
     dim: int  # along which the rows of ranks lie; what is behind them is padding
-
-    def is_in_place(self, size: int) -> bool:
-        """Return whether it can be gathered where it goes."""
-        rows = size * self.mine.shape[0]
-        return self.dim == 0 and self.into.is_contiguous() and self.into.shape[0] == rows
-
-    def put(self, gathered: Tensor, size: int) -> None:
-        """Copy the parts of `size` ranks, one below the other, to their place."""
-        parts = gathered.unflatten(0, (size, -1)).movedim(0, self.dim)
-        parts = parts.flatten(self.dim, self.dim + 1)
-        length = parts.shape[self.dim]
-        self.into.narrow(self.dim, 0, length).copy_(parts)
-        self.into.narrow(self.dim, length, self.into.shape[self.dim] - length).zero_()
 
 
 def _settings(storage: Any) -> list:
@@ -153,22 +145,17 @@ def _gather_codes(
     out: Any, pieces: list[_Piece], group: Any, done: Callable[[], None]
 ) -> QuantizedGather:
     """Begin to gather pieces into a tensor; `done` is called once all are in place."""
-    size, later, works = ranks_of(_OP, group), [], []
-    for piece in pieces:
-        output = piece.into if piece.is_in_place(size) else None
-        gathered, work = gather_rows(piece.mine.contiguous(), group, True, output)
-        works.append(work)
-        if output is None:
-            later.append((piece, gathered))
+    started = [gather_parts(piece.mine, piece.into, piece.dim, group) for piece in pieces]
 
     def finish() -> None:
         with torch.no_grad():
-            for piece, gathered in later:
-                piece.put(gathered, size)
+            for _, put in started:
+                if put is not None:
+                    put()
             out._count_write()
             done()
 
-    return QuantizedGather(works, finish)
+    return QuantizedGather([work for work, _ in started], finish)
 
 
 def _gather_quantized(inp: Any, group: Any, quantizer: Quantizer, given: Any) -> tuple[Any, Any]:

@@ -97,6 +97,26 @@ def gather_rows(
     return made, gather(made, inp.contiguous(), group=group, async_op=async_op)
 
 
+def gather_parts(part: Tensor, whole: Tensor, dim: int, group: Any) -> tuple[Any, Callable | None]:
+    """Begin to put the parts of all ranks side by side along a dim of `whole`.
+
+    Of parts whose sizes along the others are those of `whole`; what is behind them along `dim` is
+    padding, and zeroed. Returns a handle (None: of one rank) and, where the parts come to another
+    place first, the function to be called once it was waited for.
+    """
+    size = ranks_of("gather", group)
+    direct = dim == 0 and whole.is_contiguous() and whole.shape[0] == size * part.shape[0]
+    made, work = gather_rows(part.contiguous(), group, True, whole if direct else None)
+
+    def put() -> None:
+        parts = made.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+        length = parts.shape[dim]
+        whole.narrow(dim, 0, length).copy_(parts)
+        whole.narrow(dim, length, whole.shape[dim] - length).zero_()
+
+    return work, None if direct else put
+
+
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, Any]:
