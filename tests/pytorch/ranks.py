@@ -23,6 +23,8 @@ GROUPS = [  # (device, ranks) of the groups that a test runs on
 ]
 FOUR_TOO = [*GROUPS, pytest.param(("cpu", 4), id="gloo-4")]
 """For a test that takes `ranks` by ``parametrize(..., indirect=True)``."""
+ONE_TOO = [pytest.param(("cpu", 1), id="gloo-1"), *FOUR_TOO]
+"""The same for a test of what one rank does differently."""
 
 
 def _packed(value):

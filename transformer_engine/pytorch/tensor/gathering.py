@@ -46,15 +46,18 @@ class QuantizedGather:
     """Handle of an asynchronous gather: the tensor has its values once `wait` has returned."""
 
     def __init__(self, works: list, finish: Callable[[], None]) -> None:
-        self._works, self._finish = works, finish
+        self._works = works  # None: of one rank
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
         """Wait for what ranks send, and put it in place; on CUDA the current stream waits."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        if works:
-            self._finish()
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        finish()
 
 
 class _Piece(NamedTuple):
@@ -69,8 +72,10 @@ def _settings(storage: Any) -> list:
     return [getattr(storage, name) for name in storage._SETTINGS if name not in _OF_A_SHAPE]
 
 
-def _joints(quantizer: Quantizer, shape: tuple, usages: dict[str, bool]) -> dict[str, Joint] | None:
-    """How each wanted form of tensors of a shape joins; None where one does not."""
+def _joints(
+    quantizer: Quantizer, shape: tuple, usages: dict[str, bool], size: int
+) -> dict[str, Joint] | None:
+    """How each wanted form of `size` tensors of a shape joins; None where one does not."""
     kind = getattr(quantizer, "STORAGE", None)
     if kind is None or not (quantizer._casts_natively and quantizer.is_quantizable(_like(shape))):
         return None
@@ -78,7 +83,7 @@ def _joints(quantizer: Quantizer, shape: tuple, usages: dict[str, bool]) -> dict
     square = bool(quantizer._format_settings(shape).get("_is_2D_scaled", False))
     found = {form: table.get((form, square)) for form, wanted in usages.items() if wanted}
     rows = torch.Size(shape[:-1]).numel()
-    if any(joint is None or rows % joint.whole for joint in found.values()):
+    if any(joint is None or (size > 1 and rows % joint.whole) for joint in found.values()):
         return None
     return found
 
@@ -174,8 +179,8 @@ def _gather_quantized(inp: Any, group: Any, quantizer: Quantizer, given: Any) ->
         return made, None
     by_rows = quantizer.supports_only_rowwise_all_gather() and quantizer._casts_natively
     sent = {"rowwise": True, "columnwise": False} if by_rows else usages
-    joints = {} if by_rows else _joints(quantizer, part, usages)
-    if joints is not None and size > 1:
+    joints = {} if by_rows else _joints(quantizer, part, usages, size)
+    if joints is not None:
         mine = inp if is_quantized else _local(inp, quantizer, sent, group)
         out = _made(quantizer, inp, shape, sent) if given is None else given
         if isinstance(mine, quantizer.STORAGE) and _settings(mine) == _settings(out):
