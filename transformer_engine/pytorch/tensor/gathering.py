@@ -115,7 +115,7 @@ def _local(inp: Tensor, quantizer: Quantizer, usages: dict[str, bool], group: An
     """Quantize the part of this rank, with the largest amax of all ranks where it has one scale."""
     caster = quantizer.copy()
     caster.set_usage(**usages)
-    if isinstance(caster, ReducesAmax):
+    if isinstance(caster, ReducesAmax) and ranks_of(_OP, group) > 1:
         caster.with_amax_reduction, caster.amax_reduction_group = True, group
     return caster.quantize(inp.detach())
 
