@@ -6,7 +6,14 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import RESULT, Graph, LinearFlags, LinearSpec, input_flags
+from transformer_engine.common.graphs import (
+    RESULT,
+    Collective,
+    Graph,
+    LinearFlags,
+    LinearSpec,
+    input_flags,
+)
 from transformer_engine.common.operand_casts import HIGH_PRECISION, quantization_of
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -71,14 +78,13 @@ def linear_graph(recipe, way, ranks, *, forms=False, halves=(), recompute=False,
     made = y
     if before is not None:
         taken = graph.value("taken", spec.input, (rows(inner), features[0]))
-        graph.add_collective(before, x, taken, ranks, "x_", forms=forms and sequence, halves=halves)
+        graph.add_collective(Collective(before, ranks, forms and sequence, halves), x, taken, "x_")
         x = taken
     if behind is not None:
         made = graph.value("made", spec.output, (rows(inner), features[1]))
     graph.add_linear(spec, (x, *parameters), made, "", 0)
     if behind is not None:
-        travels = forms and sequence
-        graph.add_collective(behind, made, y, ranks, "y_", forms=travels, halves=halves)
+        graph.add_collective(Collective(behind, ranks, forms and sequence, halves), made, y, "y_")
     graph.returns([y])
     return graph
 

@@ -288,10 +288,6 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
                 n, graph->values[x].name);
             if (i < node->slice_count) TE_TRY(check_slices(graph, n, i));
         }
-        TE_FAIL_IF((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && te_rules[node->kind]->again == NULL,
-                   TE_ERROR_UNSUPPORTED,
-                   "graph: node %d (%s) can not be repeated, which TE_GRAPH_RECOMPUTE asks for", n,
-                   te_rules[node->kind]->name);
         TE_FAIL_IF(is_given(&graph->values[y]) || values[y].producer != TE_NOBODY, TE_ERROR_INVALID,
                    "graph: node %d makes %s, which is given or made by another node", n,
                    graph->values[y].name);
@@ -299,6 +295,11 @@ static te_status check_order(const te_graph_desc *graph, te_value_state *values)
     }
     for (int32_t n = 0; n < graph->node_count; n++) {
         int32_t y = graph->nodes[n].output;
+        TE_FAIL_IF((graph->flags & TE_GRAPH_RECOMPUTE) != 0 && values[y].readers > 0 &&
+                       te_rules[graph->nodes[n].kind]->again == NULL,
+                   TE_ERROR_UNSUPPORTED,
+                   "graph: node %d (%s) can not be repeated, which TE_GRAPH_RECOMPUTE asks for", n,
+                   te_rules[graph->nodes[n].kind]->name);
         if (values[y].readers > 0 || (graph->values[y].flags & TE_VALUE_RESULT) != 0) continue;
         return TE_FAIL(TE_ERROR_INVALID,
                        "graph: node %d makes %s, which is no result and which nobody reads", n,

@@ -13,6 +13,7 @@ from tols import F32, tol
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
     RESULT,
+    Collective,
     Graph,
     LinearFlags,
     LinearSpec,
@@ -88,7 +89,7 @@ class Network:
         y = self.value(kind == GATHER or (kind != SCATTER and x[1]), x[2])
         travels = self.forms and kind in (GATHER, SCATTER)
         name = f"c{self.nodes}_"
-        self.graph.add_collective(kind, x[0], y[0], RANKS, name, forms=travels, halves=(0, 1))
+        self.graph.add_collective(Collective(kind, RANKS, travels, (0, 1)), x[0], y[0], name)
         return y
 
     def linear(self, x, cut):

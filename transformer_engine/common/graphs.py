@@ -79,8 +79,20 @@ class Activation(NamedTuple):
     linear_offset: float = 0.0  # of clamped_swiglu
 
 
+class Collective(NamedTuple):
+    """What ranks make together before the first linear layer of a call, or behind the last."""
+
+    kind: int  # ``_core.COLLECTIVE_*``
+    ranks: int
+    forms: bool = False  # quantized forms are gathered, not values
+    halves: tuple[int, ...] = ()  # its steps in two halves: 0, its forward, and 1, its backward
+
+
 class CallSpec(NamedTuple):
-    """One way to call a module made of a norm, one or two linear layers and an activation."""
+    """One way to call a module made of a norm, one or two linear layers and an activation.
+
+    A bias is added behind a sum over ranks.
+    """
 
     parts: tuple[LinearSpec, ...]  # one linear layer, or two with the activation between them
     norm: Norm | None = None  # before the first
@@ -88,6 +100,10 @@ class CallSpec(NamedTuple):
     recompute: bool = False
     """The backward repeats norm, first layer and activation instead of reading what they made."""
     names: tuple[str, ...] = ("",)  # prefix of the names of each part's node and parameters
+    before: Collective | None = None  # over the input of the first layer: a gather, or a copy
+    behind: Collective | None = None  # over the output of the last one: a sum
+    returns_gathered: bool = False
+    """The norm's output is returned as `before` gathers it, where it is returned."""
 
 
 ROWS = _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=1)
@@ -209,7 +225,7 @@ class Graph:
 
         `prefix` comes before the names of nodes and values, `output` is the name of its result,
         `owner` the module's number among those that have slots. Its parameters become tensors of
-        this graph. Returns the numbers of its values here.
+        this graph, its rows those of `x`, a multiple. Returns the numbers of its values here.
         """
         inp, result = other.tensors[0][1], other.results[0][1]
         numbers = {-1: -1, inp: x}
@@ -220,7 +236,7 @@ class Graph:
                 flags = value.flags & ~_core.VALUE_RESULT
                 if number == result:
                     flags = flags & ~_core.VALUE_LEADING | _core.VALUE_ROUNDED
-                shape = tuple(here if extent == rows else extent for extent in value.shape)
+                shape = tuple(_in_place_of(extent, rows, here) for extent in value.shape)
                 self.values.append(value._replace(name=name, flags=flags, shape=shape))
                 numbers[number] = len(self.values) - 1
         before = len(self.nodes)
@@ -300,16 +316,10 @@ class Graph:
         how = {"variant": norm.kind, "flags": norm.node, "numbers": (norm.eps,)}
         self.node(_core.NODE_NORM, inputs, output, **how, **options)
 
-    def add_collective(
-        self, kind: int, x: int, y: int, ranks: int, name: str, *, forms: bool, halves: tuple
-    ) -> None:
-        """Add a collective of `ranks`, ``_core.COLLECTIVE_<kind>``.
-
-        `forms`: quantized forms are gathered. `halves` are its steps in two halves: 0, its forward,
-        and 1, its backward.
-        """
-        flags = _core.COLLECTIVE_FORMS if forms else 0
-        how = {"variant": kind, "flags": flags, "ranks": ranks, "halves": halves}
+    def add_collective(self, of: Collective, x: int, y: int, name: str) -> None:
+        """Add a collective that makes `y` of `x`."""
+        flags = _core.COLLECTIVE_FORMS if of.forms else 0
+        how = {"variant": of.kind, "flags": flags, "ranks": of.ranks, "halves": of.halves}
         self.node(_core.NODE_COLLECTIVE, (x,), y, name=name, **how)
 
     def add_linear(
@@ -333,6 +343,19 @@ class Graph:
             external=tuple(sorted(spec.external)),
             halves=tuple(sorted(spec.halves)),
         )
+
+
+def rows_of(ranks: int) -> _core.Extent:
+    """Rows of so many ranks."""
+    return ROWS._replace(multiply=ranks)
+
+
+def _in_place_of(extent: Any, rows: _core.Extent, here: _core.Extent) -> Any:
+    """An extent of a graph whose rows, which are `rows`, stand for `here`."""
+    if isinstance(extent, int) or extent.symbol != rows.symbol or extent.multiply == 0:
+        return extent
+    times = extent.multiply * (here.multiply // rows.multiply)
+    return extent._replace(symbol=here.symbol, multiply=times)
 
 
 def _moved(links: list, numbers: dict[int, int]) -> list:
@@ -377,35 +400,61 @@ def forms_of(operand: int, known: Container[Link]) -> tuple[Link, ...]:
 
 def call_graph(spec: CallSpec) -> Graph:
     """Graph of a call."""
-    first, last = spec.parts[0], spec.parts[-1]
+    first, last, before, behind = spec.parts[0], spec.parts[-1], spec.before, spec.behind
+    gathers = before is not None and before.kind == _core.COLLECTIVE_GATHER
+    scatters = behind is not None and behind.kind == _core.COLLECTIVE_REDUCE_SCATTER
+    inner = rows_of(before.ranks if gathers else behind.ranks if scatters else 1)
+    outer = ROWS if gathers else inner
     graph = Graph(_core.GRAPH_RECOMPUTE if spec.recompute else 0)
-    shape = (ROWS, first.in_features)
-    leading = _core.VALUE_INPUT | _core.VALUE_LEADING
+    shape, leading = (outer, first.in_features), _core.VALUE_INPUT | _core.VALUE_LEADING
     x = graph.tensor("input", first.input, shape, leading | _with_rows(first, first.flags.input))
     affine: tuple = ()
     if spec.norm is not None:
         affine = graph.norm_parameters(spec.norm, first.in_features)
     pairs = list(zip(spec.parts, spec.names, strict=True))
     parameters = [graph.linear_parameters(part, name) for part, name in pairs]
-    flags = RESULT | _with_rows(last, last.flags.output)
-    y = graph.value("output", last.output, (ROWS, last.out_features), flags)
+    flags, out = RESULT | _with_rows(last, last.flags.output), (last.output, last.out_features)
+    y = graph.value("output", out[0], (ROWS if scatters else inner, out[1]), flags)
+    wide, taken_flags = 0 if spec.norm is None else spec.norm.output, 0
+    if spec.returns_gathered and gathers:
+        wide, taken_flags = _core.VALUE_LEADING, wide
     if spec.norm is not None:
-        normed = graph.value("norm_output", first.output, shape, spec.norm.output)
+        normed = graph.value("norm_output", first.output, shape, wide)
         graph.add_norm(spec.norm, (x, *affine), normed)
         x = normed
+    if before is not None:
+        name, dtype = spec.names[0], graph.values[x].dtype
+        taken = graph.value(f"{name}taken", dtype, (inner, first.in_features), taken_flags)
+        graph.add_collective(before, x, taken, name)
+        x = taken
     for i, (part, name) in enumerate(pairs):
         if i > 0:
-            after = graph.value(f"{name}input", part.input, (ROWS, part.in_features))
+            after = graph.value(f"{name}input", part.input, (inner, part.in_features))
             kind, *numbers = spec.activation
             options = {"variant": kind, "numbers": tuple(numbers)}
             graph.node(_core.NODE_ACTIVATION, (x,), after, **options)
             x = after
-        made = y
+        made, given = y, (x, *parameters[i])
         if i < len(pairs) - 1:
-            made = graph.value(f"{name}output", part.output, (ROWS, part.out_features))
-        graph.add_linear(part, (x, *parameters[i]), made, name, i)
+            made = graph.value(f"{name}output", part.output, (inner, part.out_features))
+        elif behind is not None:
+            made = graph.value(f"{name}partial", out[0], (inner, out[1]))
+            given = given[:2] + (-1,)
+        graph.add_linear(part, given, made, name, i)
         x = made
+    if behind is not None:
+        _add_sum(graph, behind, x, y, spec.names[-1], parameters[-1][1])
     return graph
+
+
+def _add_sum(graph: Graph, behind: Collective, x: int, y: int, name: str, bias: int) -> None:
+    """Add a sum over ranks, and a bias behind it; -1: there is none."""
+    made = y
+    if bias >= 0:
+        made = graph.value(f"{name}sum", graph.values[y].dtype, graph.values[y].shape)
+    graph.add_collective(behind, x, made, name)
+    if bias >= 0:
+        graph.node(_core.NODE_DROPOUT_ADD, (made, bias, -1), y, name=name, numbers=(0.0, 0.0))
 
 
 def norm_graph(features: int, norm: Norm, dtypes: tuple[int, int], wanted: bool) -> Graph:

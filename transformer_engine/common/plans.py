@@ -151,6 +151,8 @@ class CallPlans:
         # -1 for one that is not made; and how many results are not.
         self.returned = self._places_of_result(graph)
         self.result_count = len(self.results) - bool(self.returned)
+        # The first result has so many times the rows of the call: those of all ranks.
+        self.gathers = graph.values[graph.results[0][1]].shape[0].multiply or 1
         self._of_quantized: dict[int, CallPlans | None] = {}  # see `for_gradient`
         held = {*self.forward_inputs, *self.outputs}
         caches = [forms_of(of + 1, held) for of in graph.operands]
@@ -266,7 +268,10 @@ class CallPlans:
         has saved; None where it can not be.
         """
         if flags not in self._of_quantized:
-            made = None if self.defer else plans_of(self.graph.with_gradient(flags))
+            maker = self.graph.nodes[self.graph.maker_of(self.graph.results[0])]
+            made = None
+            if maker.kind == _core.NODE_LINEAR and not self.defer:  # a collective reads values
+                made = plans_of(self.graph.with_gradient(flags))
             self._of_quantized[flags] = made if made is None or self._saves_for(made) else None
         return self._of_quantized[flags]
 

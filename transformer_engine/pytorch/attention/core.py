@@ -163,8 +163,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        del sequence_parallel
-        self._set_parallel(tp_group, tp_size)
+        self._set_parallel(tp_group, tp_size, sequence_parallel=sequence_parallel)
         one_of(_NAME, SOFTMAX_TYPES, softmax_type=softmax_type)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -186,7 +185,9 @@ class DotProductAttention(ContextParallel, Fp8Module):
             raise ValueError(f"{_NAME}: kv_channels={kv_channels!r}, expected an int or a pair")
         for size in channels:
             positive_sizes(_NAME, kv_channels=size)
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        num_attention_heads = self._share(num_attention_heads, "num_attention_heads")
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = self._share(groups, "num_gqa_groups")
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type = masks.mask_type(attn_mask_type).name

@@ -58,8 +58,13 @@ _OF_KIND: dict[int, tuple[Callable | None, Callable | None]] = {
 """Forward and backward; `te_collective_step` is the place."""
 
 
+_AMAXES = ("reduce_amax_input", "reduce_amax_grad_output")
+
+
 def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
     """Functions of the stages of a plan's collectives, by name, which run them over a group.
+
+    And of those that reduce the amaxes of what is gathered.
 
     ``f(buffers)`` starts the work, and waits for it unless the plan has the stage in two halves;
     ``f(buffers, started)`` of a second half waits. ValueError where the group has another number of
@@ -68,6 +73,8 @@ def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
     functions: dict[str, Callable] = {}
     for stage in plan.stages:
         node = plan.graph.nodes[stage.node] if stage.node >= 0 else None
+        if stage.external and stage.name.endswith(_AMAXES):
+            functions[stage.name] = functools.partial(_largest, group, stage.buffers)
         if node is None or node.kind != _core.NODE_COLLECTIVE:
             continue
         if node.ranks != group.size():
@@ -80,9 +87,23 @@ def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
     return functions
 
 
+def functions_of_call(plans: Any, group: Any) -> dict[str, Callable]:
+    """The same of the forward and the backward of `CallPlans`."""
+    functions = functions_of(plans.forward, group)
+    if plans.backward is not None:
+        functions |= functions_of(plans.backward, group)
+    return functions
+
+
+def _largest(group: Any, numbers: Sequence[int], buffers: StageBuffers) -> None:
+    """Let ranks have the largest of the amaxes that each has measured of parts of a tensor."""
+    for number in numbers:
+        torch.distributed.all_reduce(buffers.lend(number), torch.distributed.ReduceOp.MAX, group)
+
+
 def _start(op: Callable, group: Any, numbers: Sequence[int], buffers: StageBuffers) -> _Started:
-    tensors = [buffers.lend(number) for number in numbers]
-    return op(tensors, group)
+    tensors = [buffers.lend(number) for number in numbers]  # some have the dims of the call
+    return op([t.flatten(0, -2) if t.dim() > 2 else t for t in tensors], group)
 
 
 def _finish(buffers: StageBuffers | None, started: _Started) -> None:

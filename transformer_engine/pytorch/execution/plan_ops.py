@@ -28,6 +28,7 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
 from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
 from transformer_engine.pytorch.execution import overrides, recompute
+from transformer_engine.pytorch.execution.collectives import functions_of
 from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.torchside.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.torchside.locks import Lock
@@ -47,7 +48,8 @@ from transformer_engine.pytorch.torchside.modes import (
 )
 
 _RUN = (
-    "str plan, int[] slots, Tensor[] inputs, Tensor? saved, SymInt rows, int staged, int selection"
+    "str plan, int[] slots, Tensor[] inputs, Tensor? saved, SymInt rows, int staged, "
+    "int selection, str group"
 )
 
 _LIBRARY = torch.library.Library("transformer_engine", "DEF")
@@ -258,11 +260,14 @@ def _run(
     rows: int,
     staged: int,
     selection: int,
+    group: str,
     state: Sequence[Tensor] = (),
     places: Sequence[int] = (),
     of_checkpoint: bool = False,
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
+    if group:
+        functions = Staged(functions_of(plan, _group_of(group)))
     is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
     scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
     at = plan.given - len(places) if places else len(given) - scaled
@@ -273,6 +278,11 @@ def _run(
     with overrides.of_graph(selection, is_forward) or contextlib.nullcontext():
         *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
+
+
+def _group_of(name: str) -> Any:
+    """A process group by its registered name, as torch's functional collectives find it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def _run_fake(
@@ -426,6 +436,7 @@ def run_traced(
     staged: Staged | None = None,
     places: Sequence[int] = (),
     number: int = 0,
+    group: str = "",
 ) -> tuple:
     """Run a plan, given by its text (see `plan_text`), behind a torch operator.
 
@@ -436,7 +447,8 @@ def run_traced(
     is for a plan that is given a tensor several times, which `inputs` and `state` have once: which
     of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
     see what functions of `staged` run as if there were no operator around it; `number` is that of
-    functions which are known already. Returns the outputs in plan order, then the packed saved
+    functions which are known already. `group` is the registered name of the process group that
+    collectives of a graph run over; "": there are none. Returns the outputs in plan order, then the packed saved
     tensor, empty where there is none.
     """
     if staged is not None:
@@ -448,7 +460,7 @@ def run_traced(
             del _STAGED[number]
     of_graph = torch.compiler.is_compiling() and not exporting()
     selection = overrides.number_of_graph() if of_graph else overrides.IN_FORCE
-    given: tuple = (plan, slots, inputs, saved, rows, number, selection)
+    given: tuple = (plan, slots, inputs, saved, rows, number, selection, group)
     operator = torch.ops.transformer_engine.run
     if state:
         scales = _scales_to_keep(plan, len(inputs), len(places)) if of_graph else 0

@@ -50,7 +50,7 @@ class MultiheadAttention(ContextParallel, CompositeLayer):
     hidden_size : int
         Features of an input and an output token.
     num_attention_heads : int
-        Heads of the queries.
+        Heads of the queries, of all ranks; the attribute has those of this rank.
     kv_channels : int or (int, int), optional
         Channels of a head, of queries and keys and of values where they differ;
         ``hidden_size / num_attention_heads`` where None.
@@ -75,7 +75,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         "self", or "cross": keys and values come from ``encoder_output``.
     set_parallel_mode : bool, default False
         The projections of queries, keys and values have the mode "column", that of the output
-        "row"; changes nothing on one rank.
+        "row". Several ranks need it: each has some of the heads.
     fuse_qkv_params : bool, default False
         One weight for queries, keys and values, not one each (``query_weight``, ``key_weight``,
         ``value_weight``).
@@ -156,8 +156,9 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size)
+        self._set_parallel(tp_group, tp_size, sequence_parallel=sequence_parallel)
         self.name = name
+        self._check_split(set_parallel_mode, qkv_format)
         one_of(_NAME, ("self", "cross"), attention_type=attention_type)
         one_of(_NAME, NORMS, normalization=normalization)
         if return_layernorm_output and not input_layernorm:
@@ -175,12 +176,13 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
                 num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
                 attn_mask_type, window_size, bottom_right_diagonal, softcap,
                 layer_number=layer_number, get_rng_state_tracker=get_rng_state_tracker,
-                attention_type=attention_type, tp_group=tp_group, softmax_type=softmax_type,
+                attention_type=attention_type, tp_group=tp_group, tp_size=tp_size,
+                sequence_parallel=sequence_parallel, softmax_type=softmax_type,
                 name=self._name_of("core_attention"),
             )  # fmt: skip
         k, v = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = k, v
-        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.hidden_size, self.num_attention_heads = hidden_size, core.num_attention_heads
         self.num_gqa_groups, self.attention_type = core.num_gqa_groups, attention_type
         self.attn_mask_type, self.window_size = core.attn_mask_type, core.window_size
         self.qkv_format, self.layer_number = qkv_format, layer_number
@@ -192,6 +194,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         self._kept_attending: dict[tuple, Attending] = {}
         linear = dict(
             bias=bias, params_dtype=params_dtype, device=device, tp_group=tp_group,
+            tp_size=tp_size, sequence_parallel=sequence_parallel,
             get_rng_state_tracker=get_rng_state_tracker,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
@@ -211,9 +214,23 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         outer |= {"return_bias": self.return_bias, "name": self._name_of("proj")}
         self.proj = Linear(heads, hidden_size, **outer)
 
+    def _check_split(self, set_parallel_mode: bool, qkv_format: str) -> None:
+        """ValueError for what several ranks can not do."""
+        if self.tp_size > 1 and not set_parallel_mode:
+            raise ValueError(
+                f"{_NAME}: tp_size={self.tp_size} with set_parallel_mode=False: heads are divided "
+                "among the ranks, and so are the projections: give set_parallel_mode=True"
+            )
+        if self.sequence_parallel and qkv_format == "bshd":
+            raise ValueError(
+                f"{_NAME}: sequence_parallel=True with qkv_format='bshd': the rows of all ranks "
+                "are put together along the first dim, which is the batch: give 'sbhd' or 'thd'"
+            )
+
     def _make_projections(self, fused: bool, common: dict, norm: dict) -> None:
         """Make the layers before the attention."""
-        rows = self._projections().rows()
+        of_a_rank = self._projections().rows()
+        rows = {name: self.tp_size * size for name, size in of_a_rank.items()}
 
         def make(*names: str, normalized: bool = self.input_layernorm) -> torch.nn.Module:
             parts = {name: rows[name] for name in names}

@@ -171,7 +171,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size)
+        self._set_parallel(tp_group, tp_size, sequence_parallel=sequence_parallel)
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
         one_of(_NAME, FORMATS, attn_input_format=attn_input_format)
@@ -199,7 +199,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         linear = dict(
             params_dtype=params_dtype, get_rng_state_tracker=get_rng_state_tracker, device=device,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, set_parallel_mode=set_parallel_mode,
-            tp_group=tp_group, return_bias=self._biases_returned, bias=bias,
+            tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel,
+            return_bias=self._biases_returned, bias=bias,
         )  # fmt: skip
         attention = partial(
             MultiheadAttention, hidden_size, num_attention_heads, kv_channels, attention_dropout,

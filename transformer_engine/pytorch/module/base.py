@@ -63,6 +63,8 @@ class Region(NamedTuple):
     exported: bool = False
     """That of `torch.export`: a forward without a backward, over scales that stay as they are."""
     blank: bool = False  # the tensors have no memory: the call makes and changes no state
+    joins: bool = True
+    """Rows of a rank are whole tiles, so that what each rank casts by tiles is put together."""
 
     @property
     def replay(self) -> Entry | None:

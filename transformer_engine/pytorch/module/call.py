@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution import collectives, plan_ops
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.random import draw_pairs
 from transformer_engine.pytorch.execution.stages import Staged
@@ -39,6 +39,7 @@ class Deferred(NamedTuple):
     rows: int  # product of the leading dims, -1 where an input has them
     weights: tuple[Parameter, ...]  # of each part
     scope: Any  # of the plug-ins that the backward obeyed (`_core.selected`)
+    group: Any = None  # over which the plan's collectives run; None: it has none
 
     def run(self, state: list[Tensor]) -> tuple:
         """Compute them: the outputs of the plan, which adds to the main gradients in `state`."""
@@ -46,10 +47,13 @@ class Deferred(NamedTuple):
             return self._run(state)
 
     def _run(self, state: list[Tensor]) -> tuple:
-        plan, inputs = self.plans.wgrad, self.inputs
+        plan, inputs, staged = self.plans.wgrad, self.inputs, None
+        if self.group is not None:
+            staged = Staged(collectives.functions_of(plan, self.group))
         if plan_ops.behind_operators(inputs[0]) or plan_ops.watched():
-            return plan_ops.run_traced(plan.text, (0,), inputs, state, self.packed, self.rows)
-        return plan_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows)
+            given = inputs, state, self.packed, self.rows
+            return plan_ops.run_traced(plan.text, (0,), *given, staged=staged)
+        return plan_ops.run_native(plan, (0,), [*inputs, *state], self.packed, self.rows, staged)
 
 
 class LastCall(NamedTuple):
@@ -69,6 +73,7 @@ class ModuleCall:
     () where all are."""
     queue: deque | None = None  # where deferred weight gradients go
     staged: Staged | None = None  # Python functions of external stages, and an observer
+    group: Any = None  # over which collectives run; None: there are none
     fills: tuple = ()  # of each random pair the function that draws it, as of `draw_pairs`
     recipe: Any = None  # in force, of modules that take and give quantized tensors
     quantizers: dict[bool, Any]  # of what is returned quantized, by whether that is the gradient
@@ -117,7 +122,9 @@ class ModuleCall:
             at = len(given) - written
             inputs, state = list(given[:at]), list(given[at:])
             saved = packed[0] if packed else None
-            return plan_ops.run_traced(plan.text, slots, inputs, state, saved, staged=staged)
+            group = self.group.group_name if self.traced and self.group is not None else ""
+            options = {"staged": staged, "group": group}
+            return plan_ops.run_traced(plan.text, slots, inputs, state, saved, **options)
         if staged is None:
             if not packed or not self.plans.may_consume or not self._consumes(packed):
                 return _core.run(plan.native, slots, slots, *given, *packed)
@@ -215,10 +222,11 @@ class ModuleCall:
         if plans.defer:
             inputs = plans.pick_deferred((*results[:-1], *saved, *grads), self.traced)
             # A plan that reads a tensor with leading dims takes the number of rows from that.
-            rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel()
+            rows = -1 if plans.wgrad_has_rows else grads[0].shape[:-1].numel() // plans.gathers
             saved_packed = packed[0] if packed else None
             scope = None if self.traced else _core.selected()
-            self.queue.append(Deferred(plans, list(inputs), saved_packed, rows, weights, scope))
+            deferred = plans, list(inputs), saved_packed, rows, weights, scope, self.group
+            self.queue.append(Deferred(*deferred))
         if own.updates_backward:
             scaling.update("backward", own.domain)
         if plans.all_gradients and not self.splits:

@@ -226,6 +226,8 @@ class Emission:
             raise ByModules
         parts, own = len(self.graph.parts), call.plans.graph
         stream, read = x, own.tensors[0][1]
+        if self._rows(x).multiply % own.values[read].shape[0].multiply:
+            raise ByModules  # the rows of the layer are those of all ranks
         x = self._in_dtype(x, own.values[read].dtype, name)
         begin = len(self.graph.tensors)
         numbers = self.graph.append(own, x.number, name, output, len(self.calls))
@@ -358,6 +360,8 @@ class Emission:
         heads, channels = projected[0].dtype, how.slices[0][1]
         if not all(norm.serves(channels, heads) for norm in norms):
             raise ByModules
+        if any(self._rows(value).multiply != 1 for value in projected):
+            raise ByModules  # of all ranks, and the dims of the layer's input are those of one
         begin = len(graph.tensors)
         angles = attention_graphs.add_angles(graph, how, name)
         limits = attention_graphs.add_limits(graph, how, name, bool(self._given[site]))

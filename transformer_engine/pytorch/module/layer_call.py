@@ -111,6 +111,7 @@ class LayerRunner:
         self._parents: tuple[tuple[dict, str, torch.nn.Module | None], ...] = ()
         self._places, self._quantized_parameters = quantized.apart(tuple(outline.places))
         self._caches = all(module.cache_weights for module in self.modules)
+        self._in_parts = any(module.sequence_parallel for module in self.modules)
         self._accumulates = any(module.fuse_wgrad_accumulation for module in self.modules)
         # By key the kept call; None where the layer has to call its modules.
         self.calls: dict[tuple, KeptLayerCall | None] = {}
@@ -240,6 +241,9 @@ class LayerRunner:
         if shares or (region.replays and any([e.cache is not None for e in region.replays])):
             held = tensors if self._quantized_parameters else ()
             own, key = microbatch_of(self.modules, first_microbatch, state, key, held, region)
+        if self._in_parts:  # of the sequence: see `parallel.TensorParallel._rows_join`
+            region = region._replace(joins=self.modules[0]._rows_join(inp))
+            key = (key, region.joins)
         kept_call = self.calls.get(key, _UNKNOWN)
         # Torch compares what a call and its repetition save, so both have to run the same way.
         new = kept_call is _UNKNOWN and not (region.record or region.replays)

@@ -27,7 +27,8 @@ class LayerRegion(Region):
     def of(self, number: int) -> Region:
         """The same for one of the modules with linear layers."""
         entry = self.replays[number : number + 1]
-        return Region(self.state, self.recipe_of(number), self.record, None, entry)
+        found = Region(self.state, self.recipe_of(number), self.record, None, entry)
+        return found._replace(joins=self.joins)
 
     def with_cores(self, owners: Sequence) -> "LayerRegion | None":
         """The same where attentions have scaling state, too; None: a call of one is not known.

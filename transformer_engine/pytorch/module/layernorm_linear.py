@@ -36,7 +36,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
     return_layernorm_output : bool, default False
         Return the norm's output too.
     return_layernorm_output_gathered : bool, default False
-        The whole sequence of it, which is what one rank has.
+        With `sequence_parallel` return that of all ranks, which is gathered in high precision.
     zero_centered_gamma : bool, default False
         The norm's factor is 1 + gamma, which begins at 0.
 
@@ -80,10 +80,14 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name, symmetric_ar_type)
+        self._set_parallel(
+            tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel, ub_name=ub_name,
+            symmetric_ar_type=symmetric_ar_type,
+        )  # fmt: skip
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
-        self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
+        returned = return_layernorm_output, return_layernorm_output_gathered
+        self._set_norm(normalization, eps, zero_centered_gamma, returned)
         rng = (get_rng_state_tracker, None)
         self._set_linear(in_features, out_features, parameters_split, init_method, rng)
         device, dtype = device_of(device), checked_dtype("LayerNormLinear", params_dtype)

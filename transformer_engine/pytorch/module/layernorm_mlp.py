@@ -51,7 +51,8 @@ class LayerNormMLP(TensorParallel, NormedModule):
 ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         As of `Linear`.
     set_parallel_mode : bool, default False
-        The first layer has the mode "column", the second "row"; changes nothing on one rank.
+        The first layer has the mode "column", the second "row". Without it, a rank's part of the
+        MLP is a term of a sum that the program makes.
     return_bias : bool, default False
         Return the second layer's bias and leave adding it to the caller.
     get_rng_state_tracker : callable, optional
@@ -73,7 +74,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     return_layernorm_output : bool, default False
         Return the norm's output too.
     return_layernorm_output_gathered : bool, default False
-        The whole sequence of it, which is what one rank has.
+        As of `LayerNormLinear`.
     seq_length, micro_batch_size : int, optional
         Accepted for programs that pass them; nothing has to be warmed up.
     zero_centered_gamma : bool, default False
@@ -87,9 +88,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     layer_norm_weight, layer_norm_bias : Parameter
         [hidden_size]; RMSNorm has no bias.
     fc1_weight, fc1_bias : Parameter
-        [ffn_hidden_size or twice that, hidden_size], and of the same rows.
+        [ffn_hidden_size or twice that, hidden_size], and of the same rows; with tensor parallelism
+        a rank's part of the gate, then its part of what is multiplied.
     fc2_weight, fc2_bias : Parameter
-        [hidden_size, ffn_hidden_size], [hidden_size].
+        [hidden_size, ffn_hidden_size], [hidden_size]; a rank's part of ffn_hidden_size.
     """
 
     SLOTS = (6, 4)
@@ -131,7 +133,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, symmetric_ar_type=symmetric_ar_type)
+        self._set_parallel(
+            tp_group, tp_size, sequence_parallel=sequence_parallel,
+            symmetric_ar_type=symmetric_ar_type,
+        )  # fmt: skip
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:
             raise NotImplementedError(
@@ -140,9 +145,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             )
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
-        self._set_norm(normalization, eps, zero_centered_gamma, return_layernorm_output)
+        returned = return_layernorm_output, return_layernorm_output_gathered
+        self._set_norm(normalization, eps, zero_centered_gamma, returned)
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
+        self._share(ffn_hidden_size, "ffn_hidden_size")
+        self.set_parallel_mode = bool(set_parallel_mode)
         self.checkpoint = bool(checkpoint)
         self.activation = activation
         self.activation_spec = _activation(activation, activation_params)
@@ -160,7 +168,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             self.reset_parameters()
         for prefix, mode in zip(self.LINEARS, ("column", "row"), strict=True):
             biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []
-            mark_linear([getattr(self, f"{prefix}weight")], biases, mode)
+            mark_linear([getattr(self, f"{prefix}weight")], biases, mode, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         """Sizes and what differs from the defaults."""
@@ -173,9 +181,18 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
     # ---- what a call consists of -----------------------------------------------------------------
 
     def _sizes(self) -> tuple[tuple[int, int], ...]:
-        ffn = self.ffn_hidden_size
+        ffn = self.size_per_partition
         rows = 2 * ffn if _is_gated(self.activation) else ffn
         return ((self.hidden_size, rows), (ffn, self.hidden_size))
+
+    @property
+    def size_per_partition(self) -> int:
+        """This rank's part of `ffn_hidden_size`."""
+        return self.ffn_hidden_size // self.tp_size
+
+    @property
+    def _is_split(self) -> tuple[bool, bool]:
+        return self.set_parallel_mode or self.sequence_parallel, self.set_parallel_mode
 
     def _linear_tensors(self) -> tuple[LinearTensors, ...]:
         first = (self.fc1_bias,) if self.use_bias else ()
@@ -197,7 +214,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         (weight,), biases = tensors.parts[0]
         before = torch.nn.functional.linear(normed.to(weight.dtype), weight, *biases)
         kind, limit, alpha, offset = self.activation_spec
-        out = before.new_empty(*before.shape[:-1], self.ffn_hidden_size)
+        out = before.new_empty(*before.shape[:-1], self.size_per_partition)
         _obeying_activation(
             before, kind=kind, wide=out, limit=limit, alpha=alpha, linear_offset=offset
         )

@@ -24,14 +24,22 @@ class Linear(WeightModule):
     in_features, out_features : int
         Sizes of an input and an output sample. Any size works; multiples of 16 need no padding.
     tp_group : ProcessGroup, optional
-        Of one rank: tensor parallelism over more is not there yet.
+        Ranks that the layer is split over. It can be given later (`set_tensor_parallel_group`).
     tp_size : int, default 1
-        1.
+        How many these are; without a group before the first forward that raises a RuntimeError.
     parallel_mode : {None, "column", "row"}
-        Changes nothing on one rank; marks the parameters for frameworks (``partition_dim``).
-    sequence_parallel, symmetric_ar_type, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, \
-ub_bulk_dgrad, ub_bulk_wgrad, ub_name
-        How ranks would talk to each other: they change nothing on one.
+        What a rank has of the weight: "column", ``out_features / tp_size`` outputs, whose input is
+        the same on all ranks; "row", ``in_features / tp_size`` inputs, and outputs that are summed
+        over the ranks, before the bias. None: all of it, and nothing is exchanged. Parameters say
+        so to frameworks (``partition_dim``, docs/distributed.md).
+    sequence_parallel : bool, default False
+        Ranks have other rows outside of the layer, in the order of the ranks along the first dim:
+        "column" gathers its input, "row" leaves each rank its rows of the sum. In FP8 codes and
+        scales are gathered.
+    symmetric_ar_type : {None, "nccl", "multimem_all_reduce", "two_shot", "one_shot"}
+        How outputs are summed; over several ranks None or "nccl".
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
+        Accepted: collectives of the backward overlap its GEMMs whatever these say.
     fuse_wgrad_accumulation : bool, default False
         Add the weight gradient to ``weight.main_grad`` (fp32, bf16 or fp16, whatever the operands:
         added in fp32 and rounded once) inside its GEMM instead of returning it. Overwritten instead
@@ -103,7 +111,10 @@ ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, parallel_mode, ub_name, symmetric_ar_type)
+        self._set_parallel(
+            tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel, ub_name=ub_name,
+            symmetric_ar_type=symmetric_ar_type,
+        )  # fmt: skip
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)
         self._begin(name, (bias, return_bias), gradients)
         rng = (get_rng_state_tracker, rng_tracker_name)

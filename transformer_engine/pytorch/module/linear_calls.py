@@ -18,7 +18,7 @@ from transformer_engine.common import graphs
 from transformer_engine.common.graphs import CallSpec, LinearFlags, LinearSpec, Norm
 from transformer_engine.common.operand_casts import HIGH_PRECISION, Quantization, is_backward_wide
 from transformer_engine.common.plans import CallPlans, call_plans
-from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution import collectives, plan_ops
 from transformer_engine.pytorch.execution.autograd import (
     run_call,
     run_forward_alone,
@@ -49,6 +49,7 @@ from transformer_engine.pytorch.module.operands import (
     parameter_flags,
     promoted,
 )
+from transformer_engine.pytorch.module.parallel import ALONE, Together
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import on_cuda, prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -65,6 +66,7 @@ from transformer_engine.pytorch.torchside.modes import (
 
 _NOT_KEPT = (_core.RECIPE_NONE, _core.RECIPE_EXTERNAL)
 """Recipes of weights of which no quantized form is kept."""
+_MEASURE = _core.LINEAR_MEASURE_OPERANDS | _core.LINEAR_MEASURE_GRAD
 _OF_SLOTS = (None, None)
 """Scales and histories are those of the slots."""
 
@@ -93,6 +95,7 @@ class LinearCallBase(Fp8Module):
     zero_centered_gamma = False
     return_layernorm_output = False
     save_original_input = False
+    sequence_parallel = False
     eps = 0.0
     _input_name = "inp"
     """Name of the input in messages; in a layer maybe that of the layer's argument."""
@@ -115,6 +118,19 @@ class LinearCallBase(Fp8Module):
     @abstractmethod
     def _parameter_names(self) -> tuple[str | None, ...]:
         """Attribute of each tensor of a call after the input; None: it is none of its own."""
+
+    def _rows_join(self, inp: Any) -> bool:
+        """See `parallel.TensorParallel`, which modules inherit that ranks share."""
+        raise NotImplementedError
+
+    def _reads_together(self) -> bool:
+        """Return whether there is a collective before the first layer."""
+        return False
+
+    def _together(self, region: Region, measured: bool) -> Together:
+        """See `parallel.TensorParallel`."""
+        del region, measured
+        return ALONE
 
     def _split_tensors(self) -> SplitTensors | None:
         """How tensors of a call make up the one part's weight and bias; None for whole ones."""
@@ -150,6 +166,8 @@ class LinearCallBase(Fp8Module):
             key, tensors, shared = self._find_key(state, recipe, region, inp, is_first_microbatch)
         if returns and key is not None:
             key = (key, returns)
+        if key is not None and own.get("sequence_parallel"):
+            key = (key, self._rows_join(inp))
         kept = None if key is None else own["_kept_calls"].get(key)
         if (
             kept is None
@@ -320,6 +338,8 @@ class LinearCallBase(Fp8Module):
         if not traced and isinstance(inp, Tensor) and without_memory(inp):
             region = region._replace(blank=True)
         tensors, weights = self._promote(inp, region.recipe, traced)
+        if self.sequence_parallel:
+            region = region._replace(joins=self._rows_join(inp))
         if region.state.calibrating and region.recipe is None and not region.blank:
             record_amaxes(self, region.state, tensors)
         call = self._prepare(tensors, region, is_first_microbatch, weights, returns)
@@ -370,7 +390,8 @@ class LinearCallBase(Fp8Module):
         kind, norm = type(self).__name__, self._norm_tensors()
         quantization = () if recipe is None else self._quantizations(recipe, traced)
         usable = quantized.usable_parts(kind, parts, recipe, quantization)
-        given = (quantized.usable_input(inp, quantization, norm is not None), norm, usable)
+        in_between = norm is not None or self._reads_together()
+        given = (quantized.usable_input(inp, quantization, in_between), norm, usable)
         tensors = promoted(kind, self._sizes()[0][0], given, quantization, self._input_name)
         if not traced:
             tensors = tensors._replace(given=CallTensors(*given, tensors.output_dtype).flat())
@@ -408,13 +429,17 @@ class LinearCallBase(Fp8Module):
             if flags[i].weight & _core.VALUE_GRADIENT:
                 goes = LinearFlags(weight=self._wgrad_flags(weight, is_first_microbatch))
                 flags[i] = flags[i].joined(goes)
-        bound = None
+        bound, measured = None, False
         if recipe is not None:
             bound = self._bind_state(tensors, region, is_first_microbatch)
             flags = [f.joined(g) for f, g in zip(flags, bound.flags, strict=True)]
+            measured = any([f.node & _MEASURE for f in bound.flags])
             flags, caches = quantized.given_forms(tensors, recipe, flags, bound.caches, behind)
             if returns:
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
+        together = self._together(region, measured)
+        if returns and recipe is not None:
+            _refuse_returned(type(self).__name__, returns, together)
         if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
             may = on_cuda(inp.device) and allows_tf32()
             tf32 = LinearFlags(_core.LINEAR_ALLOW_TF32 if may else 0)
@@ -432,16 +457,18 @@ class LinearCallBase(Fp8Module):
         identity = None if recipe is None else custom_quantizers.identity_of(recipe)
         recompute = self.checkpoint and behind[-1]
         device = torch.device("meta") if region.blank else inp.device  # else it would be prepared
-        key = (device, identity, recompute, norm, tuple(flags), *dtypes)
+        key = (device, identity, recompute, norm, together, tuple(flags), *dtypes)
         casts = (HIGH_PRECISION,) * len(parts) if bound is None else bound.quantization
         plans = self._plans_for(key, casts, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
         observer = None if region.traced else self._observer
-        functions = {
-            **custom_quantizers.functions_of(recipe, weights, parts),
-            **(self._stages or {}),
-        }
+        functions = custom_quantizers.functions_of(recipe, weights, parts)
+        if together is not ALONE:
+            call.group = self.tp_group
+            if not region.traced:
+                functions |= collectives.functions_of_call(plans, call.group)
+        functions |= self._stages or {}
         if functions or observer is not None:
             call.staged = Staged(functions, observer)
         split = self._split_tensors()
@@ -575,7 +602,7 @@ class LinearCallBase(Fp8Module):
 
     def _make_plans(self, key: tuple, quantization: tuple[Quantization, ...]) -> CallPlans:
         """Plans for a kind of call; see `_prepare` for the key."""
-        device, _, recompute, norm_flags, flags, *dtypes = key
+        device, _, recompute, norm_flags, together, flags, *dtypes = key
         labels = ["inp", "output", "layer_norm_weight"]
         for prefix in self.LINEARS:
             labels += [f"{prefix}weight", f"{prefix}bias", f"{prefix}main_grad"]
@@ -586,12 +613,26 @@ class LinearCallBase(Fp8Module):
             dtypes = (inp if i == 0 else out, weight, bias, out, grad)
             found = custom_quantizers.in_dtype(quantization[i], out)
             external = self._external[i] | custom_quantizers.stages_of(found)
+            external |= together.reduced(i, len(self.LINEARS), found)
             how = (found, flags[i], external, self._halves[i])
             parts.append(LinearSpec(*sizes, *dtypes, *how))
         norm = None if self.NORM is None else Norm(self.NORM, norm_dtype, self.eps, *norm_flags)
         prepare_device(device)
-        spec = CallSpec(tuple(parts), norm, self.activation_spec, recompute, self.LINEARS)
+        wide = getattr(self, "return_layernorm_output_gathered", False)
+        of_call = tuple(parts), norm, self.activation_spec, recompute, self.LINEARS
+        spec = CallSpec(*of_call, *together, returns_gathered=wide)
         return keep(self._plans, key, call_plans(spec))
+
+
+def _refuse_returned(kind: str, returns: LinearFlags, together: Together) -> None:
+    """NotImplementedError for a quantized result of a collective."""
+    refused = returns.output > 0 and together.behind is not None
+    if refused or (returns.input > 0 and together.before is not None):
+        name, what = ("fp8_output", "a sum") if refused else ("fp8_grad", "the gradient of a sum")
+        raise NotImplementedError(
+            f"{kind}: {name}=True: {what} over {together.ranks} ranks is made in high precision: "
+            "leave it out"
+        )
 
 
 @Outside

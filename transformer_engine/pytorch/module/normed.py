@@ -18,15 +18,23 @@ class NormedModule(LinearBase):
     """Base of modules that begin with a norm of their own."""
 
     def _set_norm(
-        self, normalization: str, eps: float, zero_centered_gamma: bool, return_output: bool
+        self,
+        normalization: str,
+        eps: float,
+        zero_centered_gamma: bool,
+        returned: tuple[bool, bool],
     ) -> None:
-        """Check and keep the settings."""
+        """Check and keep the settings.
+
+        `returned`: return_layernorm_output and return_layernorm_output_gathered.
+        """
         one_of(type(self).__name__, NORMS, normalization=normalization)
         self.normalization = normalization
         self.NORM = NORMS[normalization]
         self.eps = checked_eps(type(self).__name__, eps)
         self.zero_centered_gamma = bool(zero_centered_gamma)
-        self.return_layernorm_output = bool(return_output)
+        self.return_layernorm_output = bool(returned[0])
+        self.return_layernorm_output_gathered = all(returned)
 
     def _make_norm(self, features: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make the parameters, without values."""
@@ -35,8 +43,8 @@ class NormedModule(LinearBase):
         self.register_parameter("layer_norm_bias", None)
         if self.NORM == _core.NORM_LAYERNORM:
             self.layer_norm_bias = Parameter(torch.empty_like(weight))
-            self.layer_norm_bias.sequence_parallel = False
-        self.layer_norm_weight.sequence_parallel = False
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def reset_layer_norm_parameters(self) -> None:
         """Give gamma 1 (0 where it is zero-centred) and beta 0."""

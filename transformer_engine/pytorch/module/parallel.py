@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and context parallelism of one rank: its arguments, and what they leave on a module.
+"""Tensor and context parallelism: their arguments, and what modules of several ranks do together.
 
-Programs written for many ranks pass their groups, modes and overlap settings on one rank too. There
-nothing is split and nothing is sent, so all of it is accepted; more ranks are not there yet.
+With tensor parallelism a rank has some rows of a weight ("column": some outputs) or some columns of
+it ("row": some inputs). Its input is gathered, or its gradient summed; its output is a term of a
+sum. These collectives are nodes of the graph of a call (`common.graphs.Collective`).
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+from transformer_engine import _core
+from transformer_engine.common.graphs import Collective
+from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
 
 _MODES = (None, "column", "row")
 _REDUCTIONS = (None, "multimem_all_reduce", "two_shot", "one_shot", "nccl")
 _EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _GROUPS = getattr(torch.distributed, "ProcessGroup", ())  # of a torch built without: none
+
+
+_REDUCED = ("reduce_amax_input", "reduce_amax_grad_output")
+"""Stages of what is gathered before a linear layer, and behind it in the backward."""
+_TILE = 128
+"""Rows of a rank are a multiple of it where forms of tiles are gathered."""
+
+
+def _expect_group(module: str, argument: str, group: Any) -> None:
+    """TypeError for what is no process group; `module` and `argument` are names for the message."""
+    if group is not None and not isinstance(group, _GROUPS):
+        raise TypeError(
+            f"{module}: {argument}={group!r}: expected a torch.distributed.ProcessGroup, as "
+            "torch.distributed.new_group returns it, or None"
+        )
 
 
 def _check_group(module: str, argument: str, group: Any) -> None:
@@ -25,19 +45,38 @@ def _check_group(module: str, argument: str, group: Any) -> None:
     spread over it. `module` and `argument` are names for the message; None is no parallelism.
     """
     for each in group if isinstance(group, list | tuple) else (group,):
-        if each is None:
-            continue
-        if not isinstance(each, _GROUPS):
-            raise TypeError(
-                f"{module}: {argument}={group!r}: expected a torch.distributed.ProcessGroup, as "
-                "torch.distributed.new_group returns it, or None"
-            )
-        size = each.size()
-        if size > 1:
+        _expect_group(module, argument, each)
+        if each is not None and each.size() > 1:
             raise NotImplementedError(
-                f"{module}: {argument} of {size} ranks is not there yet: give a group of one rank "
-                "or None, and spread the batch over the ranks instead (DDP, FSDP)"
+                f"{module}: {argument} of {each.size()} ranks is not there yet: give a group of "
+                "one rank or None, and spread the batch over the ranks instead (DDP, FSDP)"
             )
+
+
+class Together(NamedTuple):
+    """What the ranks of a call do together."""
+
+    before: Collective | None = None  # before the first linear layer
+    behind: Collective | None = None  # behind the last one
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return max([1, *[each.ranks for each in self if each is not None]])
+
+    def reduced(self, part: int, parts: int, casts: Quantization) -> frozenset[int]:
+        """Stages of a part that reduce amaxes, numbers of ``_core.LINEAR_STAGES``.
+
+        Where forms are gathered of a tensor that ranks measure; `casts` are those of the part.
+        """
+        of_input = part == 0 and self.before is not None and self.before.forms
+        of_grad = part == parts - 1 and self.behind is not None and self.behind.forms
+        found = [name for name, on in zip(_REDUCED, (of_input, of_grad), strict=True) if on]
+        measured = casts.input.recipe == _core.RECIPE_CURRENT
+        return frozenset(map(_core.LINEAR_STAGES.index, found if measured else ()))
+
+
+ALONE = Together()
 
 
 class TensorParallel:
@@ -46,8 +85,9 @@ class TensorParallel:
     tp_group: Any = None  # as given; copies and pickles have none
     tp_size = 1
     parallel_mode: str | None = None
-    """"column": the outputs would be split over the ranks, "row": the inputs."""
-    sequence_parallel = False  # one rank has the whole sequence
+    """"column": the outputs are split over the ranks, "row": the inputs."""
+    sequence_parallel = False
+    """Ranks have rows of their own outside of the linear layers, a part of the sequence each."""
     ub_name: str | None = None  # as given
 
     _OF_THE_PROCESS: tuple[str, ...] = ("tp_group",)
@@ -58,23 +98,24 @@ class TensorParallel:
         tp_group: Any,
         tp_size: int,
         parallel_mode: str | None = None,
+        *,
+        sequence_parallel: bool = False,
         ub_name: str | None = None,
         symmetric_ar_type: str | None = None,
     ) -> None:
         """Check and keep the arguments of the constructor.
 
         TypeError or ValueError for no group, no mode, no kind of reduction or no number of ranks,
-        NotImplementedError for more than one rank.
+        or another one than the group has; NotImplementedError for a kind of reduction that is not
+        there.
         """
         kind = type(self).__name__
-        _check_group(kind, "tp_group", tp_group)
+        _expect_group(kind, "tp_group", tp_group)
         if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
             raise ValueError(f"{kind}: tp_size={tp_size!r}, expected a positive int")
-        if tp_size > 1:
-            raise NotImplementedError(
-                f"{kind}: tp_size={tp_size} is not there yet: give 1, and spread the batch over "
-                "the ranks instead (DDP, FSDP)"
-            )
+        ranks = tp_size if tp_group is None else tp_group.size()
+        if tp_size not in (1, ranks):
+            raise ValueError(f"{kind}: tp_size={tp_size}, and a tp_group of {ranks} ranks")
         if parallel_mode not in _MODES:
             raise ValueError(
                 f"{kind}: parallel_mode={parallel_mode!r}, expected None, 'column' or 'row'"
@@ -84,19 +125,81 @@ class TensorParallel:
             raise ValueError(
                 f"{kind}: symmetric_ar_type={symmetric_ar_type!r}, expected one of {names}"
             )
-        self.tp_group = tp_group
+        if ranks > 1 and symmetric_ar_type not in (None, "nccl"):
+            raise NotImplementedError(
+                f"{kind}: symmetric_ar_type={symmetric_ar_type!r} over {ranks} ranks is not there "
+                "yet: leave it out, or give 'nccl'"
+            )
+        self.tp_group, self.tp_size = tp_group, ranks
         self.parallel_mode = parallel_mode
+        self.sequence_parallel = ranks > 1 and bool(sequence_parallel)
         self.ub_name = ub_name
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank, or None, for this module and the modules inside.
+        """Take the ranks that this module, and the modules inside, are split over; None: none yet.
 
-        TypeError for no process group, NotImplementedError for one of more ranks.
+        TypeError for no process group, ValueError for one of another size than the modules were
+        made for.
         """
-        _check_group(type(self).__name__, "tp_group", tp_group)
-        for module in self.modules():
-            if isinstance(module, TensorParallel):
-                module.tp_group = tp_group
+        _expect_group(type(self).__name__, "tp_group", tp_group)
+        modules = [module for module in self.modules() if isinstance(module, TensorParallel)]
+        for module in modules:
+            if tp_group is not None and tp_group.size() != module.tp_size:
+                raise ValueError(
+                    f"{type(module).__name__}: tp_group has {tp_group.size()} ranks, the module "
+                    f"was made for {module.tp_size}: make it with tp_size={tp_group.size()}"
+                )
+        for module in modules:
+            module.tp_group = tp_group
+
+    def _share(self, size: int, what: str) -> int:
+        """This rank's part of a size; ValueError where the ranks do not divide it."""
+        if size % self.tp_size:
+            raise ValueError(
+                f"{type(self).__name__}: {what}={size} is no multiple of tp_size={self.tp_size}"
+            )
+        return size // self.tp_size
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    @property
+    def _is_split(self) -> tuple[bool, bool]:
+        """Whether ranks read one input, with other outputs each; whether outputs are terms."""
+        return self.parallel_mode == "column", self.parallel_mode == "row"
+
+    def _reads_together(self) -> bool:
+        """Return whether there is a collective before the first layer."""
+        return self.tp_size > 1 and self._is_split[0]
+
+    def _rows_join(self, inp: Any) -> bool:
+        """Return whether the rows of a rank are whole tiles, so that forms of tiles are joined."""
+        rows = torch.Size(inp.shape[:-1]).numel()
+        return (rows if self._is_split[0] else rows // self.tp_size) % _TILE == 0
+
+    def _together(self, region: Any, measured: bool) -> Together:
+        """What ranks do together in a call; RuntimeError where there is no group yet.
+
+        `region` is that of the call; `measured`: delayed scaling casts by what each rank measures.
+        """
+        takes, gives = self._is_split
+        if self.tp_size == 1 or not (takes or gives):
+            return ALONE
+        if self.tp_group is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: tp_size={self.tp_size}, and no tp_group: call "
+                "set_tensor_parallel_group before the forward"
+            )
+        sequence, ranks = self.sequence_parallel, self.tp_size
+        forms = sequence and not measured and _join(region, self.tp_group)
+        before = behind = None
+        if takes:
+            kind = _core.COLLECTIVE_GATHER if sequence else _core.COLLECTIVE_COPY
+            wide = getattr(self, "return_layernorm_output_gathered", False)
+            before = Collective(kind, ranks, forms and not wide, (0, 1))
+        if gives:
+            kind = _core.COLLECTIVE_REDUCE_SCATTER if sequence else _core.COLLECTIVE_ALL_REDUCE
+            behind = Collective(kind, ranks, forms, (1,))
+        return Together(before, behind)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without what belongs to this process."""
@@ -104,6 +207,29 @@ class TensorParallel:
         for name in self._OF_THE_PROCESS:
             state.pop(name, None)
         return state
+
+
+def _join(region: Any, group: Any) -> bool:
+    """Return whether what ranks cast by the recipe in force can be put together.
+
+    Those of a recipe with one scale for a tensor have it in common: measured ones are reduced
+    first, those of delayed scaling at its updates.
+    """
+    recipe = region.recipe
+    if recipe is None or recipe.custom():
+        return False
+    if recipe.delayed():
+        return recipe.reduce_amax and _has_all(region.state.group, group)
+    if recipe.float8_current_scaling():
+        return True
+    return region.joins and (recipe.float8_block_scaling() or recipe.mxfp8())
+
+
+@functools.lru_cache(maxsize=64)
+def _has_all(outer: Any, inner: Any) -> bool:
+    """Return whether a group, None: all ranks, has all ranks of another one."""
+    ranks_of = torch.distributed.get_process_group_ranks
+    return outer is None or {*ranks_of(inner)} <= {*ranks_of(outer)}
 
 
 class ContextParallel(TensorParallel):
@@ -146,18 +272,21 @@ class ContextParallel(TensorParallel):
                 )
 
 
-def mark_linear(weights: list[Parameter], biases: list[Parameter], mode: str | None) -> None:
-    """Say on the parameters of a linear layer how tensor parallelism would split them.
+def mark_linear(
+    weights: list[Parameter], biases: list[Parameter], mode: str | None, sequence: bool
+) -> None:
+    """Say on the parameters of a linear layer how tensor parallelism splits them.
 
     Frameworks that reduce gradients, clip them or reshape checkpoints read these attributes, on one
     rank too: ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and, of what each
-    rank has whole, ``sequence_parallel``.
+    rank has whole, ``sequence_parallel``: its gradient is of the rows of a rank, to be summed over
+    the ranks by the program, where it is true (`sequence`).
     """
     for weight in weights:
         _mark(weight, 1 if mode == "row" else 0)
     for bias in biases:
         if mode == "row":
-            bias.sequence_parallel = False
+            bias.sequence_parallel = sequence
         elif mode == "column":
             _mark(bias, 0)
 

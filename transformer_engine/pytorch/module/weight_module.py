@@ -51,12 +51,20 @@ class WeightModule(TensorParallel, LinearBase):
         """Check and keep the arguments about the parameters, after `_begin`."""
         kind = type(self).__name__
         positive_sizes(kind, in_features=in_features, out_features=out_features)
+        self._split = Split.of(kind, parameters_split, out_features)
+        if self.parallel_mode == "column":
+            out_features = self._share(out_features, "out_features")
+            if self._split is not None:
+                parts = self._split.pieces
+                sizes = [self._share(rows, f"parameters_split: {name}") for name, rows in parts]
+                self._split = Split(tuple((n, rows) for (n, _), rows in zip(parts, sizes)))
+        elif self.parallel_mode == "row":
+            in_features = self._share(in_features, "in_features")
         functions(kind, init_method=init_method, get_rng_state_tracker=rng[0])
         self.in_features = in_features
         self.out_features = out_features
         self._init_method = init_method
         self._rng = rng
-        self._split = Split.of(kind, parameters_split, out_features)
         if self._split is not None and self.fuse_wgrad_accumulation:
             raise ValueError(
                 f"{kind}: fuse_wgrad_accumulation and parameters_split: the split weights have no "
@@ -75,7 +83,7 @@ class WeightModule(TensorParallel, LinearBase):
             self._pack()
             self.reset_parameters()
         biases = self._tensors("bias") if self.use_bias else ()
-        mark_linear(self._tensors("weight"), biases, self.parallel_mode)
+        mark_linear(self._tensors("weight"), biases, self.parallel_mode, self.sequence_parallel)
 
     def _pack(self) -> None:
         """Lay split weights one after the other, so that a call reads them as one.

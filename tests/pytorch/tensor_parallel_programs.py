@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.torchside import collectives
+
+RECIPES = {
+    "none": None,
+    "delayed": recipes.DelayedScaling(amax_history_len=4),
+    "unshared": recipes.DelayedScaling(amax_history_len=4, reduce_amax=False),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+}
+HIDDEN, FFN, HEADS = 128, 256, 8
+_ROW = ("proj.", "fc2_")
+"""Names of what is split by inputs."""
+
+
+def make(kind, ranks=1, group=None, **options):
+    """A module of a kind; of one rank or of several."""
+    parallel = {"tp_size": ranks, "tp_group": group, "params_dtype": options.pop("dtype")}
+    sequence = options.pop("sequence", False)
+    parallel["sequence_parallel"] = sequence
+    split = {"set_parallel_mode": True}
+    if kind in ("column", "row"):
+        return te.Linear(HIDDEN, FFN, parallel_mode=kind, **parallel, **options)
+    if kind == "ln_column":
+        return te.LayerNormLinear(HIDDEN, FFN, parallel_mode="column", **parallel, **options)
+    if kind == "mlp":
+        return te.LayerNormMLP(HIDDEN, FFN, **split, **parallel, **options)
+    if kind == "attention":
+        given = {"attention_dropout": 0.0, **split, **parallel, **options}
+        return te.MultiheadAttention(HIDDEN, HEADS, **given)
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return te.TransformerLayer(HIDDEN, FFN, HEADS, **rates, **split, **parallel, **options)
+
+
+def part_of(kind, name, parameter, whole, ranks, rank):
+    """A rank's part of a parameter of the whole module."""
+    if parameter.shape == whole.shape:
+        return whole
+    row = kind == "row" or any(text in name for text in _ROW)
+    dim = 1 if row else 0
+    halves = 2 if "fc1_" in name and whole.shape[0] == 2 * FFN else 1
+    parts = [half.chunk(ranks, dim)[rank] for half in whole.chunk(halves, dim)]
+    return torch.cat(parts, dim)
+
+
+def take_part(module, kind, state, ranks, rank):
+    """Give a module of a rank its part of the values of the whole one."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(part_of(kind, name, parameter, state[name], ranks, rank))
+
+
+@contextlib.contextmanager
+def _noted(sent):
+    """Note the dtypes of what is gathered, and how many bytes a rank sends."""
+    plain = collectives.gather_rows
+
+    def gather_rows(inp, *args):
+        sent.append((inp.dtype, inp.nbytes))
+        return plain(inp, *args)
+
+    collectives.gather_rows = gather_rows
+    try:
+        yield
+    finally:
+        collectives.gather_rows = plain
+
+
+def run(module, recipe, x, grads, microbatches=False, shares=1.0):
+    """Steps of a module: of the last one output, gradient of the input and of the parameters.
+
+    `shares`: of the loss of what else it returns.
+    """
+    for step, grad in enumerate(grads):
+        module.zero_grad()
+        inp = x.detach().clone().requires_grad_()
+        autocast = te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe])
+        with autocast:
+            first = {"is_first_microbatch": step == 0} if microbatches else {}
+            out = module(inp, **first)
+        others = out[1:] if isinstance(out, tuple) else ()
+        out = out[0] if isinstance(out, tuple) else out
+        loss = (out * grad).sum()
+        for other in others:
+            loss = loss + shares * other.square().sum()
+        loss.backward()
+        if getattr(module, "delay_wgrad_compute", False):
+            module.backward_dw()
+    found = {name: p.grad for name, p in module.named_parameters()}
+    return {"output": out.detach(), "grad_input": inp.grad, **found} | {
+        f"other_{i}": other.detach() for i, other in enumerate(others)
+    }
+
+
+def of_rank(tensor, way, ranks, rank):
+    """A rank's part of an input, or of a gradient of the output: "rows", "columns" or "all"."""
+    if way == "all":
+        return tensor
+    return tensor.chunk(ranks, 0 if way == "rows" else -1)[rank].contiguous()
+
+
+def step(device, kind, recipe, options, problem, how):
+    """Steps of this rank's part; what it found, and what it sent in gathers."""
+    options, state, x, grads, ways = {**options}, *problem
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    microbatches, later, compiled = how
+    with torch.device(device):
+        module = make(kind, ranks, None if later else dist.group.WORLD, **options)
+    take_part(module, kind, state, ranks, rank)
+    if later:
+        module.set_tensor_parallel_group(dist.group.WORLD)
+    x = of_rank(x, ways[0], ranks, rank).to(device)
+    grads = [of_rank(grad, ways[1], ranks, rank).to(device) for grad in grads]
+    sent = []
+    called = torch.compile(module, backend="aot_eager") if compiled else module
+    with _noted(sent):
+        # What all ranks have counts once in the sums over them.
+        gathered = getattr(module, "return_layernorm_output_gathered", False)
+        whole = options.get("sequence") and (gathered or getattr(module, "return_bias", False))
+        found = run(called, recipe, x, grads, microbatches, 1.0 / ranks if whole else 1.0)
+    if compiled:
+        found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    return {name: value.cpu() for name, value in found.items()}, sent
+
+
+def marks(device, kind, options):
+    """Attributes of parameters that frameworks read, and their shapes."""
+    ranks = dist.get_world_size()
+    with torch.device(device):
+        module = make(kind, ranks, dist.group.WORLD, **options)
+    names = "tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel"
+    return {
+        name: (tuple(p.shape), [getattr(p, each, None) for each in names])
+        for name, p in module.named_parameters()
+    }
+
+
+def refusals(device):
+    """Errors by what has raised them."""
+    ranks, found = dist.get_world_size(), {}
+
+    def note(name, function):
+        try:
+            function()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    world, x = dist.group.WORLD, torch.ones(ranks * 16, HIDDEN, device=device)
+    common = {"dtype": torch.float32}
+    with torch.device(device):
+        late = make("column", ranks, None, **common)
+        note("no group", lambda: late(x))
+        note("no size", lambda: te.Linear(8, ranks * 8 + 1, tp_group=world, parallel_mode="column"))
+        sizes = {"b": ranks + 1, "a": ranks - 1}  # together a multiple
+        split = {"parameters_split": sizes, "parallel_mode": "column", "tp_group": world}
+        note("split", lambda: te.Linear(8, 2 * ranks, **split))
+        note("another size", lambda: te.Linear(8, 8, tp_group=world, tp_size=ranks + 1))
+        one = te.Linear(8, 8)
+        note("made for one", lambda: one.set_tensor_parallel_group(world))
+        note("no mode", lambda: te.MultiheadAttention(64, 8, tp_group=world))
+        bshd = {"set_parallel_mode": True, "sequence_parallel": True, "qkv_format": "bshd"}
+        note("batch first", lambda: te.MultiheadAttention(64, 8, tp_group=world, **bshd))
+        heads = {"set_parallel_mode": True, "num_gqa_groups": 1}
+        note("groups", lambda: te.MultiheadAttention(64, 8, tp_group=world, **heads))
+        row = make("row", ranks, world, sequence=True, **common)
+        note("rows", lambda: row(torch.ones(ranks * 16 + 1, HIDDEN // ranks)))
+        quantized = make("row", ranks, world, **common)
+        part = torch.ones(16, HIDDEN // ranks)
+        with te.autocast(recipe=RECIPES["current"]):
+            note("fp8_output", lambda: quantized(part, fp8_output=True))
+            column = make("column", ranks, world, **common)
+            note("fp8_grad", lambda: column(x.requires_grad_(), fp8_grad=True))
+    return found

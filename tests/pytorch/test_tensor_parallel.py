@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that are split over ranks: together they are the module of one rank."""
+
+import re
+
+import pytest
+import torch
+from comparators import assert_nmse
+from pytorch import tensor_parallel_programs as programs
+from pytorch.ranks import FOUR_TOO
+from thinning import in_turns, pairs
+from tols import BF16, E5M2, F32, tol
+
+STEPS = 3
+KINDS = {  # ways of input and output: without and with sequence parallelism
+    "column": (("all", "columns"), ("rows", "columns")),
+    "row": (("columns", "all"), ("columns", "rows")),
+    "ln_column": (("all", "columns"), ("rows", "columns")),
+    "mlp": (("all", "all"), ("rows", "rows")),
+    "attention": (("all", "all"), ("rows", "rows")),
+    "layer": (("all", "all"), ("rows", "rows")),
+}
+SUMMED = {"column": ("grad_input",), "row": ("output",)}
+"""Of linear layers what is a sum over ranks; all else has the same bits."""
+EXACT = ("none", "delayed", "block", "mxfp8")
+"""Recipes under which a rank's cast of a part is a part of the cast of all."""
+FORMS = {"delayed": torch.uint8, "current": torch.uint8, "block": torch.uint8, "mxfp8": torch.uint8}
+
+
+def problem_of(kind, ways, rows, options):
+    """Parameters of the whole module, its input and gradients of its output."""
+    module = programs.make(kind, **options)
+    state = {name: p.detach() for name, p in module.named_parameters()}
+    for name, value in state.items():
+        if value.dim() == 1 and "norm" not in name:
+            value.normal_()
+    columns = programs.HIDDEN
+    lead = (rows // 4, 4) if kind in ("attention", "layer") else (rows,)
+    x = torch.randn(*lead, columns)
+    outputs = programs.FFN if kind in ("column", "row", "ln_column") else columns
+    grads = [torch.randn(*lead, outputs) for _ in range(STEPS)]
+    return module, (state, x, grads, ways)
+
+
+def joined(kind, ways, sequence, name, parts, whole):
+    """A tensor of all ranks."""
+    if name in ("output", "grad_input"):
+        way = ways[name == "output"]
+        if way == "all":
+            return parts[0]
+        return torch.cat(parts, 0 if way == "rows" else -1)
+    if name.startswith("other_"):
+        return torch.cat(parts) if parts[0].shape != whole.shape else parts[0]
+    if parts[0].shape == whole.shape:  # norms of heads see those of a rank
+        return sum(parts) if sequence or "q_norm" in name or "k_norm" in name else parts[0]
+    dim = 1 if kind == "row" or any(text in name for text in ("proj.", "fc2_")) else 0
+    if "fc1_" in name and whole.shape[0] == 2 * programs.FFN:
+        halves = zip(*(part.chunk(2) for part in parts), strict=True)
+        return torch.cat([torch.cat(half) for half in halves])
+    return torch.cat(parts, dim)
+
+
+def columns_of_ranks(options, ranks):
+    """Outputs of a split weight in the order of the ranks; None: they are in order."""
+    if "parameters_split" not in options:
+        return None
+    pieces = torch.arange(programs.FFN).split([*options["parameters_split"].values()])
+    return torch.cat([piece.chunk(ranks)[rank] for rank in range(ranks) for piece in pieces])
+
+
+def check(ranks, kind, recipe, sequence, options, rows, how=(False, False, False)):
+    """Assert that the parts are the whole; returns what rank 0 sent in gathers."""
+    options = {"dtype": torch.float32, "device": "cpu", **options}
+    ways = KINDS[kind][sequence]
+    module, problem = problem_of(kind, ways, rows, options)
+    options.pop("device")
+    order = columns_of_ranks(options, ranks.size)
+    state, x, grads, ways = problem
+    given = (state, x, [grad if order is None else grad[..., order] for grad in grads], ways)
+    parts = ranks.run(programs.step, kind, recipe, {**options, "sequence": sequence}, given, how)
+    whole = programs.run(module, recipe, x, grads, how[0])
+    if order is not None:
+        whole["output"] = whole["output"][..., order]
+    summed = SUMMED.get(kind)
+    bound = 4 * tol("layer", F32, 4 * max(rows, programs.FFN))
+    if recipe != "none":  # a sum in another order may be rounded to the code beside
+        bound += 8 * tol("round", E5M2)
+    if recipe in ("current", "nvfp4", "unshared"):  # a rank has an amax of its own
+        bound += 8 * tol("round", E5M2) + (0.05 if recipe == "nvfp4" else 0.0)
+    for name, theirs in whole.items():
+        mine = joined(kind, ways, sequence, name, [found[name] for found, _ in parts], theirs)
+        if "key_bias" in name:  # it is 0: a softmax does not see what all keys have in common
+            continue
+        by_sum = "bias" in name and (sequence or kind == "row")  # in another order
+        by_sum = by_sum or (sequence and "norm" in name)
+        exact = summed is not None and recipe in EXACT and ranks.device == "cpu" and not by_sum
+        if exact and name not in summed:
+            assert torch.equal(mine, theirs), name
+        else:
+            assert_nmse(mine, theirs, bound, name)
+    return parts[0][1]
+
+
+@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+@pairs(kind=list(KINDS), recipe=list(programs.RECIPES), sequence=[False, True], rows=[512, 288])
+def test_parts_are_the_whole(ranks, kind, recipe, sequence, rows):
+    """288 rows are no tiles of each rank: values are gathered where tiles do not join."""
+    sent = check(ranks, kind, recipe, sequence, {}, rows)
+    if ranks.size == 1:
+        return
+    assert bool(sent) == sequence
+    if sequence and recipe in FORMS and (rows == 512 or recipe in ("delayed", "current")):
+        linear = [dtype for dtype, _ in sent]
+        assert torch.float32 not in linear and FORMS[recipe] in linear
+
+
+CASES = [
+    ("column", {"bias": False}), ("column", {"parameters_split": {"a": 192, "b": 64}}),
+    ("column", {"delay_wgrad_compute": True}), ("column", {"return_bias": True}),
+    ("row", {"delay_wgrad_compute": True}), ("row", {"return_bias": True}),
+    ("ln_column", {"normalization": "RMSNorm", "return_layernorm_output": True}),
+    ("ln_column", {"return_layernorm_output": True, "return_layernorm_output_gathered": True}),
+    ("ln_column", {"delay_wgrad_compute": True, "zero_centered_gamma": True}),
+    ("mlp", {"activation": "swiglu", "normalization": "RMSNorm"}), ("mlp", {"checkpoint": True}),
+    ("mlp", {"return_layernorm_output": True, "return_layernorm_output_gathered": True}),
+    ("mlp", {"delay_wgrad_compute": True, "bias": False}),
+    ("attention", {"fuse_qkv_params": True, "num_gqa_groups": 4, "input_layernorm": True}),
+    ("attention", {"qk_norm_type": "RMSNorm", "bias": False}),
+    ("layer", {"fuse_qkv_params": True, "activation": "swiglu", "num_gqa_groups": 4}),
+    ("layer", {"apply_residual_connection_post_layernorm": True}),
+    ("layer", {"parallel_attention_mlp": True}), ("layer", {"output_layernorm": True}),
+]  # fmt: skip
+HOW = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+"""Weights are cast once a step, the group is given later, compiled."""
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("case", "recipe", "how"), [*in_turns(CASES, ["none", "delayed", "current", "block"], HOW)]
+)
+def test_options(ranks, case, recipe, sequence, how):
+    check(ranks, case[0], recipe, sequence, case[1], 512, how)
+
+
+def test_bf16(ranks):
+    """Outputs and gradients travel in the dtype of activations, and are rounded as they are."""
+    options = {"dtype": torch.bfloat16}
+    for sequence in (False, True):
+        module, problem = problem_of("mlp", KINDS["mlp"][sequence], 512, options)
+        state, x, grads, ways = problem
+        x, grads = x.bfloat16(), [grad.bfloat16() for grad in grads]
+        given = (state, x, grads, ways)
+        parts = ranks.run(
+            programs.step, "mlp", "delayed", {**options, "sequence": sequence}, given, HOW[0]
+        )
+        whole = programs.run(module, "delayed", x, grads)
+        for name in ("output", "grad_input", "fc1_weight", "fc2_weight"):
+            found = [part[name] for part, _ in parts]
+            mine = joined("mlp", KINDS["mlp"][sequence], sequence, name, found, whole[name])
+            assert mine.dtype == torch.bfloat16
+            assert_nmse(mine, whole[name], 8 * tol("round", E5M2) + tol("layer", BF16, 1024), name)
+
+
+def test_marks(ranks):
+    """What frameworks read on parameters; a rank's shapes."""
+    n = ranks.size
+    common = {"dtype": torch.float32, "sequence": True}
+    split = {"parameters_split": {"a": 192, "b": 64}, **common}
+    hidden, ffn = programs.HIDDEN, programs.FFN
+    for found in ranks.run(programs.marks, "column", split):
+        for name, rows in split["parameters_split"].items():
+            assert found[f"{name}_weight"] == ((rows // n, hidden), [True, 0, 1, None])
+            assert found[f"{name}_bias"] == ((rows // n,), [True, 0, 1, None])
+    for found in ranks.run(programs.marks, "row", common):
+        assert found["weight"] == ((ffn, hidden // n), [True, 1, 1, None])
+        assert found["bias"] == ((ffn,), [None, None, None, n > 1])
+    for found in ranks.run(programs.marks, "mlp", {**common, "activation": "swiglu"}):
+        assert found["fc1_weight"] == ((2 * ffn // n, hidden), [True, 0, 1, None])
+        assert found["fc2_weight"] == ((hidden, ffn // n), [True, 1, 1, None])
+        assert found["fc2_bias"] == ((hidden,), [None, None, None, n > 1])
+        assert found["layer_norm_weight"] == ((hidden,), [None, None, None, n > 1])
+
+
+REFUSED = {
+    "no group": "RuntimeError: Linear: tp_size={n}, and no tp_group: call set_tensor_parallel_gr",
+    "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
+    "split": "ValueError: Linear: parameters_split: b=.* is no multiple of tp_size={n}",
+    "another size": "ValueError: Linear: tp_size=.*, and a tp_group of {n} ranks",
+    "made for one": "ValueError: Linear: tp_group has {n} ranks, the module was made for 1",
+    "no mode": "ValueError: MultiheadAttention: tp_size={n} with set_parallel_mode=False",
+    "batch first": "ValueError: MultiheadAttention: sequence_parallel=True with qkv_format='bshd'",
+    "groups": "ValueError: DotProductAttention: num_gqa_groups=1 is no multiple of tp_size={n}",
+    "rows": "ValueError: ",
+    "fp8_output": "NotImplementedError: Linear: fp8_output=True: a sum over {n} ranks",
+    "fp8_grad": "NotImplementedError: Linear: fp8_grad=True: the gradient of a sum over {n} ranks",
+}
+
+
+def test_refused(ranks):
+    if ranks.size == 1:
+        pytest.skip("one rank shares nothing")
+    for found in ranks.run(programs.refusals):
+        assert found.keys() == REFUSED.keys()
+        for name, text in REFUSED.items():
+            assert re.match(text.format(n=ranks.size), found[name]), found[name]
