@@ -45,7 +45,7 @@ those of the whole."""
 
 
 def has_slices_of_the_whole(recipe, way):
-    """Whether quantized parts are those of the whole: not of rows cut up, each of which measures."""
+    """Whether quantized parts are those of the whole: not where a rank measures parts of rows."""
     return recipe != "nvfp4-rows" or "column" in way
 
 
