@@ -302,7 +302,7 @@ def first_difference(told: dict[int, str | None]) -> str:
     for rank, theirs in others:
         for what, a, b in zip(("direction", "recipe", "arena"), mine[:3], theirs[:3], strict=True):
             if a != b:
-                return f"{what} of rank {first}: {a}, of rank {rank}: {b}"
+                return f"{what} of rank {first}: {a}; of rank {rank}: {b}"
         pairs = itertools.zip_longest(mine[3], theirs[3], fillvalue="none")
         for number, (a, b) in enumerate(pairs):
             if a != b:
