@@ -31,7 +31,6 @@ def largest(tensors):
 # ---- what is reduced -----------------------------------------------------------------------------
 
 
-@four_too
 def test_one_buffer_for_all_chunks(ranks):
     """Of those that a reduction has shown to be alike; a new one goes by itself first."""
     data, one = data_of(ranks.size), [SLOTS + DIGEST]
@@ -173,7 +172,7 @@ def test_comparing_each_time_changes_nothing(ranks):
         assert_same_bits(compared, plain)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_rank_that_dies(size, tmp_path):
     group, file = Ranks("cpu", size), tmp_path / "error"
     try:

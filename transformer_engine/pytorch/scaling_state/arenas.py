@@ -102,6 +102,9 @@ class Chunk:
             self.history = torch.zeros(
                 rule.length, SLOTS_PER_CHUNK, dtype=torch.float32, device=device
             )
+            # Row 0 for eager code, as it is and as ranks reduce it: graphs get the whole history.
+            self.row = self.history[0]
+            self.bits = self.row.view(torch.int32)
         self.used = [False] * SLOTS_PER_CHUNK
         # Scales while they are copied to the host (see `scaling._stop_measuring`).
         self.arriving: tuple | None = None

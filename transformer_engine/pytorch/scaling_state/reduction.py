@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -60,14 +60,33 @@ _NUMBERS: dict[tuple[str, str], int] = {}
 compared what they reduce."""
 
 
-class Part(NamedTuple):
-    """The all-reduce of the amaxes of some chunks."""
+class Part:
+    """Chunks whose amaxes go in one buffer.
 
-    chunks: list[Chunk]
-    buffer: Tensor
-    """i32: the bits of their amaxes, which have the order of these, NaN being the largest; then the
-    digest as it is and with all bits turned."""
-    work: Any  # of the collective
+    It holds the bits of their amaxes, which as integers have the order of these, NaN being the
+    largest; then the digest as it is and with all bits turned. A reduction of ranks that agree
+    leaves the digest as it was.
+    """
+
+    def __init__(self, chunks: list[Chunk], digest: Tensor) -> None:
+        self.chunks = chunks
+        self.bits = [chunk.bits for chunk in chunks]
+        self.buffer = torch.cat([*self.bits, digest])  # i32
+        self.digest = self.buffer[-2 * _PARTS :]
+        self._amaxes = self.buffer[: -2 * _PARTS]
+        found = self._amaxes.view(torch.float32).split(SLOTS_PER_CHUNK)
+        self._pairs = [(chunk.row, part) for chunk, part in zip(chunks, found, strict=True)]
+
+    def take(self) -> None:
+        """Move the amaxes from the histories to the buffer."""
+        torch.cat(self.bits, out=self._amaxes)
+        for bits in self.bits:
+            bits.zero_()
+
+    def give(self) -> None:
+        """Put those of all ranks into the histories."""
+        for row, amaxes in self._pairs:
+            torch.maximum(row, amaxes, out=row)
 
 
 class Reduction:
@@ -75,7 +94,7 @@ class Reduction:
 
     def __init__(self, first: bool) -> None:
         self.first = first  # of this arena: the layouts are being compared
-        self.parts: list[Part] = []
+        self.started: list[tuple[Part, Any]] = []  # with the works of their collectives
 
 
 class _LaterWork:
@@ -182,6 +201,7 @@ class Peers:
         self.key = f"transformer_engine/amaxes/{arena.direction}/{number}"
         self.modules = 0  # of the layout that was posted
         self.chunks = 0  # that all ranks are known to have: they go in one buffer
+        self.parts: list[Part] = []  # for this layout
         self.digest: Tensor | None = None  # of that, as buffers carry it
         # Digests of all ranks, while they are copied to the host.
         self.arriving: tuple | None = None
@@ -202,6 +222,7 @@ class Peers:
         numbers = [int.from_bytes(full[4 * i : 4 * i + 4]) >> 1 for i in range(_PARTS)]
         both = [*numbers, *(~n for n in numbers)]
         self.digest = torch.tensor(both, dtype=torch.int32, device=arena.device)
+        self.parts = []
         if self.store is None:
             return
         self.store.set(f"{self.key}/{self.rank}", text)
@@ -216,6 +237,20 @@ class Peers:
         if self.store.compare_set(f"{self.key}/first", "", mine).decode() != mine:
             self.store.set(f"{self.key}/differ", text)
         self.store.add(f"{self.key}/count", 1)
+
+    def parts_of(self, arena: Arena, captures: bool) -> list[Part]:
+        """Chunks by buffers; of a capture in buffers of its own, which replays write to."""
+        if self.parts and not captures:
+            return self.parts
+        digest = self.digest
+        if digest is None:  # what was never reduced before a capture has no place for it
+            digest = torch.zeros(2 * _PARTS, dtype=torch.int32, device=arena.device)
+        known, new = arena.chunks[: self.chunks], arena.chunks[self.chunks :]
+        together = [known, *([chunk] for chunk in new)]
+        parts = [Part(chunks, digest) for chunks in together if chunks]
+        if not captures:
+            self.parts = parts
+        return parts
 
     def differ(self) -> bool:
         """Tell whether ranks are known to have other layouts than the first one; waits for none."""
@@ -322,18 +357,11 @@ def start(arena: Arena) -> None:
             peers.check(arena)
         peers.post(arena)
         _check_arrived(arena)
-    digest = peers.digest
-    if digest is None:  # what was never reduced before a capture has no place for it
-        digest = torch.zeros(2 * _PARTS, dtype=torch.int32, device=arena.device)
     arena.reduction = reduction = Reduction(first and not captures)
     STARTED.append(arena)
-    known, new = arena.chunks[: peers.chunks], arena.chunks[peers.chunks :]
-    for chunks in [known, *([chunk] for chunk in new)] if known else [[chunk] for chunk in new]:
-        rows = [chunk.history[0] for chunk in chunks]
-        buffer = torch.cat([*(row.view(torch.int32) for row in rows), digest])
-        reduction.parts.append(Part(chunks, buffer, peers.reduce(buffer)))
-        for row in rows:
-            row.zero_()
+    for part in peers.parts_of(arena, captures):
+        part.take()
+        reduction.started.append((part, peers.reduce(part.buffer)))
     if reduction.first and peers.differ():
         _refuse(arena, "hold different modules")
 
@@ -352,28 +380,25 @@ def finish(arena: Arena) -> Reduction | None:
     reduction = arena.reduction
     if reduction is None:
         return None
-    count = sum(len(part.chunks) for part in reduction.parts)
+    count = sum([len(part.chunks) for part, _ in reduction.started])
     grows = count > arena.peers.chunks and not is_any_captured()
     try:
         alike = not reduction.first or arena.peers.compare()
-        for part in reduction.parts if alike else ():
-            part.work.wait()
+        for part, work in reduction.started if alike else ():
+            work.wait()
             if grows:  # now: what comes next may have no counterpart
-                _check(arena, part.buffer[-2 * _PARTS :].cpu())
+                _check(arena, part.digest)
     except _Differs:
         raise
     except RuntimeError as error:
         _refuse(arena, f"did not all reduce their amaxes ({error})", error)
     if not alike:
         _refuse(arena, "hold different modules")
-    with torch.no_grad():
-        for part in reduction.parts:
-            for chunk, amaxes in zip(part.chunks, part.buffer.split(SLOTS_PER_CHUNK), strict=False):
-                row = chunk.history[0]
-                torch.maximum(row, amaxes.view(torch.float32), out=row)
-            _take_digests(arena, part.buffer)
+    for part, _ in reduction.started:
+        part.give()
+        _take_digests(arena, part)
     if grows:
-        arena.peers.chunks = count
+        arena.peers.chunks, arena.peers.parts = count, []
     return reduction
 
 
@@ -394,15 +419,14 @@ def drop_all() -> None:
     STARTED.clear()
 
 
-def _take_digests(arena: Arena, buffer: Tensor) -> None:
+def _take_digests(arena: Arena, part: Part) -> None:
     """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
-    digests = buffer[-2 * _PARTS :]
-    if not has_streams(buffer.device.type):
-        _check(arena, digests)
+    if not has_streams(arena.device.type):
+        _check(arena, part.digest)
     elif not is_capturing(arena.device):
-        buffer.record_stream(module_of(buffer.device.type).current_stream(buffer.device))
+        part.buffer.record_stream(module_of(arena.device.type).current_stream(arena.device))
         if arena.peers.arriving is None:
-            arena.peers.arriving = copy_of(digests)
+            arena.peers.arriving = copy_of(part.digest)
 
 
 def _check_arrived(arena: Arena) -> None:
@@ -414,7 +438,8 @@ def _check_arrived(arena: Arena) -> None:
 
 
 def _check(arena: Arena, digests: Tensor) -> None:
-    if not torch.equal(digests[:_PARTS], ~digests[_PARTS:]):
+    found = digests.tolist()
+    if found[:_PARTS] != [~number for number in found[_PARTS:]]:
         _refuse(arena, "reduce the amaxes of different modules, or of other directions")
 
 
