@@ -20,6 +20,7 @@ from transformer_engine.common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 
 TILE = 128
@@ -29,7 +30,14 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4-plain": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True),
+    "nvfp4-rows": NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_2d_quantization=True, row_scaled_activation=True
+    ),
 }
+MEASURED = [name for name in RECIPES if name == "current" or name.startswith("nvfp4")]
+"""Recipes that measure an amax of the tensor, which ranks have in common here."""
 WAYS = {  # collectives before and behind the layer
     "column": (_core.COLLECTIVE_COPY, None),
     "column-sp": (_core.COLLECTIVE_GATHER, None),
@@ -38,8 +46,14 @@ WAYS = {  # collectives before and behind the layer
     "alone": (None, None),
 }
 WEIGHT = _core.VALUE_PARAMETER | _core.VALUE_GRADIENT
-AMAXES = ("reduce_amax_input", "reduce_amax_grad_output")
-"""Amaxes that ranks have in common under current scaling: those of what is gathered."""
+AMAXES = ("reduce_amax_input", "reduce_amax_weight", "reduce_amax_grad_output")
+"""Modules reduce those of what is gathered, which have to be alike; here all are, so that bits are
+those of the whole."""
+
+
+def has_slices_of_the_whole(recipe, way):
+    """Whether quantized parts are those of the whole: not where a rank measures parts of rows."""
+    return recipe != "nvfp4-rows" or "column" in way
 
 
 def sizes(ranks):
@@ -55,7 +69,7 @@ def linear_graph(recipe, way, ranks, *, forms=False, halves=(), recompute=False,
     if before is not None:
         features = columns, outputs // ranks
     how = HIGH_PRECISION if RECIPES[recipe] is None else quantization_of(RECIPES[recipe])
-    external = AMAXES if recipe == "current" and way != "alone" else ()
+    external = AMAXES if recipe in MEASURED and way != "alone" else ()
     flags = LinearFlags(
         input=_core.VALUE_GRADIENT, weight=WEIGHT, bias=_core.VALUE_PARAMETER if bias else 0
     )
@@ -193,21 +207,18 @@ def assert_as_whole(parts, way, recipe, problem, ranks, exact=True):
     """Assert that parts are those of the whole.
 
     Slices where nothing is summed over ranks have the same bits; sums those of fp32 in another
-    order. Under current scaling a rank measures its slice of the weight, and of the gradient.
-    Devices whose GEMMs add in an order that depends on the size are not `exact`.
+    order. Devices whose GEMMs add in an order that depends on the size are not `exact`.
     """
     from comparators import assert_nmse
-    from tols import E5M2, F32, tol
+    from tols import F32, tol
 
     whole, found = run_whole(recipe, problem, ranks), joined(parts, way)
     bound = tol("sum", F32, max(sizes(ranks)))
-    if recipe == "current":
-        bound += 4 * tol("round", E5M2)
     if not exact and recipe != "none":
         bound += tol("sum_fast", torch.float8_e4m3fn, max(sizes(ranks)))
     summed = "grad_input" if "column" in way else "output"
     for name, mine, theirs in zip(Found._fields, found, whole, strict=True):
-        if recipe == "current" or name == summed or not exact:
+        if name == summed or not exact:
             assert_nmse(mine.cpu(), theirs, bound, name)
         else:
             assert torch.equal(mine, theirs), name

@@ -41,7 +41,8 @@ def run_stage(world, rank, name, buffers, lend):
         tensors[0].copy_(sum(world.exchange(rank, tensors[0])))
     else:
         assert "reduce_amax" in name
-        tensors[0].copy_(torch.stack(world.exchange(rank, tensors[0])).amax(0))
+        for tensor in tensors:
+            tensor.copy_(torch.stack(world.exchange(rank, tensor)).amax(0))
 
 
 def functions_of(world, rank, plan):

@@ -27,14 +27,6 @@ te_stage *te_linear_add(te_build *build, int32_t k, te_linear_stage number, te_o
     return mark_stage(build, k, number, stage);
 }
 
-void te_linear_add_external(te_build *build, int32_t k, te_linear_stage number, int32_t buffer)
-{
-    te_stage *stage;
-    if (!te_linear_is_external(build, k, number)) return;
-    stage = te_linear_add(build, k, number, TE_OP_QUANTIZE);
-    te_stage_hand(&build->plan, stage, buffer, 1);
-}
-
 int te_linear_read_by(const te_build *build, int32_t k, te_operand_role role, uint32_t gemms)
 {
     int forms = 0;
@@ -256,15 +248,14 @@ static int32_t wide_besides(te_build *build, const te_linear_source *from)
                : TE_NO_BUFFER;
 }
 
-/* A pass that finds the largest magnitude; `transformed`: of the
- * columns as the Hadamard transform makes them. */
+/* A pass that finds the largest magnitude; `transformed`: of the columns as the Hadamard transform
+ * makes them. */
 static int32_t measure(te_build *build, int32_t k, const te_linear_source *from, int32_t wide,
                        int transformed)
 {
-    const struct cast_stages *stages = &stages_of[from->role];
     const te_operand_role as = te_cast_as(from->role);
     int32_t partials = te_get(build, TE_LINK_PARTIALS, transformed);
-    te_stage *stage = stage_over(build, k, stages->amax, from, TE_OP_AMAX, 0);
+    te_stage *stage = stage_over(build, k, stages_of[from->role].amax, from, TE_OP_AMAX, 0);
     te_cast_to cast = te_cast_nothing();
     if (from->pending == TE_NOBODY) {
         te_use_as(build, stage, "partials", partials);
@@ -277,8 +268,20 @@ static int32_t measure(te_build *build, int32_t k, const te_linear_source *from,
         cast.amax_partials = partials;
         te_ask_cast(build, stage, &cast);
     }
-    te_linear_add_external(build, k, stages->reduce, partials);
     return partials;
+}
+
+/* The caller's stage behind the passes of a cast, which it makes common to ranks. */
+static void reduce_amaxes(te_build *build, int32_t k, te_operand_role role, const te_cast_to *cast)
+{
+    const te_linear_stage number = stages_of[role].reduce;
+    const int32_t found[] = {cast->partials, cast->column_partials};
+    te_stage *stage;
+    if (!te_linear_is_external(build, k, number)) return;
+    stage = te_linear_add(build, k, number, TE_OP_QUANTIZE);
+    for (size_t i = 0; i < sizeof found / sizeof *found; i++) {
+        if (found[i] != TE_NO_BUFFER) te_stage_hand(&build->plan, stage, found[i], 1);
+    }
 }
 
 /* Measures for a cast to these forms. */
@@ -293,6 +296,7 @@ static void measure_for(te_build *build, int32_t k, const te_linear_source *from
         cast->partials = measure(build, k, from, wide, 0);
     }
     if (apart) cast->column_partials = measure(build, k, from, wide, 1);
+    if (cast->partials != TE_NO_BUFFER || apart) reduce_amaxes(build, k, from->role, cast);
 }
 
 static int32_t form_if(te_build *build, int32_t k, te_operand_role role, te_link link, int wanted)

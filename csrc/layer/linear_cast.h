@@ -12,8 +12,6 @@
 int te_linear_is_external(const te_build *build, int32_t node, te_linear_stage number);
 /* A stage of the node; the caller's, where the graph says so. */
 te_stage *te_linear_add(te_build *build, int32_t node, te_linear_stage number, te_op op);
-/* A stage that is the caller's alone, over one buffer; none where the graph does not ask for it. */
-void te_linear_add_external(te_build *build, int32_t node, te_linear_stage number, int32_t buffer);
 
 /* ---- forms ---- */
 

@@ -8,6 +8,7 @@ from collective_graphs import (
     RECIPES,
     WAYS,
     assert_as_whole,
+    has_slices_of_the_whole,
     linear_graph,
     make_problem,
     part_of,
@@ -29,6 +30,8 @@ from transformer_engine.common.plans import CallPlans
     halves=[(), (0, 1)],
 )
 def test_linear_of_all_ranks(recipe, way, recompute, forms, halves):
+    if not has_slices_of_the_whole(recipe, way):
+        pytest.skip("a rank measures its part of each row")
     problem, world = make_problem(RANKS), World()
     options = {"forms": forms, "halves": halves, "recompute": recompute}
     plans = CallPlans(linear_graph(recipe, way, RANKS, **options))

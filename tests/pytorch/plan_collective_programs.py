@@ -15,14 +15,7 @@ def linear(device, recipe, way, forms, halves, recompute, problem):
     graph = linear_graph(recipe, way, ranks, forms=forms, halves=halves, recompute=recompute)
 
     def functions(plan):
-        made = collectives.functions_of(plan, group)
-        for stage in plan.stages:
-            if stage.external and "reduce_amax" in stage.name:
-                made[stage.name] = largest
-        return Staged(made).of(plan)
-
-    def largest(buffers):
-        dist.all_reduce(buffers["partials"], op=dist.ReduceOp.MAX)
+        return Staged(collectives.functions_of(plan, group)).of(plan)
 
     mine = [t.to(device) for t in part_of(problem, way, ranks, dist.get_rank())]
     return Found(*(t.cpu() for t in run_plans(CallPlans(graph), functions, *mine)))

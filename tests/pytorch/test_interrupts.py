@@ -54,9 +54,9 @@ class InterruptAt:
 def use_state():
     """Everything that takes a lock: slots taken, freed and swept, scales updated, all dropped."""
     rule = arenas.rule_of(DelayedScaling(amax_history_len=2))
-    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear")
+    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear", 1)
     del handle
-    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear")
+    handle = scaling.Slots(CPU, rule, None, (3, 2), "Linear", 1)
     assert handle.live
     arenas.join(thread_state.RegionState(), handle.domain)
     scaling.update("forward", handle.domain)

@@ -72,14 +72,14 @@ def test_a_rank_that_is_left_alone(stages):
     assert none is None
     assert "amax_reduction_group: the ranks [0, 1]" in error
     assert "did not all reduce their amaxes" in error
-    assert "rank 1: forward slots of 1 modules (Linear of 3 slots)" in error
+    assert "rank 1: forward slots of 1 modules (Linear 32 x 32 of 3 slots)" in error
 
 
 def test_layouts_that_differ_later(stages):
     for error in stages.run(programs.later_layer):
         assert "reduce the amaxes of different modules" in error
-        assert "rank 0: forward slots of 1 modules (Linear of 3 slots)" in error
-        assert "rank 1: forward slots of 2 modules (2 x Linear of 3 slots)" in error
+        assert "rank 0: forward slots of 1 modules (Linear 32 x 32 of 3 slots)" in error
+        assert "rank 1: forward slots of 2 modules (2 x Linear 32 x 32 of 3 slots)" in error
 
 
 @pytest.mark.parametrize("how", ["state dict", "fp8_meta", "copy", "now", "entry"])

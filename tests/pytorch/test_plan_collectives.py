@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of plans over process groups: what all ranks make together is what one makes."""
 
+import itertools
+
 import pytest
-from collective_graphs import RECIPES, WAYS, assert_as_whole, make_problem
+from collective_graphs import (
+    RECIPES,
+    WAYS,
+    assert_as_whole,
+    has_slices_of_the_whole,
+    linear_graph,
+    make_problem,
+)
 from pytorch import plan_collective_programs as programs
 from pytorch.ranks import Ranks
 from thinning import pairs
+
+from transformer_engine.common.plans import CallPlans
 
 CASES = {
     "recipe": list(RECIPES),
@@ -18,21 +29,37 @@ CASES = {
 
 @pairs(**CASES)
 def test_linear_of_all_ranks(ranks, recipe, way, forms, halves, recompute):
+    if not has_slices_of_the_whole(recipe, way):
+        pytest.skip("a rank measures its part of each row")
     problem = make_problem(ranks.size)
     parts = ranks.run(programs.linear, recipe, way, forms, halves, recompute, problem)
     assert_as_whole(parts, way, recipe, problem, ranks.size, exact=ranks.device == "cpu")
 
 
 def test_four_ranks():
-    """Columns and rows of quantized forms lie in the order of the ranks."""
+    """Columns and rows of quantized forms lie in the order of the ranks, which have one amax."""
     group = Ranks("cpu", 4)
     try:
-        for way in ("column-sp", "row-sp"):
+        for recipe, way in itertools.product(
+            ["block", "current", "nvfp4"], ["column-sp", "row-sp"]
+        ):
             problem = make_problem(4)
-            parts = group.run(programs.linear, "block", way, True, (0, 1), False, problem)
-            assert_as_whole(parts, way, "block", problem, 4)
+            parts = group.run(programs.linear, recipe, way, True, (0, 1), False, problem)
+            assert_as_whole(parts, way, recipe, problem, 4)
     finally:
         group.close()
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", "nvfp4-plain"])
+def test_amaxes_of_a_cast_are_reduced_at_once(recipe):
+    """A form of transformed columns has an amax of its own: both go in one collective."""
+    plan = CallPlans(linear_graph(recipe, "column-sp", 2, forms=True)).forward
+    handed = [
+        [plan.described.buffers[number].name for number in stage.buffers]
+        for stage in plan.stages if stage.name == "reduce_amax_input"
+    ]  # fmt: skip
+    both = ["partials", "column_partials"] if recipe == "nvfp4" else ["partials"]
+    assert handed == [both]
 
 
 def test_a_group_of_another_size(ranks):

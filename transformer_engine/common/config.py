@@ -243,6 +243,11 @@ TE_DPA_FP8DS_AMAX_HISTLEN = Variable(
 TE_DPA_FP8DS_REDUCE_AMAX = _flag(
     "reduce_amax of that recipe.", "NVTE_DPA_FP8DS_REDUCE_AMAX", default=True
 )
+TE_CHECK_RANKS = _flag(
+    "Before each reduction of the amaxes of delayed scaling the ranks of a group tell each other "
+    "what they reduce, through the store of the group, and wait for each other: the error of ranks "
+    "that differ names the first difference. Set on all of them. Read at each reduction."
+)
 TE_NVRTC = _flag(
     "Compile the embedded device source with NVRTC even where a device image would load."
 )

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.torchside.collectives import (
     allreduce,
     gather_parts,
     reduce_scatter_along_first_dim,
+    start_largest,
 )
 
 _Started = list[tuple[Any, Callable[[], Any] | None]]
@@ -49,6 +50,10 @@ def _sum(tensors: Sequence[Tensor], group: Any) -> _Started:
     return [(allreduce(tensor, group, True)[1], None)]
 
 
+def _largest(tensors: Sequence[Tensor], group: Any) -> _Started:
+    return [start_largest(tensors, group)]
+
+
 _OF_KIND: dict[int, tuple[Callable | None, Callable | None]] = {
     _core.COLLECTIVE_GATHER: (_gather, _scatter),
     _core.COLLECTIVE_REDUCE_SCATTER: (_scatter, _gather),
@@ -56,33 +61,40 @@ _OF_KIND: dict[int, tuple[Callable | None, Callable | None]] = {
     _core.COLLECTIVE_COPY: (None, _sum),
 }
 """Forward and backward; `te_collective_step` is the place."""
+_AMAXES = frozenset(
+    number for number, name in enumerate(_core.LINEAR_STAGES) if name.startswith("reduce_amax_")
+)
+"""Stages of linear nodes between measuring and casting."""
 
 
-_AMAXES = ("reduce_amax_input", "reduce_amax_grad_output")
+def _op_of(stage: _core.Stage, node: _core.Node, group: Any) -> Callable | None:
+    """What a stage starts over its buffers; None for one that is no collective."""
+    if node.kind == _core.NODE_LINEAR and stage.external and stage.step in _AMAXES:
+        return _largest
+    if node.kind != _core.NODE_COLLECTIVE:
+        return None
+    if node.ranks != group.size():
+        raise ValueError(f"{stage.name}: {node.ranks} ranks, over a group of {group.size()}")
+    return _OF_KIND[node.variant][stage.step]
 
 
 def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
     """Functions of the stages of a plan's collectives, by name, which run them over a group.
 
-    And of those that reduce the amaxes of what is gathered.
-
-    ``f(buffers)`` starts the work, and waits for it unless the plan has the stage in two halves;
-    ``f(buffers, started)`` of a second half waits. ValueError where the group has another number of
-    ranks than a collective.
+    Collectives are the nodes of that kind, and external ``reduce_amax_*`` stages of linear nodes,
+    which take the largest amaxes of the ranks. ``f(buffers)`` starts the work, and waits for it
+    unless the plan has the stage in two halves; ``f(buffers, started)`` of a second half waits.
+    ValueError where the group has another number of ranks than a collective.
     """
     functions: dict[str, Callable] = {}
     for stage in plan.stages:
-        node = plan.graph.nodes[stage.node] if stage.node >= 0 else None
-        if stage.external and stage.name.endswith(_AMAXES):
-            functions[stage.name] = functools.partial(_largest, group, stage.buffers)
-        if node is None or node.kind != _core.NODE_COLLECTIVE:
+        op = None if stage.node < 0 else _op_of(stage, plan.graph.nodes[stage.node], group)
+        if op is None:
             continue
-        if node.ranks != group.size():
-            raise ValueError(f"{stage.name}: {node.ranks} ranks, over a group of {group.size()}")
         if stage.name.endswith("_finish"):
             functions[stage.name] = _finish
             continue
-        run = functools.partial(_start, _OF_KIND[node.variant][stage.step], group, stage.buffers)
+        run = functools.partial(_start, op, group, stage.buffers)
         functions[stage.name] = run if stage.half >= 0 else functools.partial(_at_once, run)
     return functions
 
@@ -93,12 +105,6 @@ def functions_of_call(plans: Any, group: Any) -> dict[str, Callable]:
     if plans.backward is not None:
         functions |= functions_of(plans.backward, group)
     return functions
-
-
-def _largest(group: Any, numbers: Sequence[int], buffers: StageBuffers) -> None:
-    """Let ranks have the largest of the amaxes that each has measured of parts of a tensor."""
-    for number in numbers:
-        torch.distributed.all_reduce(buffers.lend(number), torch.distributed.ReduceOp.MAX, group)
 
 
 def _start(op: Callable, group: Any, numbers: Sequence[int], buffers: StageBuffers) -> _Started:

@@ -448,8 +448,8 @@ def run_traced(
     of those behind the plan's inputs and parameters each of its last arguments is. Dispatch modes
     see what functions of `staged` run as if there were no operator around it; `number` is that of
     functions which are known already. `group` is the registered name of the process group that
-    collectives of a graph run over; "": there are none. Returns the outputs in plan order, then the packed saved
-    tensor, empty where there is none.
+    collectives of a graph run over; "": there are none. Returns the outputs in plan order, then the
+    packed saved tensor, empty where there is none.
     """
     if staged is not None:
         number = next(_numbers)

@@ -2,6 +2,7 @@
 """Base of modules with FP8 GEMMs: scaling state, region, checkpoints."""
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ class Region(NamedTuple):
         return records and self.state.owes_update
 
 
+_NUMBERS = itertools.count(1)
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -137,6 +139,8 @@ class Fp8Module(NativeModule):
     """Role of the output, for the caller's own use: outputs stay in high precision."""
     grad_input_quantizer_role: QuantizerRole | None = None
     """Role of the gradient of the input, likewise."""
+    _number = 0
+    """Counts modules in the order in which they are made; a copy has that of the original."""
     _version = 0
     """Another one where calls have to be decided anew, those of layers around it too."""
     _trained_under: str | None = None
@@ -146,6 +150,7 @@ class Fp8Module(NativeModule):
         super().__init__()
         if name is not None:
             self.__dict__["name"] = name
+        self.__dict__["_number"] = next(_NUMBERS)
         self._slots: scaling.Slots | None = None
         self._loaded_state: dict | None = None  # of a checkpoint or a copy, until slots exist
         self._lacks_scales = False  # weights were loaded in place, scales were not
@@ -337,8 +342,8 @@ class Fp8Module(NativeModule):
         current = self._slots
         if current is not None and not current.live:
             current = None
-        kind = type(self).__name__
-        slots = scaling.slots_of(current, rule, group, device, self.SLOTS, kind)
+        which = self._described(), self._number
+        slots = scaling.slots_of(current, rule, group, device, self.SLOTS, *which)
         if self._loaded_state is not None:
             slots.load(self._loaded_state)
             self._loaded_state = None
@@ -349,6 +354,15 @@ class Fp8Module(NativeModule):
         module = weakref.ref(self)
         slots.changed = lambda: _forget_calls_of(module())
         return slots
+
+    def _label(self) -> str:
+        """Class and name, for messages and profilers."""
+        kind, name = type(self).__name__, self.name
+        return kind if name is None else f"{kind}[{name}]"
+
+    def _described(self) -> str:
+        """Class, name and sizes: the same on all ranks that run this module."""
+        return self._label()
 
     def _state_values(self) -> dict | None:
         """Copies of the scaling state, or None where there is none."""

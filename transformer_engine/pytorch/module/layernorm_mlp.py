@@ -187,7 +187,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
 
     @property
     def size_per_partition(self) -> int:
-        """This rank's part of `ffn_hidden_size`."""
+        """The part of `ffn_hidden_size` that a rank has."""
         return self.ffn_hidden_size // self.tp_size
 
     @property

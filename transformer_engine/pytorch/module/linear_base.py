@@ -304,7 +304,6 @@ class LinearBase(LinearCallBase):
         """Settings that differ from their defaults, for ``repr``."""
         return [f"{name}=True" for name in _SHOWN if getattr(self, name, False)]
 
-    def _label(self) -> str:
-        """Class and name, for messages and profilers."""
-        kind, name = type(self).__name__, self.name
-        return kind if name is None else f"{kind}[{name}]"
+    def _described(self) -> str:
+        sizes = " and ".join(f"{columns} x {rows}" for columns, rows in self._sizes())
+        return f"{super()._described()} {sizes}"

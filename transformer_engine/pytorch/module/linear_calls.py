@@ -164,10 +164,8 @@ class LinearCallBase(Fp8Module):
         key, tensors, shared = None, (), ((), ())
         if own["_present"] is not None:
             key, tensors, shared = self._find_key(state, recipe, region, inp, is_first_microbatch)
-        if returns and key is not None:
-            key = (key, returns)
-        if key is not None and own.get("sequence_parallel"):
-            key = (key, self._rows_join(inp))
+        if key is not None and (returns or own.get("sequence_parallel")):
+            key = (key, returns, self.sequence_parallel and self._rows_join(inp))
         kept = None if key is None else own["_kept_calls"].get(key)
         if (
             kept is None

@@ -10,6 +10,7 @@ collects its garbage. So an arena over more than one rank never frees a slot: wh
 lie follows from the order in which modules first ran.
 """
 
+import bisect
 import itertools
 import weakref
 from collections import deque
@@ -101,6 +102,9 @@ class Chunk:
             self.history = torch.zeros(
                 rule.length, SLOTS_PER_CHUNK, dtype=torch.float32, device=device
             )
+            # Row 0 for eager code, as it is and as ranks reduce it: graphs get the whole history.
+            self.row = self.history[0]
+            self.bits = self.row.view(torch.int32)
         self.used = [False] * SLOTS_PER_CHUNK
         # Scales while they are copied to the host (see `scaling._stop_measuring`).
         self.arriving: tuple | None = None
@@ -129,9 +133,11 @@ class Arena:
         self.group = group  # kept alive: the key has its id
         self.retired = False  # its ranks are others now: nothing is reduced, modules move out
         self.chunks: list[Chunk] = []
-        # Over several ranks: of each module its class and slots, as they were taken; the `Peers` of
-        # this rank, and the `Reduction` that was started and not waited for (see `reduction`).
+        # Over several ranks: of each module what it is and its slots, as they were taken; numbers
+        # of these modules, sorted; the `Peers` of this rank, and the `Reduction` that was started
+        # and not waited for (see `reduction`).
         self.layout: list[str] = []
+        self.made: list[int] = []
         self.peers: Any = None
         self.reduction: Any = None
 
@@ -150,6 +156,16 @@ class Arena:
             chunk.history[:, first : first + count] = 0.0
         chunk.arriving = None  # it shows what former owners of these slots had
         return chunk, first
+
+    def note(self, owner: Any, count: int) -> None:
+        """Add an owner to the layout, with its place among those before in the order of making.
+
+        So layers of one size that ranks run in different orders make different layouts, and modules
+        that one rank alone has made, and does not run, make none.
+        """
+        place = bisect.bisect_right(self.made, owner.number)
+        self.made.insert(place, owner.number)
+        self.layout.append(f"{owner.kind} of {count} slots, made after {place} of those before")
 
     def give_back(self, chunk: Chunk, first: int, count: int) -> None:
         """Free slots; a chunk without slots in use goes, and so does an arena without chunks.
@@ -203,7 +219,7 @@ def take(
 ) -> list[tuple[Chunk, int]]:
     """Reserve slots in both directions for as long as `owner` lives; called under `ARENAS_LOCK`.
 
-    `owner.kind` is the class of the module that they are for.
+    `owner.kind` says which module they are for, `owner.number` when it was made.
 
     Returns of each direction the chunk and the first slot.
     """
@@ -221,10 +237,11 @@ def take(
         arena = arenas.setdefault(key, Arena(domain, direction, key, rule, group))
         chunk, first = arena.take(count)
         taken.append((chunk, first))
-        arena.layout.append(f"{owner.kind} of {count} slots")
         if arena.ranks == 1:
             weakref.finalize(owner, _FREED.append, (arena, chunk, first, count)).atexit = False
-        elif domain not in _REDUCED:
+            continue
+        arena.note(owner, count)
+        if domain not in _REDUCED:
             _REDUCED.append(domain)
     return taken
 

@@ -6,11 +6,14 @@ region before it has what this one sends after its own. So an update moves the a
 row 0 of the histories to buffers, starts the all-reduce of these, and returns. Scales are made when
 something reads them, which waits for the all-reduce first.
 
-Ranks that differ in what their slots stand for would make wrong scales, and those that start other
-numbers of reductions would wait for ever. Before the first reduction of an arena they compare the
-layouts of its slots through the store of the group, which waits for nobody at the end of a region.
-Each buffer carries a digest of the layout too, as it is and negative, so that the largest of all
-ranks tells whether they agree. All buffers have one size: those of other layouts do no harm.
+All chunks of an arena go in one buffer. Ranks that differ in what their slots stand for would make
+wrong scales, those whose buffers have other sizes would read beyond them, and those that start
+other numbers of reductions would wait for ever. Before the first reduction of an arena they compare
+the layouts of its slots through the store of the group, which waits for nobody at the end of a
+region. Each buffer carries a digest of the layout too, as it is and with all bits turned, so that
+the largest of all ranks tells whether they agree. A chunk that is new goes in a buffer by itself,
+of a size that all ranks know, until a reduction with it has shown that all of them have it.
+`TE_CHECK_RANKS` compares layouts through the store each time.
 
 NCCL makes the communicator of a group in its first collective, which waits for all ranks: a stage
 that reduced first would never send what the next one waits for. So where a group has none yet, a
@@ -21,21 +24,24 @@ import atexit
 import contextlib
 import hashlib
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed
 
+from transformer_engine.common import config
 from transformer_engine.pytorch.execution.thread_state import Domain
 from transformer_engine.pytorch.scaling_state.arenas import SLOTS_PER_CHUNK, Arena, Chunk
 from transformer_engine.pytorch.torchside.device import (
     can_pin,
     has_streams,
+    is_any_captured,
     is_capturing,
     module_of,
 )
@@ -44,21 +50,43 @@ STARTED: list[Arena] = []
 """Arenas with a reduction that was started and not waited for, in the order of the starts."""
 
 _PARTS = 4
-"""Numbers of 16 bits that a digest consists of, which fp32 holds exactly."""
+"""Numbers of 31 bits that a digest consists of."""
 _SHOWN = 8
 """Kinds of modules that a message lists of a layout."""
 _PAUSE = 0.002
 """Seconds between two looks at a store."""
 _NUMBERS: dict[tuple[str, str], int] = {}
-"""By group and direction, how many arenas have been reduced over it."""
+"""By group and direction, how many arenas have been reduced over it; "check": how often ranks have
+compared what they reduce."""
 
 
-class ChunkReduction(NamedTuple):
-    """The all-reduce of one chunk's amaxes."""
+class Part:
+    """Chunks whose amaxes go in one buffer.
 
-    chunk: Chunk
-    buffer: Tensor  # its amaxes, then the digest as it is and negative
-    work: Any  # of the collective
+    It holds the bits of their amaxes, which as integers have the order of these, NaN being the
+    largest; then the digest as it is and with all bits turned. A reduction of ranks that agree
+    leaves the digest as it was.
+    """
+
+    def __init__(self, chunks: list[Chunk], digest: Tensor) -> None:
+        self.chunks = chunks
+        self.bits = [chunk.bits for chunk in chunks]
+        self.buffer = torch.cat([*self.bits, digest])  # i32
+        self.digest = self.buffer[-2 * _PARTS :]
+        self._amaxes = self.buffer[: -2 * _PARTS]
+        found = self._amaxes.view(torch.float32).split(SLOTS_PER_CHUNK)
+        self._pairs = [(chunk.row, part) for chunk, part in zip(chunks, found, strict=True)]
+
+    def take(self) -> None:
+        """Move the amaxes from the histories to the buffer."""
+        torch.cat(self.bits, out=self._amaxes)
+        for bits in self.bits:
+            bits.zero_()
+
+    def give(self) -> None:
+        """Put those of all ranks into the histories."""
+        for row, amaxes in self._pairs:
+            torch.maximum(row, amaxes, out=row)
 
 
 class Reduction:
@@ -66,7 +94,7 @@ class Reduction:
 
     def __init__(self, first: bool) -> None:
         self.first = first  # of this arena: the layouts are being compared
-        self.chunks: list[ChunkReduction] = []
+        self.started: list[tuple[Part, Any]] = []  # with the works of their collectives
 
 
 class _LaterWork:
@@ -169,24 +197,32 @@ class Peers:
         self.ranks = distributed.get_process_group_ranks(group)
         self.store = distributed.distributed_c10d._get_process_group_store(group)
         self.limit = _time_limit(self.backend, self.store)
-        number = _NUMBERS.get((group.group_name, arena.direction), 0)
-        _NUMBERS[group.group_name, arena.direction] = number + 1
+        number = self._next(arena.direction)
         self.key = f"transformer_engine/amaxes/{arena.direction}/{number}"
         self.modules = 0  # of the layout that was posted
+        self.chunks = 0  # that all ranks are known to have: they go in one buffer
+        self.parts: list[Part] = []  # for this layout
         self.digest: Tensor | None = None  # of that, as buffers carry it
         # Digests of all ranks, while they are copied to the host.
         self.arriving: tuple | None = None
         self.communicator: _Communicator | None = None  # reduces instead of the group's
 
+    def _next(self, what: str) -> int:
+        key = (self.group.group_name, what)
+        _NUMBERS[key] = _NUMBERS.get(key, 0) + 1
+        return _NUMBERS[key] - 1
+
     def post(self, arena: Arena) -> None:
         """Tell the others the layout, where it has changed; compare it with the first one."""
         if self.modules == len(arena.layout):
             return
-        text = layout_text(arena)
+        text = _layout(arena)
         first, self.modules = self.modules == 0, len(arena.layout)
-        full = hashlib.sha256(repr((text, arena.layout, arena.rule.identity)).encode()).digest()
-        numbers = [float(int.from_bytes(full[2 * i : 2 * i + 2])) for i in range(_PARTS)]
-        self.digest = torch.tensor([*numbers, *(-n for n in numbers)], device=arena.device)
+        full = hashlib.sha256(text.encode()).digest()
+        numbers = [int.from_bytes(full[4 * i : 4 * i + 4]) >> 1 for i in range(_PARTS)]
+        both = [*numbers, *(~n for n in numbers)]
+        self.digest = torch.tensor(both, dtype=torch.int32, device=arena.device)
+        self.parts = []
         if self.store is None:
             return
         self.store.set(f"{self.key}/{self.rank}", text)
@@ -201,6 +237,20 @@ class Peers:
         if self.store.compare_set(f"{self.key}/first", "", mine).decode() != mine:
             self.store.set(f"{self.key}/differ", text)
         self.store.add(f"{self.key}/count", 1)
+
+    def parts_of(self, arena: Arena, captures: bool) -> list[Part]:
+        """Chunks by buffers; of a capture in buffers of its own, which replays write to."""
+        if self.parts and not captures:
+            return self.parts
+        digest = self.digest
+        if digest is None:  # what was never reduced before a capture has no place for it
+            digest = torch.zeros(2 * _PARTS, dtype=torch.int32, device=arena.device)
+        known, new = arena.chunks[: self.chunks], arena.chunks[self.chunks :]
+        together = [known, *([chunk] for chunk in new)]
+        parts = [Part(chunks, digest) for chunks in together if chunks]
+        if not captures:
+            self.parts = parts
+        return parts
 
     def differ(self) -> bool:
         """Tell whether ranks are known to have other layouts than the first one; waits for none."""
@@ -219,15 +269,37 @@ class Peers:
             time.sleep(_PAUSE)
         return False
 
-    def layouts(self) -> list[str]:
-        """Of each rank what it has posted last."""
-        found = []
-        for place, rank in enumerate(self.ranks):
-            key = f"{self.key}/{place}"
-            known = self.store is not None and self.store.check([key])
-            text = self.store.get(key).decode() if known else "nothing so far"
-            found.append(f"rank {rank}: {text}")
-        return found
+    def posted(self) -> dict[int, str | None]:
+        """Of each rank the layout that it has posted last."""
+        keys = {rank: f"{self.key}/{place}" for place, rank in enumerate(self.ranks)}
+        return {rank: self._read(key) for rank, key in keys.items()}
+
+    def _read(self, key: str) -> str | None:
+        known = self.store is not None and self.store.check([key])
+        return self.store.get(key).decode() if known else None
+
+    def check(self, arena: Arena) -> None:
+        """Compare with all ranks what is reduced now, and wait for them; RuntimeError."""
+        if self.store is None:
+            return
+        number = self._next("check")
+        keys = [f"transformer_engine/amaxes/check/{number}/{n}" for n in range(len(self.ranks))]
+        mine = self.store, f"transformer_engine/amaxes/check/{number - 1}/{self.rank}"
+        self.store.set(keys[self.rank], _layout(arena, self.key))
+        try:
+            self.store.wait(keys, self.limit)
+        except RuntimeError as error:
+            self._refuse_check(arena, keys, "did not all come to this reduction", error)
+        if len({self.store.get(key) for key in keys}) > 1:
+            self._refuse_check(arena, keys, "do not reduce the same amaxes")
+        if number > 0:  # all have read those of before
+            self.store.delete_key(mine[1])
+
+    def _refuse_check(
+        self, arena: Arena, keys: list[str], what: str, error: BaseException | None = None
+    ) -> NoReturn:
+        told = dict(zip(self.ranks, map(self._read, keys), strict=True))
+        _refuse(arena, f"{what} (TE_CHECK_RANKS)", error, told)
 
     def reduce(self, buffer: Tensor) -> Any:
         """Start an all-reduce of the largest values; returns its work."""
@@ -244,13 +316,33 @@ def _time_limit(backend: Any, store: Any) -> timedelta:
     return known or (timedelta(minutes=5) if store is None else store.timeout)
 
 
-def layout_text(arena: Arena) -> str:
-    """Description of the slots of an arena, for error texts."""
-    runs = [(kind, len(list(same))) for kind, same in itertools.groupby(arena.layout)]
+def _layout(arena: Arena, key: str = "") -> str:
+    """What the ranks of an arena have in common, as JSON."""
+    return json.dumps([arena.direction, arena.rule.identity, key, arena.layout])
+
+
+def _summary(direction: str, layout: list[str]) -> str:
+    kinds = [entry.partition(",")[0] for entry in layout]
+    runs = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
     shown = [f"{count} x {kind}" if count > 1 else kind for kind, count in runs[:_SHOWN]]
     if len(runs) > _SHOWN:
         shown.append("...")
-    return f"{arena.direction} slots of {len(arena.layout)} modules ({', '.join(shown)})"
+    return f"{direction} slots of {len(layout)} modules ({', '.join(shown)})"
+
+
+def first_difference(told: dict[int, str | None]) -> str:
+    """In words, where the layouts of ranks first differ; "" where those that are there do not."""
+    silent = [rank for rank, text in told.items() if text is None]
+    (first, mine), *others = [(r, json.loads(t)) for r, t in told.items() if t is not None]
+    for rank, theirs in others:
+        for what, a, b in zip(("direction", "recipe", "arena"), mine[:3], theirs[:3], strict=True):
+            if a != b:
+                return f"{what} of rank {first}: {a}; of rank {rank}: {b}"
+        pairs = itertools.zip_longest(mine[3], theirs[3], fillvalue="none")
+        for number, (a, b) in enumerate(pairs):
+            if a != b:
+                return f"module {number} of rank {first}: {a}; of rank {rank}: {b}"
+    return f"ranks {silent} have said nothing so far" if silent else ""
 
 
 def start(arena: Arena) -> None:
@@ -261,18 +353,15 @@ def start(arena: Arena) -> None:
     captures = is_capturing(arena.device)
     first = peers.modules == 0
     if not captures:
+        if config.TE_CHECK_RANKS.get():
+            peers.check(arena)
         peers.post(arena)
         _check_arrived(arena)
-    digest = peers.digest
-    if digest is None:  # what was never reduced before a capture has no place for it
-        digest = torch.zeros(2 * _PARTS, device=arena.device)
     arena.reduction = reduction = Reduction(first and not captures)
     STARTED.append(arena)
-    for chunk in list(arena.chunks):
-        row = chunk.history[0]
-        buffer = torch.cat((row, digest))
-        reduction.chunks.append(ChunkReduction(chunk, buffer, peers.reduce(buffer)))
-        row.zero_()
+    for part in peers.parts_of(arena, captures):
+        part.take()
+        reduction.started.append((part, peers.reduce(part.buffer)))
     if reduction.first and peers.differ():
         _refuse(arena, "hold different modules")
 
@@ -291,19 +380,25 @@ def finish(arena: Arena) -> Reduction | None:
     reduction = arena.reduction
     if reduction is None:
         return None
+    count = sum([len(part.chunks) for part, _ in reduction.started])
+    grows = count > arena.peers.chunks and not is_any_captured()
     try:
         alike = not reduction.first or arena.peers.compare()
-        for chunk in reduction.chunks if alike else ():
-            chunk.work.wait()
+        for part, work in reduction.started if alike else ():
+            work.wait()
+            if grows:  # now: what comes next may have no counterpart
+                _check(arena, part.digest)
+    except _Differs:
+        raise
     except RuntimeError as error:
         _refuse(arena, f"did not all reduce their amaxes ({error})", error)
     if not alike:
         _refuse(arena, "hold different modules")
-    with torch.no_grad():
-        for chunk, buffer, _ in reduction.chunks:
-            row = chunk.history[0]
-            torch.maximum(row, buffer[:SLOTS_PER_CHUNK], out=row)
-            _take_digests(arena, buffer)
+    for part, _ in reduction.started:
+        part.give()
+        _take_digests(arena, part)
+    if grows:
+        arena.peers.chunks, arena.peers.parts = count, []
     return reduction
 
 
@@ -324,14 +419,14 @@ def drop_all() -> None:
     STARTED.clear()
 
 
-def _take_digests(arena: Arena, buffer: Tensor) -> None:
+def _take_digests(arena: Arena, part: Part) -> None:
     """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
-    digests = buffer[SLOTS_PER_CHUNK:]
-    if not has_streams(buffer.device.type):
-        _check(arena, digests)
+    if not has_streams(arena.device.type):
+        _check(arena, part.digest)
     elif not is_capturing(arena.device):
-        buffer.record_stream(module_of(buffer.device.type).current_stream(buffer.device))
-        arena.peers.arriving = copy_of(digests)
+        part.buffer.record_stream(module_of(arena.device.type).current_stream(arena.device))
+        if arena.peers.arriving is None:
+            arena.peers.arriving = copy_of(part.digest)
 
 
 def _check_arrived(arena: Arena) -> None:
@@ -343,19 +438,35 @@ def _check_arrived(arena: Arena) -> None:
 
 
 def _check(arena: Arena, digests: Tensor) -> None:
-    largest, smallest = digests[:_PARTS], -digests[_PARTS:]
-    if not torch.equal(largest, smallest):
+    found = digests.tolist()
+    if found[:_PARTS] != [~number for number in found[_PARTS:]]:
         _refuse(arena, "reduce the amaxes of different modules, or of other directions")
 
 
-def _refuse(arena: Arena, what: str, cause: BaseException | None = None) -> NoReturn:
+class _Differs(RuntimeError):
+    """Ranks do not agree on what they reduce."""
+
+
+def _refuse(
+    arena: Arena, what: str, cause: BaseException | None = None, told: dict | None = None
+) -> NoReturn:
     for other in started(arena.domain, ("forward", "backward")):
         forget(other, other.reduction)
-    layouts = "; ".join(arena.peers.layouts())
-    raise RuntimeError(
+    told = {**(arena.peers.posted() if told is None else told)}
+    told[distributed.get_rank()] = told.get(distributed.get_rank()) or _layout(arena)
+    layouts = "; ".join(
+        f"rank {rank}: " + ("nothing so far" if text is None else _summary(*json.loads(text)[::3]))
+        for rank, text in told.items()
+    )
+    where = first_difference(told) or (
+        "none between what they have said: a rank has left out a region or a backward, where an "
+        "exception ended one or where it alone has run some modules"
+    )
+    raise _Differs(
         f"amax_reduction_group: the ranks {arena.peers.ranks} of the group that delayed scaling "
-        f"reduces amaxes over {what}. This is the reduction of {layout_text(arena)}. Layouts: "
-        f"{layouts}. Ranks of such a group run the same modules in the same order, in as many "
+        f"reduces amaxes over {what}. This is the reduction of "
+        f"{_summary(arena.direction, arena.layout)}. Layouts: {layouts}. First difference: "
+        f"{where}. Ranks of such a group run the same modules in the same order, in as many "
         "regions and backwards: give autocast an amax_reduction_group of ranks that do (in a "
         "pipeline those of one stage), or use DelayedScaling(reduce_amax=False)"
     ) from cause

@@ -74,9 +74,10 @@ class Slots:
         group: Any,
         counts: tuple[int, int],
         kind: str,
+        number: int,
         former: "Slots | None" = None,
     ) -> None:
-        self.kind = kind  # class of the module
+        self.kind, self.number = kind, number  # of the module: see `slots_of`
         self.identity = rule.identity
         self.device = device
         self.group = group  # that amaxes are reduced over
@@ -276,15 +277,17 @@ def slots_of(
     device: torch.device,
     counts: tuple[int, int],
     kind: str,
+    number: int,
 ) -> Slots:
     """Slots for a recipe: `current` where it fits, else new ones with its values.
 
     State carries over when the recipe's settings, the device or the group change. `counts` are the
-    slots that the module needs, forward and backward, and `kind` is its class.
+    slots that the module needs, forward and backward; `kind` says which one it is, in the same
+    words on all ranks, and `number` has the order in which modules were made.
     """
     slots = None if current is None else current.kept.get(key_of(device, rule, group))
     if slots is None or not slots.current:
-        slots = Slots(device, rule, group, counts, kind, current)
+        slots = Slots(device, rule, group, counts, kind, number, current)
     if current is not None and current.live and current is not slots:
         slots.load(current.values())
     return slots
@@ -319,11 +322,14 @@ def _start_reductions(arenas: list[Arena]) -> list[Arena]:
 def _reduce_in_graph(arenas: list[Arena]) -> None:
     """MAX all-reduce of the amaxes of a step over the recipes' groups, as a part of a graph."""
     for arena in arenas:
-        if not arena.retired and arena.ranks > 1:
-            for chunk in list(arena.chunks):
-                torch.distributed.all_reduce(
-                    chunk.history[0], op=torch.distributed.ReduceOp.MAX, group=arena.group
-                )
+        if arena.retired or arena.ranks == 1:
+            continue
+        chunks = list(arena.chunks)
+        together = torch.cat([chunk.history[0] for chunk in chunks])
+        most = torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(together, op=most, group=arena.group)
+        for chunk, amaxes in zip(chunks, together.split(SLOTS_PER_CHUNK), strict=True):
+            chunk.history[0].copy_(amaxes)
 
 
 def _update_with_torch(arena: Arena, chunk: Chunk) -> None:

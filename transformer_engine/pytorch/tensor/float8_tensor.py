@@ -499,6 +499,6 @@ class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         partials = self._partials(source)
         if self._known is None:
-            partials = self._reduced(partials)
+            self._reduce(partials)
         settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})

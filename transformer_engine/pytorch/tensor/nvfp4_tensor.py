@@ -327,16 +327,17 @@ class NVFP4Quantizer(ReducesAmax, TwoFormQuantizer):
             "four_over_six": ERR_MODES[self.nvfp4_4over6_err_mode] * self.nvfp4_use_4over6,
             "scales_to_256": into._scales_to_256(),
         }
+        measured = []
         if amax is not None:
             how["partials"] = casts.partials_of(amax)
         elif columns or not by_rows:
-            how["partials"] = self._measured(source, 0)
+            how["partials"] = casts.measure(source)
+            measured.append(how["partials"])
         if into._with_rht and columns:
             how["hadamard"] = SIGNED if into._with_random_sign_mask else UNSIGNED
-            how["column_partials"] = self._measured(source, how["hadamard"])
+            how["column_partials"] = casts.measure(source, how["hadamard"])
+            measured.append(how["column_partials"])
+        self._reduce(*measured)
         if self.stochastic_rounding:
             how["rng"] = draw_pair(source)
         return how
-
-    def _measured(self, source: Tensor, hadamard: int) -> Tensor:
-        return self._reduced(casts.measure(source, hadamard))

@@ -27,6 +27,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_tensor,
     fp8_type,
 )
+from transformer_engine.pytorch.torchside.collectives import take_largest
 from transformer_engine.pytorch.torchside.device import accelerator
 from transformer_engine.pytorch.torchside.modes import constant_in_graphs
 
@@ -512,12 +513,10 @@ class ReducesAmax:
         made.with_amax_reduction, made.amax_reduction_group = False, None
         return made
 
-    def _reduced(self, partials: Tensor) -> Tensor:
-        """Partial maxima: those of all ranks, where that is asked for."""
+    def _reduce(self, *partials: Tensor) -> None:
+        """Make partial maxima those of all ranks, by one collective, where that is asked for."""
         if self.with_amax_reduction:
-            most, group = torch.distributed.ReduceOp.MAX, self.amax_reduction_group
-            torch.distributed.all_reduce(partials, most, group=group)
-        return partials
+            take_largest(partials, self.amax_reduction_group)
 
 
 def check_caster(label: str, given: Any) -> None:

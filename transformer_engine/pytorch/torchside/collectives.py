@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of torch.distributed on plain tensors, along their first dim; and groups of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,38 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
         return inp, None
     handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
     return inp, handle
+
+
+def start_largest(tensors: Sequence[Tensor], group: Any) -> tuple[Any, Callable | None]:
+    """Begin to give each rank the largest values of all ranks, in place, by one collective.
+
+    Tensors are fp32, and their values not negative: so their bits, as integers, have the order of
+    the values, and NaN is the largest. `group` None: all ranks. Returns a handle (None: of one
+    rank) and, for several tensors, the function to be called once it was waited for.
+    """
+    if not tensors or ranks_of("start_largest", group) == 1:
+        return None, None
+    direct = len(tensors) == 1 and tensors[0].is_contiguous()
+    joined = tensors[0] if direct else torch.cat([t.reshape(-1) for t in tensors])
+    most = torch.distributed.ReduceOp.MAX
+    bits = joined.view(torch.int32)
+    work = torch.distributed.all_reduce(bits, most, group=group, async_op=True)
+
+    def put() -> None:
+        parts = joined.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return work, None if direct else put
+
+
+def take_largest(tensors: Sequence[Tensor], group: Any) -> None:
+    """`start_largest`, and wait for it."""
+    work, put = start_largest(tensors, group)
+    if work is not None:
+        work.wait()
+    if put is not None:
+        put()
 
 
 def gather_rows(
