@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,7 +163,7 @@ class Layout:
     # -- parts of a batch -----------------------------------------------------------------------
 
     def share(self, windows: Tensor) -> Tensor:
-        """This rank's part of the windows of a step, of their numbers [n]."""
+        """Return the part of the windows of a step, [n], that this rank computes."""
         ranks = self.dp * self.fsdp
         if len(windows) % ranks != 0:
             raise SystemExit(
@@ -170,7 +173,7 @@ class Layout:
         return windows.chunk(ranks)[self.data_rank]
 
     def tokens(self, *windows: Tensor) -> tuple[Tensor, ...]:
-        """This rank's tokens of windows [length, n]."""
+        """Return the bytes of windows, [length, n] each, that this rank has."""
         parts = 2 * self.cp * self.tp if self.cp > 1 else self.tp  # cp: two chunks a rank
         if len(windows[0]) % parts != 0:
             raise SystemExit(f"--seq: {len(windows[0])} bytes are no {parts} equal parts")
@@ -223,13 +226,15 @@ class Layout:
 
         partly, before = (path.with_name(path.name + end) for end in (".partial", ".before"))
         _, _, content = self._state(model, optimizer)
-        dcp.save({**content, "notes": notes}, checkpoint_id=partly)
+        with _one_process_too():
+            dcp.save({**content, "notes": notes}, checkpoint_id=partly)
         if self.leads:
             if path.exists():
                 path.rename(before)
             partly.rename(path)
             shutil.rmtree(before, ignore_errors=True)
-        dist.barrier()
+        if self.spread:
+            dist.barrier()
 
     def notes(self, path: Path) -> str:
         """Read what a checkpoint notes beside its tensors."""
@@ -283,8 +288,17 @@ class Layout:
 def _load(path: Path, content: dict) -> dict:
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(content, checkpoint_id=path)
+    with _one_process_too():
+        dcp.load(content, checkpoint_id=path)
     return content
+
+
+@contextmanager
+def _one_process_too() -> Iterator[None]:
+    """Keep torch from warning that there are no other processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _local(tensor: Tensor) -> Tensor:

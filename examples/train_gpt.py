@@ -294,7 +294,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash while writing leaves the one before it."""
-        if self.layout.spread:
+        if self.layout.spread or path.is_dir():
             with self.region():
                 notes = json.dumps(self.notes())
                 self.layout.save(path, self.model, self.optimizer, notes)
@@ -309,6 +309,11 @@ class Trainer:
             self._take(saved, path)
             with self.region():
                 self.layout.load(path, self.model, self.optimizer)
+        elif self.layout.spread:
+            raise SystemExit(
+                f"{path} is a file of a run without torchrun: several ranks go on "
+                "from a folder, which they have written"
+            )
         else:
             saved = checkpoints.load(path, self.device)
             self._take(saved, path)
