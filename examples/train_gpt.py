@@ -292,6 +292,7 @@ class Trainer:
             "peak_memory": self.peak_memory,
         }
 
+    @torch.no_grad()  # a region with gradients would be one more for the scales
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash while writing leaves the one before it."""
         if self.layout.spread or path.is_dir():
@@ -302,6 +303,7 @@ class Trainer:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         checkpoints.save(path, {**self.notes(), **states})
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, as if the run had never stopped."""
         if path.is_dir():
