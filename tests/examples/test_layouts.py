@@ -18,7 +18,7 @@ from tols import F32, tol
 
 import transformer_engine.pytorch as te
 
-BEGUN, STEPS = 4, 8
+BEGUN, STEPS = 3, 8  # no validation stands between the last step and the checkpoint
 LAYOUTS = {"dp": ["--dp", "2"], "fsdp": ["--fsdp", "2"]}
 NOT_THERE_YET = {"tp": ["--tp", "2"], "cp": ["--cp", "2"]}
 """Layouts whose modules raise; they belong into `LAYOUTS` once these are there."""
