@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import checkpoints
 import torch
-from train_gpt import GPT, RECIPES, VOCABULARY, Config
+from gpt import GPT, RECIPES, VOCABULARY, Config
 
 import transformer_engine.pytorch as te
 

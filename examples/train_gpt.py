@@ -9,23 +9,35 @@ Data, order and initial weights are the same, so the two curves may be compared 
     python examples/train_gpt.py --text book.txt       # own text
     python examples/train_gpt.py --precision fp8 --layers 2 --hidden 256 --heads 4
     python examples/train_gpt.py --checkpoint gpt.pt   # and later: --resume gpt.pt
+
+Over several GPUs or processes torchrun starts it. The layout says how they share the work
+(layout.py); a checkpoint is a folder then, from which any layout goes on, one process too.
+
+    torchrun --nproc-per-node 8 examples/train_gpt.py --fsdp 8 --checkpoint gpt
+    torchrun --nproc-per-node 4 examples/train_gpt.py --dp 2 --fsdp 2 --resume gpt
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import checkpoints
 import torch
 import torch.nn.functional as F
+from gpt import GPT, RECIPES, WIDE_HEADS, Config, InPrecision
+from layout import DIMS, Layout, start_processes
 from progress import Progress
 from report import GemmCount, Result, plot, problems, table, write_json
 from textdata import (
@@ -38,55 +50,10 @@ from textdata import (
 )
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
 
-# Scales of delayed scaling begin at 1, too small for the first gradients of a large batch, which
-# would round to zero: what no slot has recorded yet is measured before it is cast.
-RECIPES = {
-    "delayed": partial(DelayedScaling, measure_first=True),
-    "current": Float8CurrentScaling,
-    "block": Float8BlockScaling,
-    "row": Float8RowScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-}
-WIDE_HEADS = {"nvfp4"}
-"""Recipes that leave the head in high precision: four bits are too few for the logits."""
-VOCABULARY = 256
-LINEARS = 4  # of a Transformer layer: query-key-value, projection, the two of the MLP
-INIT_STD = 0.02
 TEMPERATURE = 0.8
 EVALUATIONS = 5  # validations while training
 SEGMENT = 20  # steps between two looks at the clock and at the losses: each look waits for the GPU
-
-
-@dataclass(frozen=True)
-class Config:
-    """All that decides the outcome of a run, besides its precision."""
-
-    layers: int
-    hidden: int
-    heads: int
-    seq: int
-    batch: int
-    steps: int
-    lr: float
-    warmup: float
-    final_lr: float
-    dropout: float
-    valid_windows: int
-    seed: int
-    recipe: str
-
-
 # What the command line leaves open: 10.8 and 126 million parameters.
 DEFAULTS = {
     "cpu": {"layers": 6, "hidden": 384, "heads": 6, "seq": 64, "batch": 8, "steps": 700,
@@ -94,61 +61,6 @@ DEFAULTS = {
     "cuda": {"layers": 10, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 500,
              "lr": 6e-4, "warmup": 0.2, "final_lr": 0.02, "valid_windows": 128, "sample": 400},
 }  # fmt: skip
-
-
-class GPT(torch.nn.Module):
-    """Bytes, int64 [length, n], to features, [length, n, hidden], and these to logits."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__()
-        hidden = config.hidden
-
-        def init(weight: torch.Tensor) -> None:
-            torch.nn.init.normal_(weight, std=INIT_STD)
-
-        def init_output(weight: torch.Tensor) -> None:  # of what is added to the residual stream
-            torch.nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * config.layers))
-
-        self.embedding = torch.nn.Embedding(VOCABULARY, hidden, device=device)
-        init(self.embedding.weight.data)
-        rotary = te.RotaryPositionEmbedding(hidden // config.heads)
-        self.register_buffer("angles", rotary(config.seq).to(device), persistent=False)
-        self.layers = torch.nn.ModuleList(
-            te.TransformerLayer(
-                hidden,
-                4 * hidden,
-                config.heads,
-                hidden_dropout=config.dropout,
-                attention_dropout=config.dropout,
-                init_method=init,
-                output_layer_init_method=init_output,
-                layer_number=number,
-                self_attn_mask_type="causal",
-                fuse_qkv_params=True,
-                params_dtype=torch.float32,
-                device=device,
-            )
-            for number in range(1, config.layers + 1)
-        )
-        self.norm = te.LayerNorm(hidden, device=device)
-        self.head = te.Linear(hidden, VOCABULARY, init_method=init, device=device)
-        self.linears = LINEARS * config.layers + 1
-
-    def forward(
-        self, window: torch.Tensor, cache: te.InferenceParams | None = None
-    ) -> torch.Tensor:
-        """Return the features of each byte, made of it and those before; `head` makes logits.
-
-        With a cache the bytes before are those of its sequences, and the window is new.
-        """
-        x = self.embedding(window)
-        angles = self.angles[: len(window)] if cache is None else self.angles
-        mask = "causal" if cache is None else "padding_causal"
-        for layer in self.layers:
-            x = layer(
-                x, self_attn_mask_type=mask, inference_params=cache, rotary_pos_emb=angles
-            )  # fmt: skip
-        return self.norm(x)
 
 
 def gemm_counts() -> tuple[int, int]:
@@ -180,19 +92,23 @@ class Trainer:
         ``"fp8"``, ``"fp32"`` or ``"bf16"``.
     text : ByteText
         Text on the device that trains.
+    layout : Layout, optional
+        How the run is spread over ranks; by default it is not.
     """
 
-    def __init__(self, config: Config, precision: str, text: ByteText) -> None:
+    def __init__(
+        self, config: Config, precision: str, text: ByteText, layout: Layout | None = None
+    ) -> None:
         self.config, self.precision, self.text = config, precision, text
+        self.layout = layout or Layout()
         self.device = text.train.device
         self.on_gpu = self.device.type == "cuda"
-        # FP8 products stand among bf16 operations on a GPU, among fp32 ones on a CPU.
-        self.bf16 = precision == "bf16" or (precision == "fp8" and self.on_gpu)
-        self.recipe = RECIPES[config.recipe]()
-        self.head_recipe = RECIPES[config.recipe](fp8_format=Format.E4M3)
-        self.quantized_head = precision == "fp8" and config.recipe not in WIDE_HEADS
         torch.manual_seed(config.seed)
-        self.model = GPT(config, self.device)
+        self.model = GPT(config, self.device, self.layout)
+        predict = InPrecision(self.model, precision, config.recipe)
+        self.recipe, self.head_recipe = predict.recipe, predict.head_recipe
+        self.quantized_head = predict.quantized_head
+        self.predict = self.layout.wrap(predict)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.lr,
@@ -210,22 +126,7 @@ class Trainer:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    # -- precision ------------------------------------------------------------------------------
-
-    def predict(self, window: torch.Tensor, last_only: bool = False) -> torch.Tensor:
-        """Run the model in this run's precision: the one place where the runs differ.
-
-        The recipes' own format has gradients in E5M2, whose range suits most of them.  Those of the
-        logits are probabilities and need digits, not range, so the head has E4M3 both ways, or is
-        in high precision.
-        """
-        fp8 = self.precision == "fp8"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            with te.autocast(enabled=fp8, recipe=self.recipe):
-                features = self.model(window)
-            with te.autocast(enabled=self.quantized_head, recipe=self.head_recipe):
-                logits = self.model.head(features[-1:] if last_only else features)
-        return logits.float()
+    # -- what is measured -----------------------------------------------------------------------
 
     def _expect_gemms(self, count: int) -> None:
         """Note that each linear layer runs so many."""
@@ -256,13 +157,14 @@ class Trainer:
         return config.lr * (config.final_lr + (1.0 - config.final_lr) * cosine)
 
     def gradients(self) -> torch.Tensor:
-        """Add this step's gradients to the parameters'; return its loss."""
-        config, data = self.config, self.text.train
+        """Add this step's gradients to the parameters'; return the loss of this rank's bytes."""
+        config, data, layout = self.config, self.text.train, self.layout
         seed = config.seed * 1_000_003 + self.step
-        starts = training_starts(data, config.seq, config.batch, seed)
-        window, target = windows(data, starts, config.seq)
+        starts = layout.share(training_starts(data, config.seq, config.batch, seed))
+        window, target = layout.tokens(*windows(data, starts, config.seq))
+        torch.manual_seed((seed << 20) + layout.rank)  # of dropouts
         loss = F.cross_entropy(self.predict(window).flatten(0, 1), target.flatten())
-        loss.backward()
+        (loss / layout.tp).backward()  # ranks of tp have parts of one window's loss
         # The embedding is trained: every linear layer has both gradients.
         self._expect_gemms(3)
         return loss.detach()
@@ -272,7 +174,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         loss = self.gradients()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.layout.clip_gradients(self.model, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.train_losses[self.step] = loss
@@ -284,7 +186,7 @@ class Trainer:
         while self.step < until:
             self.train_step()
             bar.update()
-        loss = self.train_losses[start:until].mean().item()
+        loss = self.layout.mean(self.train_losses[start:until]).mean().item()
         tokens = (until - start) * self.config.batch * self.config.seq
         self.rates.append(tokens / (time.perf_counter() - began))
         self.take_stock()
@@ -304,6 +206,7 @@ class Trainer:
             unit="step",
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
+            disable=not self.layout.leads,
         )
         if self.step == 0:
             bar.set_postfix_str("before the first step")
@@ -329,15 +232,16 @@ class Trainer:
     def validate(self) -> None:
         """Add a point to the validation curve."""
         self.model.eval()
-        data, config = self.text.valid, self.config
+        data, config, layout = self.text.valid, self.config, self.layout
         starts = validation_starts(data, config.seq, config.valid_windows)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for part in starts.split(config.batch):
-            window, target = windows(data, part, config.seq)
+            window, target = layout.tokens(*windows(data, layout.share(part), config.seq))
             logits = self.predict(window).flatten(0, 1)
             total += F.cross_entropy(logits, target.flatten(), reduction="sum").double()
             self._expect_gemms(1)
-        self.valid_curve.append((self.step, total.item() / (len(starts) * config.seq)))
+        loss = layout.total(total).item() / (len(starts) * config.seq)
+        self.valid_curve.append((self.step, loss))
         self.model.train()
 
     @torch.no_grad()
@@ -360,10 +264,12 @@ class Trainer:
     def save_model(self, path: Path) -> None:
         """Write the trained model alone, which examples/generate.py reads."""
         content = {"config": asdict(self.config), "precision": self.precision}
-        checkpoints.save(path, {**content, "model": self.model.state_dict()})
+        content["model"] = self.layout.whole_model(self.model)
+        if self.layout.leads:
+            checkpoints.save(path, content)
 
     def identity(self) -> dict[str, object]:
-        """Return what two runs must share for one to continue the other."""
+        """Return what two runs must share for one to continue the other: not the layout."""
         sizes = {"train_bytes": len(self.text.train), "valid_bytes": len(self.text.valid)}
         return {
             **asdict(self.config),
@@ -373,41 +279,62 @@ class Trainer:
             **sizes,
         }
 
+    def notes(self) -> dict[str, Any]:
+        """Return all that a checkpoint holds besides the model and the optimizer."""
+        self.take_stock()
+        return {
+            "identity": self.identity(),
+            "step": self.step,
+            "train_losses": self.train_losses.tolist(),
+            "valid_curve": self.valid_curve,
+            "rates": self.rates,
+            "gemms": asdict(self.gemms),
+            "peak_memory": self.peak_memory,
+        }
+
+    @torch.no_grad()  # a region with gradients would be one more for the scales
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash while writing leaves the one before it."""
-        self.take_stock()
-        checkpoints.save(
-            path,
-            {
-                "identity": self.identity(),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "random": torch.get_rng_state(),
-                "random_gpu": torch.cuda.get_rng_state(self.device) if self.on_gpu else None,
-                "step": self.step,
-                "train_losses": self.train_losses,
-                "valid_curve": self.valid_curve,
-                "rates": self.rates,
-                "gemms": asdict(self.gemms),
-                "peak_memory": self.peak_memory,
-            },
-        )
+        if self.layout.spread or path.is_dir():
+            with self.region():
+                notes = json.dumps(self.notes())
+                self.layout.save(path, self.model, self.optimizer, notes)
+            return
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        checkpoints.save(path, {**self.notes(), **states})
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, as if the run had never stopped."""
-        saved = checkpoints.load(path, self.device)
+        if path.is_dir():
+            saved = json.loads(self.layout.notes(path))
+            self._take(saved, path)
+            with self.region():
+                self.layout.load(path, self.model, self.optimizer)
+        elif self.layout.spread:
+            raise SystemExit(
+                f"{path} is a file of a run without torchrun: several ranks go on "
+                "from a folder, which they have written"
+            )
+        else:
+            saved = checkpoints.load(path, self.device)
+            self._take(saved, path)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def region(self) -> AbstractContextManager:
+        """Where a state dict has room for the scales that a checkpoint holds."""
+        return te.autocast(enabled=self.precision == "fp8", recipe=self.recipe)
+
+    def _take(self, saved: dict[str, Any], path: Path) -> None:
+        """Take over what `notes` gave; refuse that of another run."""
         now = self.identity()
         changed = [name for name in now if saved["identity"].get(name) != now[name]]
         if changed:
             was = ", ".join(f"{n} {saved['identity'].get(n)} -> {now[n]}" for n in changed)
             raise SystemExit(f"{path} is of another run ({was})")
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["random"].cpu())
-        if self.on_gpu:
-            torch.cuda.set_rng_state(saved["random_gpu"].cpu(), self.device)
         self.step = saved["step"]
-        self.train_losses.copy_(saved["train_losses"])
+        self.train_losses.copy_(torch.tensor(saved["train_losses"]))
         self.valid_curve = [(step, loss) for step, loss in saved["valid_curve"]]
         self.rates = list(saved["rates"])
         self.gemms = GemmCount(**saved["gemms"])
@@ -423,7 +350,7 @@ class Trainer:
         return Result(
             precision=self.precision,
             label=label,
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=self.layout.count_parameters(self.model),
             valid_loss=self.valid_curve[-1][1],
             tokens_per_second=median(self.rates),
             peak_memory=self.peak_memory,
@@ -462,10 +389,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ("warmup", float, "share of the steps until the peak"),
         ("final_lr", float, "last learning rate, as a share of the peak"),
         ("valid_windows", int, "windows predicted in a validation"),
-        ("sample", int, "bytes that the trained model writes"),
+        ("sample", int, "bytes that the trained model writes; none with --cp and --tp"),
     ):
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=kind, metavar="N", help=by_device(name, about))
+    for name, about in zip(DIMS, ("replicas that split the batch (default: what the others leave)",
+                                  "ranks that split the batch, parameters and optimizer",
+                                  "ranks that split each window",
+                                  "ranks that split each layer"), strict=True):  # fmt: skip
+        add(f"--{name}", type=int, metavar="RANKS", default=None if name == "dp" else 1, help=about)
     add("--precision", choices=["both", "fp8", "bf16", "fp32"], default="both",
         help="both: fp8, and fp32 on a CPU or bf16 on a GPU")  # fmt: skip
     add("--recipe", choices=sorted(RECIPES), default="delayed", help="FP8 scaling")
@@ -508,51 +440,75 @@ def checkpoint_of(path: Path | None, precision: str, args: argparse.Namespace) -
     return path.with_name(f"{path.stem}-{precision}{path.suffix}")
 
 
-def run(args: argparse.Namespace, config: Config, precision: str, text: ByteText) -> Result | None:
+def run(
+    args: argparse.Namespace, config: Config, precision: str, text: ByteText, layout: Layout
+) -> Result | None:
     """Train in one precision; None when stopped on the way."""
-    trainer = Trainer(config, precision, text)
+    trainer = Trainer(config, precision, text, layout)
     before = checkpoint_of(args.resume, precision, args)
     if before is not None and before.exists():  # the second run may not have begun yet
         trainer.load(before)
     stop = min(args.stop_after or config.steps, config.steps)
     trainer.fit(stop, args.save_every, checkpoint_of(args.checkpoint, precision, args))
     if trainer.step < config.steps:
-        print(f"{precision}: stopped after step {trainer.step}")
+        if layout.leads:
+            print(f"{precision}: stopped after step {trainer.step}")
         return None
     trainer.save_model(args.out / f"model_{precision}.pt")
-    return trainer.result(trainer.sample(args.prompt.encode(), args.sample))
+    # Ranks of tp and cp have parts of a window, which must divide: one that grows does not.
+    count = args.sample if layout.tp == layout.cp == 1 else 0
+    return trainer.result(trainer.sample(args.prompt.encode(), count))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def compare(args: argparse.Namespace, make_layout: Callable[[], Layout]) -> int:
     """Run the comparison; return the exit status."""
     began = time.perf_counter()
-    args = parse(arguments)
     if args.resume is not None:
         files = [checkpoint_of(args.resume, precision, args) for precision in args.precisions]
         if not any(file.exists() for file in files):
             raise SystemExit(f"--resume: there is no {' and no '.join(map(str, files))}")
     config = Config(**{name: getattr(args, name) for name in Config.__dataclass_fields__})
+    layout = make_layout()
     args.out.mkdir(parents=True, exist_ok=True)
     text = load(args.text, config.seq)
-    print(f"{text.name}: {len(text.train):,} training, {len(text.valid):,} validation bytes")
+    if layout.leads:
+        print(f"{text.name}: {len(text.train):,} training, {len(text.valid):,} validation bytes")
     starts = validation_starts(text.valid, config.seq, config.valid_windows)
     bigram = bigram_loss(text.train, *windows(text.valid, starts, config.seq))
     text = text.to(args.device)
-    finished = [run(args, config, precision, text) for precision in args.precisions]
+    finished = [run(args, config, precision, text, make_layout()) for precision in args.precisions]
     results = [result for result in finished if result is not None]
     if len(results) < len(finished):
         return 0
+    failures = problems(results, bigram, args.check)
+    if layout.leads:
+        show(args, results, bigram, text.name)
+        print(f"finished in {time.perf_counter() - began:.0f} s, layout: {layout}")
+    for failure in failures:  # of any rank
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def show(args: argparse.Namespace, results: list[Result], bigram: float, text: str) -> None:
+    """Write what the runs have made."""
     for r in results:
         print(f"\n--- {r.label} writes " + "-" * 60 + f"\n{r.sample}")
         (args.out / f"sample_{r.precision}.txt").write_text(r.sample, encoding="utf-8")
     write_json(args.out / "results.json", results, bigram)
-    plot(args.out / "loss.png", results, bigram, f"Byte-level GPT, {text.name}")
+    plot(args.out / "loss.png", results, bigram, f"Byte-level GPT, {text}")
     print(f"\n{table(results, bigram)}\n\nplot, figures, samples, models: {args.out}")
-    print(f"finished in {time.perf_counter() - began:.0f} s")
-    failures = problems(results, bigram, args.check)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison, alone or as one of torchrun's processes; return the exit status."""
+    args = parse(arguments)
+    started = start_processes(args.device)
+    sizes = {name: getattr(args, name) for name in DIMS}
+    try:
+        return compare(args, partial(Layout, args.device, **sizes, seed=args.seed))
+    finally:
+        if started:
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

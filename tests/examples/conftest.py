@@ -19,6 +19,7 @@ def example():
         yield importlib.import_module
     finally:
         sys.path.remove(str(EXAMPLES))
-        names = ("checkpoints", "generate", "progress", "report", "textdata", "train_gpt")
+        names = ("checkpoints", "generate", "gpt", "layout", "progress", "report", "textdata",
+                 "train_gpt")  # fmt: skip
         for name in set(names) - before:
             sys.modules.pop(name, None)

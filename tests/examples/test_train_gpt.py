@@ -20,7 +20,7 @@ LINEARS = 4 * LAYERS + 1  # query-key-value, projection, two of the MLP; the hea
 EVALUATED = [0, 3, 6, 9, 12]  # steps
 PREDICTIONS = len(EVALUATED) * math.ceil(VALID / BATCH) + SAMPLE  # forwards without a backward
 GEMMS = LINEARS * (3 * STEPS + PREDICTIONS)
-# Drawn in training: a resumed run must go on with the generator of the one before.
+# Drawn in training: a resumed run must draw what an uninterrupted one does.
 DROPOUT = ("--dropout", "0.1")
 
 
@@ -173,7 +173,7 @@ def assert_same_training(whole, parts, load):
     """Compare final checkpoints bit for bit, losses and what is left of the optimizer included."""
     one, other = (load(path, "cpu") for path in (whole, parts))
     assert one["step"] == other["step"] == STEPS
-    names = ["model", "optimizer", "train_losses", "valid_curve", "gemms", "random", "random_gpu"]
+    names = ["model", "optimizer", "train_losses", "valid_curve", "gemms"]
     for name in names:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
 

@@ -233,3 +233,101 @@ def capture_behind(device, data):
             run(inputs[1])
         states.append(states_of(torch.nn.Sequential(layer)))
     return to_cpu(states)
+
+
+# ---- weight gradients that are put off -----------------------------------------------------------
+
+
+class Delayed:
+    """A stage whose layers leave their weight gradients to `backward_dw`, and its microbatches."""
+
+    def __init__(self, number, device, group):
+        torch.manual_seed(number)
+        options = {"delay_wgrad_compute": True, "device": device}
+        self.layers = torch.nn.Sequential(
+            te.LayerNormMLP(WIDTH, 2 * WIDTH, **options), te.Linear(WIDTH, WIDTH, **options)
+        )
+        self.recipe, self.group = DelayedScaling(amax_history_len=4), group
+        self.waiting, self.reduced = [], [0, 0]
+        for n, layer in enumerate(self.layers):
+            layer.register_wgrad_accumulation_and_reduce_hooks(lambda n=n: self._reduce(n))
+
+    def _reduce(self, n):
+        self.reduced[n] += 1
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with te.autocast(recipe=self.recipe, amax_reduction_group=self.group):
+            out = self.layers(x)
+        self.waiting.append((x, out))
+        return out.detach()
+
+    def backward(self, grad):
+        x, out = self.waiting.pop(0)
+        out.backward(grad)
+        return x.grad
+
+    def weight_gradients(self):
+        for layer in self.layers:
+            layer.backward_dw()
+
+    def found(self):
+        return [to_cpu(p.grad) for p in self.layers.parameters()], self.reduced
+
+
+def loss_of(out, target):
+    """A microbatch's loss, and the gradient of its output."""
+    out = out.requires_grad_()
+    loss = (out - target).square().mean()
+    loss.backward()
+    return to_cpu(loss.detach()), out.grad
+
+
+def swap(given, like):
+    """Send a tensor to the other stage while its own arrives; None: one of the two alone."""
+    other = 1 - dist.get_rank()
+    got = None if like is None else torch.empty_like(like)
+    pairs = ((dist.isend, given), (dist.irecv, got))
+    operations = [dist.P2POp(run, t, other) for run, t in pairs if t is not None]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return got
+
+
+def one_f_one_b(device, data):
+    """Two stages under 1F1B, weight gradients at the end: (losses of the last, what was found).
+
+    `data` are the input and the target of each microbatch.
+    """
+    rank, losses = dist.get_rank(), []
+    alone = [dist.new_group([each]) for each in range(2)]
+    stage = Delayed(rank, device, alone[rank])
+    like = torch.empty(ROWS, WIDTH, device=device)
+    if rank == 0:
+        swap(stage.forward(data[0][0].to(device)), None)
+        for x, _ in data[1:]:  # two microbatches are in flight
+            stage.backward(swap(stage.forward(x.to(device)), like))
+        stage.backward(swap(None, like))
+    else:
+        x = swap(None, like)
+        for number, (_, target) in enumerate(data):
+            loss, grad = loss_of(stage.forward(x), target.to(device))
+            losses.append(loss)
+            x = swap(stage.backward(grad), like if number < len(data) - 1 else None)
+    for _ in data:
+        stage.weight_gradients()
+    return losses, stage.found()
+
+
+def one_process(device, data):
+    """The same on this rank alone, microbatch by microbatch."""
+    alone = [dist.new_group([each]) for each in range(2)][dist.get_rank()]
+    stages, losses = [Delayed(number, device, alone) for number in range(2)], []
+    for x, target in data:
+        out = stages[1].forward(stages[0].forward(x.to(device)))
+        loss, grad = loss_of(out, target.to(device))
+        losses.append(loss)
+        stages[0].backward(stages[1].backward(grad))
+        for stage in stages:
+            stage.weight_gradients()
+    return losses, [stage.found() for stage in stages]

@@ -107,3 +107,15 @@ def test_a_capture_waits_for_what_was_started_before(stages):
         expected = [max(x.abs().max() for x in xs) for xs in zip(*data, strict=True)]
         for history in histories:
             assert_same_bits(history, torch.stack(expected))
+
+
+def test_weight_gradients_at_the_end_of_1f1b(stages):
+    """In FP8, with microbatches in flight: losses and gradients of one process, bit for bit."""
+    data = torch.randn(COUNT, 2, programs.ROWS, programs.WIDTH).unbind()
+    data = [tuple(each.unbind()) for each in data]
+    (_, first), (losses, second) = stages.run(programs.one_f_one_b, data)
+    (expected, found), _ = stages.run(programs.one_process, data)
+    assert_same_bits(losses, expected)
+    for (gradients, hooks), (wanted, calls) in zip((first, second), found, strict=True):
+        assert_same_bits(gradients, wanted)
+        assert hooks == calls == [COUNT, COUNT]

@@ -48,12 +48,63 @@ symmetric_mem_cache: dict[Any, Any] = {}
 # ---- random states -----------------------------------------------------------------------------
 
 
-def _generator() -> Any:
-    """What has the random state that trackers swap: the accelerator's module, or torch's CPU."""
+State = Tensor | torch.Generator
+"""A random state: its bytes, or a generator that has it and goes on in place."""
+
+
+def graph_safe_rng_available() -> bool:
+    """Return whether trackers keep generators, which CUDA graphs can use: on CUDA devices."""
+    return _default_generator() is not None
+
+
+def is_graph_safe_rng_state(state: Any) -> bool:
+    """Return whether a state is a generator."""
+    return isinstance(state, torch.Generator)
+
+
+def _default_generator() -> Any:
+    """The current device's generator, where torch swaps its state by reference; else None."""
+    if accelerator() != "cuda" or not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
+        return None
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _bytes() -> Any:
+    """What has the random state as bytes: the accelerator's module, or torch's CPU."""
     return module_of(accelerator()) or torch.random
 
 
-def _checked_states(what: str, states: Any) -> dict[str, Tensor]:
+def _state_now(like: State) -> State:
+    """The state in force, as a state of the same kind."""
+    if is_graph_safe_rng_state(like):
+        return _default_generator().graphsafe_get_state()
+    return _bytes().get_rng_state()
+
+
+def _put_state(state: State) -> None:
+    if is_graph_safe_rng_state(state):
+        _default_generator().graphsafe_set_state(state)
+    else:
+        _bytes().set_rng_state(state)
+
+
+def _new_state(seed: int) -> State:
+    """A state that begins from a seed; that in force stays as it is."""
+    generator = _default_generator()
+    if generator is not None:
+        made = generator.clone_state()
+        made.manual_seed(seed)
+        return made
+    before = _bytes().get_rng_state()
+    module = module_of(accelerator())
+    (torch.default_generator if module is None else module).manual_seed(seed)
+    made = _bytes().get_rng_state()
+    _bytes().set_rng_state(before)
+    return made
+
+
+def _checked_states(what: str, states: Any) -> dict[str, State]:
     """States by name; TypeError for anything else."""
     if not isinstance(states, dict):
         raise TypeError(
@@ -69,6 +120,11 @@ class CudaRNGStatesTracker:
     So ranks draw equal numbers for what they share and different ones for what they do not. The
     state is that of the current device of the machine's accelerator, or of the CPU where there is
     none; where there is one, the CPU's generator is left alone.
+
+    On CUDA devices states are generators (`graph_safe_rng_available`), elsewhere bytes. `fork` in a
+    CUDA graph needs the generators that `get_all_rng_states` gives to be registered before the
+    capture, by ``torch.cuda.CUDAGraph.register_generator_state``; each replay then advances them as
+    a run does.
     """
 
     def __init__(self) -> None:
@@ -77,16 +133,35 @@ class CudaRNGStatesTracker:
 
     def reset(self) -> None:
         """Forget all names."""
-        self.states_: dict[str, Tensor] = {}  # uint8 states by name
+        self.states_: dict[str, State] = {}
         self.seeds_: set[int] = set()  # that were given
 
-    def get_states(self) -> dict[str, Tensor]:
-        """The states by name, in a new dictionary."""
-        return dict(self.states_)
+    def get_states(self) -> dict[str, State]:
+        """Copies of the states by name: generators of their own, where states are generators."""
+        return {
+            name: state.clone_state() if is_graph_safe_rng_state(state) else state
+            for name, state in self.states_.items()
+        }
 
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        """Take over states that `get_states` gave: all names from now on."""
-        self.states_ = dict(_checked_states("CudaRNGStatesTracker.set_states", states))
+    def set_states(self, states: dict[str, State]) -> None:
+        """Take over states that `get_states` gave: all names from now on.
+
+        A generator that is there keeps its place, as captured graphs know it, and takes the values.
+        """
+        given = _checked_states("CudaRNGStatesTracker.set_states", states)
+        self.states_ = {name: self._taken(name, state) for name, state in given.items()}
+
+    def _taken(self, name: str, state: State) -> State:
+        """A state as this tracker is to have it."""
+        if not is_graph_safe_rng_state(state):
+            return state
+        own = self.states_.get(name)
+        if own is state:
+            return state
+        if not is_graph_safe_rng_state(own):
+            return state.clone_state()
+        own.set_state(state.get_state())
+        return own
 
     def add(self, name: str, seed: int) -> None:
         """Begin a state from a seed; the generator itself stays as it is.
@@ -100,12 +175,8 @@ class CudaRNGStatesTracker:
             raise RuntimeError(f"CudaRNGStatesTracker.add: seed {seed} is there already")
         if name in self.states_:
             raise RuntimeError(f"CudaRNGStatesTracker.add: name {name!r} is there already")
-        before = _generator().get_rng_state()
-        module = module_of(accelerator())
-        (torch.default_generator if module is None else module).manual_seed(seed)
-        self.states_[name] = _generator().get_rng_state()
+        self.states_[name] = _new_state(seed)
         self.seeds_.add(seed)
-        _generator().set_rng_state(before)
 
     def fork(self, name: str = "model-parallel-rng") -> "_Fork":
         """Draw from a named state in a ``with`` block; KeyError where it was not added."""
@@ -117,9 +188,9 @@ class _Fork(Context, contextlib.ContextDecorator):
 
     def __init__(self, tracker: CudaRNGStatesTracker, name: str) -> None:
         self._tracker, self._name = tracker, name
-        self._before: Tensor | None = None  # state of the generator, while it is in use
+        self._before: State | None = None  # state of the generator, while it is in use
         self._draws = False  # from the state of the name
-        self._after: Tensor | None = None  # that, once the block has ended
+        self._after: State | None = None  # that, once the block has ended
 
     def _recreate_cm(self) -> "_Fork":
         """Give each call of a decorated function a context of its own."""
@@ -132,48 +203,38 @@ class _Fork(Context, contextlib.ContextDecorator):
                 f"CudaRNGStatesTracker.fork: no state {name!r}, there are {sorted(states)}; "
                 "call add(name, seed) first"
             )
-        self._after, self._draws, self._before = None, False, _generator().get_rng_state()
+        self._after, self._draws, self._before = None, False, _state_now(states[name])
         self._undo_by(self._give_back)
-        _generator().set_rng_state(states[name])
+        _put_state(states[name])
         self._draws = True
 
     def _give_back(self) -> None:
         if self._before is None:
             return
         if self._draws and self._after is None:
-            self._after = _generator().get_rng_state()
-        if self._after is not None:
+            self._after = _state_now(self._before)
+        if self._after is not None and not is_graph_safe_rng_state(self._after):  # went on in place
             self._tracker.states_[self._name] = self._after
-        _generator().set_rng_state(self._before)
+        _put_state(self._before)
         self._before = None
 
 
 _TRACKERS: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
 
 
-def get_all_rng_states() -> dict[str, Tensor]:
-    """States by name of all trackers that are alive.
+def get_all_rng_states() -> dict[str, State]:
+    """States by name of all trackers that are alive; generators are theirs, and go on in place.
 
     Trackers that share a name are taken for one: either's state is there.
     """
-    return {name: state for each in list(_TRACKERS) for name, state in each.get_states().items()}
+    return {name: state for each in list(_TRACKERS) for name, state in each.states_.items()}
 
 
-def set_all_rng_states(states: dict[str, Tensor]) -> None:
+def set_all_rng_states(states: dict[str, State]) -> None:
     """Give every tracker those states, as `get_all_rng_states` gave them, whose names it has."""
     _checked_states("set_all_rng_states", states)
     for each in list(_TRACKERS):
-        each.states_.update({name: states[name] for name in each.states_ if name in states})
-
-
-def graph_safe_rng_available() -> bool:
-    """Return whether trackers keep generators that a CUDA graph can replay: no, they keep bytes."""
-    return False
-
-
-def is_graph_safe_rng_state(state: Any) -> bool:
-    """Return whether a state is a generator."""
-    return isinstance(state, torch.Generator)
+        each.set_states({name: states.get(name, own) for name, own in each.states_.items()})
 
 
 # ---- what is not there ---------------------------------------------------------------------------

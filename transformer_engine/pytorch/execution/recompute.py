@@ -55,6 +55,7 @@ from transformer_engine.pytorch.torchside.collectives import (
     gather_split_1d_tensor,
     split_tensor_into_1d_equal_chunks,
 )
+from transformer_engine.pytorch.torchside.device import is_any_captured
 from transformer_engine.pytorch.torchside.modes import (
     begins_no_graph,
     forward_mode_enabled,
@@ -376,6 +377,11 @@ def _states_of(get_rng_state_tracker: Callable) -> Any:
         raise TypeError(
             f"checkpoint: get_rng_state_tracker returned a {type(tracker).__name__} object, "
             "expected a tracker with get_states and set_states, say a CudaRNGStatesTracker"
+        )
+    if is_any_captured():
+        raise NotImplementedError(
+            "checkpoint: get_rng_state_tracker in the capture of a CUDA graph is not built: a "
+            "graph draws on and repeats no numbers; leave the tracker or the checkpoint out of it"
         )
     return tracker.get_states()
 
