@@ -341,7 +341,7 @@ class _Call:
         out, *top = made if self.core.return_max_logit else (made,)
         if group is not None:
             out = tokens_for_heads(out, self.form, orders[0], group)
-            top = [gather_rows(each, group)[0] for each in top]
+            top = [gather_rows(each.detach().clone(), group)[0] for each in top]
         out = out.flatten(-2).contiguous()
         return (out, *[each.detach() for each in top]) if top else out
 
