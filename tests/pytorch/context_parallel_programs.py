@@ -175,6 +175,11 @@ def ring_in_float64(device, form, causal, problem):
             side = problem["cu"], padded, int(padded.diff().max())
             tokens = PackedTokens(size, side, side)
         own = steps.Steps(form, problem["q"].shape[-1] ** -0.5, 0.0, 0.0, True, False)
-        out = run_call(RingCall(own, tokens, dist.group.WORLD, causal, None, None), *made, None, None)
+        out = run_call(
+            RingCall(own, tokens, dist.group.WORLD, causal, None, None), *made, None, None
+        )
         out.backward(part_of(problem["grad"], form, padded).view_as(out))
-    return {"out": out.detach().flatten(-2), **{n: t.grad for n, t in zip("qkv", made, strict=True)}}
+    return {
+        "out": out.detach().flatten(-2),
+        **{n: t.grad for n, t in zip("qkv", made, strict=True)},
+    }

@@ -4,14 +4,12 @@
 import pytest
 import torch
 from comparators import assert_bits, assert_nmse
-from pytorch import attention_model as model
-from pytorch import context_parallel_programs as programs
+from pytorch import attention_model as model, context_parallel_programs as programs
 from pytorch.ranks import Ranks
 from thinning import pairs
 from tols import tol
 
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.context_parallel import get_thd_partitioned_indices
 
 HEADS, BATCH, LENGTH = 4, 2, 16  # LENGTH of the sequences that are not packed
@@ -27,7 +25,7 @@ def four():
 
 
 def dtype_of(ranks):
-    """cuDNN takes no fp32."""
+    """CuDNN takes no fp32."""
     return torch.float32 if ranks.device == "cpu" else torch.bfloat16
 
 
@@ -133,7 +131,9 @@ def whole(parts, form, problem, name):
             made[tokens] = each[name].float()
             continue
         chunks = made.chunk(2 * len(parts), form.index("s"))
-        for chunk, rows in zip((rank, -1 - rank), each[name].chunk(2, form.index("s")), strict=True):
+        for chunk, rows in zip(
+            (rank, -1 - rank), each[name].chunk(2, form.index("s")), strict=True
+        ):
             chunks[chunk].copy_(rows)
     return made
 

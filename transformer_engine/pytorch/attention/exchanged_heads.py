@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import tokens_first
 from transformer_engine.pytorch.execution.autograd import run_call

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part, tokens_first
 from transformer_engine.pytorch.attention.masks import NO_WINDOW

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
-from transformer_engine.pytorch.attention import backends, fp8
+from transformer_engine.pytorch.attention import backends
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
     DenseOrder,
@@ -281,9 +280,7 @@ _NOTHING = CallKind(
 # ---- a call --------------------------------------------------------------------------------------
 
 
-def attend(
-    core: Any, heads: Heads, options: AttentionOptions, form: str, more: CoreOptions
-) -> Any:
+def attend(core: Any, heads: Heads, options: AttentionOptions, form: str, more: CoreOptions) -> Any:
     """Attend over the ranks of a `DotProductAttention`: see its `forward`.
 
     Tensors are those of this rank, sums of lengths those of all ranks. The gradient of a learnable

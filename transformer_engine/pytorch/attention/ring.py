@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part
 from transformer_engine.pytorch.attention.steps import Made, Merged, Steps, readable, wide
