@@ -181,6 +181,11 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         )
         for d in (F32, F16, BF16)
     },
+    ("attention_steps", torch.float64): Tolerance(
+        _constant(1e-12),
+        "of single elements, in float64: 23 roundings of eps = 2^-52, as above, relative to terms "
+        "that are at most 2^7 times their sum in the data of the tests: 2^-40",
+    ),
     **{
         ("layer", d): Tolerance(lambda k, e=EPS[d]: (16 * e) ** 2 + _sum(k), _LAYER)
         for d in (F32, F16, BF16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of tests/pytorch/test_context_parallel*.py runs: attention of its part of sequences."""
+"""What a rank of tests/pytorch/test_context_parallel*.py runs, over its part of sequences."""
 
 import functools
 from contextlib import nullcontext
@@ -72,7 +72,7 @@ def attend(device, way, options, call, problem, recipe=None):
 
 
 def said(device, way, options, call, shapes):
-    """What a call says that is refused, of queries, keys and values of such shapes for each rank."""
+    """What a refused call says, of queries, keys and values of such shapes for each rank."""
     module = te.DotProductAttention(**options).to(device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes[dist.get_rank()]]

@@ -129,18 +129,22 @@ class PackedTokens:
         return _Side(lengths, chunk, padded, (starts, halves), -(-longest // (2 * size)) * 2)
 
     def rows(self, length: int, part: Part) -> slice:
+        """All: as for what follows, the lengths of a step say what it reads."""
         del length, part
         return slice(None)
 
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
+        """The tensor."""
         del part
         return tensor
 
     def statistics(self, statistics: Tensor, part: Part) -> Tensor:
+        """The statistics [1, tokens, heads]."""
         del part
         return statistics
 
     def weights(self, statistics: Tensor) -> Tensor:
+        """What has the dims of statistics, so that it multiplies an output."""
         return statistics[..., None]
 
     def fields(self, rank: int, part: Part, of_keys: int, part_of_keys: Part) -> dict[str, Any]:
@@ -181,9 +185,11 @@ class PackedOrder:
         self._size, self._at = size, _places(padded, size, tokens)
 
     def natural(self, parts: Tensor) -> Tensor:
+        """[ranks, tokens of a rank, ...] as [tokens, ...] in the order of the sequences."""
         return parts.flatten(0, 1).index_select(0, self._at)
 
     def by_rank(self, tokens: Tensor) -> Tensor:
+        """Undo `natural`."""
         made = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         return made.index_copy_(0, self._at, tokens).unflatten(0, (self._size, -1))
 

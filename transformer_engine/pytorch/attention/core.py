@@ -113,9 +113,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
     attention_type : str, default "self"
         "self" or "cross".
     cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        Context parallelism: as of `set_context_parallel_group`. Over several ranks tensors are
-        those of this rank, its two chunks of each sequence, and ``cu_seqlens`` and
-        ``max_seqlen`` of the forward those of all ranks' (padded) sequences.
+        As of `set_context_parallel_group`: see `over_ranks`.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(channels) where None.
     softmax_type : str, default "vanilla"
@@ -525,20 +523,12 @@ class DotProductAttention(ContextParallel, Fp8Module):
         if choice.backend == "plugin" and torch.compiler.is_compiling():
             refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
-        return self._run_backend(choice.backend, heads, options, qkv_format, limits, more)
+        return self._run_backend((choice.backend, options, more), heads, qkv_format, limits)
 
-    def _run_backend(
-        self,
-        backend: str,
-        heads: Heads,
-        options: AttentionOptions,
-        qkv_format: str,
-        limits: Limits,
-        more: CoreOptions,
-    ) -> Any:
-        """Run a backend with the dropout of this module; see `forward` for what it returns."""
+    def _run_backend(self, arguments: tuple, heads: Heads, qkv_format: str, limits: Limits) -> Any:
+        """Run a backend as `_run` does, in a fork or checkpoint where the call wants it."""
+        backend, options, _ = arguments
         dropout = self.attention_dropout if self.training else 0.0
-        arguments = backend, options, more
         if self._get_tracker is not None or options.checkpoint_core_attention:
             out = self._run_in_fork(arguments, heads, qkv_format, limits, dropout)
         else:

@@ -61,7 +61,7 @@ class _Exchange:
 
 
 class _OwnHeads:
-    """This rank's part of [heads], whose gradients all ranks get; see `execution.autograd.Call`."""
+    """The part of [heads] that a rank has; all get the gradient; see `execution.autograd.Call`."""
 
     label = "own_heads"
     traced = False
@@ -92,5 +92,5 @@ def tokens_for_heads(tensor: Tensor, form: str, order: Any, group: Any) -> Tenso
 
 
 def own_heads(tensor: Tensor, group: Any) -> Tensor:
-    """This rank's part of [heads]; each rank gets the gradient of all. Differentiable."""
+    """The part of [heads] that this rank has; each gets the gradient of all. Differentiable."""
     return run_call(_OwnHeads(group), tensor)

@@ -343,16 +343,14 @@ class _Call:
         return (out, *[each.detach() for each in top]) if top else out
 
     def _orders(self, heads: Sequence[Tensor], size: int, further: int) -> list[Any]:
-        """How tokens of queries, keys and values lie on `size` ranks, of so many groups of those."""
+        """Orders of queries, keys and values on `size` ranks, of which there are `further` sets."""
         if not self.packed:
             return [DenseOrder(size)] * 3
-        made: list[Any] = []
-        for padded, tensor in zip(sequence_starts(self.options), heads, strict=False):
-            if made and padded is before:
-                made.append(made[0])
-            else:
-                made.append(PackedOrder(padded // further, size, tensor.shape[0] * size))
-            before = padded
+        starts, made = sequence_starts(self.options), []
+        for padded, tensor in zip(starts, heads, strict=False):
+            made.append(PackedOrder(padded // further, size, tensor.shape[0] * size))
+            if starts[1] is starts[0]:
+                return made * 3
         return [made[0], made[1], made[1]]
 
     def _run_alone(self, heads: Sequence[Tensor], bias: Any, sink: Any) -> Any:
@@ -369,9 +367,8 @@ class _Call:
         limits = limits.replaced(sink=sink)
         options = self.options._replace(checkpoint_core_attention=False)
         more = self.more._replace(fp8_output=False)
-        made = core._run_backend(
-            choice.backend, Heads(tuple(heads)), options, self.form, limits, more
-        )
+        arguments = choice.backend, options, more
+        made = core._run_backend(arguments, Heads(tuple(heads)), self.form, limits)
         out, *top = made if core.return_max_logit else (made,)
         out = out.unflatten(-1, (query.shape[-2], heads[2].shape[-1]))
         return (out, *top) if top else out

@@ -124,8 +124,8 @@ class RingCall:
     """One call; see `execution.autograd.Call`.
 
     Its tensors are queries, keys, values, a bias [b or 1, heads or 1, queries of this rank, keys of
-    all ranks] and a sink [heads], which may be None; the output comes as [..., heads, channels], with
-    the largest scores of all ranks where they are wanted.
+    all ranks] and a sink [heads], which may be None. The output comes as [..., heads, channels],
+    with the largest scores of all ranks where they are wanted.
 
     Parameters
     ----------
