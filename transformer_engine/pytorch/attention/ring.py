@@ -9,6 +9,7 @@ the other way, from the keys that came last; gradients of keys and values follow
 behind, in fp32, and end where they belong.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,15 +89,14 @@ def _step(number: int, rank: int, size: int, causal: bool) -> _Step:
 class _Lanes:
     """Streams that steps alternate between: the current one, and a second one where it is given."""
 
-    def __init__(self, second: Any, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, second: Any, tensors: Sequence[Tensor]) -> None:
         self._second = second
         if second is None:
             return
         self._first = torch.cuda.current_stream()
         self._begun = self._first.record_event()  # what is read is there
         for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(second)
+            tensor.record_stream(second)
 
     def run(self, number: int, received: Sequence[Tensor], hop: _Hop, step: Callable) -> Any:
         """Run a step over what `hop` has received, which the current stream has waited for."""
@@ -185,7 +185,14 @@ class RingCall:
         seen, now = self.steps.seen(query), _Pair.of(key, value)
         drops = self.steps.dropout > 0.0
         pairs = [self.draw(query) for _ in range(size)] if drops else []
-        lanes = _Lanes(self.stream, (query, now.flat, bias, sink, *pairs))
+        plan = [_step(number, self.rank, size, self.causal) for number in range(size)]
+        # Made before steps begin, on the stream that all of them wait for.
+        limits = [
+            self._limits(step, number, bias, sink, pairs[number] if drops else None)
+            for number, step in enumerate(plan)
+        ]
+        read = [value for each in limits for value in each.values() if isinstance(value, Tensor)]
+        lanes = _Lanes(self.stream, (query, now.flat, *read))
         merged, waiting, hop, following = None, None, _Hop((), ()), _Hop((), ())
         for number in range(size):
             after = now
@@ -193,14 +200,12 @@ class RingCall:
             if number < size - 1:
                 after = now.empty()
                 following = _hop(self.group, 1, [now.flat], [after.flat])
-            step = _step(number, self.rank, size, self.causal)
-            limits = self._limits(step, number, bias, sink, pairs[number] if drops else None)
-            heads = self._heads(seen, now, step)
-            made, done = lanes.run(
-                number, (now.flat,), hop, lambda h=heads, m=limits: self.steps.forward(h, m)
+            run = functools.partial(
+                self.steps.forward, self._heads(seen, now, plan[number]), limits[number]
             )
+            made, done = lanes.run(number, (now.flat,), hop, run)
             merged = self._take(merged, waiting, lanes)
-            waiting = (step.queries, made, done)
+            waiting = (plan[number].queries, made, done)
             now, hop = after, following
         merged = self._take(merged, waiting, lanes)
         out, top = self.steps.shown(merged.output()), merged.top
