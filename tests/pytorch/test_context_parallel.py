@@ -7,9 +7,10 @@ from comparators import assert_bits, assert_nmse
 from pytorch import attention_model as model, context_parallel_programs as programs
 from pytorch.ranks import Ranks
 from thinning import pairs
-from tols import tol
+from tols import E4M3, tol
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.context_parallel import get_thd_partitioned_indices
 
 HEADS, BATCH, LENGTH = 4, 2, 16  # LENGTH of the sequences that are not packed
@@ -260,6 +261,44 @@ def programs_part(tensor, form, problem, size, rank):
         return tensor[tokens.long()]
     chunks = tensor.chunk(2 * size, form.index("s"))
     return torch.cat((chunks[rank], chunks[-1 - rank]), form.index("s"))
+
+
+def check_fp8(ranks, way, kind, mask):
+    """Each shard is as near as attention in FP8 on one rank is: a rounding of each operand."""
+    made = RECIPES[kind](fp8_dpa=True)
+    problem = make_problem("sbhd", torch.bfloat16, 4, (16, 16))
+    options = options_of("sbhd", mask, problem)
+    exact, _ = reference("sbhd", problem, (-1, 0 if mask == "causal" else -1))
+    parts = ranks.run(programs.attend, way, options, {}, problem, made)
+    for rank, found in enumerate(parts):
+        for name in ("out", "q", "k", "v"):
+            expected = programs_part(exact[name], "sbhd", problem, len(parts), rank)
+            terms = 5 if name == "out" else 16  # gradients of queries and keys cancel
+            bound = terms * tol("quantize", E4M3)
+            assert_nmse(found[name], expected, bound, f"rank {rank} {name}")
+    return problem, options, parts, made
+
+
+RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+@pytest.mark.parametrize("way", ["p2p", "a2a"])
+def test_fp8(ranks, way, mask, kind):
+    problem, options, parts, made = check_fp8(ranks, way, kind, mask)
+    if way == "a2a" and ranks.device == "cpu" and kind == "delayed":
+        module = te.DotProductAttention(**options)
+        heads = [problem[name].clone().requires_grad_() for name in "qkv"]
+        with te.autocast(recipe=made):
+            out = module(*heads)
+        assert_bits(whole(parts, "sbhd", problem, "out").bfloat16(), out.detach())
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("way", ["p2p", "a2a+p2p"])
+def test_fp8_of_four(four, way, kind):
+    check_fp8(four, way, kind, "causal")
 
 
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed as dist
 
-from transformer_engine.pytorch.attention import backends
+from transformer_engine.pytorch.attention import backends, fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
     DenseOrder,
@@ -51,6 +51,7 @@ from transformer_engine.pytorch.attention.problem import (
     sequence_starts,
 )
 from transformer_engine.pytorch.attention.ring import RingCall
+from transformer_engine.pytorch.attention.ring_fp8 import RingCasts
 from transformer_engine.pytorch.attention.steps import Steps
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.random import draw_pairs
@@ -81,7 +82,6 @@ class Feature(NamedTuple):
 
 
 _RING, _EVERY = ("p2p", "a2a+p2p"), ("p2p", "all_gather", "a2a", "a2a+p2p")
-_OPERATOR = ("p2p", "all_gather", "a2a+p2p")
 
 
 def _windowed(asked: _Asked) -> bool:
@@ -111,7 +111,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("window_size {window} of packed sequences without a causal mask",
             lambda a: _windowed(a) and a.kind.packed and not a.kind.mask_type.causal,
             ("all_gather",)),
-    Feature("FP8 (fp8_dpa, fp8_mha)", lambda a: a.kind.fp8, _OPERATOR),
+    Feature("FP8 (fp8_dpa, fp8_mha)", lambda a: a.kind.fp8, ("all_gather",)),
 )  # fmt: skip
 """Every feature that some way does not run."""
 
@@ -395,7 +395,8 @@ class _Call:
             call = GatherCall(steps, tokens, *given)
         else:
             stream = core.cp_stream if heads[0].is_cuda else None
-            call = RingCall(steps, tokens, group, kind.causal, stream, self._draw)
+            casts = RingCasts(core, heads[0]) if fp8.in_force(core) else None
+            call = RingCall(steps, tokens, group, kind.causal, stream, self._draw, casts)
         return run_call(call, *heads, bias, sink)
 
     def _sides(self, heads: Sequence[Tensor]) -> tuple[tuple, tuple]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part
+from transformer_engine.pytorch.attention.ring_fp8 import RingCasts, read
 from transformer_engine.pytorch.attention.steps import Made, Merged, Steps, readable, wide
 from transformer_engine.pytorch.torchside.collectives import as_bytes
 
@@ -44,25 +45,55 @@ def _hop(group: Any, direction: int, sent: Sequence[Tensor], into: Sequence[Tens
     return _Hop(dist.batch_isend_irecv(works) if works else (), sent)
 
 
-class _Pair:
-    """Keys and values in one buffer."""
+_ROOM = 16
+"""Bytes of the scales of keys and values, and what their memory begins at a multiple of."""
 
-    def __init__(self, flat: Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
+
+class _Pair:
+    """Keys and values in one buffer; codes in FP8 with the scales [2] of each behind them."""
+
+    scales: Sequence[Tensor] = ()
+
+    def __init__(self, like: Tensor, shapes: tuple[torch.Size, torch.Size], flat: Any = None):
+        counts = [shape.numel() for shape in shapes]
+        if flat is None:
+            size = sum(counts)
+            if like.element_size() == 1:
+                size = -(-size // _ROOM) * _ROOM + _ROOM
+            flat = torch.empty(size, dtype=like.dtype, device=like.device)
         self.flat, self.shapes = flat, shapes
-        count = shapes[0].numel()
-        self.key, self.value = flat[:count].view(shapes[0]), flat[count:].view(shapes[1])
+        key, value, rest = flat.split([*counts, flat.numel() - sum(counts)])
+        self.key, self.value = key.view(shapes[0]), value.view(shapes[1])
+        if len(rest):
+            self.scales = rest[-_ROOM:].view(torch.float32).view(2, -1).unbind()
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> "_Pair":
-        """A copy of two tensors."""
-        made = cls(key.new_empty(key.numel() + value.numel()), (key.shape, value.shape))
+    def of(cls, key: Tensor, value: Tensor, scales: Sequence[Tensor] = ()) -> "_Pair":
+        """A copy of two tensors, and of the scales of codes."""
+        made = cls(key, (key.shape, value.shape))
         made.key.copy_(key)
         made.value.copy_(value)
+        for own, given in zip(made.scales, scales, strict=True):
+            own.copy_(given)
         return made
 
-    def empty(self, dtype: torch.dtype | None = None) -> "_Pair":
-        """Another one for the same shapes."""
-        return _Pair(torch.empty_like(self.flat, dtype=dtype), self.shapes)
+    def empty(self) -> "_Pair":
+        """Another one for the same."""
+        return _Pair(self.flat, self.shapes)
+
+    def empty_grads(self, like: Tensor) -> "_Pair":
+        """Another one of the dtype of gradients."""
+        return _Pair(like, self.shapes)
+
+    def read(self, dtype: torch.dtype) -> "_Pair":
+        """The same in high precision."""
+        if not self.scales:
+            return self
+        both = [
+            read(codes, scales, dtype)
+            for codes, scales in zip((self.key, self.value), self.scales, strict=True)
+        ]
+        return _Pair.of(*both)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -137,16 +168,25 @@ class RingCall:
         Where every other step of the forward runs.
     draw : callable
         Draws the random pair of a step.
+    casts : RingCasts, optional
+        Of a call in FP8.
     """
 
     label = "attention"
     traced = False
 
     def __init__(
-        self, steps: Steps, tokens: Any, group: Any, causal: bool, stream: Any, draw: Callable
+        self,
+        steps: Steps,
+        tokens: Any,
+        group: Any,
+        causal: bool,
+        stream: Any,
+        draw: Callable,
+        casts: RingCasts | None = None,
     ) -> None:
         self.steps, self.tokens, self.group, self.causal = steps, tokens, group, causal
-        self.stream, self.draw = stream, draw
+        self.stream, self.draw, self.casts = stream, draw, casts
         self.size, self.rank = group.size(), group.rank()
 
     def _limits(self, step: _Step, number: int, bias: Any, sink: Any, pair: Any) -> dict[str, Any]:
@@ -181,8 +221,14 @@ class RingCall:
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor | None]]:
         """Go around."""
         query, key, value, bias, sink = tensors
-        query, size = readable(query), self.size
-        seen, now = self.steps.seen(query), _Pair.of(key, value)
+        dtype, size, query, of_query, common = query.dtype, self.size, readable(query), None, {}
+        if self.casts is None:
+            now = _Pair.of(key, value)
+        else:
+            (query, of_query), key, value = map(self.casts.cast, (query, key, value))
+            now = _Pair.of(key[0], value[0], (key[1], value[1]))
+            common = {"query_scales": of_query, **self.casts.fields()}
+        seen = self.steps.seen(query)
         drops = self.steps.dropout > 0.0
         pairs = [self.draw(query) for _ in range(size)] if drops else []
         plan = [_step(number, self.rank, size, self.causal) for number in range(size)]
@@ -200,16 +246,20 @@ class RingCall:
             if number < size - 1:
                 after = now.empty()
                 following = _hop(self.group, 1, [now.flat], [after.flat])
-            run = functools.partial(
-                self.steps.forward, self._heads(seen, now, plan[number]), limits[number]
-            )
+            own = limits[number] | common
+            if now.scales:
+                own["key_scales"], own["value_scales"] = now.scales
+            heads = self._heads(seen, now, plan[number])
+            run = functools.partial(self.steps.forward, heads, own)
             made, done = lanes.run(number, (now.flat,), hop, run)
             merged = self._take(merged, waiting, lanes)
             waiting = (plan[number].queries, made, done)
             now, hop = after, following
         merged = self._take(merged, waiting, lanes)
-        out, top = self.steps.shown(merged.output()), merged.top
-        saved = (query, now.flat, out, merged.statistics, bias, sink, *pairs)
+        out, top = self.steps.shown(merged.output().to(dtype)), merged.top
+        saved = (query, of_query, now.flat, out, merged.statistics, bias, sink, *pairs)
+        if self.casts is not None:
+            self.casts.end()
         self._shapes = now.shapes
         if top is None:
             return out, saved
@@ -229,18 +279,19 @@ class RingCall:
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
         """Go around the other way; None, then gradients of all that the forward was given."""
-        query, flat, out, statistics, bias, sink, *pairs = saved
-        grad, size = readable(grads[0]), self.size
+        query, of_query, flat, out, statistics, bias, sink, *pairs = saved
+        grad, size, dtype = readable(grads[0]), self.size, out.dtype
+        query = query if of_query is None else read(query, of_query, dtype)
         whole = [self.steps.seen(each) for each in (query, grad, out)]
-        now, total, hop = _Pair(flat, self._shapes), None, _Hop((), ())
-        grad_query = torch.zeros_like(whole[0], dtype=wide(query.dtype))
+        now, total = _Pair(flat, self._shapes, flat), None
+        grad_query = torch.zeros_like(whole[0], dtype=wide(dtype))
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_sink = None if sink is None else torch.empty_like(sink)
         for number in range(size - 1, -1, -1):
             step = _step(number, self.rank, size, self.causal)
             first, last = total is None, number == 0
             after = now if last else now.empty()
-            arriving = now.empty(grad_query.dtype)
+            arriving = now.empty_grads(grad_query)
             sent, into = [] if last else [now.flat], [] if last else [after.flat]
             if not first:
                 sent, into = [*sent, total.flat], [*into, arriving.flat]
@@ -251,7 +302,7 @@ class RingCall:
                 added["grad_bias"] = torch.empty_like(limits["bias"])
             _, of_output, output = (self.tokens.taken(each, step.queries) for each in whole)
             made = output, self.tokens.statistics(statistics, step.queries)
-            heads = self._heads(whole[0], now, step)
+            heads = self._heads(whole[0], now.read(dtype), step)
             found = self.steps.backward(of_output, heads, made, limits, added)
             self.tokens.taken(grad_query, step.queries).add_(found[0])
             if bias is not None:
@@ -264,7 +315,6 @@ class RingCall:
             now, total = after, arriving
         if sink is not None:
             dist.all_reduce(grad_sink, group=self.group)
-        dtype = query.dtype
         of_keys = (total.key.to(dtype), total.value.to(dtype))
         return None, self.steps.shown(grad_query.to(dtype)), *of_keys, grad_bias, grad_sink
 

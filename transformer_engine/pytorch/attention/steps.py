@@ -19,6 +19,9 @@ from transformer_engine.pytorch.attention.chunks import Part, seen, shown
 from transformer_engine.pytorch.execution.custom_ops import contiguous_like, is_aligned
 from transformer_engine.pytorch.torchside.device import reads_vectors
 
+INVERSE, SCALES = 0, 2
+"""Of the scales of FP8: the one to multiply codes with, and how many (``TE_TENSOR_SCALES``)."""
+
 _OPERATORS = {name: _core.obeying(name) for name in ("attention", "attention_backward")}
 
 
@@ -64,16 +67,25 @@ class Steps(NamedTuple):
         return made.transpose(0, 1) if self.form == "sbhd" else made
 
     def forward(self, heads: Sequence[Tensor], limits: dict[str, Any], out: Any = None) -> Made:
-        """Attend: queries, keys and values as operators see them, which write to `out`."""
+        """Attend: queries, keys and values as operators see them, which write to `out`.
+
+        Of codes in FP8, whose scales are among the `limits`, the output is read again, in fp32.
+        """
         query, _, value = heads
         batch, tokens, count, _ = query.shape
+        in_fp8 = query.element_size() == 1
         if out is None:
             out = self.empty(query, value.shape[-1])
         shape = (1, tokens, count) if self.form == "thd" else (batch, count, tokens)
-        statistics = query.new_empty(shape, dtype=wide(query.dtype))
+        dtype = torch.float32 if in_fp8 else wide(query.dtype)
+        statistics = query.new_empty(shape, dtype=dtype)
         top = statistics.new_empty(count) if self.max_logit else None
         given = self._given(limits)
+        if in_fp8:
+            given["output_scales"] = statistics.new_empty(SCALES)
         _OPERATORS["attention"](*heads, out, statistics=statistics, top=top, **given)
+        if in_fp8:
+            out = out.to(dtype) * given["output_scales"][INVERSE]
         return Made(out, statistics, top)
 
     def backward(
