@@ -9,6 +9,7 @@ import torch.distributed as dist
 from pytest import MonkeyPatch
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention import steps
 from transformer_engine.pytorch.attention.chunks import DenseTokens, PackedTokens
 from transformer_engine.pytorch.attention.context_parallel import get_thd_partitioned_indices
@@ -59,6 +60,7 @@ def attend(device, way, options, call, problem, recipe=None):
     if "bias" in given:
         kind = {"core_attention_bias_type": "post_scale_bias"}
         call |= {**kind, "core_attention_bias": given["bias"]}
+    te.reset_counters()
     with nullcontext() if recipe is None else te.autocast(recipe=recipe):
         out = module(given["q"], given["k"], given["v"], **call)
     found = {}
@@ -68,7 +70,45 @@ def attend(device, way, options, call, problem, recipe=None):
     found |= {"out": out.detach(), **{name: t.grad for name, t in given.items()}}
     if module.softmax_type == "learnable":
         found["sink"] = module.softmax_offset.grad
+    if recipe is not None:
+        ran = [name for name in te.counters() if name.startswith("attention.")]
+        assert ran and all("e4m3" in name for name in ran), ran
     return {name: t.cpu() for name, t in found.items()}
+
+
+def compiled(device, problem):
+    """Whether a compiled call has the bits of one that is not, and what one graph alone says."""
+    module = te.DotProductAttention(4, (16, 8), qkv_format="bshd").to(device)
+    spread(module, "p2p")
+    heads = [part_of(problem[name], "bshd").to(device) for name in "qkv"]
+
+    def run(*heads):
+        return module(*(2.0 * each for each in heads)) + 1.0
+
+    torch._dynamo.reset()
+    out = torch.compile(run, backend="aot_eager")(*heads)
+    same = torch.equal(out, run(*heads))
+    torch._dynamo.reset()
+    try:
+        torch.compile(run, backend="aot_eager", fullgraph=True)(*heads)
+    except Exception as error:  # its kind is not public
+        return same, type(error).__name__
+    return same, None
+
+
+def delayed(device, problem):
+    """Amax of the heads of a call, and the scales that it and the one behind it cast with."""
+    module = te.DotProductAttention(4, 16, qkv_format="bshd").to(device)
+    spread(module, "p2p")
+    heads = [part_of(problem[name], "bshd").to(device) for name in "qkv"]
+    found, own = [], DelayedScaling(fp8_dpa=True, amax_history_len=1, reduce_amax=False)
+    for _ in range(2):
+        with te.autocast(recipe=own):
+            module(*heads)
+            slots, at = module._slots, module._slots.forward_slot + 2
+            scale, amax = slots.forward_scale[at].item(), slots.forward_history[0, at].item()
+        found.append(scale)
+    return amax, found
 
 
 def said(device, way, options, call, shapes):

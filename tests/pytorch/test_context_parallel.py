@@ -18,6 +18,14 @@ LENGTHS = [9, 24, 0, 16]  # of packed ones
 ROOM = [16, 24, 0, 24]  # of these with their padding, multiples of 8: two chunks of four ranks
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def gloo(request):
+    """Processes on the CPU, whatever else is there."""
+    group = Ranks("cpu", request.param)
+    yield group
+    group.close()
+
+
 @pytest.fixture(scope="module")
 def four():
     group = Ranks("cpu", 4)
@@ -237,21 +245,17 @@ def test_dropout(ranks, way):
 
 @pytest.mark.parametrize("form", ["bshd", "thd"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ring_in_float64(request, size, causal, form):
+def test_ring_in_float64(gloo, causal, form):
     """The schedule and the merge by themselves, without roundings of the operators."""
-    ranks = request.getfixturevalue("four") if size == 4 else Ranks("cpu", 2)
     problem = {name: t.double() if name in ("q", "k", "v", "grad") else t
                for name, t in make_problem(form, torch.float32).items()}  # fmt: skip
-    parts = ranks.run(programs.ring_in_float64, form, causal, problem)
+    parts = gloo.run(programs.ring_in_float64, form, causal, problem)
     exact, _ = reference(form, problem, (-1, 0 if causal else -1))
     bound = tol("attention_steps", torch.float64)
     for name in parts[0]:
         for rank, each in enumerate(parts):
-            expected = programs_part(exact[name], form, problem, size, rank)
+            expected = programs_part(exact[name], form, problem, gloo.size, rank)
             assert torch.allclose(each[name], expected, rtol=0, atol=bound), f"{name} {rank}"
-    if size == 2:
-        ranks.close()
 
 
 def programs_part(tensor, form, problem, size, rank):
@@ -277,6 +281,27 @@ def check_fp8(ranks, way, kind, mask):
             bound = terms * tol("quantize", E4M3)
             assert_nmse(found[name], expected, bound, f"rank {rank} {name}")
     return problem, options, parts, made
+
+
+def test_compiled(ranks):
+    """Attention over ranks runs between two graphs, with the same bits; one graph alone says so."""
+    if ranks.size == 1:
+        pytest.skip("one rank has a graph")
+    for same, said in ranks.run(programs.compiled, make_problem("bshd", dtype_of(ranks))):
+        assert same
+        assert "Unsupported" in said
+
+
+def test_steps_of_delayed_scaling(ranks):
+    """A ring records the amaxes of what it casts, and the next region casts with their scales."""
+    if ranks.size == 1:
+        pytest.skip("one rank has no ring")
+    problem = make_problem("bshd", torch.bfloat16, 4, (16, 16))
+    for rank, (amax, scales) in enumerate(ranks.run(programs.delayed, problem)):
+        own = [programs_part(problem[n], "bshd", None, ranks.size, rank) for n in "qkv"]
+        largest = max(float(t.abs().max()) for t in own)
+        assert amax == largest
+        assert scales == [1.0, float(torch.tensor(448.0) / torch.tensor(largest))]
 
 
 RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}
