@@ -127,7 +127,7 @@ def main() -> None:
             pairs = zip(times[name], times["one GPU"], strict=True)
             part = statistics.median(mine / one for mine, one in pairs)
             ms = statistics.median(times[name]) * 1e3
-            print(f"{name:<12}{ms:>10.3f}{part:>12.3f}{sent / 1e6:>10.1f}{limit * 1e3:>10.3f}")
+            print(f"{name:<12}{ms:>10.3f}{part:>12.3f}{sent / 1e6:>10.3f}{limit * 1e3:>10.3f}")
     dist.destroy_process_group()
 
 

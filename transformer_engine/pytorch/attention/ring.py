@@ -284,7 +284,7 @@ class RingCall:
         query = query if of_query is None else read(query, of_query, dtype)
         whole = [self.steps.seen(each) for each in (query, grad, out)]
         now, total = _Pair(flat, self._shapes, flat), None
-        grad_query = torch.zeros_like(whole[0], dtype=wide(dtype))
+        grad_query = torch.empty_like(whole[0], dtype=wide(dtype))
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_sink = None if sink is None else torch.empty_like(sink)
         for number in range(size - 1, -1, -1):
@@ -304,14 +304,17 @@ class RingCall:
             made = output, self.tokens.statistics(statistics, step.queries)
             heads = self._heads(whole[0], now.read(dtype), step)
             found = self.steps.backward(of_output, heads, made, limits, added)
-            self.tokens.taken(grad_query, step.queries).add_(found[0])
+            add = Tensor.copy_ if first else Tensor.add_
+            if first and step.queries is not Part.ALL:
+                grad_query.zero_()
+            add(self.tokens.taken(grad_query, step.queries), found[0])
             if bias is not None:
                 self._put_bias(grad_bias, added["grad_bias"], step)
             hop.wait()
-            if first:
+            if first and step.keys is not Part.ALL:
                 arriving.flat.zero_()
             for into_, each in zip((arriving.key, arriving.value), found[1:], strict=True):
-                self.tokens.taken(self.steps.seen(into_), step.keys).add_(each)
+                add(self.tokens.taken(self.steps.seen(into_), step.keys), each)
             now, total = after, arriving
         if sink is not None:
             dist.all_reduce(grad_sink, group=self.group)
