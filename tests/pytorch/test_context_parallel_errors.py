@@ -58,6 +58,21 @@ def test_sizes(ranks):
         assert (kind, "3 heads, which 2 ranks do not divide" in text) == ("ValueError", True)
 
 
+def test_lengths_that_are_no_chunks(ranks):
+    """The host reads them in the first call of its kind; all ranks raise."""
+    if ranks.size == 1:
+        pytest.skip("one rank has whole sequences")
+    options, packed = {**OPTIONS, "qkv_format": "thd"}, (8, 4, 8)
+    for lengths, wrong in (([0, 8, 16], None), ([0, 6, 16], 6)):
+        given = torch.tensor(lengths, dtype=torch.int32, device=ranks.device)
+        call = {"cu_seqlens_q": given, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+        for said in ranks.run(programs.said, "p2p", options, call, [[packed] * 3] * 2):
+            if wrong is None:
+                assert said is None
+            else:
+                assert said[0] == "ValueError" and f"sequence of {wrong} tokens" in said[1]
+
+
 def test_ranks_that_differ(ranks):
     """In shapes, in the way, or where one of them refuses its call: an error on each, no hang."""
     if ranks.size == 1:

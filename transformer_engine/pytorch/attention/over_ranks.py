@@ -156,6 +156,21 @@ def _check_sizes(core: Any, heads: Heads, form: str, bias: Any, groups: "_Groups
             )
 
 
+def _check_lengths(options: AttentionOptions, size: int) -> None:
+    """Raise ValueError for packed sequences that are no chunks of one length; the host reads them.
+
+    Of lengths that do not divide, steps would attend to the wrong tokens.
+    """
+    for side, starts in zip(("q", "kv"), sequence_starts(options), strict=True):
+        lengths = [n for n in starts.diff().tolist() if n % (2 * size) != 0]
+        if lengths:
+            raise ValueError(
+                f"{_NAME}: a packed sequence of {lengths[0]} tokens with its padding over {size} "
+                f"ranks, expected a multiple of {2 * size}: pad it, and give cu_seqlens_{side} and "
+                f"cu_seqlens_{side}_padded of all ranks"
+            )
+
+
 class _Groups(NamedTuple):
     """Ranks that exchange heads, and those that keys go between; None: one rank."""
 
@@ -239,6 +254,8 @@ def _question(
     if bias is not None:  # that has the keys of all ranks
         sizes = (*sizes[:3], sizes[3] * core.cp_size)
     packed = form == "thd"
+    if packed and query.device.type == "cpu":
+        _check_lengths(options, core.cp_size)
     facts = backends._facts(core, options, sizes, query, packed, more.score_mod is not None,
                             query.device)  # fmt: skip
     dropout = core.attention_dropout if core.training else 0.0
@@ -255,6 +272,8 @@ def _question(
         kind = backends._call_kind(core, *facts)._replace(square=square)
         _check(_Asked(kind, options, form), groups.way)
         _check_sizes(core, heads, form, bias, groups)
+        if packed:
+            _check_lengths(options, core.cp_size)
         choice = backends.choose_backend(kind)
         if groups.keys is not None and choice.backend != "native":
             raise NotImplementedError(
