@@ -413,7 +413,7 @@ class _Call:
             given = group, order, backends.masks.effective_window(window, kind), self._draw
             call = GatherCall(steps, tokens, *given)
         else:
-            stream = core.cp_stream if heads[0].is_cuda else None
+            stream = None if heads[0].device.type == "cpu" else core.cp_stream
             casts = RingCasts(core, heads[0]) if fp8.in_force(core) else None
             call = RingCall(steps, tokens, group, kind.causal, stream, self._draw, casts)
         return run_call(call, *heads, bias, sink)

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.attention.chunks import Part
 from transformer_engine.pytorch.attention.ring_fp8 import RingCasts, read
 from transformer_engine.pytorch.attention.steps import Made, Merged, Steps, readable, wide
 from transformer_engine.pytorch.torchside.collectives import as_bytes
+from transformer_engine.pytorch.torchside.device import module_of
 
 # ---- hops ----------------------------------------------------------------------------------------
 
@@ -124,7 +125,8 @@ class _Lanes:
         self._second = second
         if second is None:
             return
-        self._first = torch.cuda.current_stream()
+        self._streams: Any = module_of(second.device.type)
+        self._first = self._streams.current_stream()
         self._begun = self._first.record_event()  # what is read is there
         for tensor in tensors:
             tensor.record_stream(second)
@@ -133,7 +135,7 @@ class _Lanes:
         """Run a step over what `hop` has received, which the current stream has waited for."""
         if self._second is None or number % 2 == 0:
             return step(), None
-        with torch.cuda.stream(self._second):
+        with self._streams.stream(self._second):
             self._second.wait_event(self._begun)
             hop.wait()  # for this stream too; the current one is busy with the step before
             made = step()
@@ -164,7 +166,7 @@ class RingCall:
     tokens : DenseTokens or PackedTokens
     group : ProcessGroup
     causal : bool
-    stream : torch.cuda.Stream, optional
+    stream : Stream, optional
         Where every other step of the forward runs.
     draw : callable
         Draws the random pair of a step.

@@ -140,7 +140,7 @@ class ContextParallel(TensorParallel):
             that pass keys around. None: one rank.
         cp_global_ranks : list of int, optional
             Their numbers among all processes, which the groups have too.
-        cp_stream : torch.cuda.Stream, optional
+        cp_stream : Stream, optional
             A second stream, on which every other step of "p2p" runs.
         cp_comm_type : {"p2p", "all_gather", "a2a", "a2a+p2p"}
             What the ranks send: keys and values around a ring, all keys and values to all ranks,
