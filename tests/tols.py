@@ -106,6 +106,11 @@ _ATTENTION = (
     "probability, its gradient, the score's gradient and the result adds eps/2 each. 12 eps/2, "
     "all in one direction: (6 eps)^2; and the fp32 sums"
 )
+_ATTENTION_STEPS = (
+    "as attention, of steps that are merged in fp32: each rounds its result once more, by eps/2, "
+    "and is weighted by e to the difference of two logarithms of at most 8 + log 256 < 16 in "
+    "fp32, with an error of 16 eps(fp32) of the weight: 13 eps/2 and that, all in one direction"
+)
 _CHAIN = (
     "norm, linear layer, activation and linear layer, or their gradients: at most 8 roundings of "
     "eps/2 one after the other, each passed on with a gain of at most 5 (as GELU's; the gated and "
@@ -170,6 +175,17 @@ TOLS: dict[tuple[str, torch.dtype], Tolerance] = {
         ("attention", d): Tolerance(lambda k, e=EPS[d]: (6 * e) ** 2 + _sum(k), _ATTENTION)
         for d in (F32, F16, BF16)
     },
+    **{
+        ("attention_steps", d): Tolerance(
+            lambda k, e=EPS[d]: (6.5 * e + 16 * EPS[F32]) ** 2 + _sum(k), _ATTENTION_STEPS
+        )
+        for d in (F32, F16, BF16)
+    },
+    ("attention_steps", torch.float64): Tolerance(
+        _constant(1e-12),
+        "of single elements, in float64: 23 roundings of eps = 2^-52, as above, relative to terms "
+        "that are at most 2^7 times their sum in the data of the tests: 2^-40",
+    ),
     **{
         ("layer", d): Tolerance(lambda k, e=EPS[d]: (16 * e) ** 2 + _sum(k), _LAYER)
         for d in (F32, F16, BF16)

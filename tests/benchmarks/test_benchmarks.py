@@ -347,3 +347,20 @@ def test_compiled_gpt(results):
     for row in rows:
         assert positive(row, "ms", "ratio") and row["low"] <= row["ms"] <= row["high"]
         assert row["way"] == "compiled" or row["ratio"] == 1.0
+
+
+@pytest.mark.nightly
+def test_context_parallel():
+    """Two processes over gloo: a row for one rank and one for each way."""
+    program = ROOT / "benchmarks" / "context_parallel.py"
+    sizes = "--tokens", "64", "--heads", "2", "--channels", "8", "--turns", "1", "--calls", "1"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, "2", program, *sizes], capture_output=True, text=True, env=environment, check=True
+    )
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["one", "p2p", "all_gather", "a2a"]
+    own = 32 * 2 * 8 * 4  # bytes of the queries of a rank
+    ring, heads = f"{2 * own * 3 / 1e6:.3f}", f"{8 * own / 2 / 1e6:.3f}"
+    assert [row[-2] for row in rows] == ["0.000", ring, ring, heads]

@@ -146,9 +146,22 @@ def test_more_ranks_are_refused(kind, groups):
     with pytest.raises(NotImplementedError, match=f"{name}: tp_group of 2 ranks"):
         module.set_tensor_parallel_group(groups)
     if hasattr(module, "set_context_parallel_group"):
-        for given in (groups, [None, groups]):
-            with pytest.raises(NotImplementedError, match="cp_group of 2 ranks"):
-                module.set_context_parallel_group(given)
+        with pytest.raises(ValueError, match="'a2a\\+p2p' takes a list of two groups"):
+            module.set_context_parallel_group([None, groups])
+        with pytest.raises(ValueError, match="'a2a\\+p2p' takes a list of two groups"):
+            module.set_context_parallel_group(groups, cp_comm_type="a2a+p2p")
+        with pytest.raises(ValueError, match="expected two groups for 'a2a\\+p2p'"):
+            module.set_context_parallel_group([groups], cp_comm_type="a2a+p2p")
+        with pytest.raises(ValueError, match=r"cp_global_ranks=\[0\], expected 2 ranks"):
+            module.set_context_parallel_group(groups, [0])
+        with pytest.raises(NotImplementedError, match="NO_LOAD_BALANCE of 2 ranks is not there"):
+            module.set_context_parallel_group(
+                groups, load_balancing_strategy=te.CPLoadBalancingStrategy.NO_LOAD_BALANCE
+            )
+        module.set_context_parallel_group(groups)
+        assert (module.cp_size, module.cp_rank) == (2, groups.rank())
+        again = pickle.loads(pickle.dumps(module))
+        assert (again.cp_group, again.cp_size, again.cp_rank) == (None, 1, 0)
 
 
 @EVERY

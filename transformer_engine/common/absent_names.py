@@ -230,8 +230,8 @@ Attention: steps of other backends
             scaled_aligned_causal_masked_softmax_forward
             scaled_aligned_causal_masked_softmax_backward
 Context parallelism
-    reason: attention is not spread over ranks
-    instead: cp_group of one rank
+    reason: attention over ranks is made of other parts
+    instead: set_context_parallel_group of te.DotProductAttention and the layers
     names:
         pytorch.attention.dot_product_attention.context_parallel: AttnFuncWithCPAndKVAllGather
             AttnFuncWithCPAndKVP2P AttnFuncWithCPAndQKVOA2A attn_forward_func_with_cp

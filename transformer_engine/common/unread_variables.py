@@ -56,7 +56,7 @@ NVTE_MASKED_SOFTMAX_FUSION = 1
     here: it always is one; unset it
 NVTE_BATCH_MHA_P2P_COMM = 0
     there: communication of context parallelism
-    here: context parallelism over several ranks is not built (docs/not_there.md)
+    here: sends and receives of a hop are one batch always; unset it
 NVTE_DPA_FP8CS_O_in_F16
     there: the output of FP8 attention kept in 16 bits for the backward
     here: a call returns its FP8 output read again, so numbers would be the same; unset it

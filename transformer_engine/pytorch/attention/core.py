@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine.common.config import TE_EXTRA_STATE
 from transformer_engine.common.plans import CallPlans
-from transformer_engine.pytorch.attention import fp8, lowering, masks, plan
+from transformer_engine.pytorch.attention import fp8, lowering, masks, over_ranks, plan
 from transformer_engine.pytorch.attention.backends import (
     BACKENDS,
     SOFTMAX_TYPES,
@@ -113,7 +113,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
     attention_type : str, default "self"
         "self" or "cross".
     cp_group, cp_global_ranks, cp_stream, cp_comm_type
-        Context parallelism of one rank, which changes nothing; over more it is not there yet.
+        As of `set_context_parallel_group`: see `over_ranks`.
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(channels) where None.
     softmax_type : str, default "vanilla"
@@ -225,6 +225,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         super().__setattr__(name, value)
         if name not in _SET_BY_CALLS:  # a call is not kept by the others
             self.__dict__["_kept"], self.__dict__["_decisions"] = KeptCalls(), {}
+            self.__dict__["_agreed"] = {}  # kinds of calls that all ranks of `cp_group` make
             self.__dict__["_plugin_modules"] = {}  # attention by their classes
 
     def __getstate__(self) -> dict:
@@ -499,6 +500,8 @@ class DotProductAttention(ContextParallel, Fp8Module):
             return _attend_outside(self, heads, options, qkv_format, None, more)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_format(qkv_format, True)
+        if self.cp_size > 1:
+            return over_ranks.attend(self, heads, options, qkv_format, more)
         if options.thd_attention_policies is not None:
             return self._attend_by_policies(heads, options, qkv_format, more)
         if qkv_format in MIXED:
@@ -521,13 +524,17 @@ class DotProductAttention(ContextParallel, Fp8Module):
         if choice.backend == "plugin" and torch.compiler.is_compiling():
             refuse_export("the class of a plug-in", "select another one there")
             return _attend_outside(self, heads, options, qkv_format, None, more)
+        return self._run_backend((choice.backend, options, more), heads, qkv_format, limits)
+
+    def _run_backend(self, arguments: tuple, heads: Heads, qkv_format: str, limits: Limits) -> Any:
+        """Run a backend as `_run` does, in a fork or checkpoint where the call wants it."""
+        backend, options, _ = arguments
         dropout = self.attention_dropout if self.training else 0.0
-        arguments = choice.backend, options, more
         if self._get_tracker is not None or options.checkpoint_core_attention:
             out = self._run_in_fork(arguments, heads, qkv_format, limits, dropout)
         else:
             out = self._run(arguments, heads, qkv_format, limits, dropout)
-        if choice.backend == "native":
+        if backend == "native":
             return out
         out, *largest = out if self.return_max_logit else (out,)
         out = out.flatten(-2).contiguous()  # does nothing where it was written in this order

@@ -138,6 +138,7 @@ def attention_in_plan(
         options.inference_params is not None
         or options.checkpoint_core_attention
         or options.thd_attention_policies is not None
+        or core.cp_size > 1  # no plan holds attention over ranks
         or core.qkv_format != layer.qkv_format
         or (source is None) != (layer.attention_type == "self")
         or not _matches_input(keys, like, None if packed else b)

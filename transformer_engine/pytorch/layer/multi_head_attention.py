@@ -416,6 +416,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         None where it has to call its modules. `replay` is as of `fp8.repeated`.
         """
         core, key = self._modules["core_attention"], None
+        if core.cp_size > 1:
+            return None
         queries = inp.shape[self.qkv_format == "bshd"]
         in_fp8 = fp8.layer_key(core, queries, replay)
         own = core.__dict__  # an attribute lookup of torch takes longer
@@ -451,6 +453,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             return NotImplemented
         made = core.softmax_type != "vanilla" or options.core_attention_bias_type == "alibi"
         made = made or fp8.region_in_fp8(core)
+        if core.cp_size > 1:
+            return NotImplemented
         if options.without_tensors() and not made and type(core.window_size) is not list:
             return None
         first = self._modules[self._first()]
@@ -567,7 +571,11 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             if pair and len(angles) != 2:
                 raise ValueError(f"{_NAME}: rotary_pos_emb: {len(angles)}, expected one or a pair")
             of_query, of_key = angles if pair else (angles, angles)
-            options = {"interleaved": self.rotary_pos_interleaved}
+            options = {
+                "interleaved": self.rotary_pos_interleaved,
+                "cp_size": self.cp_size,
+                "cp_rank": self.cp_rank,
+            }
             given = (self.qkv_format, start_positions)
             query = apply_rotary_pos_emb(query, of_query, *given, cu_seqlens=starts[0], **options)
             key = apply_rotary_pos_emb(key, of_key, *given, cu_seqlens=starts[1], **options)

@@ -38,21 +38,6 @@ def _expect_group(module: str, argument: str, group: Any) -> None:
         )
 
 
-def _check_group(module: str, argument: str, group: Any) -> None:
-    """Raise for what is no process group of one rank, or for a list that has such a thing.
-
-    TypeError: it is no group; NotImplementedError: it has more than one rank, work would have to be
-    spread over it. `module` and `argument` are names for the message; None is no parallelism.
-    """
-    for each in group if isinstance(group, list | tuple) else (group,):
-        _expect_group(module, argument, each)
-        if each is not None and each.size() > 1:
-            raise NotImplementedError(
-                f"{module}: {argument} of {each.size()} ranks is not there yet: give a group of "
-                "one rank or None, and spread the batch over the ranks instead (DDP, FSDP)"
-            )
-
-
 class Together(NamedTuple):
     """What the ranks of a call do together."""
 
@@ -242,7 +227,11 @@ class ContextParallel(TensorParallel):
     cp_global_ranks: Any = None
     cp_stream: Any = None
     cp_comm_type = "p2p"
-    _OF_THE_PROCESS = ("tp_group", "cp_group", "cp_stream")
+    cp_size, cp_rank = 1, 0
+    """Ranks that sequences are spread over, and which one this is."""
+    _OF_THE_PROCESS = (
+        "tp_group", "cp_group", "cp_stream", "cp_global_ranks", "cp_size", "cp_rank",
+    )  # fmt: skip
 
     def set_context_parallel_group(
         self,
@@ -254,22 +243,74 @@ class ContextParallel(TensorParallel):
     ) -> None:
         """Take a group that sequences are spread over, for this module and the modules inside.
 
-        `cp_group` (a list of groups, too) and the errors are as of `set_tensor_parallel_group`; the
-        others say how its ranks would talk to each other; ValueError for no such way.
+        Parameters
+        ----------
+        cp_group : ProcessGroup or list of two, optional
+            The ranks; for "a2a+p2p" the ranks that exchange heads, which are neighbours, and those
+            that pass keys around. None: one rank.
+        cp_global_ranks : list of int, optional
+            Their numbers among all processes, which the groups have too.
+        cp_stream : Stream, optional
+            A second stream, on which every other step of "p2p" runs.
+        cp_comm_type : {"p2p", "all_gather", "a2a", "a2a+p2p"}
+            What the ranks send: keys and values around a ring, all keys and values to all ranks,
+            or heads for tokens; the last is the third in the first group, and the first between.
+        load_balancing_strategy : CPLoadBalancingStrategy
+            Of n ranks, rank r has chunks r and 2 n - 1 - r of each sequence.
+
+        Raises
+        ------
+        TypeError
+            What is given is no process group.
+        ValueError
+            No such way or strategy; a list for another way than "a2a+p2p", or none for that;
+            `cp_global_ranks` of another number of ranks.
+        NotImplementedError
+            Several ranks without load balancing.
         """
         kind = type(self).__name__
-        _check_group(kind, "cp_group", cp_group)
         if cp_comm_type not in _EXCHANGES:
             names = ", ".join(map(repr, _EXCHANGES))
             raise ValueError(f"{kind}: cp_comm_type={cp_comm_type!r}, expected one of {names}")
-        del load_balancing_strategy  # one rank has all tokens
+        size, rank = _place_in(kind, cp_group, cp_comm_type)
+        if size > 1:
+            strategy = CPLoadBalancingStrategy(load_balancing_strategy)
+            if strategy is not CPLoadBalancingStrategy.DUAL_CHUNK_SWAP:
+                raise NotImplementedError(
+                    f"{kind}: load_balancing_strategy={strategy} of {size} ranks is not there yet: "
+                    "give CPLoadBalancingStrategy.DUAL_CHUNK_SWAP"
+                )
+            if cp_global_ranks is not None and len(cp_global_ranks) != size:
+                raise ValueError(
+                    f"{kind}: cp_global_ranks={cp_global_ranks!r}, expected {size} ranks"
+                )
         self.cp_group, self.cp_stream = cp_group, cp_stream
         self.cp_global_ranks, self.cp_comm_type = cp_global_ranks, cp_comm_type
+        self.cp_size, self.cp_rank = size, rank
         for module in self.children():
             if isinstance(module, ContextParallel):
                 module.set_context_parallel_group(
-                    cp_group, cp_global_ranks, cp_stream, cp_comm_type
+                    cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy
                 )
+
+
+def _place_in(kind: str, group: Any, exchange: str) -> tuple[int, int]:
+    """Ranks of a group of context parallelism, or of two, and which one this is."""
+    listed = isinstance(group, list | tuple)
+    groups = [each for each in (group if listed else (group,)) if each is not None]
+    for each in groups:
+        _expect_group(kind, "cp_group", each)
+    size, rank = 1, 0
+    for each in groups:
+        size, rank = size * each.size(), rank + size * each.rank()
+    if size > 1 and listed != (exchange == "a2a+p2p"):
+        raise ValueError(
+            f"{kind}: cp_comm_type={exchange!r} with cp_group={group!r}: 'a2a+p2p' takes a list of "
+            "two groups, the others take one"
+        )
+    if listed and size > 1 and len(groups) != 2:
+        raise ValueError(f"{kind}: cp_group={group!r}: expected two groups for 'a2a+p2p'")
+    return size, rank
 
 
 def mark_linear(

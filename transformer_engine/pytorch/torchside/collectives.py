@@ -42,6 +42,11 @@ def expect_own(label: str, given: Any) -> None:
         raise TypeError(f"{label}: {kind}, expected a plain tensor: give dequantize()")
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A dense tensor as a row of bytes, which all backends send; it shares the memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _collective(name: str, older: str) -> Callable:
     """A collective of torch, which renames some: by its name, or by the older one."""
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)

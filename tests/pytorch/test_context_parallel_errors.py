@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention over ranks does not run is refused on all ranks, and no rank waits for another."""
+
+import pytest
+import torch
+from pytorch import context_parallel_programs as programs
+
+OPTIONS = {"num_attention_heads": 4, "kv_channels": 8, "qkv_format": "sbhd"}
+SHAPE = (8, 2, 4, 8)
+LENGTHS = torch.tensor([0, 8, 16], dtype=torch.int32)
+EVERY = ("p2p", "all_gather", "a2a")
+
+REFUSED = {
+    "padding": ({}, {"attn_mask_type": "padding", "cu_seqlens_q": LENGTHS}, EVERY),
+    "corner": ({"attn_mask_type": "causal_bottom_right"}, {}, EVERY),
+    "arbitrary": (
+        {}, {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(1, 1, 8, 8) > 0}, EVERY
+    ),
+    "alibi": ({}, {"core_attention_bias_type": "alibi"}, EVERY),
+    "pre_scale": (
+        {}, {"core_attention_bias_type": "pre_scale_bias",
+             "core_attention_bias": torch.zeros(1, 4, 8, 16)}, EVERY,
+    ),
+    "post_scale": (
+        {}, {"core_attention_bias_type": "post_scale_bias",
+             "core_attention_bias": torch.zeros(1, 4, 8, 16)}, ("a2a",),
+    ),
+    "window": ({"window_size": (4, 0)}, {}, ("p2p",)),
+    "mixed": ({}, {"qkv_format": "sbhd_2bshd"}, EVERY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, (*_, ways) in REFUSED.items() for way in ways]
+)
+def test_refusals(ranks, name, way):
+    if ranks.size == 1:
+        pytest.skip("one rank runs all")
+    options, call, _ = REFUSED[name]
+    call = {k: v.to(ranks.device) if torch.is_tensor(v) else v for k, v in call.items()}
+    for kind, text in ranks.run(
+        programs.said, way, {**OPTIONS, **options}, call, [[SHAPE] * 3] * 2
+    ):
+        assert kind == "NotImplementedError"
+        assert f"with cp_comm_type={way!r} over several ranks is not there yet" in text
+
+
+def test_sizes(ranks):
+    if ranks.size == 1:
+        pytest.skip("one rank has all tokens")
+    odd = (7, 2, 4, 8)
+    for kind, text in ranks.run(programs.said, "p2p", OPTIONS, {}, [[odd] * 3] * 2):
+        assert (kind, "7 tokens on one of 2 ranks, expected two chunks" in text) == (
+            "ValueError", True,
+        )  # fmt: skip
+    options, few = {**OPTIONS, "num_attention_heads": 3}, (8, 2, 3, 8)
+    for kind, text in ranks.run(programs.said, "a2a", options, {}, [[few] * 3] * 2):
+        assert (kind, "3 heads, which 2 ranks do not divide" in text) == ("ValueError", True)
+
+
+def test_lengths_that_are_no_chunks(ranks):
+    """The host reads them in the first call of its kind; all ranks raise."""
+    if ranks.size == 1:
+        pytest.skip("one rank has whole sequences")
+    options, packed = {**OPTIONS, "qkv_format": "thd"}, (8, 4, 8)
+    for lengths, wrong in (([0, 8, 16], None), ([0, 6, 16], 6)):
+        given = torch.tensor(lengths, dtype=torch.int32, device=ranks.device)
+        call = {"cu_seqlens_q": given, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+        for said in ranks.run(programs.said, "p2p", options, call, [[packed] * 3] * 2):
+            if wrong is None:
+                assert said is None
+            else:
+                assert said[0] == "ValueError" and f"sequence of {wrong} tokens" in said[1]
+
+
+def test_ranks_that_differ(ranks):
+    """In shapes, in the way, or where one of them refuses its call: an error on each, no hang."""
+    if ranks.size == 1:
+        pytest.skip("one rank agrees with itself")
+    longer = (16, 2, 4, 8)
+    shapes = [[SHAPE] * 3, [longer] * 3]
+    for kind, text in ranks.run(programs.said, "p2p", OPTIONS, {}, shapes):
+        assert kind == "ValueError"
+        assert "do not make the same call: rank 0: " in text and str(longer) in text
+    for kind, text in ranks.run(programs.said, ["p2p", "a2a"], OPTIONS, {}, [[SHAPE] * 3] * 2):
+        assert kind == "ValueError" and "cp_comm_type='a2a'" in text
+    shapes = [[SHAPE] * 3, [(7, 2, 4, 8)] * 3]
+    found = ranks.run(programs.said, "p2p", OPTIONS, {}, shapes)
+    assert [kind for kind, _ in found] == ["ValueError"] * 2
