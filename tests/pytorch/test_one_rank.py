@@ -136,15 +136,14 @@ def test_context_parallel_groups(groups, layer_type):
 
 @EVERY
 @TWO
-def test_more_ranks_are_refused(kind, groups):
+def test_groups_of_more_ranks(kind, groups):
     name = kind.__name__
-    with pytest.raises(NotImplementedError, match=f"{name}: tp_group of 2 ranks is not there yet"):
-        make(kind, tp_group=groups)
-    with pytest.raises(NotImplementedError, match=f"{name}: tp_size=2 is not there yet: give 1"):
-        make(kind, tp_size=2)
+    with pytest.raises(ValueError, match=f"{name}: tp_size=3, and a tp_group of 2 ranks"):
+        make(kind, tp_group=groups, tp_size=3)
     module = make(kind)
-    with pytest.raises(NotImplementedError, match=f"{name}: tp_group of 2 ranks"):
+    with pytest.raises(ValueError, match="tp_group has 2 ranks, the module was made for 1"):
         module.set_tensor_parallel_group(groups)
+    assert module.tp_group is None
     if hasattr(module, "set_context_parallel_group"):
         with pytest.raises(ValueError, match="'a2a\\+p2p' takes a list of two groups"):
             module.set_context_parallel_group([None, groups])

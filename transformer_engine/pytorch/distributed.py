@@ -33,7 +33,11 @@ from transformer_engine.pytorch.torchside.collectives import (
     reduce_scatter_along_first_dim as reduce_scatter_along_first_dim,
     split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks,
 )
-from transformer_engine.pytorch.torchside.device import accelerator, module_of
+from transformer_engine.pytorch.torchside.device import (
+    accelerator,
+    graph_safe_generator,
+    module_of,
+)
 
 _FSDP = "transformer_engine.pytorch.layer.fsdp"  # torch's FSDP takes long to import
 _LAZY = dict.fromkeys(("FullyShardedDataParallel", "prepare_te_modules_for_fsdp"), _FSDP)
@@ -54,20 +58,12 @@ State = Tensor | torch.Generator
 
 def graph_safe_rng_available() -> bool:
     """Return whether trackers keep generators, which CUDA graphs can use: on CUDA devices."""
-    return _default_generator() is not None
+    return graph_safe_generator() is not None
 
 
 def is_graph_safe_rng_state(state: Any) -> bool:
     """Return whether a state is a generator."""
     return isinstance(state, torch.Generator)
-
-
-def _default_generator() -> Any:
-    """The current device's generator, where torch swaps its state by reference; else None."""
-    if accelerator() != "cuda" or not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
-        return None
-    torch.cuda.init()
-    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _bytes() -> Any:
@@ -78,20 +74,20 @@ def _bytes() -> Any:
 def _state_now(like: State) -> State:
     """The state in force, as a state of the same kind."""
     if is_graph_safe_rng_state(like):
-        return _default_generator().graphsafe_get_state()
+        return graph_safe_generator().graphsafe_get_state()
     return _bytes().get_rng_state()
 
 
 def _put_state(state: State) -> None:
     if is_graph_safe_rng_state(state):
-        _default_generator().graphsafe_set_state(state)
+        graph_safe_generator().graphsafe_set_state(state)
     else:
         _bytes().set_rng_state(state)
 
 
 def _new_state(seed: int) -> State:
     """A state that begins from a seed; that in force stays as it is."""
-    generator = _default_generator()
+    generator = graph_safe_generator()
     if generator is not None:
         made = generator.clone_state()
         made.manual_seed(seed)

@@ -46,10 +46,11 @@ from transformer_engine.pytorch.module.operands import (
     LinearTensors,
     codes_of,
     conversions,
+    dtypes_of,
     parameter_flags,
     promoted,
 )
-from transformer_engine.pytorch.module.parallel import ALONE, Together
+from transformer_engine.pytorch.module.parallel import ALONE, OfOneRank, refuse_returned
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import on_cuda, prepare_device
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
@@ -81,7 +82,7 @@ class _BoundState(NamedTuple):
     caches: Sequence  # as of `ModuleCall`
 
 
-class LinearCallBase(Fp8Module):
+class LinearCallBase(OfOneRank, Fp8Module):
     """How `linear_base.LinearBase`, which has the parameters, is called."""
 
     LINEARS: tuple[str, ...] = ("",)
@@ -95,7 +96,6 @@ class LinearCallBase(Fp8Module):
     zero_centered_gamma = False
     return_layernorm_output = False
     save_original_input = False
-    sequence_parallel = False
     eps = 0.0
     _input_name = "inp"
     """Name of the input in messages; in a layer maybe that of the layer's argument."""
@@ -118,19 +118,6 @@ class LinearCallBase(Fp8Module):
     @abstractmethod
     def _parameter_names(self) -> tuple[str | None, ...]:
         """Attribute of each tensor of a call after the input; None: it is none of its own."""
-
-    def _rows_join(self, inp: Any) -> bool:
-        """See `parallel.TensorParallel`, which modules inherit that ranks share."""
-        raise NotImplementedError
-
-    def _reads_together(self) -> bool:
-        """Return whether there is a collective before the first layer."""
-        return False
-
-    def _together(self, region: Region, measured: bool) -> Together:
-        """See `parallel.TensorParallel`."""
-        del region, measured
-        return ALONE
 
     def _split_tensors(self) -> SplitTensors | None:
         """How tensors of a call make up the one part's weight and bias; None for whole ones."""
@@ -437,19 +424,12 @@ class LinearCallBase(Fp8Module):
                 quantized.add_returned(type(self).__name__, flags, returns, recipe, bound.slots)
         together = self._together(region, measured)
         if returns and recipe is not None:
-            _refuse_returned(type(self).__name__, returns, together)
+            refuse_returned(type(self).__name__, returns, together)
         if is_backward_wide(recipe) and tensors.output_dtype is torch.float32:
             may = on_cuda(inp.device) and allows_tf32()
             tf32 = LinearFlags(_core.LINEAR_ALLOW_TF32 if may else 0)
             flags = [f.joined(tf32) for f in flags]
-        dtypes = [inp.dtype, tensors.output_dtype]
-        dtypes.append(inp.dtype if tensors.norm is None else tensors.norm[0].dtype)
-        for (converted_weights, biases), weight, f in zip(parts, weights, flags, strict=True):
-            into_main = f.weight & TO_MAIN_GRAD
-            dtype = converted_weights[0].dtype
-            dtypes.append(dtype)
-            dtypes.append(biases[0].dtype if biases else dtype)
-            dtypes.append(weight.main_grad.dtype if into_main else dtype)
+        dtypes = dtypes_of(tensors, weights, [f.weight & TO_MAIN_GRAD > 0 for f in flags])
         # A CustomRecipe is identified by its casts: its repr has the addresses of functions, which
         # later functions may have.
         identity = None if recipe is None else custom_quantizers.identity_of(recipe)
@@ -460,15 +440,9 @@ class LinearCallBase(Fp8Module):
         plans = self._plans_for(key, casts, region.traced)
         call = ModuleCall(plans, None if bound is None else bound.slots, self._label())
         call.traced = region.traced or region.blank
-        observer = None if region.traced else self._observer
-        functions = custom_quantizers.functions_of(recipe, weights, parts)
-        if together is not ALONE:
-            call.group = self.tp_group
-            if not region.traced:
-                functions |= collectives.functions_of_call(plans, call.group)
-        functions |= self._stages or {}
-        if functions or observer is not None:
-            call.staged = Staged(functions, observer)
+        call.group = None if together is ALONE else self.tp_group
+        own = custom_quantizers.functions_of(recipe, weights, parts)
+        call.staged = self._staged(call, own, region.traced)
         split = self._split_tensors()
         if split is not None and len(parts[0].weights) > 1:
             call.splits = (split._replace(begin=len(tensors.flat()) - split.count),)
@@ -483,6 +457,15 @@ class LinearCallBase(Fp8Module):
             call.weights = weights
             call.queue = self._wgrads
         return call
+
+    def _staged(self, call: ModuleCall, own: dict, traced: bool) -> Staged | None:
+        """Runner of functions at stages: of quantizers (`own`), of collectives, of the program."""
+        functions = own
+        if call.group is not None and not traced:
+            functions = own | collectives.functions_of_call(call.plans, call.group)
+        functions = functions | (self._stages or {})
+        observer = None if traced else self._observer
+        return Staged(functions, observer) if functions or observer is not None else None
 
     def _quantizations(self, recipe: Any, traced: bool) -> tuple[Quantization, ...]:
         """How each part casts under a recipe that this module follows."""
@@ -620,17 +603,6 @@ class LinearCallBase(Fp8Module):
         of_call = tuple(parts), norm, self.activation_spec, recompute, self.LINEARS
         spec = CallSpec(*of_call, *together, returns_gathered=wide)
         return keep(self._plans, key, call_plans(spec))
-
-
-def _refuse_returned(kind: str, returns: LinearFlags, together: Together) -> None:
-    """NotImplementedError for a quantized result of a collective."""
-    refused = returns.output > 0 and together.behind is not None
-    if refused or (returns.input > 0 and together.before is not None):
-        name, what = ("fp8_output", "a sum") if refused else ("fp8_grad", "the gradient of a sum")
-        raise NotImplementedError(
-            f"{kind}: {name}=True: {what} over {together.ranks} ranks is made in high precision: "
-            "leave it out"
-        )
 
 
 @Outside

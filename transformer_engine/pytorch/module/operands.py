@@ -59,6 +59,24 @@ class CallTensors(NamedTuple):
         return tuple(flat)
 
 
+def dtypes_of(
+    tensors: CallTensors, weights: Sequence[Tensor], into_main: Sequence[bool]
+) -> list[torch.dtype]:
+    """The dtypes that plans depend on, as `codes_of` labels them.
+
+    `weights` are those of each part, before conversions; `into_main`: their gradients go to
+    ``main_grad``.
+    """
+    inp = tensors.input.dtype
+    dtypes = [inp, tensors.output_dtype, inp if tensors.norm is None else tensors.norm[0].dtype]
+    for part, weight, main in zip(tensors.parts, weights, into_main, strict=True):
+        dtype = part.weights[0].dtype
+        dtypes.append(dtype)
+        dtypes.append(part.biases[0].dtype if part.biases else dtype)
+        dtypes.append(weight.main_grad.dtype if main else dtype)
+    return dtypes
+
+
 def conversions(given: tuple, read: tuple) -> tuple[torch.dtype | None, ...]:
     """The dtypes that the given tensors are read in; None: as it is, () where all are."""
     pairs = zip(given, read, strict=True)

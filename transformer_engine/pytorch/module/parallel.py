@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import Collective
+from transformer_engine.common.graphs import Collective, LinearFlags
 from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
 
@@ -62,6 +62,30 @@ class Together(NamedTuple):
 
 
 ALONE = Together()
+
+
+class OfOneRank:
+    """What a module that nothing splits says where `TensorParallel` says more."""
+
+    sequence_parallel = False
+
+    def _reads_together(self) -> bool:
+        return False
+
+    def _together(self, region: Any, measured: bool) -> Together:
+        del region, measured
+        return ALONE
+
+
+def refuse_returned(kind: str, returns: LinearFlags, together: Together) -> None:
+    """NotImplementedError for what is to be returned quantized, and a collective makes."""
+    refused = returns.output > 0 and together.behind is not None
+    if refused or (returns.input > 0 and together.before is not None):
+        name, what = ("fp8_output", "a sum") if refused else ("fp8_grad", "the gradient of a sum")
+        raise NotImplementedError(
+            f"{kind}: {name}=True: {what} over {together.ranks} ranks is made in high precision: "
+            "leave it out"
+        )
 
 
 class TensorParallel:
@@ -138,7 +162,7 @@ class TensorParallel:
             module.tp_group = tp_group
 
     def _share(self, size: int, what: str) -> int:
-        """This rank's part of a size; ValueError where the ranks do not divide it."""
+        """The part of a size that a rank has; ValueError where the ranks do not divide it."""
         if size % self.tp_size:
             raise ValueError(
                 f"{type(self).__name__}: {what}={size} is no multiple of tp_size={self.tp_size}"

@@ -57,7 +57,9 @@ class WeightModule(TensorParallel, LinearBase):
             if self._split is not None:
                 parts = self._split.pieces
                 sizes = [self._share(rows, f"parameters_split: {name}") for name, rows in parts]
-                self._split = Split(tuple((n, rows) for (n, _), rows in zip(parts, sizes)))
+                self._split = Split(
+                    tuple((n, rows) for (n, _), rows in zip(parts, sizes, strict=True))
+                )
         elif self.parallel_mode == "row":
             in_features = self._share(in_features, "in_features")
         functions(kind, init_method=init_method, get_rng_state_tracker=rng[0])

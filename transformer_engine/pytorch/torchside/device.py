@@ -74,6 +74,17 @@ def get_device_compute_capability(device: torch.device | None = None) -> tuple[i
     return torch.cuda.get_device_capability(device)
 
 
+def graph_safe_generator() -> Any:
+    """The current device's generator, where torch swaps its state by reference; else None.
+
+    CUDA graphs can use such states.
+    """
+    if accelerator() != "cuda" or not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
+        return None
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
 def get_sm_count() -> int:
     """Multiprocessors of the current device of the accelerator; 0 where it tells of none."""
     module = module_of(accelerator())
