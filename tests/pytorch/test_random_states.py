@@ -70,7 +70,7 @@ def on(device, request, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         if request.param == "generators":
             generator = Swapped()
-            monkeypatch.setattr(distributed, "_default_generator", lambda: generator)
+            monkeypatch.setattr(distributed, "graph_safe_generator", lambda: generator)
     elif request.param == "generators":
         pytest.skip("they are there")
 
