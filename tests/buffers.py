@@ -19,6 +19,8 @@ RAGGED = (1, 15, 16, 17, 63, 65, 127, 129)  # around the sizes of vectors, tiles
 
 def name_of(dtype):
     """Name of a torch dtype in the C API ("bf16"); the id of parametrised tests."""
+    if dtype is torch.float64:  # of references alone
+        return "f64"
     return _core.dtype_names()[_core.dtype_code(dtype)]
 
 

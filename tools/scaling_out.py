@@ -17,7 +17,14 @@ from typing import NamedTuple
 from page_tables import keep, rows
 
 from transformer_engine import _core
-from transformer_engine.common.graphs import RESULT, Graph, LinearFlags, LinearSpec, input_flags
+from transformer_engine.common.graphs import (
+    RESULT,
+    Collective,
+    Graph,
+    LinearFlags,
+    LinearSpec,
+    input_flags,
+)
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import CallPlans, extent_value
 from transformer_engine.common.recipe import DelayedScaling
@@ -138,10 +145,12 @@ def linear_graph(columns: int, outputs: int, ranks: int, by_rows: bool) -> Graph
     elif by_rows:
         made = graph.value("made", spec.output, (whole, split[1]))
         graph.add_linear(spec, (x, *weights), made, "", 0)
-        graph.add_collective(_core.COLLECTIVE_REDUCE_SCATTER, made, y, ranks, "y_", **how)
+        graph.add_collective(
+            Collective(_core.COLLECTIVE_REDUCE_SCATTER, ranks, **how), made, y, "y_"
+        )
     else:
         taken = graph.value("taken", spec.input, (whole, split[0]))
-        graph.add_collective(_core.COLLECTIVE_GATHER, x, taken, ranks, "x_", **how)
+        graph.add_collective(Collective(_core.COLLECTIVE_GATHER, ranks, **how), x, taken, "x_")
         graph.add_linear(spec, (taken, *weights), y, "", 0)
     graph.returns([y])
     return graph

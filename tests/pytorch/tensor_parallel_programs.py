@@ -129,7 +129,8 @@ def step(device, kind, recipe, options, problem, how):
     with _noted(sent):
         # What all ranks have counts once in the sums over them.
         gathered = getattr(module, "return_layernorm_output_gathered", False)
-        whole = options.get("sequence") and (gathered or getattr(module, "return_bias", False))
+        returned = kind == "row" and module.return_bias
+        whole = options.get("sequence") and (gathered or returned)
         found = run(called, recipe, x, grads, microbatches, 1.0 / ranks if whole else 1.0)
     if compiled:
         found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}

@@ -39,6 +39,7 @@ from transformer_engine.pytorch.torchside.modes import (
     constant_in_graphs,
     dispatch_modes,
     exporting,
+    group_of,
     in_traced_checkpoint,
     keep_result,
     leaves_of,
@@ -267,7 +268,7 @@ def _run(
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
     if group:
-        functions = Staged(functions_of(plan, _group_of(group)))
+        functions = Staged(functions_of(plan, group_of(group)))
     is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
     scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
     at = plan.given - len(places) if places else len(given) - scaled
@@ -278,11 +279,6 @@ def _run(
     with overrides.of_graph(selection, is_forward) or contextlib.nullcontext():
         *outputs, packed = run_native(plan, slots, given, saved, rows, functions)
     return [*outputs, inputs[0].new_empty(0, dtype=torch.uint8) if packed is None else packed]
-
-
-def _group_of(name: str) -> Any:
-    """A process group by its registered name, as torch's functional collectives find it."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def _run_fake(

@@ -490,3 +490,11 @@ def only_forwards(*modules: torch.nn.Module) -> bool:
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
     return _core.only_forward(modules, _CALL, _LIBRARY)
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def group_of(name: str) -> Any:
+    """A process group by its registered name, as torch's functional collectives find it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
