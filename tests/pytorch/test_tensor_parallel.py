@@ -146,15 +146,14 @@ def test_options(ranks, case, recipe, sequence, how):
 
 def test_bf16(ranks):
     """Outputs and gradients travel in the dtype of activations, and are rounded as they are."""
-    options = {"dtype": torch.bfloat16}
+    options = {"dtype": torch.bfloat16, "device": "cpu"}
     for sequence in (False, True):
         module, problem = problem_of("mlp", KINDS["mlp"][sequence], 512, options)
         state, x, grads, ways = problem
         x, grads = x.bfloat16(), [grad.bfloat16() for grad in grads]
         given = (state, x, grads, ways)
-        parts = ranks.run(
-            programs.step, "mlp", "delayed", {**options, "sequence": sequence}, given, HOW[0]
-        )
+        of_rank = {"dtype": torch.bfloat16, "sequence": sequence}
+        parts = ranks.run(programs.step, "mlp", "delayed", of_rank, given, HOW[0])
         whole = programs.run(module, "delayed", x, grads)
         for name in ("output", "grad_input", "fc1_weight", "fc2_weight"):
             found = [part[name] for part, _ in parts]
