@@ -282,7 +282,18 @@ class Layout:
     def whole_model(self, model: torch.nn.Module) -> dict[str, Any]:
         """The state dict of a model, put together on every rank."""
         named = {name: self._part(name, value) for name, value in model.state_dict().items()}
-        return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in named.items()}
+        return {name: self._whole(name, value) for name, value in named.items()}
+
+    def _whole(self, name: str, value: Any) -> Any:
+        """Put a part together: over shards, then over tp; torch 2.11 can not do both at once."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        if not hasattr(value, "full_tensor"):
+            return value
+        if name in self.split_dims:
+            over_tp = [Shard(self.split_dims[name]), Replicate(), Replicate()]
+            value = value.redistribute(placements=over_tp)
+        return value.full_tensor()
 
 
 def _load(path: Path, content: dict) -> dict:

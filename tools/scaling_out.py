@@ -18,12 +18,12 @@ from page_tables import keep, rows
 
 from transformer_engine import _core
 from transformer_engine.common.graphs import (
-    RESULT,
+    CallSpec,
     Collective,
     Graph,
     LinearFlags,
     LinearSpec,
-    input_flags,
+    call_graph,
 )
 from transformer_engine.common.operand_casts import quantization_of
 from transformer_engine.common.plans import CallPlans, extent_value
@@ -128,32 +128,13 @@ def linear_graph(columns: int, outputs: int, ranks: int, by_rows: bool) -> Graph
     split = (columns // ranks, outputs) if by_rows else (columns, outputs // ranks)
     flags = LinearFlags(input=_core.VALUE_GRADIENT, weight=_WEIGHT)
     spec = LinearSpec(*split, *[_core.DTYPE_BF16] * 5, quantization_of(DelayedScaling()), flags)
-    graph = Graph(0)
-
-    def extent(times: int) -> _core.Extent:
-        return _core.Extent(symbol=_core.SYMBOL_ROWS, multiply=times)
-
-    local, whole = extent(1), extent(ranks)
-    x = graph.tensor(
-        "input", spec.input, (whole if by_rows else local, split[0]), input_flags(True)
-    )
-    weights = graph.linear_parameters(spec, "")
-    y = graph.value("output", spec.output, (local if by_rows else whole, split[1]), RESULT)
-    how = {"forms": True, "halves": (0, 1)}
     if ranks == 1:
-        graph.add_linear(spec, (x, *weights), y, "", 0)
-    elif by_rows:
-        made = graph.value("made", spec.output, (whole, split[1]))
-        graph.add_linear(spec, (x, *weights), made, "", 0)
-        graph.add_collective(
-            Collective(_core.COLLECTIVE_REDUCE_SCATTER, ranks, **how), made, y, "y_"
-        )
-    else:
-        taken = graph.value("taken", spec.input, (whole, split[0]))
-        graph.add_collective(Collective(_core.COLLECTIVE_GATHER, ranks, **how), x, taken, "x_")
-        graph.add_linear(spec, (taken, *weights), y, "", 0)
-    graph.returns([y])
-    return graph
+        return call_graph(CallSpec((spec,)))
+    if by_rows:
+        behind = Collective(_core.COLLECTIVE_REDUCE_SCATTER, ranks, True, (0, 1))
+        return call_graph(CallSpec((spec,), behind=behind))
+    before = Collective(_core.COLLECTIVE_GATHER, ranks, True, (0, 1))
+    return call_graph(CallSpec((spec,), before=before))
 
 
 def bytes_of(plan, number: int, rows_of_rank: int) -> int:

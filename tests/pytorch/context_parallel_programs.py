@@ -118,7 +118,8 @@ def said(device, way, options, call, shapes):
     tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes[dist.get_rank()]]
     try:
         spread(module, way[dist.get_rank()] if isinstance(way, list) else way)
-        module(*tensors, **call)
+        own = {name: v.to(device) if torch.is_tensor(v) else v for name, v in call.items()}
+        module(*tensors, **own)
     except (ValueError, NotImplementedError) as error:
         return type(error).__name__, str(error)
     return None

@@ -42,9 +42,9 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution import plan_ops, recompute
 from transformer_engine.pytorch.execution.recompute_frames import Frame, unread_history
 from transformer_engine.pytorch.execution.thread_state import current_state
-from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.custom_quantizers import ask, common_request, remembered
+from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.scaling_state import arenas, scaling
 from transformer_engine.pytorch.torchside.device import type_name
 from transformer_engine.pytorch.torchside.modes import (

@@ -221,7 +221,7 @@ def _choice_of(
     core: Any, heads: Heads, options: AttentionOptions, form: str, more: CoreOptions
 ) -> Choice:
     """Backend of a call. Checks of a new kind of call are made once, by all ranks together."""
-    groups, key, said = _groups(core), None, "a call that is refused"
+    groups, said = _groups(core), None
     try:
         key, said, find = _question(core, heads, options, form, more, groups)
         known = core._agreed.get(key)
@@ -229,9 +229,9 @@ def _choice_of(
             return known
         found = find()
     except (TypeError, ValueError, NotImplementedError):
-        _agree(groups, said if key is None else f"{said} (refused)")
+        _agree(groups, "a call that is refused" if said is None else f"{said()} (refused)")
         raise
-    _agree(groups, said)
+    _agree(groups, said())
     core._agreed[key] = found
     return found
 
@@ -243,8 +243,8 @@ def _question(
     form: str,
     more: CoreOptions,
     groups: _Groups,
-) -> tuple[tuple, str, Callable]:
-    """Key of a kind of call, the same as text for other ranks, and what finds its backend."""
+) -> tuple[tuple, Callable, Callable]:
+    """Key of a kind of call, what says it to other ranks, and what finds its backend."""
     query, key, value = heads.split()
     mixed = form in MIXED
     if mixed or options.inference_params is not None:  # no tensors to check against each other
@@ -263,9 +263,13 @@ def _question(
     shapes.append(None if bias is None else tuple(bias.shape))
     own = (groups.way, form, *shapes, query.dtype, dropout, core.softmax_type)
     policies = options.thd_attention_policies is not None
-    said = f"cp_comm_type={own[0]!r}, {form}, query, key, value, bias {shapes}, {query.dtype}, "
-    said += f"mask {facts[0]!r}, window {facts[1]}, dropout {dropout}, FP8 {facts[13]}, "
-    said += f"{core.cp_size} ranks"
+
+    def said() -> str:
+        return (
+            f"cp_comm_type={own[0]!r}, {form}, query, key, value, bias {shapes}, {query.dtype}, "
+            f"mask {facts[0]!r}, window {facts[1]}, dropout {dropout}, FP8 {facts[13]}, "
+            f"{core.cp_size} ranks"
+        )
 
     def find() -> Choice:
         square = query.shape[0 if form != "bshd" else 1] == key.shape[0 if form != "bshd" else 1]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.execution.stages import StageBuffers
+from transformer_engine.pytorch.execution.stages import StageBuffers, Staged
 from transformer_engine.pytorch.torchside.collectives import (
     allreduce,
     gather_parts,
@@ -97,6 +97,12 @@ def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
         run = functools.partial(_start, op, group, stage.buffers)
         functions[stage.name] = run if stage.half >= 0 else functools.partial(_at_once, run)
     return functions
+
+
+@functools.lru_cache(maxsize=64)
+def staged_over(plan: Plan, group: Any) -> Staged:
+    """Runner of `functions_of`, for a plan that is run by itself."""
+    return Staged(functions_of(plan, group))
 
 
 def functions_of_call(plans: Any, group: Any) -> dict[str, Callable]:

@@ -28,7 +28,7 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
 from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
 from transformer_engine.pytorch.execution import overrides, recompute
-from transformer_engine.pytorch.execution.collectives import functions_of
+from transformer_engine.pytorch.execution.collectives import staged_over
 from transformer_engine.pytorch.execution.stages import Staged
 from transformer_engine.pytorch.torchside.flops import FORMULAS, offer_formulas
 from transformer_engine.pytorch.torchside.locks import Lock
@@ -268,7 +268,7 @@ def _run(
 ) -> list[Tensor]:
     plan, functions, given = plan_of(text), _STAGED.get(staged), [*inputs, *state]
     if group:
-        functions = Staged(functions_of(plan, group_of(group)))
+        functions = staged_over(plan, group_of(group))
     is_forward = plan.graph.direction == _core.DIRECTION_FORWARD
     scaled = len(state) and len(state) + 1  # the scales are an input, the histories state
     at = plan.given - len(places) if places else len(given) - scaled

@@ -49,7 +49,7 @@ class Deferred(NamedTuple):
     def _run(self, state: list[Tensor]) -> tuple:
         plan, inputs, staged = self.plans.wgrad, self.inputs, None
         if self.group is not None:
-            staged = Staged(collectives.functions_of(plan, self.group))
+            staged = collectives.staged_over(plan, self.group)
         if plan_ops.behind_operators(inputs[0]) or plan_ops.watched():
             given = inputs, state, self.packed, self.rows
             return plan_ops.run_traced(plan.text, (0,), *given, staged=staged)

@@ -15,7 +15,6 @@ from transformer_engine.common import attention_graphs
 from transformer_engine.common.graphs import ROWS, Graph, Link, input_flags
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.pytorch.execution.stages import HalvedFunction, Staged, named
-from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import ModuleCall
 from transformer_engine.pytorch.module.joined import SplitTensors
 from transformer_engine.pytorch.module.layer_region import LayerRegion
@@ -27,6 +26,7 @@ from transformer_engine.pytorch.module.layer_stages import (
 from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES, conversions
+from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.torchside.device import is_capturing, module_of
 from transformer_engine.pytorch.torchside.modes import autocast_dtype
 

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.execution.recompute import frames, may_concern
 from transformer_engine.pytorch.execution.recompute_frames import Entry, Frame
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
-from transformer_engine.pytorch.module.base import NO_FRAMES, Region
+from transformer_engine.pytorch.module.region import NO_FRAMES, Region
 from transformer_engine.pytorch.torchside.modes import graph_task
 
 

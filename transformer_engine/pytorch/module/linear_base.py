@@ -21,12 +21,12 @@ from transformer_engine.pytorch.execution.stages import (
 )
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import custom_quantizers, quantized
-from transformer_engine.pytorch.module.base import Region
 from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall, KeptPlans
 from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
+from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.torchside.modes import without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
