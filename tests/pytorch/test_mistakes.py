@@ -202,10 +202,10 @@ MISTAKES = {
         ValueError,
         "symmetric_ar_type|'junk'|'two_shot'",
     ),
-    "two ranks": (
-        lambda d: te.Linear(32, 8, tp_size=2),
-        NotImplementedError,
-        "tp_size|2|DDP",
+    "two ranks without a group": (
+        lambda d: te.Linear(32, 8, tp_size=2, parallel_mode="column", device=d)(x(d)),
+        RuntimeError,
+        "tp_size=2|no tp_group|set_tensor_parallel_group",
     ),
     "a dot in the name of a part": (
         lambda d: te.Linear(32, 8, parameters_split=("q.proj", "k")),

@@ -216,7 +216,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         "training", "attention_dropout", "softmax_scale", "_get_tracker", "attn_mask_type",
         "window_size", "bottom_right_diagonal", "qkv_format", "softcap", "softmax_type",
         "return_max_logit", "num_attention_heads", "num_gqa_groups",
-        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v",
+        "hidden_size_per_attention_head_k", "hidden_size_per_attention_head_v", "cp_size",
     )  # fmt: skip
     """Settings that plans of a layer depend on (see `traced_layer`)."""
 

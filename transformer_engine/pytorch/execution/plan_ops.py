@@ -261,7 +261,7 @@ def _run(
     rows: int,
     staged: int,
     selection: int,
-    group: str,
+    group: str = "",
     state: Sequence[Tensor] = (),
     places: Sequence[int] = (),
     of_checkpoint: bool = False,
@@ -311,7 +311,8 @@ def _scaling_update(scale: Tensor, history: Tensor, fp8_max: float, most_recent:
 _obeying_update = _core.obeying("scaling_update")
 
 
-define(f"run({_RUN}) -> Tensor[]", _run, _run_fake)
+# Programs that were exported before there were groups name none.
+define(f'run({_RUN}="") -> Tensor[]', _run, _run_fake)
 _traced_update = define_obeying(
     "scaling_update",
     "Tensor(a!) scale, Tensor(b!) history, float fp8_max, bool most_recent",
