@@ -138,7 +138,9 @@ class Problem:
             exact = torch.logaddexp(exact, sinks.double())
         sizes = products(query.abs(), key.abs(), self.scale, 0.0).masked_fill(~self.may, 0.0)
         bound = tol("attention", F32, scores.shape[-1] + query.shape[-1])
-        terms = (1 + exact.abs() + sizes.amax(-1))[~none]
+        # tanh is a quotient of exponentials: its terms are of size 1, those of a score of the cap
+        cap = self.limits.get("softcap", 0.0)
+        terms = (1 + exact.abs() + sizes.amax(-1) + cap)[~none]
         assert_nmse(statistics[~none], exact[~none], bound, "statistics", terms)
         assert (found["output"].cpu().transpose(1, 2)[none] == 0).all()
 
