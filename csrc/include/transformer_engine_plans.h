@@ -278,7 +278,14 @@ enum {                           /* te_node_desc.flags */
         * is cast by each rank, and gathered as they read it. With one scale for the tensor all
         * ranks have the same one; other scales are gathered. It takes rows in a multiple of what
         * tiles are high. */
-       TE_COLLECTIVE_FORMS = 131072
+       TE_COLLECTIVE_FORMS = 131072,
+       /* collective that gathers, or reduce-scatters in the forward: in this direction the GEMM of
+        * a linear node beside it, in high precision or with one scale for the tensor, runs in
+        * pieces. One that reads what is gathered multiplies the rows of this rank while those of
+        * the others arrive. One whose output is summed multiplies the rows of the others first: the
+        * rank sends them, and multiplies its own meanwhile, to which what it receives is added. */
+       TE_COLLECTIVE_PIECES_FORWARD = 262144,
+       TE_COLLECTIVE_PIECES_BACKWARD = 524288
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where
@@ -320,6 +327,7 @@ typedef struct te_node_desc {
                          8, weights  (recorded alone); 0, their gradients; 3, that of the output; 5,
                          that of the  scores */
     int32_t ranks;    /* collective: how many there are; of others 1 */
+    int32_t rank;     /* collective in pieces: which one this is; of others 0 */
 } te_node_desc;
 
 /* Stages of a linear node, in order of execution: X(ENUM, name). A plan has those it needs. */
@@ -372,6 +380,7 @@ typedef enum te_function_step {
 typedef enum te_collective_step {
     TE_COLLECTIVE_FORWARD,
     TE_COLLECTIVE_BACKWARD,
+    TE_COLLECTIVE_EXCHANGE, /* of a sum in pieces: ranks send each other's rows */
     TE_COLLECTIVE_STEPS
 } te_collective_step;
 
@@ -436,7 +445,9 @@ typedef enum te_buffer_role {
     X(HEADS, heads, node *TE_HEADS_ROLES + te_heads_role)                                          \
     X(HEADS_SCALES, heads_scales, likewise)                                                        \
     X(HEADS_WIDE, heads_wide, likewise) /* read again */                                           \
-    X(PARTIALS, partials, nothing)      /* 1: of the column-wise form alone */                     \
+    X(SENT, sent, node)         /* of a sum in pieces: rows of the other ranks, in their order */  \
+    X(RECEIVED, received, node) /* terms of this rank's rows, of the others */                     \
+    X(PARTIALS, partials, nothing) /* 1: of the column-wise form alone */                          \
     X(SCALE, scale, owner)                                                                         \
     X(HISTORY, history, owner)                                                                     \
     X(PART, part, value + n * count of values) /* its gradient's contribution n; 0: their sum */
@@ -468,8 +479,8 @@ typedef struct te_buffer_info {
     te_extent shape[TE_MAX_DIMS];
     int32_t base; /* of a view: the buffer that it is part of */
     te_view_kind view;
-    int64_t offset;
-    te_extent strides[TE_MAX_DIMS]; /* of a part */
+    te_extent offset; /* of a part, in elements */
+    te_extent strides[TE_MAX_DIMS];
 } te_buffer_info;
 
 typedef struct te_stage_info {

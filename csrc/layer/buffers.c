@@ -163,6 +163,12 @@ static void describe_own(const te_build *build, te_link link, int32_t of, te_buf
         what = "bias_cast";
         info->dtype = te_bias_dtype(&node->quantization, (te_dtype)output->dtype);
         info->shape[0] = output->shape[1];
+    } else if (link == TE_LINK_SENT || link == TE_LINK_RECEIVED) {
+        what = link == TE_LINK_SENT ? "sent" : "received";
+        info->dtype = (te_dtype)output->dtype;
+        info->ndim = 2;
+        info->shape[0].multiply *= node->ranks - 1;
+        info->shape[1] = output->shape[1];
     } else if (link == TE_LINK_MAX_SCORES) {
         what = "max_scores";
         info->shape[0] = te_constant(node->slices[0].heads);

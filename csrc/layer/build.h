@@ -203,6 +203,9 @@ int32_t te_heads_of(te_build *build, int32_t node, int32_t matrix, const te_slic
 /* Part of a buffer; `view` has shape, base, offset and strides. The name is printed. */
 __attribute__((format(printf, 3, 4))) int32_t te_view(te_build *build, const te_buffer_info *view,
                                                       const char *format, ...);
+/* Rows of `count` ranks from one on, of a matrix of the rows of so many ranks. */
+int32_t te_rows_of_ranks(te_build *build, int32_t matrix, int32_t ranks, int32_t from,
+                         int32_t count);
 /* A dense matrix of heads as one of their rows. */
 int32_t te_rows_of_heads(te_build *build, int32_t matrix, const te_slice *slice, const char *name);
 /* Heads that lie side by side, and how often; in all they have as many elements of a row. */

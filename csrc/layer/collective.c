@@ -31,6 +31,14 @@ int te_collective_sums_gradient(const te_graph_desc *graph, int32_t n)
     return op == TE_DOES_REDUCE_SCATTER || op == TE_DOES_ALL_REDUCE;
 }
 
+int te_collective_in_pieces(const te_graph_desc *graph, int32_t n, te_collective_step step)
+{
+    const uint32_t flag = step == TE_COLLECTIVE_FORWARD ? TE_COLLECTIVE_PIECES_FORWARD
+                                                        : TE_COLLECTIVE_PIECES_BACKWARD;
+    return n >= 0 && graph->nodes[n].kind == TE_NODE_COLLECTIVE &&
+           (graph->nodes[n].flags & flag) != 0;
+}
+
 int32_t te_maker_of(const te_graph_desc *graph, int32_t value)
 {
     for (int32_t n = 0; n < graph->node_count; n++) {

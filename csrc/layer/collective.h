@@ -24,6 +24,9 @@ int te_collective_is_copy(const te_graph_desc *graph, int32_t node);
 /* Whether it sums the gradient of its input over ranks. */
 int te_collective_sums_gradient(const te_graph_desc *graph, int32_t node);
 
+/* Whether the GEMM beside it runs in pieces (TE_COLLECTIVE_PIECES_FORWARD and _BACKWARD). */
+int te_collective_in_pieces(const te_graph_desc *graph, int32_t node, te_collective_step step);
+
 /* The node that makes a value; the only one that reads a value which nobody is given. TE_NOBODY:
  * there is none. */
 int32_t te_maker_of(const te_graph_desc *graph, int32_t value);
@@ -47,5 +50,7 @@ int32_t te_linear_value(const te_graph_desc *graph, int32_t node, te_operand_rol
 
 /* Sums the gradient of its input now, if it does so at all and that is complete. */
 void te_collective_sum_gradient(te_build *build, int32_t node);
+/* Sends the rows of the others of a sum in pieces: the stage alone. */
+void te_collective_exchange(te_build *build, int32_t node);
 
 #endif

@@ -205,9 +205,9 @@ static te_status check_node(const te_graph_desc *graph, int32_t n)
                "%s",
                n, of->name, node->flags, node->quantization.casts[0].recipe, of->flags,
                of->casts ? "any" : "none");
-    TE_FAIL_IF(node->ranks != 1 && node->kind != TE_NODE_COLLECTIVE, TE_ERROR_INVALID,
-               "graph: node %d (%s): %d ranks, which only a collective has", n, of->name,
-               node->ranks);
+    TE_FAIL_IF((node->ranks != 1 || node->rank != 0) && node->kind != TE_NODE_COLLECTIVE,
+               TE_ERROR_INVALID, "graph: node %d (%s): %d ranks, which only a collective has", n,
+               of->name, node->ranks);
     TE_TRY(check_steps(node, n));
     for (int i = 0; i < node->input_count; i++) {
         TE_FAIL_IF(node->inputs[i] < -1 || node->inputs[i] >= graph->value_count, TE_ERROR_INVALID,

@@ -84,7 +84,7 @@ static int32_t columns_of(te_build *build, int32_t n, te_heads_role role, int32_
     te_buffer_info view = {
         .ndim = 2,
         .base = buffer,
-        .offset = slice->offset,
+        .offset = te_constant(slice->offset),
         .shape = {te_multiple(shape[0].symbol, slice->heads), te_constant(slice->channels)},
         .strides = {te_constant(slice->stride), te_constant(1)}};
     if (slice->stride == slice->channels) {

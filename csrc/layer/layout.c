@@ -121,7 +121,8 @@ static te_status fill(const te_plan *plan, te_layout *layout)
         tensor->device = layout->device;
         TE_TRY(shape_tensor(&plan->buffers[i], sizes, tensor));
         if (info->role == TE_ROLE_VIEW) {
-            int64_t offset = info->offset * (int64_t)te_dtype_bytes(info->dtype);
+            int64_t offset =
+                te_extent_value(&info->offset, sizes) * (int64_t)te_dtype_bytes(info->dtype);
             tensor->data = (void *)(uintptr_t)offset; /* NOLINT(performance-no-int-to-ptr) */
         }
         if (te_is_packed(info->role)) place_packed(plan, layout, i, ends);

@@ -8,6 +8,9 @@
  * What a linear node reads of gathered rows is not saved: the backward gathers once more. Where
  * forms travel (TE_COLLECTIVE_FORMS) the linear node casts what the rank has, and adds the stage
  * that gathers its forms (linear_cast.c).
+ *
+ * A sum in pieces (TE_COLLECTIVE_PIECES_FORWARD) is made of the rank's own term, and of what the
+ * exchange that the linear node has begun receives of the others (node_linear.c).
  */
 #include "layer/collective.h"
 
@@ -68,11 +71,34 @@ static void run(te_build *build, int32_t n)
     add(build, n, TE_COLLECTIVE_FORWARD, from, te_get(build, TE_LINK_VALUE, y));
 }
 
+void te_collective_exchange(te_build *build, int32_t n)
+{
+    te_stage *stage = te_add_outside(build, n, te_node(build, n)->name, "exchange",
+                                     (int32_t)TE_COLLECTIVE_EXCHANGE);
+    te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_SENT, n), 0);
+    te_stage_hand(&build->plan, stage, te_get(build, TE_LINK_RECEIVED, n), 1);
+}
+
+/* Adds what the others have sent to the rank's own term. */
+static void add_received(te_build *build, int32_t n)
+{
+    const int32_t others = te_node(build, n)->ranks - 1;
+    const int32_t y = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
+    const int32_t received = te_get(build, TE_LINK_RECEIVED, n);
+    for (int32_t i = 0; i < others; i++) {
+        te_sum(build, te_rows_of_ranks(build, received, others, i, 1), y, y);
+    }
+}
+
 static void forward(te_build *build, int32_t n)
 {
     const te_collective_op op = te_collective_does(build->graph, n, TE_COLLECTIVE_FORWARD);
     if (op == TE_DOES_NOTHING || (op == TE_DOES_GATHER && !is_read_wide(build, n))) return;
-    run(build, n);
+    if (te_find(build, TE_LINK_RECEIVED, n) != TE_NO_BUFFER) {
+        add_received(build, n);
+    } else {
+        run(build, n);
+    }
 }
 
 static void again(te_build *build, int32_t n)
@@ -162,6 +188,14 @@ static te_status check_maker(const te_graph_desc *graph, int32_t n)
     return TE_OK;
 }
 
+/* Whether GEMMs are in pieces nowhere but beside rows that travel. */
+static int can_have_pieces(const te_graph_desc *graph, int32_t n, te_collective_step step)
+{
+    const te_collective_op op = te_collective_does(graph, n, step);
+    return !te_collective_in_pieces(graph, n, step) || op == TE_DOES_GATHER ||
+           (op == TE_DOES_REDUCE_SCATTER && step == TE_COLLECTIVE_FORWARD);
+}
+
 static te_status check(const te_graph_desc *graph, int32_t n)
 {
     const te_node_desc *node = &graph->nodes[n];
@@ -187,6 +221,11 @@ static te_status check(const te_graph_desc *graph, int32_t n)
     TE_FAIL_IF(forms_travel(node) && node->variant != TE_COLLECTIVE_GATHER &&
                    node->variant != TE_COLLECTIVE_REDUCE_SCATTER,
                TE_ERROR_INVALID, "collective: kind %d gathers nothing, so no forms", node->variant);
+    TE_FAIL_IF(!can_have_pieces(graph, n, TE_COLLECTIVE_FORWARD) ||
+                   !can_have_pieces(graph, n, TE_COLLECTIVE_BACKWARD) || node->rank < 0 ||
+                   node->rank >= node->ranks,
+               TE_ERROR_INVALID, "collective: kind %d in pieces (flags 0x%x), by rank %d of %d",
+               node->variant, node->flags, node->rank, node->ranks);
     TE_TRY(check_readers(graph, n));
     return check_maker(graph, n);
 }
@@ -194,7 +233,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
 const te_node_rules te_collective_rules = {
     .name = "collective",
     .inputs = 1,
-    .flags = TE_COLLECTIVE_FORMS,
+    .flags = TE_COLLECTIVE_FORMS | TE_COLLECTIVE_PIECES_FORWARD | TE_COLLECTIVE_PIECES_BACKWARD,
     .steps = TE_COLLECTIVE_STEPS,
     .outside = 1,
     .check = check,

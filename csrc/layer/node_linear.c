@@ -141,6 +141,129 @@ static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32
     return stage;
 }
 
+/* ---- GEMMs in pieces ---------------------------------------------------------------------- */
+
+/* What a GEMM of rows reads and writes; forms and weights that it finds by itself are
+ * TE_NO_BUFFER. */
+struct product {
+    te_linear_gemm gemm;
+    int32_t a, b, d, bias;
+    int32_t aux; /* with GELU in the epilogue its input, where that is kept */
+    int gelu;
+};
+
+static void add_product(te_build *build, int32_t k, const struct product *of)
+{
+    te_stage *stage = add_gemm(build, k, of->gemm, of->a, of->b);
+    te_use_as(build, stage, "d", of->d);
+    te_use_as(build, stage, "bias", of->bias);
+    if (!of->gelu) return;
+    te_set_number(build, stage, "epilogue", TE_EPILOGUE_GELU);
+    te_use_as(build, stage, "aux", of->aux);
+}
+
+static int is_matrix_of_ranks(const te_value_desc *value, int32_t ranks)
+{
+    const te_extent *rows = &value->shape[0];
+    return value->ndim == 2 && rows->symbol != TE_SYMBOL_NONE && rows->align == 1 &&
+           rows->divide <= 1 && rows->multiply % ranks == 0;
+}
+
+/* The collective beside which a GEMM runs in pieces, TE_NOBODY: none. It reads rows of `a` by
+ * themselves, which have no scales of their own; of gathered ones the forms that were gathered. */
+static int32_t collective_beside(const te_build *build, int32_t k, te_linear_gemm gemm)
+{
+    const te_graph_desc *graph = build->graph;
+    const te_operand_role role = gemms[gemm].roles[0];
+    const te_link read = te_linear_usage(build, k, role, gemm);
+    const te_collective_step step =
+        gemm == TE_GEMM_OUTPUT ? TE_COLLECTIVE_FORWARD : TE_COLLECTIVE_BACKWARD;
+    const int part = te_linear_is_part(build, k, role);
+    int32_t n = te_only_reader_of(graph, te_node(build, k)->output);
+    int fits;
+    if (gemm == TE_GEMM_OUTPUT && te_collective_does(graph, n, step) != TE_DOES_REDUCE_SCATTER) {
+        n = te_collective_before(graph, k);
+    }
+    if (!te_collective_in_pieces(graph, n, step) ||
+        te_linear_is_external(build, k, gemms[gemm].stage) ||
+        !is_matrix_of_ranks(te_value(build, te_node(build, k)->inputs[0]), graph->nodes[n].ranks)) {
+        return TE_NOBODY;
+    }
+    fits = read == TE_LINK_VALUE
+               ? !part
+               : read == TE_LINK_ROW && te_linear_rule(build, k, role)->mode == TE_SCALING_TENSOR &&
+                     !te_is_made_outside(&te_node(build, k)->quantization, role) &&
+                     (part || te_collective_does(graph, n, step) != TE_DOES_GATHER);
+    return fits ? n : TE_NOBODY;
+}
+
+/* The product of rows of `count` ranks from one on, written to the rows that begin at `to` among
+ * those of so many ranks of `d`. */
+static void add_rows(te_build *build, int32_t k, const struct product *whole, int32_t n,
+                     int32_t from, int32_t count, int32_t d, int32_t d_ranks, int32_t to)
+{
+    const int32_t ranks = te_node(build, n)->ranks;
+    struct product rows = *whole;
+    if (count == 0) return;
+    rows.a = te_rows_of_ranks(build, whole->a, ranks, from, count);
+    rows.d = te_rows_of_ranks(build, d, d_ranks, to, count);
+    if (whole->aux != TE_NO_BUFFER) {
+        rows.aux = te_rows_of_ranks(build, whole->aux, ranks, from, count);
+    }
+    add_product(build, k, &rows);
+}
+
+/* A product of gathered rows: those of this rank, `part`, while the others arrive. */
+static void multiply_gathered(te_build *build, int32_t k, const struct product *whole, int32_t n,
+                              int32_t part)
+{
+    const int32_t ranks = te_node(build, n)->ranks, rank = te_node(build, n)->rank;
+    struct product own = *whole;
+    own.a = part;
+    own.d = te_rows_of_ranks(build, whole->d, ranks, rank, 1);
+    if (own.aux != TE_NO_BUFFER) own.aux = te_rows_of_ranks(build, own.aux, ranks, rank, 1);
+    add_product(build, k, &own);
+    add_rows(build, k, whole, n, 0, rank, whole->d, ranks, 0);
+    add_rows(build, k, whole, n, rank + 1, ranks - rank - 1, whole->d, ranks, rank + 1);
+}
+
+/* A product whose rows are summed by the collective n: those of the others first, which are sent
+ * while this rank's are multiplied. */
+static void multiply_exchanged(te_build *build, int32_t k, const struct product *whole, int32_t n)
+{
+    const int32_t ranks = te_node(build, n)->ranks, rank = te_node(build, n)->rank;
+    const int32_t sent = te_get(build, TE_LINK_SENT, n);
+    const int32_t y = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
+    add_rows(build, k, whole, n, 0, rank, sent, ranks - 1, 0);
+    add_rows(build, k, whole, n, rank + 1, ranks - rank - 1, sent, ranks - 1, rank);
+    te_collective_exchange(build, n);
+    add_rows(build, k, whole, n, rank, 1, y, 1, 0);
+}
+
+static int is_gathered(const te_build *build, int32_t n, te_linear_gemm gemm)
+{
+    return te_collective_does(build->graph, n,
+                              gemm == TE_GEMM_OUTPUT ? TE_COLLECTIVE_FORWARD
+                                                     : TE_COLLECTIVE_BACKWARD) == TE_DOES_GATHER;
+}
+
+/* A product beside the collective n; `wide` is what this rank has of rows that that gathers in high
+ * precision. */
+static void multiply_pieces(te_build *build, int32_t k, struct product *of, int32_t n, int32_t wide)
+{
+    const te_operand_role role = gemms[of->gemm].roles[0];
+    const te_link read = te_linear_usage(build, k, role, of->gemm);
+    if (read != TE_LINK_VALUE) {
+        wide = te_linear_form(build, k, role, read);
+        of->a = form_read(build, k, role, read);
+    }
+    if (is_gathered(build, n, of->gemm)) {
+        multiply_gathered(build, k, of, n, wide);
+    } else {
+        multiply_exchanged(build, k, of, n);
+    }
+}
+
 /* The activation that the GEMM's epilogue applies: where the result is 16-bit and nobody casts it
  * to FP8 anyway. cuBLASLt's tanh is not as accurate as fp32 results would show. */
 static int32_t activation_in_epilogue(const te_build *build, int32_t k)
@@ -181,19 +304,25 @@ static int32_t cast_bias(te_build *build, int32_t k)
 static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
 {
     const te_node_desc *node = te_node(build, k);
-    int32_t activation = activation_in_epilogue(build, k);
-    int32_t d = te_get(build, TE_LINK_VALUE,
-                       activation < 0 ? te_collective_target(build->graph, node->output)
-                                      : te_node(build, activation)->output);
-    te_stage *gemm = add_gemm(build, k, TE_GEMM_OUTPUT, input, TE_NO_BUFFER);
-    te_use_as(build, gemm, "d", d);
-    te_use_as(build, gemm, "bias", bias);
-    if (activation >= 0) {
-        te_set_number(build, gemm, "epilogue", TE_EPILOGUE_GELU);
-        if (build->direction != TE_DIRECTION_FORWARD ||
-            te_links_has(&build->saved, TE_LINK_VALUE, node->output)) {
-            te_use_as(build, gemm, "aux", te_get(build, TE_LINK_VALUE, node->output));
-        }
+    const te_graph_desc *graph = build->graph;
+    const int32_t activation = activation_in_epilogue(build, k);
+    const int32_t n = collective_beside(build, k, TE_GEMM_OUTPUT);
+    struct product of = {TE_GEMM_OUTPUT, input,        TE_NO_BUFFER,   TE_NO_BUFFER,
+                         bias,           TE_NO_BUFFER, activation >= 0};
+    if (of.gelu && (build->direction != TE_DIRECTION_FORWARD ||
+                    te_links_has(&build->saved, TE_LINK_VALUE, node->output))) {
+        of.aux = te_get(build, TE_LINK_VALUE, node->output);
+    }
+    if (n == TE_NOBODY || is_gathered(build, n, TE_GEMM_OUTPUT)) {
+        of.d = te_get(build, TE_LINK_VALUE,
+                      activation < 0 ? te_collective_target(graph, node->output)
+                                     : te_node(build, activation)->output);
+    }
+    if (n == TE_NOBODY) {
+        add_product(build, k, &of);
+    } else {
+        multiply_pieces(build, k, &of, n,
+                        te_find(build, TE_LINK_VALUE, te_node(build, n)->inputs[0]));
     }
 }
 
@@ -292,13 +421,19 @@ static void gather_input_early(te_build *build, int32_t k)
 
 static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 {
-    int32_t x = te_node(build, k)->inputs[0], weight, d;
-    te_stage *gemm;
+    const int32_t x = te_node(build, k)->inputs[0];
+    const int32_t n = collective_beside(build, k, TE_GEMM_GRAD_INPUT);
+    struct product of = {.gemm = TE_GEMM_GRAD_INPUT, .a = grad};
     if (!needs_grad_input(build, k)) return;
-    weight = weight_of_input(build, k);
-    gemm = add_gemm(build, k, TE_GEMM_GRAD_INPUT, grad, weight);
-    d = te_grad_target(build, x);
-    te_use_as(build, gemm, "d", d);
+    of.b = weight_of_input(build, k);
+    of.d = te_grad_target(build, x);
+    of.bias = of.aux = TE_NO_BUFFER;
+    if (n == TE_NOBODY) {
+        add_product(build, k, &of);
+    } else {
+        multiply_pieces(build, k, &of, n,
+                        te_find(build, TE_LINK_GRADIENT, te_node(build, n)->output));
+    }
     te_collective_sum_gradient(build, te_collective_before(build->graph, k));
 }
 
@@ -314,11 +449,12 @@ static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32
 }
 
 /* Whether the gradient of the weight is computed first: its operands can be freed before the
- * gradient of the input has memory. Not where ranks add up the latter, which can go on meanwhile.
- */
+ * gradient of the input has memory. Not where ranks add up the latter, which can go on meanwhile,
+ * nor where it is computed in pieces. */
 static int weight_goes_first(const te_build *build, int32_t k)
 {
-    return !te_collective_sums_gradient(build->graph, te_collective_before(build->graph, k));
+    return !te_collective_sums_gradient(build->graph, te_collective_before(build->graph, k)) &&
+           collective_beside(build, k, TE_GEMM_GRAD_INPUT) == TE_NOBODY;
 }
 
 /* Whether the GEMM of the weight's gradient can sum the columns of what it reads. */
@@ -359,12 +495,10 @@ static void transpose_grad(te_build *build, int32_t k, int forms)
     if (transposed && (forms & TE_FORM_COLUMN) != 0) te_linear_transpose(build, k, TE_GRAD_OPERAND);
 }
 
-/* The gradient of all ranks, in the forms that GEMMs read. */
-static void gather_grad(te_build *build, int32_t k, int forms)
+/* What the gradient of the weight reads of a gradient of all ranks that was gathered. */
+static void take_gathered_grad(te_build *build, int32_t k, int forms)
 {
-    if (!te_linear_is_part(build, k, TE_GRAD_OPERAND)) return;
-    te_linear_gather(build, k, TE_GRAD_OPERAND, forms);
-    if ((forms & TE_FORM_COLUMN) == 0) return;
+    if (!te_linear_is_part(build, k, TE_GRAD_OPERAND) || (forms & TE_FORM_COLUMN) == 0) return;
     (void)te_linear_gathered(build, k, TE_GRAD_OPERAND, TE_LINK_COLUMN);
 }
 
@@ -385,10 +519,11 @@ static void backward(te_build *build, int32_t k)
         if (!put_off) transpose_grad(build, k, forms);
     } else {
         te_linear_quantize(build, k, TE_GRAD_OPERAND, forms, bias_grad);
-        gather_grad(build, k, forms);
+        te_linear_gather(build, k, TE_GRAD_OPERAND, forms);
     }
     if (forms != 0) bias_grad = TE_NO_BUFFER;
     if (!weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
+    take_gathered_grad(build, k, forms);
     if (needs_grad_weight(build, k) && !put_off) multiply_grad_weight(build, k, grad, bias_grad);
     if (weight_goes_first(build, k)) multiply_grad_input(build, k, grad);
 }

@@ -28,7 +28,7 @@ static int32_t heads_by_row(te_build *build, int32_t matrix, const te_slice *sli
     const int last = together > 1 ? 3 : 2;
     te_buffer_info view = {.ndim = last + 1,
                            .base = matrix,
-                           .offset = slice->offset,
+                           .offset = te_constant(slice->offset),
                            .shape = {te_multiple(base->info.shape[0].symbol, 1),
                                      te_constant(te_slice_blocks(slice)), te_constant(together)},
                            .strides = {te_constant(base->info.shape[1].add),

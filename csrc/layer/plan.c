@@ -208,7 +208,10 @@ static int compare(const void *left, const void *right)
     if (a->role == TE_ROLE_SAVED && varies(a) != varies(b)) return varies(a) - varies(b);
     if (a->link != b->link) return a->link < b->link ? -1 : 1;
     if (a->of != b->of) return a->of < b->of ? -1 : 1;
-    return (a->offset > b->offset) - (a->offset < b->offset);
+    if (a->offset.multiply != b->offset.multiply) {
+        return a->offset.multiply < b->offset.multiply ? -1 : 1;
+    }
+    return (a->offset.add > b->offset.add) - (a->offset.add < b->offset.add);
 }
 
 static te_status sort_buffers(te_plan *plan)

@@ -115,6 +115,7 @@ static const te_member node_members[] = {
     ONE(te_node_desc, owner, 0),
     ARRAY(te_node_desc, slots, 2, -1, NULL, 0),
     ONE(te_node_desc, ranks, 1),
+    ONE(te_node_desc, rank, 0),
     LIST(te_node_desc, external, TE_GRAPH_VALUES, external_count, NULL, NEVER),
     LIST(te_node_desc, halves, TE_GRAPH_VALUES, halves_count, NULL, NEVER),
 };
@@ -157,7 +158,7 @@ static const te_member buffer_members[] = {
     ARRAY(te_buffer_info, shape, TE_MAX_DIMS, offsetof(te_buffer_info, ndim), &extent, 0),
     ONE(te_buffer_info, base, 0),
     ENUM(te_buffer_info, view, NULL),
-    ONE(te_buffer_info, offset, 0),
+    STRUCT(te_buffer_info, offset, &extent),
     ARRAY(te_buffer_info, strides, TE_MAX_DIMS, offsetof(te_buffer_info, ndim), &extent, 0),
 };
 RECORD(buffer, "Buffer", te_buffer_info);

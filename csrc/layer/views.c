@@ -34,12 +34,27 @@ int32_t te_view(te_build *build, const te_buffer_info *view, const char *format,
     for (int32_t i = 0; i < build->plan.buffer_count; i++) {
         const te_buffer_info *known = &build->plan.buffers[i].info;
         if (known->role == TE_ROLE_VIEW && known->base == info.base && known->view == info.view &&
-            known->offset == info.offset && known->ndim == info.ndim &&
+            te_is_alike(&known->offset, &info.offset) && known->ndim == info.ndim &&
             are_alike(known->shape, info.shape) && are_alike(known->strides, info.strides)) {
             return i;
         }
     }
     return te_plan_add_buffer(&build->plan, &info);
+}
+
+int32_t te_rows_of_ranks(te_build *build, int32_t matrix, int32_t ranks, int32_t from,
+                         int32_t count)
+{
+    const te_buffer *base = te_buffer_of(build, matrix);
+    const te_extent *rows = &base->info.shape[0];
+    const int64_t columns = base->info.shape[1].add, of_rank = rows->multiply / ranks;
+    const te_buffer_info view = {
+        .ndim = 2,
+        .base = matrix,
+        .offset = te_multiple(rows->symbol, of_rank * from * columns),
+        .shape = {te_multiple(rows->symbol, of_rank * count), te_constant(columns)},
+        .strides = {te_constant(columns), te_constant(1)}};
+    return te_view(build, &view, "%.24s_from_%d", base->name, from);
 }
 
 int32_t te_rows_of_heads(te_build *build, int32_t matrix, const te_slice *slice, const char *name)
@@ -82,7 +97,8 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     const int lone = packed && node->kind == TE_NODE_ATTENTION; /* a batch of 1 before them */
     const int32_t rows = base->info.shape[0].symbol;
     const int64_t columns = base->info.shape[1].add;
-    te_buffer_info info = {.ndim = lone + dims + 2, .base = matrix, .offset = slice->offset};
+    te_buffer_info info = {
+        .ndim = lone + dims + 2, .base = matrix, .offset = te_constant(slice->offset)};
     te_extent *shape = &info.shape[lone], *strides = &info.strides[lone];
     if (base->info.ndim > 2) return whole_heads_of(build, n, matrix);
     if (lone) {

@@ -85,7 +85,9 @@ class Collective(NamedTuple):
     kind: int  # ``_core.COLLECTIVE_*``
     ranks: int
     forms: bool = False  # quantized forms are gathered, not values
-    halves: tuple[int, ...] = ()  # its steps in two halves: 0, its forward, and 1, its backward
+    halves: tuple[int, ...] = ()  # its steps in two halves, `te_collective_step`
+    pieces: int = 0  # ``_core.COLLECTIVE_PIECES_*``: the GEMMs beside it run in pieces
+    rank: int = 0  # which rank this is; of one without pieces 0
 
 
 class CallSpec(NamedTuple):
@@ -318,9 +320,9 @@ class Graph:
 
     def add_collective(self, of: Collective, x: int, y: int, name: str) -> None:
         """Add a collective that makes `y` of `x`."""
-        flags = _core.COLLECTIVE_FORMS if of.forms else 0
-        how = {"variant": of.kind, "flags": flags, "ranks": of.ranks, "halves": of.halves}
-        self.node(_core.NODE_COLLECTIVE, (x,), y, name=name, **how)
+        flags = (_core.COLLECTIVE_FORMS if of.forms else 0) | of.pieces
+        how = {"variant": of.kind, "flags": flags, "ranks": of.ranks, "rank": of.rank}
+        self.node(_core.NODE_COLLECTIVE, (x,), y, name=name, halves=of.halves, **how)
 
     def add_linear(
         self, spec: LinearSpec, inputs: tuple, output: int, name: str, part: int

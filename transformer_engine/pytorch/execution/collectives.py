@@ -17,6 +17,7 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.execution.stages import StageBuffers, Staged
 from transformer_engine.pytorch.torchside.collectives import (
     allreduce,
+    exchange_rows,
     gather_parts,
     reduce_scatter_along_first_dim,
     start_largest,
@@ -45,6 +46,11 @@ def _scatter(tensors: Sequence[Tensor], group: Any) -> _Started:
     return [(reduce_scatter_along_first_dim(whole, group, True, part)[1], None)]
 
 
+def _exchange(tensors: Sequence[Tensor], group: Any) -> _Started:
+    sent, received = tensors
+    return [(exchange_rows(sent, received, group), None)]
+
+
 def _sum(tensors: Sequence[Tensor], group: Any) -> _Started:
     (tensor,) = tensors
     return [(allreduce(tensor, group, True)[1], None)]
@@ -54,13 +60,14 @@ def _largest(tensors: Sequence[Tensor], group: Any) -> _Started:
     return [start_largest(tensors, group)]
 
 
-_OF_KIND: dict[int, tuple[Callable | None, Callable | None]] = {
+_OF_KIND: dict[int, tuple[Callable | None, ...]] = {
     _core.COLLECTIVE_GATHER: (_gather, _scatter),
-    _core.COLLECTIVE_REDUCE_SCATTER: (_scatter, _gather),
+    _core.COLLECTIVE_REDUCE_SCATTER: (_scatter, _gather, _exchange),
     _core.COLLECTIVE_ALL_REDUCE: (_sum, None),
     _core.COLLECTIVE_COPY: (None, _sum),
 }
-"""Forward and backward; `te_collective_step` is the place."""
+"""Forward, backward, exchange of a sum in pieces; `te_collective_step` is the place."""
+_PIECES = _core.COLLECTIVE_PIECES_FORWARD | _core.COLLECTIVE_PIECES_BACKWARD
 _AMAXES = frozenset(
     number for number, name in enumerate(_core.LINEAR_STAGES) if name.startswith("reduce_amax_")
 )
@@ -75,6 +82,8 @@ def _op_of(stage: _core.Stage, node: _core.Node, group: Any) -> Callable | None:
         return None
     if node.ranks != group.size():
         raise ValueError(f"{stage.name}: {node.ranks} ranks, over a group of {group.size()}")
+    if node.flags & _PIECES and node.rank != group.rank():
+        raise ValueError(f"{stage.name}: of rank {node.rank}, and this is rank {group.rank()}")
     return _OF_KIND[node.variant][stage.step]
 
 

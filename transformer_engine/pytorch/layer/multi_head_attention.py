@@ -197,6 +197,7 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
             tp_size=tp_size, sequence_parallel=sequence_parallel,
             get_rng_state_tracker=get_rng_state_tracker,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs,
         )  # fmt: skip
         norm = dict(
             eps=layernorm_epsilon, normalization=normalization,

@@ -201,6 +201,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, set_parallel_mode=set_parallel_mode,
             tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel,
             return_bias=self._biases_returned, bias=bias,
+            ub_overlap_ag=ub_tp_comm_overlap and ub_overlap_ag,
+            ub_overlap_rs=ub_tp_comm_overlap and ub_overlap_rs,
         )  # fmt: skip
         attention = partial(
             MultiheadAttention, hidden_size, num_attention_heads, kv_channels, attention_dropout,

@@ -112,7 +112,8 @@ class Linear(WeightModule):
     ) -> None:
         super().__init__()
         self._set_parallel(
-            tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel, ub_name=ub_name,
+            tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel,
+            overlaps=(ub_overlap_ag, ub_overlap_rs), ub_name=ub_name,
             symmetric_ar_type=symmetric_ar_type,
         )  # fmt: skip
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)

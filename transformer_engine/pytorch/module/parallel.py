@@ -98,6 +98,8 @@ class TensorParallel:
     sequence_parallel = False
     """Ranks have rows of their own outside of the linear layers, a part of the sequence each."""
     ub_name: str | None = None  # as given
+    overlaps: tuple[bool, bool] = (False, False)
+    """Whether GEMMs run in pieces beside gathers; beside sums of the forward."""
 
     _OF_THE_PROCESS: tuple[str, ...] = ("tp_group",)
     """Attributes that another process, or a copy, can not share."""
@@ -109,6 +111,7 @@ class TensorParallel:
         parallel_mode: str | None = None,
         *,
         sequence_parallel: bool = False,
+        overlaps: tuple[bool, bool] = (False, False),
         ub_name: str | None = None,
         symmetric_ar_type: str | None = None,
     ) -> None:
@@ -143,6 +146,7 @@ class TensorParallel:
         self.parallel_mode = parallel_mode
         self.sequence_parallel = ranks > 1 and bool(sequence_parallel)
         self.ub_name = ub_name
+        self.overlaps = tuple(map(bool, overlaps))
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the ranks that this module, and the modules inside, are split over; None: none yet.
@@ -199,15 +203,21 @@ class TensorParallel:
                 "set_tensor_parallel_group before the forward"
             )
         sequence, ranks = self.sequence_parallel, self.tp_size
+        gathers, sums = self.overlaps if sequence else (False, False)
+        rank = self.tp_group.rank() if gathers or sums else 0
         forms = sequence and not measured and _join(region, self.tp_group)
         before = behind = None
         if takes:
             kind = _core.COLLECTIVE_GATHER if sequence else _core.COLLECTIVE_COPY
             wide = getattr(self, "return_layernorm_output_gathered", False)
-            before = Collective(kind, ranks, forms and not wide, (0, 1))
+            pieces = _core.COLLECTIVE_PIECES_FORWARD * gathers
+            before = Collective(kind, ranks, forms and not wide, (0, 1), pieces, rank * gathers)
         if gives:
             kind = _core.COLLECTIVE_REDUCE_SCATTER if sequence else _core.COLLECTIVE_ALL_REDUCE
-            behind = Collective(kind, ranks, forms, (1,))
+            halves = (1, _core.COLLECTIVE_EXCHANGE) if sums else (1,)
+            pieces = _core.COLLECTIVE_PIECES_FORWARD * sums
+            pieces += _core.COLLECTIVE_PIECES_BACKWARD * gathers
+            behind = Collective(kind, ranks, forms, halves, pieces, rank)
         return Together(before, behind)
 
     def __getstate__(self) -> dict:

@@ -175,6 +175,20 @@ def reduce_scatter_along_first_dim(
     return made, scatter(made, inp.contiguous(), group=tp_group, async_op=async_op)
 
 
+def exchange_rows(sent: Tensor, received: Tensor, group: Any) -> Any:
+    """Begin to send each other rank its rows of a tensor, and to receive this rank's from each.
+
+    Both are [(ranks - 1) * n, ...], contiguous, n rows for each other rank in their order. Returns
+    a handle that is to be waited for.
+    """
+    size, rank = ranks_of("exchange", group), get_distributed_rank(group)
+    rows = [sent.shape[0] // (size - 1)] * size
+    rows[rank] = 0
+    return torch.distributed.all_to_all_single(
+        received, sent, rows, rows, group=group, async_op=True
+    )
+
+
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, tp_group: Any, new_buffer: bool = False
 ) -> Tensor:
