@@ -81,12 +81,12 @@ static int32_t columns_of(te_build *build, int32_t n, te_heads_role role, int32_
     const te_slice *slice = slice_of(build, n, role);
     const te_buffer *base = te_buffer_of(build, buffer);
     const te_extent *shape = base->info.shape;
-    te_buffer_info view = {
-        .ndim = 2,
-        .base = buffer,
-        .offset = te_constant(slice->offset),
-        .shape = {te_multiple(shape[0].symbol, slice->heads), te_constant(slice->channels)},
-        .strides = {te_constant(slice->stride), te_constant(1)}};
+    te_buffer_info view = {.ndim = 2,
+                           .base = buffer,
+                           .offset = te_constant(slice->offset),
+                           .shape = {te_multiple(shape[0].symbol, shape[0].multiply * slice->heads),
+                                     te_constant(slice->channels)},
+                           .strides = {te_constant(slice->stride), te_constant(1)}};
     if (slice->stride == slice->channels) {
         view.shape[0] = shape[0];
         view.shape[1] = te_constant((int64_t)slice->heads * slice->channels);

@@ -52,18 +52,19 @@ static int32_t statistics_of(te_build *build, int32_t n)
     const te_node_desc *node = te_node(build, n);
     const int first = (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;
     const int32_t rows = te_value(build, node->output)->shape[0].symbol;
+    const int64_t ranks = te_value(build, node->output)->shape[0].multiply;
     const int32_t batch = rows + 1 + first, length = rows + 2 - first;
     const int32_t base = te_need(build, TE_LINK_STATISTICS, n);
     const te_extent heads = te_constant(node->slices[QUERY].heads), one = te_constant(1);
     const te_buffer_info packed = {.ndim = 3,
                                    .base = base,
-                                   .shape = {one, te_multiple(rows, 1), heads},
-                                   .strides = {te_multiple(rows, heads.add), heads, one}};
+                                   .shape = {one, te_multiple(rows, ranks), heads},
+                                   .strides = {te_multiple(rows, ranks * heads.add), heads, one}};
     const te_buffer_info apart = {
         .ndim = 3,
         .base = base,
-        .shape = {te_multiple(batch, 1), heads, te_multiple(length, 1)},
-        .strides = {te_multiple(length, heads.add), te_multiple(length, 1), one}};
+        .shape = {te_multiple(batch, 1), heads, te_multiple(length, ranks)},
+        .strides = {te_multiple(length, ranks * heads.add), te_multiple(length, ranks), one}};
     return te_view(build, is_packed(node) ? &packed : &apart, "statistics");
 }
 

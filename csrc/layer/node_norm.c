@@ -26,13 +26,13 @@ static int32_t heads_by_row(te_build *build, int32_t matrix, const te_slice *sli
     const te_buffer *base = te_buffer_of(build, matrix);
     const int64_t together = te_slice_together(slice);
     const int last = together > 1 ? 3 : 2;
-    te_buffer_info view = {.ndim = last + 1,
-                           .base = matrix,
-                           .offset = te_constant(slice->offset),
-                           .shape = {te_multiple(base->info.shape[0].symbol, 1),
-                                     te_constant(te_slice_blocks(slice)), te_constant(together)},
-                           .strides = {te_constant(base->info.shape[1].add),
-                                       te_constant(slice->stride), te_constant(slice->channels)}};
+    te_buffer_info view = {
+        .ndim = last + 1,
+        .base = matrix,
+        .offset = te_constant(slice->offset),
+        .shape = {base->info.shape[0], te_constant(te_slice_blocks(slice)), te_constant(together)},
+        .strides = {te_constant(base->info.shape[1].add), te_constant(slice->stride),
+                    te_constant(slice->channels)}};
     view.shape[last] = te_constant(slice->channels);
     view.strides[last] = te_constant(1);
     return te_view(build, &view, "%.24s_heads_%lld", base->name, (long long)slice->offset);

@@ -98,10 +98,14 @@ te_status te_check_slice(const te_graph_desc *graph, int32_t n, int i)
     }
     TE_FAIL_IF(x->ndim != 2 || !te_dtype_is_high_precision((te_dtype)x->dtype) ||
                    (rows->symbol != TE_SYMBOL_ROWS && rows->symbol != TE_SYMBOL_SOURCE_ROWS) ||
-                   rows->multiply != 1 || rows->align != 1 ||
-                   x->shape[1].symbol != TE_SYMBOL_NONE || (x->flags & TE_VALUE_PARAMETER) != 0,
+                   rows->multiply < 1 || rows->align != 1 || x->shape[1].symbol != TE_SYMBOL_NONE ||
+                   (x->flags & TE_VALUE_PARAMETER) != 0,
                TE_ERROR_INVALID, "graph: node %d: heads of %s, which is no matrix of rows", n,
                x->name);
+    TE_FAIL_IF(rows->multiply > 1 && node->kind != TE_NODE_HEAD_NORM &&
+                   (node->flags & (uint32_t)(TE_NODE_SEQUENCE_FIRST | TE_NODE_PACKED)) == 0,
+               TE_ERROR_INVALID, "graph: node %d: heads of %s, rows of %lld ranks behind the batch",
+               n, x->name, (long long)rows->multiply);
     TE_FAIL_IF(
         slice->heads < 1 || slice->channels < 1 || slice->offset < 0 || slice->together < 0 ||
             slice->together > slice->heads || slice->heads % te_slice_together(slice) != 0 ||
@@ -123,8 +127,8 @@ te_status te_check_output(const te_graph_desc *graph, int32_t n, const char *wha
     const te_node_desc *node = &graph->nodes[n];
     const te_value_desc *x = &graph->values[node->inputs[0]], *y = &graph->values[node->output];
     if (y->ndim == 2 && y->dtype == x->dtype && y->shape[0].symbol == te_rows_symbol(x) &&
-        y->shape[0].multiply == 1 && y->shape[0].align == 1 &&
-        y->shape[1].add == (int64_t)heads * channels) {
+        y->shape[0].multiply == (te_is_of_heads(x) ? 1 : x->shape[0].multiply) &&
+        y->shape[0].align == 1 && y->shape[1].add == (int64_t)heads * channels) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID, "%s: %s is no matrix of %d heads of %d channels", what,

@@ -59,12 +59,12 @@ int32_t te_rows_of_ranks(te_build *build, int32_t matrix, int32_t ranks, int32_t
 
 int32_t te_rows_of_heads(te_build *build, int32_t matrix, const te_slice *slice, const char *name)
 {
-    const int32_t rows = te_buffer_of(build, matrix)->info.shape[0].symbol;
-    const te_buffer_info view = {
-        .ndim = 2,
-        .base = matrix,
-        .shape = {te_multiple(rows, slice->heads), te_constant(slice->channels)},
-        .strides = {te_constant(slice->channels), te_constant(1)}};
+    const te_extent *rows = &te_buffer_of(build, matrix)->info.shape[0];
+    const te_buffer_info view = {.ndim = 2,
+                                 .base = matrix,
+                                 .shape = {te_multiple(rows->symbol, rows->multiply * slice->heads),
+                                           te_constant(slice->channels)},
+                                 .strides = {te_constant(slice->channels), te_constant(1)}};
     return te_view(build, &view, "%s", name);
 }
 
@@ -96,6 +96,7 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
         (node->flags & TE_NODE_SEQUENCE_FIRST) != 0;            /* dim of the first leading one */
     const int lone = packed && node->kind == TE_NODE_ATTENTION; /* a batch of 1 before them */
     const int32_t rows = base->info.shape[0].symbol;
+    const int64_t ranks = base->info.shape[0].multiply; /* whose rows lie behind each other */
     const int64_t columns = base->info.shape[1].add;
     te_buffer_info info = {
         .ndim = lone + dims + 2, .base = matrix, .offset = te_constant(slice->offset)};
@@ -103,13 +104,13 @@ int32_t te_heads_of(te_build *build, int32_t n, int32_t matrix, const te_slice *
     if (base->info.ndim > 2) return whole_heads_of(build, n, matrix);
     if (lone) {
         info.shape[0] = te_constant(1);
-        info.strides[0] = te_multiple(rows, columns);
+        info.strides[0] = te_multiple(rows, ranks * columns);
     }
     if (packed) {
-        shape[0] = te_multiple(rows, 1);
+        shape[0] = te_multiple(rows, ranks);
         strides[0] = te_constant(columns);
     } else {
-        shape[outer] = te_multiple(rows + 1, 1);
+        shape[outer] = te_multiple(rows + 1, ranks);
         shape[1 - outer] = te_multiple(rows + 2, 1);
         strides[outer] = te_multiple(rows + 2, columns);
         strides[1 - outer] = te_constant(columns);

@@ -194,7 +194,8 @@ def attend(
     handed_over = _core.VALUE_QUANTIZED | _core.VALUE_ROW_WISE if attention.fp8_output else 0
     flags = _core.VALUE_LEADING | handed_over
     dtype = graph.values[projected[0]].dtype
-    context = graph.value(f"{name}context", dtype, (ROWS, heads * channels), flags)
+    rows = graph.values[projected[0]].shape[0]
+    context = graph.value(f"{name}context", dtype, (rows, heads * channels), flags)
     attention = attention._replace(slices=tuple(slices))
     _add_attention(graph, attention, values, limits, context, f"{name}core_", owner)
     return context

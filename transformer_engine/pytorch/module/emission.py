@@ -360,8 +360,6 @@ class Emission:
         heads, channels = projected[0].dtype, how.slices[0][1]
         if not all(norm.serves(channels, heads) for norm in norms):
             raise ByModules
-        if any(self._rows(value).multiply != 1 for value in projected):
-            raise ByModules  # of all ranks, and the dims of the layer's input are those of one
         begin = len(graph.tensors)
         angles = attention_graphs.add_angles(graph, how, name)
         limits = attention_graphs.add_limits(graph, how, name, bool(self._given[site]))

@@ -145,6 +145,8 @@ class ModuleStages(NamedTuple):
     ) -> Any:
         first, *dims = lead[1](lend(lead[0]).shape)
         dims = first * self.rows.multiply, *dims  # the leading dims of the module's input
+        graph = self.call.plans.graph
+        of_input = graph.values[graph.tensors[0][1]].shape[0].multiply
 
         def lend_own(number: int) -> Tensor:
             buffer = own.described.buffers[number]
@@ -153,6 +155,7 @@ class ModuleStages(NamedTuple):
             tensor = lend(places[number])
             if not buffer.leading or buffer.role not in ("input", "output"):
                 return tensor
-            return tensor.view(*dims, tensor.shape[-1])
+            rows = dims[0] * buffer.shape[0].multiply // of_input
+            return tensor.view(rows, *dims[1:], tensor.shape[-1])
 
         return function(StageBuffers(own, lend_own, math.prod(dims), slot), *started)
