@@ -147,9 +147,7 @@ def hidden(step, times, repeats):
     shares = []
     with replaced(dict.fromkeys(OF_TENSORS, copied)):
         without = step.times(repeats)
-    for function, full, local in zip(
-        (step.forward, step.backward), times, without, strict=True
-    ):
+    for function, full, local in zip((step.forward, step.backward), times, without, strict=True):
         found = Counter()
         if function == step.backward:
             step.forward()

@@ -2,11 +2,13 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import transformer_engine.pytorch as te
+from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.torchside import collectives
 
@@ -21,7 +23,7 @@ RECIPES = {
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),
 }
-HIDDEN, FFN, HEADS = 128, 256, 8
+HIDDEN, FFN, HEADS, TILE = 128, 256, 8, 128
 _ROW = ("proj.", "fc2_")
 """Names of what is split by inputs."""
 
@@ -147,6 +149,100 @@ def marks(device, kind, options):
         name: (tuple(p.shape), [getattr(p, each, None) for each in names])
         for name, p in module.named_parameters()
     }
+
+
+def joined_and_apart(device, kind, recipe, options, problem):
+    """Steps of a layer as one plan, and by its modules: what was found, calls into C."""
+    state, x, grads, ways = problem
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = of_rank(x, ways[0], ranks, rank).to(device)
+    grads = [of_rank(grad, ways[1], ranks, rank).to(device) for grad in grads]
+    results = []
+    for apart in (False, True):
+        with torch.device(device):
+            module = make(kind, ranks, dist.group.WORLD, **options)
+        take_part(module, kind, state, ranks, rank)
+        if apart:  # a hook has to see each module
+            for inner in module.modules():
+                if isinstance(inner, te.Linear | te.LayerNormMLP):
+                    inner.register_forward_hook(lambda *_: None)
+        calls = []
+        with contextlib.ExitStack() as stack:
+            for name in ("run", "run_staged"):
+                plain = getattr(_core, name)
+                noting = _noting(plain, calls)
+                stack.enter_context(mock.patch.object(_core, name, noting))
+            found = run(module, recipe, x, grads)
+        found = {name: value.cpu() for name, value in found.items()}
+        results.append({"found": found, "calls": len(calls)})
+    return results
+
+
+def _noting(plain, calls):
+    def run_noted(*args, **kwargs):
+        calls.append(plain)
+        return plain(*args, **kwargs)
+
+    return run_noted
+
+
+_SHOWN = ("gemm_output", "gather", "exchange", "gemm_grad_input")
+
+
+def stages(device, kind, recipe):
+    """Names of stages of a linear layer with GEMMs in pieces, forward and backward."""
+    with torch.device(device):
+        overlap = {"ub_overlap_ag": True, "ub_overlap_rs": True, "bias": False}
+        options = {"dtype": torch.bfloat16, "sequence": True, **overlap}
+        module = make(kind, dist.get_world_size(), dist.group.WORLD, **options)
+        rows = 128 if kind == "column" else 128 * dist.get_world_size()
+        x = torch.randn(rows, module.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        module(x).sum().backward()
+    plans, found = module._last_call.plans, []
+    for plan in (plans.forward, plans.backward):
+        names = [
+            stage.name.replace("y_", "").replace("gather_input", "gather") for stage in plan.stages
+        ]
+        found.append([name for name in names if name.startswith(_SHOWN)])
+    return found
+
+
+def chosen_overlaps(device):
+    """What `initialize_ub` chooses, and its errors."""
+    ranks, found = dist.get_world_size(), {}
+    shape, modes = (16 * ranks, 32 * ranks), list(te.UserBufferQuantizationMode)
+
+    def made(name="fc1"):
+        return te.Linear(
+            32, 32 * ranks, tp_group=dist.group.WORLD, parallel_mode="column", device=device,
+            sequence_parallel=True, ub_overlap_ag=True, ub_name=name,
+        ).overlaps  # fmt: skip
+
+    def note(name, *args, **kwargs):
+        try:
+            te.initialize_ub(*args, **kwargs)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    found["before"] = made()
+    found["initialized"] = [te.module.base.is_ub_initialized()]
+    note("method", shape, ranks, ub_cfgs={"fc1_fprop": {"method": "none"}})
+    note("cublasmp", shape, ranks, with_cublasmp=True)
+    note("size", shape, ranks + 1)
+    told = [
+        {f"fc1_{gemm}": {"method": how} for gemm in ("fprop", "dgrad")}
+        for how in ("ring_exchange", "bulk")
+    ]
+    te.initialize_ub(shape, ranks, quantization_modes=modes, ub_cfgs=told)
+    try:
+        note("twice", shape, ranks)
+        found["initialized"].append(te.module.base.is_ub_initialized())
+        found["told"] = made(), [does for each in made("qkv") for does in each]
+    finally:
+        te.destroy_ub()
+    found["initialized"].append(te.module.base.is_ub_initialized())
+    return found
 
 
 def refusals(device):

@@ -247,11 +247,9 @@ Context parallelism
             unrestore_thd_gathered_kv validate_no_load_balance_thd_metadata
 Overlap of communication and GEMMs
     reason: there are no user buffers
-    instead: leave the ub_* arguments at their defaults
+    instead: ub_* arguments of modules, and initialize_ub
     names:
-        pytorch.module.base: initialize_ub destroy_ub get_ub get_ub_is_fp8
-            fill_userbuffers_buffer_for_all_gather
-        pytorch.module pytorch: initialize_ub destroy_ub
+        pytorch.module.base: get_ub get_ub_is_fp8 fill_userbuffers_buffer_for_all_gather
         transformer_engine_torch: CommOverlapHelper CommOverlap CommOverlapP2P
             CommGemmOverlapAlgoConfig
         plugin.core.ops: CommOverlapHelper CommOverlap CommOverlapP2P CommGemmOverlapAlgoConfig

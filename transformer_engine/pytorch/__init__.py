@@ -63,7 +63,7 @@ _NAMES_OF = {
     "cross_entropy": "parallel_cross_entropy",
     "distributed": "CudaRNGStatesTracker",
     "export": "onnx_export",
-    "module.base": "UserBufferQuantizationMode",
+    "module.base": "UserBufferQuantizationMode destroy_ub initialize_ub",
     "quantization": "DelayedScalingRequest QuantizerRequest QuantizerRole fp8_model_init "
     "quantized_model_init",
     **{f"tensor.{of}": names for of, names in _FORMATS.items()},

@@ -206,13 +206,13 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         )  # fmt: skip
         functions(_NAME, output_layer_init_method=output_layer_init_method)
         column, row = ("column", "row") if set_parallel_mode else (None, None)
-        inner = {**linear, "parallel_mode": column, "init_method": init_method}
+        inner = {**linear, "parallel_mode": column, "init_method": init_method, "ub_name": "qkv"}
         self._make_projections(fuse_qkv_params, inner, norm)
         self.core_attention = core  # after them: programs ask the first parameter for its dtype
         self._make_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         outer = {**linear, "parallel_mode": row, "init_method": output_layer_init_method}
         heads = num_attention_heads * v
-        outer |= {"return_bias": self.return_bias, "name": self._name_of("proj")}
+        outer |= {"return_bias": self.return_bias, "name": self._name_of("proj"), "ub_name": "proj"}
         self.proj = Linear(heads, hidden_size, **outer)
 
     def _check_split(self, set_parallel_mode: bool, qkv_format: str) -> None:

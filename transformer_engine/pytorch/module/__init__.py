@@ -5,6 +5,8 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.module.base import (
     TransformerEngineBaseModule,
     UserBufferQuantizationMode,
+    destroy_ub,
+    initialize_ub,
 )
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -25,6 +27,8 @@ __all__ = [
     "RMSNorm",
     "TransformerEngineBaseModule",
     "UserBufferQuantizationMode",
+    "destroy_ub",
+    "initialize_ub",
     "is_module_grouped_tensor_path_supported",
     *absent.names_of(__name__),
 ]

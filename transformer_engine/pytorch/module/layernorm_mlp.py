@@ -135,7 +135,8 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         super().__init__()
         self._set_parallel(
             tp_group, tp_size, sequence_parallel=sequence_parallel,
-            overlaps=(ub_overlap_ag, ub_overlap_rs), symmetric_ar_type=symmetric_ar_type,
+            overlaps=(ub_overlap_ag, ub_overlap_rs), ub_names=("fc1", "fc2"),
+            symmetric_ar_type=symmetric_ar_type,
         )  # fmt: skip
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         if checkpoint and delay_wgrad_compute:

@@ -38,8 +38,15 @@ class Linear(WeightModule):
         scales are gathered.
     symmetric_ar_type : {None, "nccl", "multimem_all_reduce", "two_shot", "one_shot"}
         How outputs are summed; over several ranks None or "nccl".
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
-        Accepted: collectives of the backward overlap its GEMMs whatever these say.
+    ub_overlap_ag, ub_overlap_rs : bool, default False
+        With `sequence_parallel`, in high precision and with one scale for the tensor, a GEMM runs
+        in pieces while rows travel: that of this rank's rows while the others are gathered (of an
+        input, and of a gradient), that of the others' rows first where outputs are summed.
+    ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        Accepted: sums of the backward overlap its other GEMM whatever these say.
+    ub_name : str, optional
+        Name of the layer in configurations of `initialize_ub`, which chooses where pieces are
+        faster.
     fuse_wgrad_accumulation : bool, default False
         Add the weight gradient to ``weight.main_grad`` (fp32, bf16 or fp16, whatever the operands:
         added in fp32 and rounded once) inside its GEMM instead of returning it. Overwritten instead

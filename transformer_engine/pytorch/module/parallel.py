@@ -16,6 +16,7 @@ from transformer_engine import _core
 from transformer_engine.common.graphs import Collective, LinearFlags
 from transformer_engine.common.operand_casts import Quantization
 from transformer_engine.pytorch.constants import CPLoadBalancingStrategy
+from transformer_engine.pytorch.module.overlap import Overlaps, overlaps_of
 
 _MODES = (None, "column", "row")
 _REDUCTIONS = (None, "multimem_all_reduce", "two_shot", "one_shot", "nccl")
@@ -98,8 +99,8 @@ class TensorParallel:
     sequence_parallel = False
     """Ranks have rows of their own outside of the linear layers, a part of the sequence each."""
     ub_name: str | None = None  # as given
-    overlaps: tuple[bool, bool] = (False, False)
-    """Whether GEMMs run in pieces beside gathers; beside sums of the forward."""
+    overlaps: tuple[Overlaps, ...] = (Overlaps(), Overlaps())
+    """Where GEMMs run in pieces, in high precision and in FP8."""
 
     _OF_THE_PROCESS: tuple[str, ...] = ("tp_group",)
     """Attributes that another process, or a copy, can not share."""
@@ -113,6 +114,7 @@ class TensorParallel:
         sequence_parallel: bool = False,
         overlaps: tuple[bool, bool] = (False, False),
         ub_name: str | None = None,
+        ub_names: tuple[str, str] | None = None,
         symmetric_ar_type: str | None = None,
     ) -> None:
         """Check and keep the arguments of the constructor.
@@ -146,7 +148,7 @@ class TensorParallel:
         self.parallel_mode = parallel_mode
         self.sequence_parallel = ranks > 1 and bool(sequence_parallel)
         self.ub_name = ub_name
-        self.overlaps = tuple(map(bool, overlaps))
+        self.overlaps = overlaps_of(ub_names or (ub_name, ub_name), *overlaps)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the ranks that this module, and the modules inside, are split over; None: none yet.
@@ -203,20 +205,20 @@ class TensorParallel:
                 "set_tensor_parallel_group before the forward"
             )
         sequence, ranks = self.sequence_parallel, self.tp_size
-        gathers, sums = self.overlaps if sequence else (False, False)
-        rank = self.tp_group.rank() if gathers or sums else 0
+        does = self.overlaps[region.recipe is not None] if sequence else Overlaps()
+        rank = self.tp_group.rank() if any(does) else 0
         forms = sequence and not measured and _join(region, self.tp_group)
         before = behind = None
         if takes:
             kind = _core.COLLECTIVE_GATHER if sequence else _core.COLLECTIVE_COPY
             wide = getattr(self, "return_layernorm_output_gathered", False)
-            pieces = _core.COLLECTIVE_PIECES_FORWARD * gathers
-            before = Collective(kind, ranks, forms and not wide, (0, 1), pieces, rank * gathers)
+            pieces = _core.COLLECTIVE_PIECES_FORWARD * does.gathered
+            before = Collective(kind, ranks, forms and not wide, (0, 1), pieces, rank)
         if gives:
             kind = _core.COLLECTIVE_REDUCE_SCATTER if sequence else _core.COLLECTIVE_ALL_REDUCE
-            halves = (1, _core.COLLECTIVE_EXCHANGE) if sums else (1,)
-            pieces = _core.COLLECTIVE_PIECES_FORWARD * sums
-            pieces += _core.COLLECTIVE_PIECES_BACKWARD * gathers
+            halves = (1, _core.COLLECTIVE_EXCHANGE) if does.summed else (1,)
+            pieces = _core.COLLECTIVE_PIECES_FORWARD * does.summed
+            pieces += _core.COLLECTIVE_PIECES_BACKWARD * does.grad
             behind = Collective(kind, ranks, forms, halves, pieces, rank)
         return Together(before, behind)
 

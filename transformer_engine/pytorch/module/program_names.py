@@ -2,18 +2,25 @@
 """Functions that programs import from ``transformer_engine.pytorch.module.base``."""
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.module.overlap import (
+    UserBufferQuantizationMode,
+    destroy_ub,
+    initialize_ub,
+    is_ub_initialized,
+)
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.torchside.device import canonicalize_device
 
 __all__ = [
     "UserBufferQuantizationMode",
+    "destroy_ub",
     "get_dummy_wgrad",
     "get_workspace",
+    "initialize_ub",
     "is_ub_initialized",
     "layers_atomic_ring_exchange",
     "using_cublasmp_backend",
@@ -23,21 +30,9 @@ layers_atomic_ring_exchange: list[str] = []
 """Layers whose overlap of communication and GEMMs would be atomic: none."""
 
 
-def is_ub_initialized() -> bool:
-    """Return whether there are user buffers: never."""
-    return False
-
-
 def using_cublasmp_backend() -> bool:
     """Return whether communication and GEMMs are overlapped by cuBLASMp: never."""
     return False
-
-
-class UserBufferQuantizationMode(Enum):
-    """Formats that an overlap of communication and GEMMs would send."""
-
-    NONE = "none"
-    FP8 = "fp8"
 
 
 def get_workspace() -> Tensor:
