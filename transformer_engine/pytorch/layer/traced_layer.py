@@ -25,7 +25,7 @@ from transformer_engine.common.plans import CallPlans
 from transformer_engine.common.recipe_base import Recipe
 from transformer_engine.pytorch.attention import fp8
 from transformer_engine.pytorch.attention.plan import spec_of
-from transformer_engine.pytorch.execution import plan_ops
+from transformer_engine.pytorch.execution import collectives, plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.execution.thread_state import (
     RegionState,
@@ -57,6 +57,7 @@ class _Found(NamedTuple):
     label: str
     splits: tuple[SplitTensors, ...]
     dtypes: tuple[torch.dtype | None, ...]  # as of `ModuleCall`
+    over_ranks: bool  # it has collectives, over the group of the layer
 
 
 class _Kinds:
@@ -132,7 +133,8 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     measures = tuple([None if own is None else own.measures for own in slots])
     lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
-    region = identity, state.measures, torch.is_grad_enabled()
+    joins = not getattr(layer, "sequence_parallel", False) or owners[0]._rows_join(inp)
+    region = identity, state.measures, torch.is_grad_enabled(), joins
     name = layer._call_in_graph(
         like, region, given, tuple([_key_of(way) for way in ways]), (facts, measures)
     )
@@ -141,7 +143,8 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     found = getattr(_FOUND, name)
     attended = [tensor for way in ways if way is not None for tensor in way.tensors]
     tensors = (inp, *attended, *parameters)
-    call = _GraphCall(found, slots or [None] * len(owners))
+    group = layer.tp_group.group_name if found.over_ranks else ""
+    call = _GraphCall(found, slots or [None] * len(owners), group)
     if found.plans.reads_caches:
         parts = [one._linear_tensors() for one in owners]
         call.caches = [None] * sum([len(own) for own in parts])
@@ -230,11 +233,11 @@ class _GraphCall(LayerCall):
 
     traced = True
 
-    def __init__(self, found: _Found, slots: list) -> None:
+    def __init__(self, found: _Found, slots: list, group: str) -> None:
         ModuleCall.__init__(self, found.plans, None, found.label)
         self.splits = found.splits
-        self._of_forward = _Chunks("forward", found.plans.forward_state, slots)
-        self._of_backward = _Chunks("backward", found.plans.backward_state, slots)
+        self._of_forward = _Chunks("forward", found.plans.forward_state, slots, group)
+        self._of_backward = _Chunks("backward", found.plans.backward_state, slots, group)
 
     def _run_forward(self, given: tuple, own: ModuleCall | CallRun) -> tuple:
         return self._of_forward.run(self.plans.forward, given)
@@ -247,7 +250,8 @@ class _GraphCall(LayerCall):
 class _Chunks:
     """The chunks that a plan of a direction is given, and which of them an argument is."""
 
-    def __init__(self, way: str, links: tuple, slots: list) -> None:
+    def __init__(self, way: str, links: tuple, slots: list, group: str) -> None:
+        self.group = group
         self.numbers = tuple([getattr(own, f"{way}_slot", 0) for own in slots])
         self.scales: list[Tensor] = []
         self.histories: list[Tensor] = []
@@ -264,7 +268,8 @@ class _Chunks:
         if main:
             begin = len(self.scales)
             places = (*places, *[begin + _place_in(state, tensor) for tensor in main])
-        return plan_ops.run_traced(plan.text, self.numbers, inputs, state, packed, places=places)
+        how = {"places": places, "group": self.group}
+        return plan_ops.run_traced(plan.text, self.numbers, inputs, state, packed, **how)
 
 
 def _place_in(known: list[Tensor], tensor: Tensor) -> int:
@@ -320,7 +325,7 @@ def call_in_graph(
     """
     del facts
     dtype, device, wanted, lead, features = like
-    identity, measures, gradients = region
+    identity, measures, gradients, joins = region
     state = copy.copy(current_state())
     state.enabled, state.calibrating = bool(identity), False
     state.recipe, state.measures = Recipe.kept_for_graphs(identity), measures
@@ -328,13 +333,15 @@ def call_in_graph(
         inp = torch.zeros(*lead, features, dtype=dtype, device=device).requires_grad_(wanted)
         options = layer._options_in_graph(given)
         try:
-            return _make(layer, inp, (options, ways), state)
+            region = LayerRegion(state, state.recipe, joins=joins)
+            return _make(layer, inp, (options, ways), region)
         except (TypeError, ValueError, RuntimeError, NotImplementedError):
             return ""  # the module that refuses it says so
 
 
-def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
+def _make(layer: Any, inp: Tensor, given: tuple, region: LayerRegion) -> str:
     options, ways = given
+    state = region.state  # of no checkpoint: a graph is of none
     calls = LayerRunner.of(layer, options, {})
     first_microbatch = layer._first_microbatch(options)
     if calls is None or not layer._is_planned(inp, options):
@@ -348,12 +355,12 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
     attending = _attending_of(layer, calls, inp, options, ways)
     if attending is None:
         return ""
-    region = LayerRegion(state, state.recipe)  # no checkpoint's: a graph is of none
     kept_call = calls._make_call(layer, inp, (options, attending, first_microbatch), region)
     if kept_call is None:
         return ""
     call, plans = kept_call.call, kept_call.call.plans
-    if call.staged is not None or call.unused_pairs:
+    over_ranks = call.staged is not None
+    if call.unused_pairs or (over_ranks and not _runs_by_group(layer, calls, call)):
         return ""
     if plans.defer or plans.writes_caches:
         return ""
@@ -363,7 +370,17 @@ def _make(layer: Any, inp: Tensor, given: tuple, state: RegionState) -> str:
         ran = values["_last_call"]
         reason = None if ran.reason is None else "no FP8 was in force where it was compiled"
         attributes.update({**values, "_last_call": LastCall(ran.plans, reason)})
-    return _name_of(plans, call)
+    return _name_of(plans, call, over_ranks)
+
+
+def _runs_by_group(layer: Any, calls: LayerRunner, call: LayerCall) -> bool:
+    """Return whether all that a call runs in Python are collectives over the layer's group."""
+    group, staged = getattr(layer, "tp_group", None), call.staged
+    if group is None or staged is None or staged.observer is not None:
+        return False
+    if any(getattr(module, "tp_group", group) is not group for module in calls.modules):
+        return False
+    return staged.functions.keys() <= collectives.functions_of_call(call.plans, group).keys()
 
 
 def _attending_of(
@@ -400,12 +417,12 @@ def _attending_of(
     return found
 
 
-def _name_of(plans: CallPlans, call: LayerCall) -> str:
+def _name_of(plans: CallPlans, call: LayerCall, over_ranks: bool) -> str:
     rows = [
         (one.weight.rows, None if one.bias is None else one.bias.rows, one.begin, one.part)
         for one in call.splits
     ]
-    key = plans, call.label, tuple(rows), call.dtypes
+    key = plans, call.label, tuple(rows), call.dtypes, over_ranks
     name = _NAMES.get(key)
     if name is None:
         if len(_NAMES) >= _MOST:
@@ -416,5 +433,5 @@ def _name_of(plans: CallPlans, call: LayerCall) -> str:
             SplitTensors(JoinedRows(weight), None if bias is None else JoinedRows(bias), *at)
             for weight, bias, *at in rows
         )
-        setattr(_FOUND, name, _Found(plans, call.label, splits, call.dtypes))
+        setattr(_FOUND, name, _Found(plans, call.label, splits, call.dtypes, over_ranks))
     return name
