@@ -283,7 +283,7 @@ def test_layers_of_other_kinds_do_not():
 
 NO_MATTER = {
     *("tp_group", "parallel_mode", "ub_name", "cp_group", "cp_stream", "cp_global_ranks"),
-    *("cp_comm_type", "cp_rank", "layer_number", "sequence_parallel"),
+    *("cp_comm_type", "cp_rank", "layer_number", "sequence_parallel", "overlaps"),
     "tp_size",  # modules inside have it, and never another one
     *("hidden_size", "ffn_hidden_size", "num_attention_heads"),  # of a layer: its modules have them
     *("layer_type", "output_layernorm"),  # the forward reads them
