@@ -28,7 +28,6 @@ from transformer_engine.pytorch.attention.plan import spec_of
 from transformer_engine.pytorch.execution import collectives, plan_ops
 from transformer_engine.pytorch.execution.autograd import run_call, run_without_backward
 from transformer_engine.pytorch.execution.thread_state import (
-    RegionState,
     current_state,
     in_region,
 )
