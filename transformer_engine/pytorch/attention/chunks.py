@@ -52,6 +52,10 @@ class DenseTokens:
         half = length // 2
         return (slice(None), slice(half), slice(half, None))[part.value]
 
+    def part(self, part: Part) -> Part:
+        """The part that tensors of a step have."""
+        return part
+
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
         """The tokens of a part, as a view."""
         return tensor[:, self.rows(tensor.shape[1], part)]
@@ -66,7 +70,7 @@ class DenseTokens:
         return {}
 
     def weights(self, statistics: Tensor) -> Tensor:
-        """What has the dims of statistics, so that it multiplies an output."""
+        """Statistics as [batch, tokens, heads, 1], the dims of outputs."""
         return statistics.transpose(1, 2)[..., None]
 
 
@@ -133,6 +137,11 @@ class PackedTokens:
         del length, part
         return slice(None)
 
+    def part(self, part: Part) -> Part:
+        """All: what is not of a step is there."""
+        del part
+        return Part.ALL
+
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
         """The tensor."""
         del part
@@ -144,7 +153,7 @@ class PackedTokens:
         return statistics
 
     def weights(self, statistics: Tensor) -> Tensor:
-        """What has the dims of statistics, so that it multiplies an output."""
+        """Statistics as [batch, tokens, heads, 1], the dims of outputs."""
         return statistics[..., None]
 
     def fields(self, rank: int, part: Part, of_keys: int, part_of_keys: Part) -> dict[str, Any]:

@@ -155,7 +155,8 @@ class GatherCall:
             _, of_output, output = (self.tokens.taken(each, step.queries) for each in whole)
             heads = self._heads(whole[0], keys, step)
             made = output, statistics[number]
-            found = self.steps.backward(of_output, heads, made, limits, added)
+            found = [self.steps.empty(each, each.shape[-1]) for each in heads]
+            self.steps.backward(of_output, heads, made, limits, found, added)
             self.tokens.taken(grad_query, step.queries).add_(found[0])  # to 0: no query comes again
             for total, each in zip(totals, found[1:], strict=True):
                 (total if self.tokens.packed else total[:, step.keys]).add_(each)
