@@ -142,8 +142,7 @@ te_status te_check_attention(const te_check_site *site, const te_attention_args 
     return te_check_length(site, "top", &args->top, args->problem.query.shape[2]);
 }
 
-te_status te_check_attention_merge(const te_check_site *site,
-                                   const te_attention_merge_args *args)
+te_status te_check_attention_merge(const te_check_site *site, const te_attention_merge_args *args)
 {
     const te_tensor *const three[] = {&args->total_statistics, &args->step_statistics,
                                       &args->statistics};

@@ -50,8 +50,8 @@ static void merge_channels(const merge_job *job, const int64_t at[3], const floa
         job->kernels->to_f32[part->dtype](line + first * part->bytes, values, count);
         for (int64_t j = 0; j < count; j++) sum[j] += weights[i] * values[j];
     }
-    job->kernels->from_f32[to->dtype](
-        sum, te_cpu_at4(to, at[0], at[1], at[2]) + first * to->bytes, count);
+    job->kernels->from_f32[to->dtype](sum, te_cpu_at4(to, at[0], at[1], at[2]) + first * to->bytes,
+                                      count);
 }
 
 static void merge_head(const merge_job *job, int64_t row)

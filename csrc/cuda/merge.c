@@ -33,10 +33,9 @@ te_status te_cuda_attention_merge(void *self, te_context *context, const void *a
     te_cuda_call call = {"merge", "te_merge", {0}, &params, sizeof params};
     (void)self;
     if (params.rows == 0) return TE_OK;
-    params.aligned =
-        te_cuda_aligned4(&params.total.view, te_dtype_bytes(args->total.dtype), 16) &&
-        te_cuda_aligned4(&params.step.view, te_dtype_bytes(args->step.dtype), 16) &&
-        te_cuda_aligned4(&params.output.view, te_dtype_bytes(args->output.dtype), 16);
+    params.aligned = te_cuda_aligned4(&params.total.view, te_dtype_bytes(args->total.dtype), 16) &&
+                     te_cuda_aligned4(&params.step.view, te_dtype_bytes(args->step.dtype), 16) &&
+                     te_cuda_aligned4(&params.output.view, te_dtype_bytes(args->output.dtype), 16);
     while (params.lanes_log2 < TE_MERGE_LANES_LOG2 &&
            ((int64_t)TE_MERGE_VECTOR << params.lanes_log2) < params.channels) {
         params.lanes_log2++;

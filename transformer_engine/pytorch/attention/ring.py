@@ -357,9 +357,7 @@ class RingCall:
         like = out.new_empty(0, dtype=out.dtype if number == self.size - 2 else wide(out.dtype))
         return self._grads(self._given(owner), like)
 
-    def _of_queries(
-        self, total: Summand | None, step: _Step, grad: Tensor, last: bool
-    ) -> Summand:
+    def _of_queries(self, total: Summand | None, step: _Step, grad: Tensor, last: bool) -> Summand:
         """The gradient of queries with that of one more step."""
         found = Summand(self.tokens.part(step.queries), [grad])
         if total is None:
