@@ -33,7 +33,7 @@ from transformer_engine.pytorch.attention.exchanged_heads import (
     own_heads,
     tokens_for_heads,
 )
-from transformer_engine.pytorch.attention.gathered_keys import GatherCall
+from transformer_engine.pytorch.attention.gathered_keys import DenseKeys, GatherCall, PackedKeys
 from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
@@ -413,9 +413,11 @@ class _Call:
         if self.groups.way == "all_gather":
             window = self.options.window_size
             window = core.window_size if window is None else window
-            order = self._orders(heads, size, 1)[1]
-            given = group, order, backends.masks.effective_window(window, kind), self._draw
-            call = GatherCall(steps, tokens, *given)
+            window = backends.masks.effective_window(window, kind)
+            keys: Any = DenseKeys(self.form, group, window)
+            if self.packed:
+                keys = PackedKeys(tokens, self._orders(heads, size, 1)[1], group, window)
+            call = GatherCall(steps, tokens, group, keys, self._draw)
         else:
             stream = None if heads[0].device.type == "cpu" else core.cp_stream
             casts = RingCasts(core, heads[0]) if fp8.in_force(core) else None

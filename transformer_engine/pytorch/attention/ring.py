@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part
+from transformer_engine.pytorch.attention.hops import Hop, exchange
 from transformer_engine.pytorch.attention.ring_fp8 import RingCasts, read
 from transformer_engine.pytorch.attention.steps import (
     Made,
@@ -28,31 +29,16 @@ from transformer_engine.pytorch.attention.steps import (
     readable,
     wide,
 )
-from transformer_engine.pytorch.torchside.collectives import as_bytes
 from transformer_engine.pytorch.torchside.device import module_of
 
 # ---- hops ----------------------------------------------------------------------------------------
 
 
-class _Hop(NamedTuple):
-    """Tensors under way to a neighbour; they live until it is waited for."""
-
-    works: Sequence[Any]
-    sent: Sequence[Tensor]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-def _hop(group: Any, direction: int, sent: Sequence[Tensor], into: Sequence[Tensor]) -> _Hop:
+def _hop(group: Any, direction: int, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Hop:
     """Send tensors to the next rank (1) or the one before (-1), and receive those of the other."""
-    ranks = dist.get_process_group_ranks(group)
-    place, size = group.rank(), len(ranks)
-    to, source = ranks[(place + direction) % size], ranks[(place - direction) % size]
-    works = [dist.P2POp(dist.isend, as_bytes(tensor), to, group) for tensor in sent]
-    works += [dist.P2POp(dist.irecv, as_bytes(tensor), source, group) for tensor in into]
-    return _Hop(dist.batch_isend_irecv(works) if works else (), sent)
+    place, size = group.rank(), group.size()
+    to, source = (place + direction) % size, (place - direction) % size
+    return exchange(group, [(to, each) for each in sent], [(source, each) for each in into])
 
 
 _ROOM = 16
@@ -130,7 +116,7 @@ class _Lanes:
         for tensor in tensors:
             tensor.record_stream(second)
 
-    def run(self, number: int, received: Sequence[Tensor], hop: _Hop, step: Callable) -> Any:
+    def run(self, number: int, received: Sequence[Tensor], hop: Hop, step: Callable) -> Any:
         """Run a step over what `hop` has received, which the current stream has waited for."""
         if self._second is None or number % 2 == 0:
             return step(), None
@@ -248,7 +234,7 @@ class RingCall:
         ]
         read = [value for each in limits for value in each.values() if isinstance(value, Tensor)]
         lanes = _Lanes(self.stream, (query, *own, *read))
-        merged, waiting, hop, following = None, None, _Hop((), ()), _Hop((), ())
+        merged, waiting, hop, following = None, None, Hop(), Hop()
         for number in range(size):
             hop.wait()
             if number < size - 1:

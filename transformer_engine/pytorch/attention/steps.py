@@ -192,6 +192,11 @@ class Merged:
         return self._output
 
 
+def add_into(output: Tensor, total: Tensor, step: Tensor) -> None:
+    """Add two tensors of four dims and any dtypes in fp32; `output` may be one of them."""
+    _OPERATORS["attention_merge"](total, step, output)
+
+
 class Summand(NamedTuple):
     """Gradients of a part of the tokens, as operators see them."""
 
@@ -213,7 +218,7 @@ def add(tokens: Any, total: Summand, found: Summand, into: Sequence[Tensor]) -> 
     common = total.part if found.part is Part.ALL else found.part
     for before, each, place in zip(total.grads, found.grads, into, strict=True):
         if total.part is found.part:
-            _OPERATORS["attention_merge"](before, each, place)
+            add_into(place, before, each)
             continue
         larger = before if total.part is Part.ALL else each
         if place is not larger:
@@ -223,5 +228,5 @@ def add(tokens: Any, total: Summand, found: Summand, into: Sequence[Tensor]) -> 
             grad if part is common else tokens.taken(grad, common)
             for grad, part in ((before, total.part), (each, found.part))
         )
-        _OPERATORS["attention_merge"](before, each, tokens.taken(place, common))
+        add_into(tokens.taken(place, common), before, each)
     return Summand(whole, into)
