@@ -74,23 +74,6 @@ class DenseTokens:
         return statistics.transpose(1, 2)[..., None]
 
 
-class DenseOrder:
-    """Tokens of all ranks, and in the order of their sequences, along the first dim."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def natural(self, parts: Tensor) -> Tensor:
-        """[ranks, tokens, ...], of each rank its two chunks, as [ranks * tokens, ...] in order."""
-        halves = parts.unflatten(1, (2, -1))
-        return torch.cat((halves[:, 0], halves[:, 1].flip(0))).flatten(0, 1)
-
-    def by_rank(self, tokens: Tensor) -> Tensor:
-        """Undo `natural`."""
-        chunks = tokens.unflatten(0, (2, self._size, -1))
-        return torch.cat((chunks[0], chunks[1].flip(0)), 1)
-
-
 # ---- packed sequences ----------------------------------------------------------------------------
 
 
@@ -188,7 +171,7 @@ class PackedTokens:
 
 
 class PackedOrder:
-    """`DenseOrder` of packed sequences; arguments as of `_places`."""
+    """Packed tokens of all ranks, and in order of sequences; arguments as of `_places`."""
 
     def __init__(self, padded: Tensor, size: int, tokens: int) -> None:
         self._size, self._at = size, _places(padded, size, tokens)

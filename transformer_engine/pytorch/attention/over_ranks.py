@@ -23,12 +23,13 @@ from torch import Tensor, distributed as dist
 from transformer_engine.pytorch.attention import backends, fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
-    DenseOrder,
     DenseTokens,
     PackedOrder,
     PackedTokens,
 )
 from transformer_engine.pytorch.attention.exchanged_heads import (
+    DenseHeads,
+    PackedHeads,
     heads_for_tokens,
     own_heads,
     tokens_for_heads,
@@ -349,10 +350,10 @@ class _Call:
 
     def run(self, heads: Sequence[Tensor], bias: Tensor | None) -> Any:
         """Output[, largest scores] for queries, keys and values of this rank."""
-        group, orders = self.groups.heads, []
+        group, way = self.groups.heads, None
         if group is not None:
-            orders = self._orders(heads, self.groups.heads_size, self.groups.keys_size)
-            heads = heads_for_tokens(heads, self.form, orders, group)
+            way = self._way(heads, group)
+            heads = heads_for_tokens(heads, way)
         sink = backends._sink(self.core, heads[0])
         if sink is not None and group is not None:
             sink = own_heads(sink, group)
@@ -360,15 +361,20 @@ class _Call:
         made = run(heads, bias, sink)
         out, *top = made if self.core.return_max_logit else (made,)
         if group is not None:
-            out = tokens_for_heads(out, self.form, orders[0], group)
+            out = tokens_for_heads(out, way)
             top = [gather_rows(each.detach().clone(), group)[0] for each in top]
         out = out.flatten(-2).contiguous()
         return (out, *[each.detach() for each in top]) if top else out
 
-    def _orders(self, heads: Sequence[Tensor], size: int, further: int) -> list[Any]:
-        """Orders of queries, keys and values on `size` ranks, of which there are `further` sets."""
+    def _way(self, heads: Sequence[Tensor], group: Any) -> DenseHeads | PackedHeads:
+        """How heads are exchanged for tokens."""
         if not self.packed:
-            return [DenseOrder(size)] * 3
+            return DenseHeads(self.form, group)
+        orders = self._orders(heads, self.groups.heads_size, self.groups.keys_size)
+        return PackedHeads(orders, group)
+
+    def _orders(self, heads: Sequence[Tensor], size: int, further: int) -> list[PackedOrder]:
+        """Orders of queries, keys and values on `size` ranks, of which there are `further` sets."""
         starts, made = sequence_starts(self.options), []
         for padded, tensor in zip(starts, heads, strict=False):
             made.append(PackedOrder(padded // further, size, tensor.shape[0] * size))
