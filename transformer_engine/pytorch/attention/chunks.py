@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.context_parallel import places_of
 
 
-class Part(enum.Enum):
+class Part(enum.IntEnum):
     """Of the tokens that a rank has of each sequence."""
 
     ALL = 0
@@ -50,7 +50,7 @@ class DenseTokens:
     def rows(self, length: int, part: Part) -> slice:
         """Of the tokens of a rank, `length` of each sequence, those of a part."""
         half = length // 2
-        return (slice(None), slice(half), slice(half, None))[part.value]
+        return (slice(None), slice(half), slice(half, None))[part]
 
     def part(self, part: Part) -> Part:
         """The part that tensors of a step have."""
@@ -58,7 +58,7 @@ class DenseTokens:
 
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
         """The tokens of a part, as a view."""
-        return tensor[:, self.rows(tensor.shape[1], part)]
+        return tensor if part is Part.ALL else tensor[:, self.rows(tensor.shape[1], part)]
 
     def statistics(self, statistics: Tensor, part: Part) -> Tensor:
         """Their statistics [batch, heads, tokens], dense."""
@@ -167,7 +167,7 @@ class PackedTokens:
 
     def _lengths(self, side: _Side, rank: int, part: Part) -> Tensor:
         first, second = side.lengths[rank], side.lengths[2 * self._size - 1 - rank]
-        return (first + second, first, second)[part.value]
+        return (first + second, first, second)[part]
 
 
 class PackedOrder:

@@ -190,7 +190,7 @@ class RingCall:
         """Places of a step's keys among those of all ranks."""
         chunk = keys // (2 * self.size)
         chunks = [step.owner, 2 * self.size - 1 - step.owner]
-        wanted = chunks if step.keys is Part.ALL else chunks[step.keys.value - 1 :][:1]
+        wanted = chunks if step.keys is Part.ALL else chunks[step.keys - 1 :][:1]
         return [slice(each * chunk, (each + 1) * chunk) for each in wanted]
 
     def _of_bias(self, bias: Tensor, step: _Step) -> Tensor:
