@@ -21,6 +21,11 @@ class Hop(NamedTuple):
             work.wait()
 
 
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes where not all backends send its dtype."""
+    return tensor if tensor.element_size() > 1 else as_bytes(tensor)
+
+
 def exchange(
     group: Any, sent: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]
 ) -> Hop:
@@ -28,7 +33,9 @@ def exchange(
 
     Between two ranks both name them in the same order.
     """
-    ranks = dist.get_process_group_ranks(group)
-    works = [dist.P2POp(dist.isend, as_bytes(each), ranks[to], group) for to, each in sent]
-    works += [dist.P2POp(dist.irecv, as_bytes(each), ranks[of], group) for of, each in into]
+    works = [
+        dist.P2POp(way, _sendable(each), group=group, group_peer=rank)
+        for way, tensors in ((dist.isend, sent), (dist.irecv, into))
+        for rank, each in tensors
+    ]
     return Hop(dist.batch_isend_irecv(works) if works else (), [each for _, each in sent])

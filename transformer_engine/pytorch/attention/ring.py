@@ -10,6 +10,7 @@ behind, in fp32, and end where they belong.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,17 +52,17 @@ class _Pair:
     scales: Sequence[Tensor] = ()
 
     def __init__(self, like: Tensor, shapes: Sequence[torch.Size], flat: Any = None):
-        counts = [shape.numel() for shape in shapes]
+        counts = [math.prod(shape) for shape in shapes]
+        size, coded = sum(counts), like.element_size() == 1
         if flat is None:
-            size = sum(counts)
-            if like.element_size() == 1:
-                size = -(-size // _ROOM) * _ROOM + _ROOM
-            flat = torch.empty(size, dtype=like.dtype, device=like.device)
-        self.flat, self.shapes = flat, shapes
-        key, value, rest = flat.split([*counts, flat.numel() - sum(counts)])
-        self.key, self.value = key.view(shapes[0]), value.view(shapes[1])
-        if len(rest):
-            self.scales = rest[-_ROOM:].view(torch.float32).view(2, -1).unbind()
+            flat = like.new_empty(-(-size // _ROOM) * _ROOM + _ROOM if coded else size)
+        self.flat = flat
+        self.key, self.value = (
+            flat[: counts[0]].view(shapes[0]),
+            flat[counts[0] : size].view(shapes[1]),
+        )
+        if coded:
+            self.scales = flat[-_ROOM:].view(torch.float32).view(2, -1).unbind()
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, scales: Sequence[Tensor] = ()) -> "_Pair":
@@ -94,6 +95,7 @@ class _Step(NamedTuple):
     causal: bool
 
 
+@functools.lru_cache(maxsize=1024)
 def _step(number: int, rank: int, size: int, causal: bool) -> _Step:
     owner = (rank - number) % size
     if not causal or number == 0:

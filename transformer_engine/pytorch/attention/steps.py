@@ -9,6 +9,7 @@ single call. The backward of each step reads L and O of all, and gradients add u
 operator `attention_merge` does both, in one pass over two of them.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ _OPERATORS = {
 }
 
 
+@functools.cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that outputs and gradients of steps are added in."""
     return torch.promote_types(dtype, torch.float32)
