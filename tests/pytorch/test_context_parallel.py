@@ -210,10 +210,19 @@ def test_window_of_four(four):
     check(four, "all_gather", "bshd", "no_mask", problem, (3, 6), window_size=(3, 6))
 
 
-@pytest.mark.parametrize("way", ["p2p", "all_gather"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_bias(ranks, way, mask):
     check(ranks, way, "sbhd", mask, make_problem("sbhd", dtype_of(ranks), more=("bias",)))
+
+
+@pytest.mark.parametrize("way", ["a2a", "a2a+p2p"])
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_bias_of_four(four, way, heads):
+    """Each rank has the rows of its queries; a bias that heads share has the sum of gradients."""
+    problem = make_problem("bshd", torch.float32, more=("bias",))
+    problem["bias"] = problem["bias"][:, :heads]
+    check(four, way, "bshd", "causal", problem)
 
 
 @pytest.mark.parametrize("way", WAYS)
