@@ -10,6 +10,7 @@ Chunks of sequences of one length go straight to their places on the ranks that 
 the gradients that a step makes straight back, in its dtype, while the next step runs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,30 @@ def _sum_rows(output: Tensor, parts: list[tuple[slice, Tensor]]) -> None:
         output.copy_(total)
 
 
+@functools.lru_cache(maxsize=256)
+def _chunks(size: int, keys: int) -> tuple[tuple[slice, slice], ...]:
+    """Places of the chunks of each rank among all keys."""
+    chunk = keys // (2 * size)
+    chunks = [slice(number * chunk, (number + 1) * chunk) for number in range(2 * size)]
+    return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(size))
+
+
+@functools.lru_cache(maxsize=256)
+def _ranges(size: int, keys: int, window: tuple[int, int]) -> tuple[tuple[slice, ...], ...]:
+    """The keys that each step of each rank attends to."""
+    left, right = window
+    if window == NO_WINDOW:
+        return ((slice(0, keys),),) * size
+    return tuple(
+        tuple(
+            slice(0 if left < 0 else max(0, chunk.start - left),
+                  keys if right < 0 else min(keys, chunk.stop + right))
+            for chunk in chunks
+        )
+        for chunks in _chunks(size, keys)
+    )  # fmt: skip
+
+
 class DenseKeys:
     """Keys and values of sequences of one length.
 
@@ -76,22 +101,12 @@ class DenseKeys:
         self._others = [(self._rank + n) % self._size for n in range(1, self._size)]
         self._hops: list[Hop] = []
 
-    def _chunks(self, rank: int) -> list[slice]:
-        """Places of a rank's chunks among all keys."""
-        chunk = self._keys // (2 * self._size)
-        numbers = rank, 2 * self._size - 1 - rank
-        return [slice(number * chunk, (number + 1) * chunk) for number in numbers]
+    def _chunks(self, rank: int) -> tuple[slice, slice]:
+        return _chunks(self._size, self._keys)[rank]
 
-    def ranges(self, rank: int) -> list[slice]:
+    def ranges(self, rank: int) -> tuple[slice, ...]:
         """The keys that each step of a rank attends to."""
-        left, right = self._window
-        if self._window == NO_WINDOW:
-            return [slice(0, self._keys)]
-        return [
-            slice(0 if left < 0 else max(0, chunk.start - left),
-                  self._keys if right < 0 else min(self._keys, chunk.stop + right))
-            for chunk in self._chunks(rank)
-        ]  # fmt: skip
+        return _ranges(self._size, self._keys, self._window)[rank]
 
     def steps(self) -> list["_Step"]:
         """The steps of this rank."""

@@ -10,7 +10,6 @@ behind, in fp32, and end where they belong.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,21 +45,29 @@ _ROOM = 16
 """Bytes of the scales of keys and values, and what their memory begins at a multiple of."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _dense(shape: torch.Size) -> tuple[int, tuple[int, ...]]:
+    """Number of elements of a dense tensor, and its strides."""
+    strides = [1]
+    for size in reversed(shape):
+        strides.insert(0, strides[0] * size)
+    return strides[0], tuple(strides[1:])
+
+
 class _Pair:
     """Keys and values in one buffer; codes in FP8 with the scales [2] of each behind them."""
 
     scales: Sequence[Tensor] = ()
 
     def __init__(self, like: Tensor, shapes: Sequence[torch.Size], flat: Any = None):
-        counts = [math.prod(shape) for shape in shapes]
-        size, coded = sum(counts), like.element_size() == 1
+        (count, strides), (other, strides_of_values) = map(_dense, shapes)
+        size, coded = count + other, like.element_size() == 1
         if flat is None:
             flat = like.new_empty(-(-size // _ROOM) * _ROOM + _ROOM if coded else size)
         self.flat = flat
-        self.key, self.value = (
-            flat[: counts[0]].view(shapes[0]),
-            flat[counts[0] : size].view(shapes[1]),
-        )
+        first = flat.storage_offset()
+        self.key = flat.as_strided(shapes[0], strides, first)
+        self.value = flat.as_strided(shapes[1], strides_of_values, first + count)
         if coded:
             self.scales = flat[-_ROOM:].view(torch.float32).view(2, -1).unbind()
 
