@@ -4,9 +4,10 @@
 In step i a rank attends to what is of rank r - i. Under a causal mask that is, for i = 0, its own
 chunks with the mask; for i <= r the first chunk of another rank, which all of its queries follow;
 else both chunks of another rank, which its second chunk follows alone: all ranks have equal work.
-While a step runs, keys and values go on to the next rank as one buffer. The backward goes around
-the other way, from the keys that came last; gradients of keys and values follow them one hop
-behind, in fp32, and end where they belong.
+While a step runs, keys and values go on to the next rank, from where they are or as the buffer that
+came. The backward goes around the other way, from the keys that came last; gradients of keys and
+values follow them one hop behind, those of one step in its dtype and sums in fp32, and end where
+they belong: only of the tokens that others attend to.
 """
 
 import functools
