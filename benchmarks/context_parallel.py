@@ -41,8 +41,10 @@ def sent_bytes(way: str, shape: Shape, ranks: int, width: int) -> int:
     own, others = shape.elements(ranks), ranks - 1
     if way == "a2a":  # queries, keys, values and outputs, and their gradients
         return 8 * own * width * others // ranks
-    # Keys and values in both directions, and their gradients in fp32.
-    return others * 2 * own * (2 * width + 4)
+    keys = others * 2 * own * 2 * width  # and values, forward and backward
+    if way == "all_gather":  # the last rank; others send fewer chunks. And gradients of each step
+        return keys + others * 2 * own * width
+    return keys + 2 * own * (width + (others - 1) * 4)  # gradients, behind the first step in fp32
 
 
 def step_of(module: Any, tensors: list[torch.Tensor], grad: torch.Tensor) -> Callable[[], None]:

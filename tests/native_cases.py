@@ -240,6 +240,12 @@ def _attention_backward(core):
     return Case([torch.randn_like(output), *inputs, output, statistics], keywords)
 
 
+def _attention_merge(core):
+    parts = [torch.randn(2, 4, 2, 8) for _ in range(3)]
+    names = ("total_statistics", "step_statistics", "statistics")
+    return Case(parts, {name: torch.randn(2, 4, 2, 1) for name in names} | _context(core))
+
+
 def _dropout(core):
     return dict(rng=_rng(), dropout=0.1, drop_path=0.1, samples=2, **_context(core))
 
@@ -413,6 +419,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "softmax_backward": _softmax_backward,
     "attention": _attention,
     "attention_backward": _attention_backward,
+    "attention_merge": _attention_merge,
     "dropout_add": _dropout_add,
     "dropout_backward": _dropout_backward,
     "rope": _rope,

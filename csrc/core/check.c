@@ -280,6 +280,9 @@ static extent extent_of(const te_field *field, const void *member)
     X(SOFTCAP, softcap, wide, input)                                                               \
     X(SOFTCAP, softcap, wide, grad_output)                                                         \
     X(SOFTMAX_BACKWARD, softmax_backward, grad_input, grad_output)                                 \
+    X(ATTENTION_MERGE, attention_merge, output, total)                                             \
+    X(ATTENTION_MERGE, attention_merge, output, step)                                              \
+    X(ATTENTION_MERGE, attention_merge, statistics, total_statistics)                              \
     X(DROPOUT_ADD, dropout_add, output, input)                                                     \
     X(DROPOUT_BACKWARD, dropout_backward, grad_input, grad_output)                                 \
     X(ROPE, rope, output, input)                                                                   \

@@ -67,6 +67,7 @@ te_status te_check_missing(const te_check_site *site, const char *name, const te
     X(SOFTMAX_BACKWARD, softmax_backward)                                                          \
     X(ATTENTION, attention)                                                                        \
     X(ATTENTION_BACKWARD, attention_backward)                                                      \
+    X(ATTENTION_MERGE, attention_merge)                                                            \
     X(ROPE, rope)                                                                                  \
     X(CACHE_APPEND, cache_append)                                                                  \
     X(CACHE_GATHER, cache_gather)

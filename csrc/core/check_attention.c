@@ -142,6 +142,23 @@ te_status te_check_attention(const te_check_site *site, const te_attention_args 
     return te_check_length(site, "top", &args->top, args->problem.query.shape[2]);
 }
 
+te_status te_check_attention_merge(const te_check_site *site, const te_attention_merge_args *args)
+{
+    const te_tensor *const three[] = {&args->total_statistics, &args->step_statistics,
+                                      &args->statistics};
+    static const char *const names[] = {"total_statistics", "step_statistics", "statistics"};
+    const int wanted = te_tensor_requested(&args->statistics);
+    te_tensor like = args->total;
+    like.shape[3] = 1;
+    for (int i = 0; i < 3; i++) {
+        INVALID_IF(te_tensor_requested(three[i]) != wanted, names[i],
+                   wanted ? "None beside statistics: give both parts'"
+                          : "statistics, which it is for, is None");
+        if (wanted) TE_TRY(te_check_sizes(site, names[i], three[i], &like, 0));
+    }
+    return TE_OK;
+}
+
 static te_status check_fp8_backward(const te_check_site *site,
                                     const te_attention_backward_args *args)
 {

@@ -125,6 +125,10 @@ typedef struct rule {
     R(attention_backward, grad_key, DTYPE, grad_output)                                            \
     R(attention_backward, grad_value, SAME, value)                                                 \
     R(attention_backward, grad_value, DTYPE, grad_output)
+#define RULES_attention_merge(R, N)                                                                \
+    N(attention_merge, total, DIMS, 4, 0, NULL)                                                    \
+    R(attention_merge, step, SAME, total)                                                          \
+    R(attention_merge, output, SAME, total)
 #define RULES_dropout_add(R, N)                                                                    \
     R(dropout_add, bias, COLUMNS, input)                                                           \
     R(dropout_add, residual, ALIKE, input)                                                         \

@@ -283,6 +283,16 @@
     TE_AMAX_OF(X, attention_backward, grads_amax)                                                  \
     TE_NUMBER(X, attention_backward, softcap, 0)
 
+#define TE_SUMMARY_attention_merge                                                                 \
+    "Join outputs and statistics of two attentions to different keys, or add up gradients."
+#define TE_FIELDS_attention_merge(X)                                                               \
+    TE_IN(X, attention_merge, total, DIMS, NUMBERS)                                                \
+    TE_IN(X, attention_merge, step, DIMS, NUMBERS)                                                 \
+    TE_OUT(X, attention_merge, output, DIMS, NUMBERS)                                              \
+    TE_OPT(X, attention_merge, total_statistics, DIMS, F32)                                        \
+    TE_OPT(X, attention_merge, step_statistics, DIMS, F32)                                         \
+    TE_OPT_OUT(X, attention_merge, statistics, DIMS, F32)
+
 #define TE_SUMMARY_dropout_add "output = residual + drop_path(dropout(input + bias))."
 #define TE_FIELDS_dropout_add(X)                                                                   \
     TE_IN(X, dropout_add, input, MATRIX, NUMBERS)                                                  \

@@ -36,7 +36,8 @@
     X(DROPOUT_BACKWARD, dropout_backward)                                                          \
     X(ROPE, rope)                                                                                  \
     X(CACHE_APPEND, cache_append)                                                                  \
-    X(CACHE_GATHER, cache_gather)
+    X(CACHE_GATHER, cache_gather)                                                                  \
+    X(ATTENTION_MERGE, attention_merge)
 
 typedef enum te_op {
 #define X(NAME, name) TE_OP_##NAME,
@@ -445,6 +446,25 @@ typedef struct te_attention_backward_args {
     size_t workspace_size;
     float softcap; /* as in the forward */
 } te_attention_backward_args;
+
+/* Joins what two attentions of the same queries to different keys have given: with the weights
+ * e^(statistic - merged statistic), where that of both is the logarithm of the sum of their
+ * exponentiated scores, output = total's + step's. A part of weight 0 adds nothing, whatever it
+ * holds; where both statistics are -Inf the output is 0. Without statistics output = total + step,
+ * as gradients of several attentions add up. All is computed in fp32 and rounded once. */
+typedef struct te_attention_merge_args {
+    size_t size;
+    te_tensor total;  /* [batch, queries, heads, channels] f32, f16, bf16; unit last stride, any
+                         others */
+    te_tensor step;   /* likewise, in any of these dtypes */
+    te_tensor output; /* likewise; may be total or step */
+    te_tensor total_statistics; /* [batch, queries, heads, 1] f32, any strides; all three, or data
+                                   NULL: a sum */
+    te_tensor step_statistics;
+    te_tensor statistics; /* of the output; may be total_statistics */
+    void *workspace;
+    size_t workspace_size;
+} te_attention_merge_args;
 
 /* output = residual + drop_path(dropout(input + bias)). drop_path keeps or drops rows / samples
  * rows at a time; its decisions are elements 0 .. samples - 1 of a stream that begins at offset +

@@ -72,6 +72,7 @@ def arguments(op, device):
             [heads, heads, heads, heads, heads, torch.zeros(1, 8, 2, device=device)],
             {"grad_query": heads.clone(), "grad_key": heads.clone()},
         ),
+        "attention_merge": ([heads, heads.clone(), heads.clone()], {}),
         "dropout_add": ([wide, out], {}),
         "dropout_backward": ([wide], {"bias_grad": row.clone()}),
         "cache_append": ([heads, heads, heads.clone(), heads.clone(), start], {}),

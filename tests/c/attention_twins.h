@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * attention_twins.h - cases of ops_gpu.c for the operators of attention, whose tensors have four
- * dims: softmax, rotary embeddings, caches of keys and values. As in layer_twins.h, results are
+ * dims: softmax, rotary embeddings, caches of keys and values, merges. As in layer_twins.h, results are
  * close and not the same.
  */
 #ifndef TE_TESTS_ATTENTION_TWINS_H
@@ -350,6 +350,30 @@ static void cases_cache_gather(void)
         (void)snprintf(case_name, sizeof case_name, "cache_gather %s, variant %d",
                        te_dtype_name(dtype), i);
         run_case(TE_OP_CACHE_GATHER, &any);
+    }
+}
+
+/* ---- several attentions ---- */
+
+static void cases_attention_merge(void)
+{
+    for (int i = 0; i < 54; i++) {
+        const dims shape = {{2, 9, 3, pick(2) == 0 ? 128 : 1 + pick(300)}};
+        const dims one = {{shape.size[0], shape.size[1], shape.size[2], 1}};
+        any_args any = {0};
+        te_attention_merge_args *args = &any.attention_merge;
+        args->size = sizeof *args;
+        args->total = input_dims(high[i % 3], shape);
+        args->step = input_dims(high[i / 3 % 3], shape);
+        args->output = result_dims(high[i / 9 % 3], shape);
+        if (i / 27 % 2) {
+            args->total_statistics = input_dims(TE_DTYPE_F32, one);
+            args->step_statistics = input_dims(TE_DTYPE_F32, one);
+            args->statistics = result_dims(TE_DTYPE_F32, one);
+        }
+        (void)snprintf(case_name, sizeof case_name, "attention_merge to %s, variant %d",
+                       te_dtype_name(args->output.dtype), i);
+        run_case(TE_OP_ATTENTION_MERGE, &any);
     }
 }
 

@@ -54,6 +54,7 @@ static const sample samples[] = {
     {TE_OP_ATTENTION, " mask bias " FP8_FORWARD, 0},
     {TE_OP_ATTENTION_BACKWARD, " query_offsets key_offsets " FP8_BACKWARD, 0},
     {TE_OP_ATTENTION_BACKWARD, " mask bias grad_bias " FP8_BACKWARD, 0},
+    {TE_OP_ATTENTION_MERGE, " ", 0},
     {TE_OP_DROPOUT_ADD, " ", 0},
     {TE_OP_DROPOUT_BACKWARD, " ", 0},
     {TE_OP_ROPE, " cu_seqlens ", 0},
@@ -219,6 +220,9 @@ static inline any_args fill(test_device *t, const sample *s)
             shorten(all[i], of->problem.query.shape[0]);
         }
         args.attention_backward.grad_bias = dense(args.attention_backward.grad_bias, 1, 1);
+    } else if (s->op == TE_OP_ATTENTION_MERGE) {
+        te_attention_merge_args *of = &args.attention_merge;
+        of->total_statistics.shape[3] = of->step_statistics.shape[3] = of->statistics.shape[3] = 1;
     }
     return args;
 }

@@ -13,6 +13,7 @@
 #include "attend_cases.h"
 #include "attention_cases.h"
 #include "cache_cases.h"
+#include "merge_cases.h"
 #include "cast_checks.h"
 #include "gemm_cases.h"
 #include "norm_cases.h"

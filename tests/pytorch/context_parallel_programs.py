@@ -203,13 +203,27 @@ def _attention_backward(grad, query, key, value, output, statistics, *, grad_que
         grad_value[b, k] = torch.einsum("hqk,qhd->khd", weights, grad[b, q])
 
 
+def _attention_merge(total, step, output, total_statistics=None, step_statistics=None,
+                     statistics=None):  # fmt: skip
+    if statistics is None:
+        output.copy_(total + step)
+        return
+    merged = torch.logaddexp(total_statistics, step_statistics)
+    of_total, of_step = (
+        (each - merged).exp().masked_fill(each == -torch.inf, 0.0)
+        for each in (total_statistics, step_statistics)
+    )
+    output.copy_(of_total * total + of_step * step)
+    statistics.copy_(merged)
+
+
 def ring_in_float64(device, form, causal, problem):
     """Output and gradients of a ring whose operators compute in float64."""
     del device
     padded, size = problem["padded"], dist.get_world_size()
     with MonkeyPatch.context() as patch:
         mine = {"attention": _attention, "attention_backward": _attention_backward}
-        patch.setattr(steps, "_OPERATORS", mine)
+        patch.setattr(steps, "_OPERATORS", mine | {"attention_merge": _attention_merge})
         made = [part_of(problem[n], form, padded).requires_grad_() for n in "qkv"]
         tokens = DenseTokens()
         if padded is not None:

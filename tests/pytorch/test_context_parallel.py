@@ -196,10 +196,33 @@ def test_bf16(ranks, way):
     check(ranks, way, "bshd", "causal", make_problem("bshd", torch.bfloat16))
 
 
+@pytest.mark.parametrize("form", ["bshd", "thd"])
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
 @pytest.mark.parametrize("way", ["p2p", "all_gather"])
+def test_bf16_of_four(four, way, mask, form):
+    """Sums of more than two steps, which are in fp32 on their way."""
+    check(four, way, form, mask, make_problem(form, torch.bfloat16))
+
+
+def test_window_of_four(four):
+    """Steps that attend to a part of a chunk of another rank, in bf16."""
+    problem = make_problem("bshd", torch.bfloat16)
+    check(four, "all_gather", "bshd", "no_mask", problem, (3, 6), window_size=(3, 6))
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_bias(ranks, way, mask):
     check(ranks, way, "sbhd", mask, make_problem("sbhd", dtype_of(ranks), more=("bias",)))
+
+
+@pytest.mark.parametrize("way", ["a2a", "a2a+p2p"])
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_bias_of_four(four, way, heads):
+    """Each rank has the rows of its queries; a bias that heads share has the sum of gradients."""
+    problem = make_problem("bshd", torch.float32, more=("bias",))
+    problem["bias"] = problem["bias"][:, :heads]
+    check(four, way, "bshd", "causal", problem)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -21,10 +21,6 @@ REFUSED = {
         {}, {"core_attention_bias_type": "pre_scale_bias",
              "core_attention_bias": torch.zeros(1, 4, 8, 16)}, EVERY,
     ),
-    "post_scale": (
-        {}, {"core_attention_bias_type": "post_scale_bias",
-             "core_attention_bias": torch.zeros(1, 4, 8, 16)}, ("a2a",),
-    ),
     "window": ({"window_size": (4, 0)}, {}, ("p2p",)),
     "mixed": ({}, {"qkv_format": "sbhd_2bshd"}, EVERY),
 }  # fmt: skip

@@ -180,6 +180,20 @@ def _gathers(draw: Draw) -> Iterator[Case]:
             yield _defined("cache_gather", name_of(dtype) + " pages" * paged, fields, *left)
 
 
+def _merges(draw: Draw) -> Iterator[Case]:
+    names = ("total_statistics", "step_statistics")
+    for dtype, weighs in itertools.product(draw.dtypes, (False, True)):
+        fields = {name: draw.normal((2, 5, 3, 24), dtype) for name in ("total", "step")}
+        fields["output"] = draw.place((2, 5, 3, 24), dtype)
+        left = [("output", Result("output", dtype))]
+        if weighs:
+            fields |= {name: draw.normal((2, 5, 3, 1), torch.float32) for name in names}
+            fields["statistics"] = draw.place((2, 5, 3, 1), torch.float32)
+            left.append(("statistics", Result("statistics", torch.float32)))
+        name = name_of(dtype) + (" outputs" if weighs else " gradients")
+        yield _defined("attention_merge", name, fields, *left)
+
+
 def _caps(draw: Draw) -> Iterator[Case]:
     for dtype, shape in itertools.product(draw.dtypes, _SHAPES):
         for backward in (False, True):
@@ -197,5 +211,6 @@ _OWN: dict[str, Callable[[Draw], Iterator[Case]]] = {
     "dropout_add": _drops,
     "dropout_backward": _drops_backward,
     "cache_gather": _gathers,
+    "attention_merge": _merges,
     "softcap": _caps,
 }

@@ -24,7 +24,7 @@ _MODULES = {
     "products": "gemm",
     "layers": "norm norm_backward activation activation_backward softcap dropout_add "
     "dropout_backward",
-    "attention": "softmax softmax_backward attention attention_backward",
+    "attention": "softmax softmax_backward attention attention_backward attention_merge",
     "rope": "rope",
     "caches": "cache_append cache_gather",
 }

@@ -289,3 +289,19 @@ def _backward_in_fp8(fields: Mapping[str, Any]) -> None:
     _write_scales(fields["grads_scales"], scale)
     for name, grads in wanted.items():
         _write(fields[f"grad_{name}"], grads, scale)
+
+
+# ---- several attentions --------------------------------------------------------------------------
+
+
+def attention_merge(fields: Mapping[str, Any]) -> None:
+    """Run `_core.attention_merge`."""
+    parts = [fields[name].float() for name in ("total", "step")]
+    if fields["statistics"] is not None:
+        sums = [fields[f"{name}_statistics"] for name in ("total", "step")]
+        merged = torch.logaddexp(*sums)
+        for i, each in enumerate(sums):
+            weight = (each - merged).exp().masked_fill(each == -INF, 0.0)
+            parts[i] = torch.where(weight == 0.0, 0.0, weight * parts[i])
+        fields["statistics"].copy_(merged)
+    fields["output"].copy_(parts[0] + parts[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.context_parallel import places_of
 
 
-class Part(enum.Enum):
+class Part(enum.IntEnum):
     """Of the tokens that a rank has of each sequence."""
 
     ALL = 0
@@ -50,11 +50,15 @@ class DenseTokens:
     def rows(self, length: int, part: Part) -> slice:
         """Of the tokens of a rank, `length` of each sequence, those of a part."""
         half = length // 2
-        return (slice(None), slice(half), slice(half, None))[part.value]
+        return (slice(None), slice(half), slice(half, None))[part]
+
+    def part(self, part: Part) -> Part:
+        """The part that tensors of a step have."""
+        return part
 
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
         """The tokens of a part, as a view."""
-        return tensor[:, self.rows(tensor.shape[1], part)]
+        return tensor if part is Part.ALL else tensor[:, self.rows(tensor.shape[1], part)]
 
     def statistics(self, statistics: Tensor, part: Part) -> Tensor:
         """Their statistics [batch, heads, tokens], dense."""
@@ -66,25 +70,8 @@ class DenseTokens:
         return {}
 
     def weights(self, statistics: Tensor) -> Tensor:
-        """What has the dims of statistics, so that it multiplies an output."""
+        """Statistics as [batch, tokens, heads, 1], the dims of outputs."""
         return statistics.transpose(1, 2)[..., None]
-
-
-class DenseOrder:
-    """Tokens of all ranks, and in the order of their sequences, along the first dim."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def natural(self, parts: Tensor) -> Tensor:
-        """[ranks, tokens, ...], of each rank its two chunks, as [ranks * tokens, ...] in order."""
-        halves = parts.unflatten(1, (2, -1))
-        return torch.cat((halves[:, 0], halves[:, 1].flip(0))).flatten(0, 1)
-
-    def by_rank(self, tokens: Tensor) -> Tensor:
-        """Undo `natural`."""
-        chunks = tokens.unflatten(0, (2, self._size, -1))
-        return torch.cat((chunks[0], chunks[1].flip(0)), 1)
 
 
 # ---- packed sequences ----------------------------------------------------------------------------
@@ -133,6 +120,11 @@ class PackedTokens:
         del length, part
         return slice(None)
 
+    def part(self, part: Part) -> Part:
+        """All: what is not of a step is there."""
+        del part
+        return Part.ALL
+
     def taken(self, tensor: Tensor, part: Part) -> Tensor:
         """The tensor."""
         del part
@@ -144,7 +136,7 @@ class PackedTokens:
         return statistics
 
     def weights(self, statistics: Tensor) -> Tensor:
-        """What has the dims of statistics, so that it multiplies an output."""
+        """Statistics as [batch, tokens, heads, 1], the dims of outputs."""
         return statistics[..., None]
 
     def fields(self, rank: int, part: Part, of_keys: int, part_of_keys: Part) -> dict[str, Any]:
@@ -175,11 +167,11 @@ class PackedTokens:
 
     def _lengths(self, side: _Side, rank: int, part: Part) -> Tensor:
         first, second = side.lengths[rank], side.lengths[2 * self._size - 1 - rank]
-        return (first + second, first, second)[part.value]
+        return (first + second, first, second)[part]
 
 
 class PackedOrder:
-    """`DenseOrder` of packed sequences; arguments as of `_places`."""
+    """Packed tokens of all ranks, and in order of sequences; arguments as of `_places`."""
 
     def __init__(self, padded: Tensor, size: int, tokens: int) -> None:
         self._size, self._at = size, _places(padded, size, tokens)

@@ -12,32 +12,100 @@ import torch
 from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import tokens_first
+from transformer_engine.pytorch.attention.hops import exchange
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.torchside.collectives import as_bytes, gather_rows
 
-
-def _all_to_all(parts: list[Tensor], group: Any) -> list[Tensor]:
-    """Of tensors [ranks, ...] the rows of each rank, from all: one collective."""
-    sent = torch.cat([each.flatten(1) for each in parts], 1)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group)
-    rows = received.split([each[0].numel() for each in parts], 1)
-    return [row.unflatten(1, each.shape[1:]) for row, each in zip(rows, parts, strict=True)]
+# ---- sequences of one length ---------------------------------------------------------------------
 
 
-def _to_heads(tensors: Sequence[Tensor], form: str, orders: Sequence, group: Any) -> list[Tensor]:
-    size = group.size()
-    first = [tokens_first(form, each).unflatten(-2, (size, -1)).movedim(-3, 0) for each in tensors]
-    made = _all_to_all(first, group)
-    pairs = zip(orders, made, strict=True)
-    return [tokens_first(form, order.natural(each)) for order, each in pairs]
+class DenseHeads:
+    """Exchanges of tensors of a format whose sequences have one length.
+
+    Chunks go straight to their places, so each tensor is copied once: in front of what is sent to
+    get tokens, or behind what comes to get heads.
+    """
+
+    def __init__(self, form: str, group: Any) -> None:
+        self._form, self._group = form, group
+        self._size, self._rank = group.size(), group.rank()
+        self._others = [(self._rank + n) % self._size for n in range(1, self._size)]
+
+    def _chunks(self, tokens: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """What a rank has of all tokens [tokens, ...]."""
+        chunks = tokens.chunk(2 * self._size)
+        return chunks[rank], chunks[-1 - rank]
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All tokens of this rank's part of the heads."""
+        made, sent, into = [], [], []
+        for tensor in tensors:
+            parts = tokens_first(self._form, tensor).unflatten(-2, (self._size, -1)).unbind(-3)
+            tokens, *rest = parts[0].shape
+            whole = tensor.new_empty(tokens * self._size, *rest)
+            for other in self._others:
+                sent += [(other, half) for half in parts[other].contiguous().chunk(2)]
+                into += [(other, half) for half in self._chunks(whole, other)]
+            own = zip(self._chunks(whole, self._rank), parts[self._rank].chunk(2), strict=True)
+            for place, half in own:
+                place.copy_(half)
+            made.append(whole)
+        exchange(self._group, sent, into).wait()
+        return [tokens_first(self._form, each) for each in made]
+
+    def to_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All heads of this rank's tokens."""
+        made, sent, into, found = [], [], [], []
+        for tensor in tensors:
+            whole = tokens_first(self._form, tensor).contiguous()
+            tokens, batch, *rest = whole.shape
+            both = tensor.new_empty(tokens // self._size, batch, self._size, *rest)
+            for other in self._others:
+                part = both.new_empty(both.shape[0], batch, *rest)
+                sent += [(other, half) for half in self._chunks(whole, other)]
+                into += [(other, half) for half in part.chunk(2)]
+                found.append((both[:, :, other], part))
+            own = both[:, :, self._rank].chunk(2)
+            for place, half in zip(own, self._chunks(whole, self._rank), strict=True):
+                place.copy_(half)
+            made.append(both)
+        exchange(self._group, sent, into).wait()
+        for place, part in found:
+            place.copy_(part)
+        return [tokens_first(self._form, each.flatten(2, 3)) for each in made]
 
 
-def _to_tokens(tensors: Sequence[Tensor], form: str, orders: Sequence, group: Any) -> list[Tensor]:
-    pairs = zip(orders, tensors, strict=True)
-    first = [order.by_rank(tokens_first(form, each)) for order, each in pairs]
-    made = _all_to_all(first, group)
-    return [tokens_first(form, each.movedim(0, -3).flatten(-3, -2)) for each in made]
+# ---- packed sequences ----------------------------------------------------------------------------
+
+
+class PackedHeads:
+    """Exchanges of packed tensors, whose tokens lie as `chunks.PackedOrder` of each says."""
+
+    def __init__(self, orders: Sequence, group: Any) -> None:
+        self._orders, self._group = orders, group
+
+    def _all_to_all(self, parts: list[Tensor]) -> list[Tensor]:
+        """Of tensors [ranks, ...] the rows of each rank, from all: one collective."""
+        sent = torch.cat([each.flatten(1) for each in parts], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self._group)
+        rows = received.split([each[0].numel() for each in parts], 1)
+        return [row.unflatten(1, each.shape[1:]) for row, each in zip(rows, parts, strict=True)]
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All tokens of this rank's part of the heads."""
+        size = self._group.size()
+        made = self._all_to_all([t.unflatten(-2, (size, -1)).movedim(-3, 0) for t in tensors])
+        return [order.natural(each) for order, each in zip(self._orders, made, strict=False)]
+
+    def to_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All heads of this rank's tokens."""
+        pairs = zip(self._orders, tensors, strict=False)
+        made = self._all_to_all([order.by_rank(each) for order, each in pairs])
+        return [each.movedim(0, -3).flatten(-3, -2) for each in made]
+
+
+# ---- calls of autograd ---------------------------------------------------------------------------
 
 
 class _Exchange:
@@ -45,19 +113,18 @@ class _Exchange:
 
     traced = False
 
-    def __init__(self, forth: bool, form: str, orders: Sequence, group: Any) -> None:
+    def __init__(self, forth: bool, way: DenseHeads | PackedHeads) -> None:
         self.label = "heads_for_tokens" if forth else "tokens_for_heads"
-        ways = (_to_heads, _to_tokens) if forth else (_to_tokens, _to_heads)
+        ways = (way.to_heads, way.to_tokens) if forth else (way.to_tokens, way.to_heads)
         self.forward, self.backward = ways
-        self.given = form, orders, group
 
     def run_forward(self, tensors: tuple) -> tuple[Any, tuple]:
-        made = self.forward(tensors, *self.given)
+        made = self.forward(tensors)
         return made[0] if len(made) == 1 else tuple(made), ()
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple:
         del saved
-        return None, *self.backward(grads, *self.given)
+        return None, *self.backward(grads)
 
 
 class _OwnHeads:
@@ -77,18 +144,17 @@ class _OwnHeads:
         return None, gather_rows(grads[0], self.group)[0]
 
 
-def heads_for_tokens(tensors: Sequence[Tensor], form: str, orders: Sequence, group: Any) -> tuple:
+def heads_for_tokens(tensors: Sequence[Tensor], way: DenseHeads | PackedHeads) -> tuple:
     """Queries, keys and values of all tokens and a part of the heads, for those of a rank.
 
-    `form` is the format of the tensors [.., heads, channels], `orders` how tokens of each lie
-    (`chunks.DenseOrder` or `PackedOrder`). The ranks divide the heads. Differentiable.
+    Tensors are [.., heads, channels]; the ranks divide the heads. Differentiable.
     """
-    return run_call(_Exchange(True, form, orders, group), *tensors)
+    return run_call(_Exchange(True, way), *tensors)
 
 
-def tokens_for_heads(tensor: Tensor, form: str, order: Any, group: Any) -> Tensor:
-    """Undo `heads_for_tokens` for one tensor."""
-    return run_call(_Exchange(False, form, (order,), group), tensor)
+def tokens_for_heads(tensor: Tensor, way: DenseHeads | PackedHeads) -> Tensor:
+    """Undo `heads_for_tokens` for what has the tokens of the queries."""
+    return run_call(_Exchange(False, way), tensor)
 
 
 def own_heads(tensor: Tensor, group: Any) -> Tensor:

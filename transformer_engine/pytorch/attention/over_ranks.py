@@ -23,17 +23,18 @@ from torch import Tensor, distributed as dist
 from transformer_engine.pytorch.attention import backends, fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
-    DenseOrder,
     DenseTokens,
     PackedOrder,
     PackedTokens,
 )
 from transformer_engine.pytorch.attention.exchanged_heads import (
+    DenseHeads,
+    PackedHeads,
     heads_for_tokens,
     own_heads,
     tokens_for_heads,
 )
-from transformer_engine.pytorch.attention.gathered_keys import GatherCall
+from transformer_engine.pytorch.attention.gathered_keys import DenseKeys, GatherCall, PackedKeys
 from transformer_engine.pytorch.attention.masks import (
     CAUSAL_WINDOW,
     NO_WINDOW,
@@ -103,8 +104,6 @@ FEATURES: tuple[Feature, ...] = (
             lambda a: a.kind.mask_type.causal and not a.kind.square, _EVERY),
     Feature("core_attention_bias_type {bias!r}",
             lambda a: a.kind.bias in ("pre_scale_bias", "alibi"), _EVERY),
-    Feature("core_attention_bias_type {bias!r}",
-            lambda a: a.kind.bias != "no_bias", ("a2a", "a2a+p2p")),
     Feature("window_size {window}", _windowed, _RING),
     Feature("window_size {window} of queries and keys that differ in number",
             lambda a: _windowed(a) and not a.kind.square, _EVERY),
@@ -148,7 +147,8 @@ def _check_sizes(core: Any, heads: Heads, form: str, bias: Any, groups: "_Groups
     if bias is not None:
         tokens = [t.shape[1 if form == "bshd" else 0] for t in (query, key)]
         expected = (tokens[0], size * tokens[1])
-        if bias.dim() != 4 or tuple(bias.shape[2:]) != expected:
+        counts = 1, query.shape[-2]
+        if bias.dim() != 4 or tuple(bias.shape[2:]) != expected or bias.shape[1] not in counts:
             raise ValueError(
                 f"{_NAME}: core_attention_bias: shape {tuple(bias.shape)}, expected [b or 1, heads "
                 f"or 1, queries of this rank, keys of all ranks] = [.., {expected[0]}, "
@@ -336,6 +336,12 @@ def attend(core: Any, heads: Heads, options: AttentionOptions, form: str, more: 
 _attend_outside = Outside(attend)
 
 
+def _own_bias(bias: Tensor, heads: int, group: Any) -> Tensor:
+    """The bias of this rank's heads and all queries, for one of all heads and its own queries."""
+    rows = bias.expand(-1, heads, -1, -1).permute(2, 0, 1, 3)  # queries are tokens, keys channels
+    return heads_for_tokens((rows,), DenseHeads("sbhd", group)).permute(1, 2, 0, 3).contiguous()
+
+
 class _Call:
     """One call."""
 
@@ -349,10 +355,12 @@ class _Call:
 
     def run(self, heads: Sequence[Tensor], bias: Tensor | None) -> Any:
         """Output[, largest scores] for queries, keys and values of this rank."""
-        group, orders = self.groups.heads, []
+        group, way = self.groups.heads, None
         if group is not None:
-            orders = self._orders(heads, self.groups.heads_size, self.groups.keys_size)
-            heads = heads_for_tokens(heads, self.form, orders, group)
+            way, count = self._way(heads, group), heads[0].shape[-2]
+            heads = heads_for_tokens(heads, way)
+            if bias is not None:
+                bias = _own_bias(bias, count, group)
         sink = backends._sink(self.core, heads[0])
         if sink is not None and group is not None:
             sink = own_heads(sink, group)
@@ -360,15 +368,20 @@ class _Call:
         made = run(heads, bias, sink)
         out, *top = made if self.core.return_max_logit else (made,)
         if group is not None:
-            out = tokens_for_heads(out, self.form, orders[0], group)
+            out = tokens_for_heads(out, way)
             top = [gather_rows(each.detach().clone(), group)[0] for each in top]
         out = out.flatten(-2).contiguous()
         return (out, *[each.detach() for each in top]) if top else out
 
-    def _orders(self, heads: Sequence[Tensor], size: int, further: int) -> list[Any]:
-        """Orders of queries, keys and values on `size` ranks, of which there are `further` sets."""
+    def _way(self, heads: Sequence[Tensor], group: Any) -> DenseHeads | PackedHeads:
+        """How heads are exchanged for tokens."""
         if not self.packed:
-            return [DenseOrder(size)] * 3
+            return DenseHeads(self.form, group)
+        orders = self._orders(heads, self.groups.heads_size, self.groups.keys_size)
+        return PackedHeads(orders, group)
+
+    def _orders(self, heads: Sequence[Tensor], size: int, further: int) -> list[PackedOrder]:
+        """Orders of queries, keys and values on `size` ranks, of which there are `further` sets."""
         starts, made = sequence_starts(self.options), []
         for padded, tensor in zip(starts, heads, strict=False):
             made.append(PackedOrder(padded // further, size, tensor.shape[0] * size))
@@ -379,6 +392,7 @@ class _Call:
     def _run_alone(self, heads: Sequence[Tensor], bias: Any, sink: Any) -> Any:
         """As one rank does, over all tokens of some heads."""
         core, query, key = self.core, heads[0], heads[1]
+        given = self.options._replace(core_attention_bias=bias)
         s, b = (1, 0) if self.form == "bshd" else (0, 1)
         if self.packed:
             tokens = query.shape[0], key.shape[0]
@@ -386,9 +400,9 @@ class _Call:
         else:
             tokens, batch, lengths = None, query.shape[b], [query.shape[s], key.shape[s]]
         sizes = (batch, query.shape[-2], *lengths)
-        choice, limits = core.limits_for(self.options, sizes, query, tokens)
+        choice, limits = core.limits_for(given, sizes, query, tokens)
         limits = limits.replaced(sink=sink)
-        options = self.options._replace(checkpoint_core_attention=False)
+        options = given._replace(checkpoint_core_attention=False)
         more = self.more._replace(fp8_output=False)
         arguments = choice.backend, options, more
         made = core._run_backend(arguments, Heads(tuple(heads)), self.form, limits)
@@ -413,9 +427,11 @@ class _Call:
         if self.groups.way == "all_gather":
             window = self.options.window_size
             window = core.window_size if window is None else window
-            order = self._orders(heads, size, 1)[1]
-            given = group, order, backends.masks.effective_window(window, kind), self._draw
-            call = GatherCall(steps, tokens, *given)
+            window = backends.masks.effective_window(window, kind)
+            keys: Any = DenseKeys(self.form, group, window)
+            if self.packed:
+                keys = PackedKeys(tokens, self._orders(heads, size, 1)[1], group, window)
+            call = GatherCall(steps, tokens, group, keys, self._draw)
         else:
             stream = None if heads[0].device.type == "cpu" else core.cp_stream
             casts = RingCasts(core, heads[0]) if fp8.in_force(core) else None

@@ -4,9 +4,10 @@
 In step i a rank attends to what is of rank r - i. Under a causal mask that is, for i = 0, its own
 chunks with the mask; for i <= r the first chunk of another rank, which all of its queries follow;
 else both chunks of another rank, which its second chunk follows alone: all ranks have equal work.
-While a step runs, keys and values go on to the next rank as one buffer. The backward goes around
-the other way, from the keys that came last; gradients of keys and values follow them one hop
-behind, in fp32, and end where they belong.
+While a step runs, keys and values go on to the next rank, from where they are or as the buffer that
+came. The backward goes around the other way, from the keys that came last; gradients of keys and
+values follow them one hop behind, those of one step in its dtype and sums in fp32, and end where
+they belong: only of the tokens that others attend to.
 """
 
 import functools
@@ -17,37 +18,41 @@ import torch
 from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part
+from transformer_engine.pytorch.attention.hops import Hop, exchange
 from transformer_engine.pytorch.attention.ring_fp8 import RingCasts, read
-from transformer_engine.pytorch.attention.steps import Made, Merged, Steps, readable, wide
-from transformer_engine.pytorch.torchside.collectives import as_bytes
+from transformer_engine.pytorch.attention.steps import (
+    Made,
+    Merged,
+    Steps,
+    Summand,
+    add,
+    joint,
+    readable,
+    wide,
+)
 from transformer_engine.pytorch.torchside.device import module_of
 
 # ---- hops ----------------------------------------------------------------------------------------
 
 
-class _Hop(NamedTuple):
-    """Tensors under way to a neighbour; they live until it is waited for."""
-
-    works: Sequence[Any]
-    sent: Sequence[Tensor]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-def _hop(group: Any, direction: int, sent: Sequence[Tensor], into: Sequence[Tensor]) -> _Hop:
+def _hop(group: Any, direction: int, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Hop:
     """Send tensors to the next rank (1) or the one before (-1), and receive those of the other."""
-    ranks = dist.get_process_group_ranks(group)
-    place, size = group.rank(), len(ranks)
-    to, source = ranks[(place + direction) % size], ranks[(place - direction) % size]
-    works = [dist.P2POp(dist.isend, as_bytes(tensor), to, group) for tensor in sent]
-    works += [dist.P2POp(dist.irecv, as_bytes(tensor), source, group) for tensor in into]
-    return _Hop(dist.batch_isend_irecv(works) if works else (), sent)
+    place, size = group.rank(), group.size()
+    to, source = (place + direction) % size, (place - direction) % size
+    return exchange(group, [(to, each) for each in sent], [(source, each) for each in into])
 
 
 _ROOM = 16
 """Bytes of the scales of keys and values, and what their memory begins at a multiple of."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense(shape: torch.Size) -> tuple[int, tuple[int, ...]]:
+    """Number of elements of a dense tensor, and its strides."""
+    strides = [1]
+    for size in reversed(shape):
+        strides.insert(0, strides[0] * size)
+    return strides[0], tuple(strides[1:])
 
 
 class _Pair:
@@ -55,18 +60,17 @@ class _Pair:
 
     scales: Sequence[Tensor] = ()
 
-    def __init__(self, like: Tensor, shapes: tuple[torch.Size, torch.Size], flat: Any = None):
-        counts = [shape.numel() for shape in shapes]
+    def __init__(self, like: Tensor, shapes: Sequence[torch.Size], flat: Any = None):
+        (count, strides), (other, strides_of_values) = map(_dense, shapes)
+        size, coded = count + other, like.element_size() == 1
         if flat is None:
-            size = sum(counts)
-            if like.element_size() == 1:
-                size = -(-size // _ROOM) * _ROOM + _ROOM
-            flat = torch.empty(size, dtype=like.dtype, device=like.device)
-        self.flat, self.shapes = flat, shapes
-        key, value, rest = flat.split([*counts, flat.numel() - sum(counts)])
-        self.key, self.value = key.view(shapes[0]), value.view(shapes[1])
-        if len(rest):
-            self.scales = rest[-_ROOM:].view(torch.float32).view(2, -1).unbind()
+            flat = like.new_empty(-(-size // _ROOM) * _ROOM + _ROOM if coded else size)
+        self.flat = flat
+        first = flat.storage_offset()
+        self.key = flat.as_strided(shapes[0], strides, first)
+        self.value = flat.as_strided(shapes[1], strides_of_values, first + count)
+        if coded:
+            self.scales = flat[-_ROOM:].view(torch.float32).view(2, -1).unbind()
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, scales: Sequence[Tensor] = ()) -> "_Pair":
@@ -78,23 +82,13 @@ class _Pair:
             own.copy_(given)
         return made
 
-    def empty(self) -> "_Pair":
-        """Another one for the same."""
-        return _Pair(self.flat, self.shapes)
-
-    def empty_grads(self, like: Tensor) -> "_Pair":
-        """Another one of the dtype of gradients."""
-        return _Pair(like, self.shapes)
-
-    def read(self, dtype: torch.dtype) -> "_Pair":
-        """The same in high precision."""
+    def read(self, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values in high precision."""
+        both = [self.key, self.value]
         if not self.scales:
-            return self
-        both = [
-            read(codes, scales, dtype)
-            for codes, scales in zip((self.key, self.value), self.scales, strict=True)
-        ]
-        return _Pair.of(*both)
+            return both
+        pairs = zip(both, self.scales, strict=True)
+        return [read(codes, scales, dtype) for codes, scales in pairs]
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -109,6 +103,7 @@ class _Step(NamedTuple):
     causal: bool
 
 
+@functools.lru_cache(maxsize=1024)
 def _step(number: int, rank: int, size: int, causal: bool) -> _Step:
     owner = (rank - number) % size
     if not causal or number == 0:
@@ -131,7 +126,7 @@ class _Lanes:
         for tensor in tensors:
             tensor.record_stream(second)
 
-    def run(self, number: int, received: Sequence[Tensor], hop: _Hop, step: Callable) -> Any:
+    def run(self, number: int, received: Sequence[Tensor], hop: Hop, step: Callable) -> Any:
         """Run a step over what `hop` has received, which the current stream has waited for."""
         if self._second is None or number % 2 == 0:
             return step(), None
@@ -205,32 +200,40 @@ class RingCall:
         """Places of a step's keys among those of all ranks."""
         chunk = keys // (2 * self.size)
         chunks = [step.owner, 2 * self.size - 1 - step.owner]
-        wanted = chunks if step.keys is Part.ALL else chunks[step.keys.value - 1 :][:1]
+        wanted = chunks if step.keys is Part.ALL else chunks[step.keys - 1 :][:1]
         return [slice(each * chunk, (each + 1) * chunk) for each in wanted]
 
     def _of_bias(self, bias: Tensor, step: _Step) -> Tensor:
         rows = bias[:, :, self.tokens.rows(bias.shape[2], step.queries)]
         return torch.cat([rows[..., each] for each in self._columns(bias.shape[3], step)], -1)
 
-    def _heads(self, query: Tensor, pair: _Pair, step: _Step) -> list[Tensor]:
+    def _heads(self, query: Tensor, keys: Sequence[Tensor], step: _Step) -> list[Tensor]:
         """Queries, keys and values of a step as operators see them."""
-        keys = [self.steps.seen(each) for each in (pair.key, pair.value)]
         return [
             self.tokens.taken(query, step.queries),
-            *(self.tokens.taken(each, step.keys) for each in keys),
+            *(self.tokens.taken(self.steps.seen(each), step.keys) for each in keys),
         ]
+
+    def _further(self) -> dict[Part, int]:
+        """How many steps behind the first one come to each part of the queries."""
+        if self.causal and self.tokens.part(Part.FIRST) is Part.FIRST:
+            return {Part.FIRST: self.rank, Part.SECOND: self.size - 1}
+        return {Part.ALL: self.size - 1}
 
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor | None]]:
         """Go around."""
         query, key, value, bias, sink = tensors
         dtype, size, query, of_query, common = query.dtype, self.size, readable(query), None, {}
         if self.casts is None:
-            now = _Pair.of(key, value)
+            # Its own keys and values a rank sends from where they are.
+            own = [readable(each.contiguous()) for each in (key, value)]
+            now, scales = None, ()
         else:
             (query, of_query), key, value = map(self.casts.cast, (query, key, value))
             now = _Pair.of(key[0], value[0], (key[1], value[1]))
+            own, scales = [now.key, now.value], now.scales
             common = {"query_scales": of_query, **self.casts.fields()}
-        seen = self.steps.seen(query)
+        seen, self._shapes = self.steps.seen(query), [each.shape for each in own]
         drops = self.steps.dropout > 0.0
         pairs = [self.draw(query) for _ in range(size)] if drops else []
         plan = [_step(number, self.rank, size, self.causal) for number in range(size)]
@@ -240,42 +243,47 @@ class RingCall:
             for number, step in enumerate(plan)
         ]
         read = [value for each in limits for value in each.values() if isinstance(value, Tensor)]
-        lanes = _Lanes(self.stream, (query, now.flat, *read))
-        merged, waiting, hop, following = None, None, _Hop((), ()), _Hop((), ())
+        lanes = _Lanes(self.stream, (query, *own, *read))
+        merged, waiting, hop, following = None, None, Hop(), Hop()
         for number in range(size):
-            after = now
             hop.wait()
             if number < size - 1:
-                after = now.empty()
-                following = _hop(self.group, 1, [now.flat], [after.flat])
-            own = limits[number] | common
-            if now.scales:
-                own["key_scales"], own["value_scales"] = now.scales
-            heads = self._heads(seen, now, plan[number])
-            run = functools.partial(self.steps.forward, heads, own)
-            made, done = lanes.run(number, (now.flat,), hop, run)
-            merged = self._take(merged, waiting, lanes)
-            waiting = (plan[number].queries, made, done)
-            now, hop = after, following
-        merged = self._take(merged, waiting, lanes)
-        out, top = self.steps.shown(merged.output().to(dtype)), merged.top
+                after = _Pair(own[0], self._shapes)
+                sent, into = (own, [after.key, after.value]) if now is None else (
+                    [now.flat], [after.flat]
+                )  # fmt: skip
+                following = _hop(self.group, 1, sent, into)
+            fields = limits[number] | common
+            if scales:
+                fields["key_scales"], fields["value_scales"] = scales
+            heads = self._heads(seen, own, plan[number])
+            run = functools.partial(self.steps.forward, heads, fields)
+            made, done = lanes.run(number, () if now is None else (now.flat,), hop, run)
+            merged = self._take(merged, waiting, lanes, dtype)
+            waiting = (self.tokens.part(plan[number].queries), made, done)
+            if number < size - 1:
+                now, hop = after, following
+                own, scales = [now.key, now.value], now.scales
+        merged = self._take(merged, waiting, lanes, dtype)
+        out, top = self.steps.shown(merged.output()), merged.top
         saved = (query, of_query, now.flat, out, merged.statistics, bias, sink, *pairs)
         if self.casts is not None:
             self.casts.end()
-        self._shapes = now.shapes
         if top is None:
             return out, saved
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         return (out, top), saved
 
-    def _take(self, merged: Merged | None, waiting: Any, lanes: _Lanes) -> Merged | None:
+    def _take(
+        self, merged: Merged | None, waiting: Any, lanes: _Lanes, dtype: torch.dtype
+    ) -> Merged | None:
         """Merge a step that runs, while the one behind it does."""
         if waiting is None:
             return None
         part, made, done = waiting
         lanes.join(done)
         if merged is None:
-            return Merged(self.tokens, Made(*made))
+            return Merged(self.tokens, Made(*made), self._further(), dtype)
         merged.add(part, made)
         return merged
 
@@ -285,17 +293,18 @@ class RingCall:
         grad, size, dtype = readable(grads[0]), self.size, out.dtype
         query = query if of_query is None else read(query, of_query, dtype)
         whole = [self.steps.seen(each) for each in (query, grad, out)]
-        now, total = _Pair(flat, self._shapes, flat), None
-        grad_query = torch.empty_like(whole[0], dtype=wide(dtype))
+        now, of_queries, total = _Pair(flat, self._shapes, flat), None, None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_sink = None if sink is None else torch.empty_like(sink)
         for number in range(size - 1, -1, -1):
             step = _step(number, self.rank, size, self.causal)
             first, last = total is None, number == 0
-            after = now if last else now.empty()
-            arriving = now.empty_grads(grad_query)
-            sent, into = [] if last else [now.flat], [] if last else [after.flat]
+            sent, into, after, arriving = [], [], now, None
+            if not last:
+                after = _Pair(flat, self._shapes)
+                sent, into = [now.flat], [after.flat]
             if not first:
+                arriving = self._arriving(number, step.owner, out)
                 sent, into = [*sent, total.flat], [*into, arriving.flat]
             hop = _hop(self.group, -1, sent, into)
             limits = self._limits(step, number, bias, sink, pairs[number] if pairs else None)
@@ -305,23 +314,71 @@ class RingCall:
             _, of_output, output = (self.tokens.taken(each, step.queries) for each in whole)
             made = output, self.tokens.statistics(statistics, step.queries)
             heads = self._heads(whole[0], now.read(dtype), step)
-            found = self.steps.backward(of_output, heads, made, limits, added)
-            add = Tensor.copy_ if first else Tensor.add_
-            if first and step.queries is not Part.ALL:
-                grad_query.zero_()
-            add(self.tokens.taken(grad_query, step.queries), found[0])
+            mine = self._grads(step.keys, out)
+            places = [self.steps.empty(heads[0], heads[0].shape[-1]), *self._seen(mine)]
+            self.steps.backward(of_output, heads, made, limits, places, added)
             if bias is not None:
                 self._put_bias(grad_bias, added["grad_bias"], step)
+            of_queries = self._of_queries(of_queries, step, places[0], last)
             hop.wait()
-            if first and step.keys is not Part.ALL:
-                arriving.flat.zero_()
-            for into_, each in zip((arriving.key, arriving.value), found[1:], strict=True):
-                add(self.tokens.taken(self.steps.seen(into_), step.keys), each)
-            now, total = after, arriving
+            now, total = after, mine if first else self._of_keys(arriving, mine, number, step)
         if sink is not None:
             dist.all_reduce(grad_sink, group=self.group)
-        of_keys = (total.key.to(dtype), total.value.to(dtype))
-        return None, self.steps.shown(grad_query.to(dtype)), *of_keys, grad_bias, grad_sink
+        return (
+            None, self.steps.shown(of_queries.grads[0]), total.key, total.value, grad_bias,
+            grad_sink,
+        )  # fmt: skip
+
+    def _seen(self, pair: _Pair) -> list[Tensor]:
+        return [self.steps.seen(each) for each in (pair.key, pair.value)]
+
+    def _grads(self, part: Part, like: Tensor) -> _Pair:
+        """A place for gradients of a part of some rank's keys and values."""
+        shapes = self._shapes
+        if self.tokens.part(part) is not Part.ALL:
+            dim = self.steps.form.index("s")
+            halves = [(*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]) for shape in shapes]
+            shapes = [torch.Size(each) for each in halves]
+        return _Pair(like, shapes)
+
+    def _given(self, owner: int) -> Part:
+        """Which keys and values of a rank others attend to."""
+        return self.tokens.part(Part.FIRST if self.causal and owner == 0 else Part.ALL)
+
+    def _arriving(self, number: int, owner: int, out: Tensor) -> _Pair:
+        """A place for the gradients that other ranks have added up, before this one's step.
+
+        Those of a single step have the dtype that it makes, others are in fp32.
+        """
+        like = out.new_empty(0, dtype=out.dtype if number == self.size - 2 else wide(out.dtype))
+        return self._grads(self._given(owner), like)
+
+    def _of_queries(self, total: Summand | None, step: _Step, grad: Tensor, last: bool) -> Summand:
+        """The gradient of queries with that of one more step."""
+        found = Summand(self.tokens.part(step.queries), [grad])
+        if total is None:
+            return found
+        into, sums = found.grads, wide(grad.dtype)
+        if not last:
+            before = total.grads[0]
+            into = total.grads
+            if before.dtype != sums or joint(total.part, found.part) is not total.part:
+                shape = before if total.part is joint(total.part, found.part) else grad
+                into = [torch.empty_like(shape, dtype=sums)]
+        return add(self.tokens, total, found, into)
+
+    def _of_keys(self, arriving: _Pair, mine: _Pair, number: int, step: _Step) -> _Pair:
+        """The gradients of keys and values with those of this rank's step."""
+        given = self._given(step.owner)
+        total = Summand(given, self._seen(arriving))
+        found = Summand(self.tokens.part(step.keys), self._seen(mine))
+        into, sums = mine, wide(mine.flat.dtype)
+        if number > 0:
+            into = arriving
+            if arriving.flat.dtype != sums:
+                into = self._grads(given, mine.flat.new_empty(0, dtype=sums))
+        add(self.tokens, total, found, self._seen(into))
+        return into
 
     def _put_bias(self, whole: Tensor, grad: Tensor, step: _Step) -> None:
         """Put the gradient of a step's scores where they are; no other step has them."""

@@ -5,9 +5,11 @@ A step attends to some of the keys. With the logarithm l of the sum of its expon
 statistic), outputs and statistics of several steps are those of one attention to all their keys:
 L = log(sum e^l), O = sum e^(l - L) o. Outputs are added in fp32 and rounded once; what a step has
 rounded is weighted by at most 1, so the sum errs by no more than one rounding beside that of a
-single call. The backward of each step reads L and O of all, and gradients add up in fp32.
+single call. The backward of each step reads L and O of all, and gradients add up in fp32. The
+operator `attention_merge` does both, in one pass over two of them.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +24,12 @@ from transformer_engine.pytorch.torchside.device import reads_vectors
 INVERSE, SCALES = 0, 2
 """Of the scales of FP8: the one to multiply codes with, and how many (``TE_TENSOR_SCALES``)."""
 
-_OPERATORS = {name: _core.obeying(name) for name in ("attention", "attention_backward")}
+_OPERATORS = {
+    name: _core.obeying(name) for name in ("attention", "attention_backward", "attention_merge")
+}
 
 
+@functools.cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that outputs and gradients of steps are added in."""
     return torch.promote_types(dtype, torch.float32)
@@ -94,20 +99,19 @@ class Steps(NamedTuple):
         heads: Sequence[Tensor],
         made: tuple[Tensor, Tensor],
         limits: dict[str, Any],
+        grads: Sequence[Tensor],
         added: dict[str, Tensor | None],
-    ) -> list[Tensor]:
-        """Gradients of queries, keys and values of a step, as operators see them.
+    ) -> None:
+        """Write the gradients of a step's queries, keys and values, as operators see them.
 
         `made` are output and statistics of all steps, `added` where gradients of a bias and a sink
         go.
         """
-        grads = [self.empty(each, each.shape[-1]) for each in heads]
         names = ("grad_query", "grad_key", "grad_value")
         _OPERATORS["attention_backward"](
             grad, *heads, *made, **dict(zip(names, grads, strict=True)), **added,
             deterministic=self.deterministic, **self._given(limits),
         )  # fmt: skip
-        return grads
 
     def seen(self, tensor: Tensor) -> Tensor:
         """A tensor as the operators see it."""
@@ -118,37 +122,113 @@ class Steps(NamedTuple):
         return shown(self.form, tensor)
 
 
+# ---- what several steps give ---------------------------------------------------------------------
+
+
 class Merged:
     """Output and statistics of the steps so far; the first one has all queries.
 
-    `tokens` are `chunks.DenseTokens` or `PackedTokens`.
+    Outputs are added in fp32, and where a part of the queries has no further step they are written
+    in `dtype` at once.
+
+    Parameters
+    ----------
+    tokens : DenseTokens or PackedTokens
+        Of `chunks`.
+    first : Made
+        What the first step has given; its memory is used.
+    further : dict
+        How many steps come to each part of the queries; the parts are all queries.
+    dtype : torch.dtype
+        Of the output.
     """
 
-    def __init__(self, tokens: Any, first: Made) -> None:
-        self._tokens, self._dtype = tokens, first.output.dtype
-        self._sum, self.statistics, self.top = first
+    def __init__(
+        self, tokens: Any, first: Made, further: dict[Part, int], dtype: torch.dtype
+    ) -> None:
+        self._tokens, self._further = tokens, dict(further)
+        sums, self.statistics, self.top = first
+        self._at = dict.fromkeys(further, sums)
+        self._sums = None if sums.dtype == dtype else sums  # in fp32
+        self._output = sums if sums.dtype == dtype else torch.empty_like(sums, dtype=dtype)
+
+    def _next(self, part: Part) -> Tensor:
+        """Where the next sum of a part goes."""
+        if self._further[part] == 1:
+            return self._output
+        if self._sums is None:
+            self._sums = torch.empty_like(self._output, dtype=wide(self._output.dtype))
+        return self._sums
 
     def add(self, part: Part, step: Made) -> None:
         """Take a step of some queries."""
-        self._sum = self._sum.to(wide(self._dtype))
-        rows = self._tokens.rows(self._sum.shape[1], part)
-        before = self._tokens.statistics(self.statistics, part)
-        after = torch.logaddexp(before, step.statistics)
-        total = self._sum[:, rows]
-        total.mul_(self._weights(before, after))
-        total.addcmul_(step.output, self._weights(step.statistics, after))
-        if self._tokens.packed:
-            self.statistics = after
+        own = [each for each in self._at if part in (Part.ALL, each)]
+        ways = [(self._at[each], self._next(each)) for each in own]
+        if all(way[0] is ways[0][0] and way[1] is ways[0][1] for way in ways):
+            self._merge(part, step.output, step.statistics, ways[0])
         else:
-            self.statistics[..., rows] = after
+            for each, way in zip(own, ways, strict=True):
+                output = self._tokens.taken(step.output, each)
+                self._merge(each, output, self._tokens.statistics(step.statistics, each), way)
+        for each, way in zip(own, ways, strict=True):
+            self._at[each] = way[1]
+            self._further[each] -= 1
         if step.top is not None:
             self.top = torch.maximum(self.top, step.top)
 
-    def _weights(self, statistics: Tensor, of_all: Tensor) -> Tensor:
-        """Share of a step in each output; of queries without keys 0."""
-        share = (statistics - of_all).exp_().masked_fill_(of_all == -torch.inf, 0.0)
-        return self._tokens.weights(share)
+    def _merge(self, part: Part, step: Tensor, of_step: Tensor, way: tuple[Tensor, Tensor]) -> None:
+        tokens = self._tokens
+        total, output = (tokens.taken(each, part) for each in way)
+        statistics = tokens.taken(tokens.weights(self.statistics), part)
+        _OPERATORS["attention_merge"](
+            total, step, output, total_statistics=statistics,
+            step_statistics=tokens.weights(of_step), statistics=statistics,
+        )  # fmt: skip
 
     def output(self) -> Tensor:
-        """The output of all, rounded."""
-        return self._sum.to(self._dtype)
+        """The output of all, in its dtype."""
+        for part, found in self._at.items():
+            if found is not self._output:  # no step came to it
+                taken = self._tokens.taken
+                taken(self._output, part).copy_(taken(found, part))
+        return self._output
+
+
+def add_into(output: Tensor, total: Tensor, step: Tensor) -> None:
+    """Add two tensors of four dims and any dtypes in fp32; `output` may be one of them."""
+    _OPERATORS["attention_merge"](total, step, output)
+
+
+class Summand(NamedTuple):
+    """Gradients of a part of the tokens, as operators see them."""
+
+    part: Part
+    grads: Sequence[Tensor]
+
+
+def joint(one: Part, other: Part) -> Part:
+    """The part that has the tokens of both."""
+    return one if one is other else Part.ALL
+
+
+def add(tokens: Any, total: Summand, found: Summand, into: Sequence[Tensor]) -> Summand:
+    """Add gradients up, into what may be those of `total` or `found`, and has the tokens of both.
+
+    Of parts that differ one is all tokens.
+    """
+    whole = joint(total.part, found.part)
+    common = total.part if found.part is Part.ALL else found.part
+    for before, each, place in zip(total.grads, found.grads, into, strict=True):
+        if total.part is found.part:
+            add_into(place, before, each)
+            continue
+        larger = before if total.part is Part.ALL else each
+        if place is not larger:
+            rest = Part.FIRST if common is Part.SECOND else Part.SECOND
+            tokens.taken(place, rest).copy_(tokens.taken(larger, rest))
+        before, each = (
+            grad if part is common else tokens.taken(grad, common)
+            for grad, part in ((before, total.part), (each, found.part))
+        )
+        add_into(tokens.taken(place, common), before, each)
+    return Summand(whole, into)
