@@ -153,10 +153,14 @@ class Float8TensorStorage(FormatStorage):
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
 
     def _takes(self, source: Any) -> bool:
-        """Return whether bytes of another tensor can be copied: where no scale has to be kept."""
+        """Return whether bytes of another tensor can be copied: where no scale has to be kept.
+
+        Lines of a sharded weight come from such a weight, all of which has one scale: loaders and
+        FSDP2, which pads parts, copy some of them after the other.
+        """
         return (
             isinstance(source, Float8TensorStorage)
-            and self._viewed is None
+            and (self._viewed is None or self._is_shard())
             and source._fp8_dtype == self._fp8_dtype
             and None not in (self._data, source._data)
             and self.shape == source.shape
@@ -238,6 +242,12 @@ class Float8TensorStorage(FormatStorage):
         if self._data is not None:
             self.update_usage(columnwise_usage=False)
 
+    def _turn(self) -> None:
+        """Write the transpose that is there anew."""
+        if self._transpose is not None:
+            casts.transpose_into(self._data, self._transpose)
+            self._transpose_invalid = False
+
     def _create_transpose(self) -> None:
         """Make the transpose, unless it is there."""
         if not self._transpose_invalid:
@@ -307,6 +317,17 @@ class Float8Tensor(FormatTensor, Float8TensorStorage):
         options = {**tensor.get_metadata(), "data_transpose": data_transpose, "data": data}
         dtype = tensor.dtype if dtype is None else dtype
         return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
+
+    def _zeros(self, rows: int) -> "Float8Tensor":
+        """So many lines of zeros, as FSDP2 pads this part of a weight with."""
+        data = casts.empty_rows((rows, *self.shape[1:]), self.device).zero_()
+        fields = {**self._fields(), "_data": data, "_transpose": None, "_transpose_version": None}
+        fields["_scales"] = self._scales.clone()
+        return self._like(fields, shape=data.shape)
+
+    def _is_shard(self) -> bool:
+        """Return whether it is a part of a weight that ranks share."""
+        return getattr(self._quantizer, "with_amax_reduction", False)
 
 
 class PerTensorQuantizer(CodesQuantizer):
@@ -382,7 +403,7 @@ def _of_slots(name: str) -> property:
     return property(read, write)
 
 
-class Float8Quantizer(PerTensorQuantizer):
+class Float8Quantizer(ReducesAmax, PerTensorQuantizer):
     """Casts with a scale that somebody else sets: delayed scaling.
 
     Parameters
@@ -409,6 +430,7 @@ class Float8Quantizer(PerTensorQuantizer):
         measure_first: bool = False,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.with_amax_reduction, self.amax_reduction_group = False, None
         self._bound: Any = None  # slots of a module, which have the scale and amax
         for name, given in (("scale", scale), ("amax", amax)):
             checked_tensor(f"Float8Quantizer: {name}", given)
@@ -437,6 +459,8 @@ class Float8Quantizer(PerTensorQuantizer):
         # Of scale 0 the scale is that of the partials: 1 of none.
         measured = self.measure_first or self._known is not None
         partials = self._partials(source) if measured else casts.no_partials(source)
+        if self.measure_first and self._known is None:
+            self._reduce(partials)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
 

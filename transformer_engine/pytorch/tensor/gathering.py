@@ -6,7 +6,7 @@ rows of that rank lie in a tensor of all rows: a form may have them along anothe
 first one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +79,40 @@ def _joints(
     kind = getattr(quantizer, "STORAGE", None)
     if kind is None or not (quantizer._casts_natively and quantizer.is_quantizable(_like(shape))):
         return None
-    table = _JOINTS.get(kind) or getattr(kind, "_JOINTS", {})
     square = bool(quantizer._format_settings(shape).get("_is_2D_scaled", False))
-    found = {form: table.get((form, square)) for form, wanted in usages.items() if wanted}
-    rows = torch.Size(shape[:-1]).numel()
-    if any(joint is None or (size > 1 and rows % joint.whole) for joint in found.values()):
+    wanted = [form for form, used in usages.items() if used]
+    rows = torch.Size(shape[:-1]).numel() if size > 1 else 0
+    return joints_of(kind, square, wanted, rows)
+
+
+def joints_of(kind: type, square: bool, forms: list[str], rows: int) -> dict[str, Joint] | None:
+    """How forms of a storage class join, of so many rows each; None where one does not."""
+    table = _JOINTS.get(kind) or getattr(kind, "_JOINTS", {})
+    found = {form: table.get((form, square)) for form in forms}
+    if any(joint is None or rows % joint.whole for joint in found.values()):
         return None
     return found
+
+
+class Part(NamedTuple):
+    """A field of a quantized tensor, as it is put beside those of other ranks."""
+
+    name: str
+    tensor: Tensor  # without padding
+    dim: int  # along which those of ranks lie
+    align: int  # and which has a length in a multiple of this
+
+
+def parts_of(storage: Any, joints: dict[str, Joint]) -> Iterator[Part]:
+    """All that ranks exchange of a tensor whose forms join so."""
+    rows = storage.shape[:-1].numel()
+    for form, joint in joints.items():
+        data, scales = (f"_{form}_{what}" for what in ("data", "scale_inv"))
+        yield Part(data, getattr(storage, data), joint.data, 1)
+        own = getattr(storage, scales).narrow(joint.scales, 0, -(-rows // joint.rows))
+        yield Part(scales, own, joint.scales, joint.align)
+        if form == "rowwise" and getattr(storage, "_row_scaled_nvfp4", False):
+            yield Part("_amax_rowwise", storage._amax_rowwise, 0, 1)
 
 
 def _like(shape: tuple) -> Tensor:
@@ -94,21 +121,13 @@ def _like(shape: tuple) -> Tensor:
 
 def _pieces(mine: Any, into: Any, joints: dict[str, Joint]) -> list[_Piece]:
     """All that ranks exchange of a format with scales of each form; what they share is copied."""
-    rows = mine.shape[:-1].numel()
-    pieces = []
-    for form, joint in joints.items():
-        data, scales = f"_{form}_data", f"_{form}_scale_inv"
-        pieces.append(_Piece(getattr(mine, data), getattr(into, data), joint.data))
-        count = -(-rows // joint.rows)
-        own = getattr(mine, scales).narrow(joint.scales, 0, count)
-        pieces.append(_Piece(own, getattr(into, scales), joint.scales))
-        amax = getattr(mine, f"_amax_{form}", None)
-        of_rows = form == "rowwise" and getattr(mine, "_row_scaled_nvfp4", False)
-        if of_rows:
-            pieces.append(_Piece(amax, getattr(into, f"_amax_{form}"), 0))
-        elif amax is not None:
-            getattr(into, f"_amax_{form}").copy_(amax)
-    return pieces
+    parts = list(parts_of(mine, joints))
+    exchanged = [part.name for part in parts]
+    for form in joints:
+        amax = f"_amax_{form}"
+        if amax not in exchanged and getattr(mine, amax, None) is not None:
+            getattr(into, amax).copy_(getattr(mine, amax))
+    return [_Piece(part.tensor, getattr(into, part.name), part.dim) for part in parts]
 
 
 def _local(inp: Tensor, quantizer: Quantizer, usages: dict[str, bool], group: Any) -> Any:

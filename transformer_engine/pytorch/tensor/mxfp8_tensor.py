@@ -58,6 +58,10 @@ class MXFP8TensorStorage(TwoFormStorage):
         data = self._rowwise_data
         return casts.empty_rows(data.shape, data.device).copy_(data), self._turned_scales()
 
+    def _turn(self) -> None:
+        """Write the scales: the data are those of both forms."""
+        self._columnwise_scale_inv.copy_(self._turned_scales())
+
     def _turned_scales(self) -> Tensor:
         """Column-wise scales of squares."""
         data, scales = self._rowwise_data, self._rowwise_scale_inv

@@ -234,6 +234,10 @@ class QuantizedTensorStorage:
         del view
         return None
 
+    def _is_shard(self) -> bool:
+        """Return whether it is a part of a weight that FSDP2 has sharded, and may pad."""
+        return False
+
     def _written(self) -> None:
         """Take note that all forms have been written."""
 

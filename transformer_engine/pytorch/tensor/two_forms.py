@@ -127,6 +127,12 @@ class TwoFormStorage(FormatStorage):
         """Column-wise data and scales, made of the row-wise ones; None where they can not be."""
         return None
 
+    def _turn(self) -> None:
+        """Write the column-wise form that is there, made of the row-wise one."""
+        data, scales = self._turned()
+        self._columnwise_data.copy_(data)
+        self._columnwise_scale_inv.copy_(scales)
+
     # ---- values ----------------------------------------------------------------------------------
 
     @classmethod
