@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of tests/pytorch/test_sharded_weights.py run: one rank's part of it."""
+
+import contextlib
+import gc
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pytorch.distributed_programs import local_of, to_cpu
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
+
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "delayed measured": DelayedScaling(amax_history_len=4, measure_first=True),
+    "current": Float8CurrentScaling(),
+    "tiles": Float8BlockScaling(),
+    "lines": Float8BlockScaling(w_block_scaling_dim=1),
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 squares": MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 lines": NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+}
+SIZE = 512
+
+
+def model_of(device, sizes=(SIZE, SIZE)):
+    """Two modules with three weights."""
+    hidden, ffn = sizes
+    mlp, linear = te.LayerNormMLP(hidden, ffn, device=device), te.Linear(hidden, ffn, device=device)
+    return torch.nn.Sequential(mlp, linear)
+
+
+def mesh_of(device, replicas=1):
+    """All ranks, in so many groups that have the same parts."""
+    size = dist.get_world_size()
+    if replicas == 1:
+        return dist.init_device_mesh(device, (size,))
+    shape = (replicas, size // replicas)
+    return dist.init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(device, recipe, mesh, weights=None, sizes=(SIZE, SIZE), **options):
+    """Make a model on the meta device, shard it, and give it its values."""
+    with te.quantized_model_init(recipe=recipe):
+        model = model_of("meta", sizes)
+    for module in model:
+        fully_shard(module, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    for module in model:
+        module.reset_parameters()
+    if weights is not None:
+        state = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, dict(weights), options=state)
+    return model
+
+
+def replicated(device, recipe, weights):
+    """The same model on each rank, under DDP."""
+    with te.quantized_model_init(recipe=recipe):
+        model = model_of(device)
+    model.load_state_dict(weights)
+    return DistributedDataParallel(model)
+
+
+class Gathers(contextlib.ExitStack):
+    """Numbers of bytes that this rank sends to each all-gather."""
+
+    def __enter__(self):
+        self.sent = []
+        for name in ("all_gather_into_tensor", "all_gather_single"):
+            known = getattr(dist, name, None)
+            if known is not None:
+                self.enter_context(mock.patch.object(dist, name, self._counting(known)))
+        return self
+
+    def _counting(self, known):
+        def gather(output, given, *more, **options):
+            self.sent.append(given.numel() * given.itemsize)
+            return known(output, given, *more, **options)
+
+        return gather
+
+
+def steps(model, recipe, batches, optimizer, device):
+    """Losses of training steps on the batches of this rank."""
+    losses = []
+    for batch in batches:
+        with te.autocast(recipe=recipe):
+            out = model(batch[dist.get_rank()].to(device))
+        loss = out.square().mean() * 8
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(to_cpu(loss))
+    return losses
+
+
+def _values(model):
+    """Whole parameters in high precision."""
+    found = {}
+    for name, p in model.named_parameters():
+        value = local_of(p).detach()
+        value = value.dequantize() if is_quantized(value) else value
+        if local_of(p) is not p:
+            value = torch.distributed.tensor.DTensor.from_local(
+                value, p.device_mesh, p.placements, shape=p.size(), stride=p.stride()
+            ).full_tensor()
+        found[name.removeprefix("module.")] = value.cpu()
+    return found
+
+
+def trained(device, name, weights, batches, how):
+    """Train under DDP ("ddp"), or FSDP2: (replicas, reshard_after_forward).
+
+    Returns losses, parameters, and bytes of weights in each gather of a step, as a part of those
+    in bf16; None under DDP.
+    """
+    recipe = RECIPES[name]
+    if how == "ddp":
+        model, shares = replicated(device, recipe, weights), None
+    else:
+        replicas, reshard = how
+        mesh = mesh_of(device, replicas)
+        model = sharded(device, recipe, mesh, weights, reshard_after_forward=reshard)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    with Gathers() as gathers:
+        losses = steps(model, recipe, batches, optimizer, device)
+    if how != "ddp":
+        assert all(is_quantized(local_of(p)) for p in model.parameters() if p.dim() == 2)
+        others = sum(local_of(p).numel() * 4 for p in model.parameters() if p.dim() == 1)
+        wide = sum(local_of(p).numel() * 2 for p in model.parameters() if p.dim() == 2)
+        times = len(batches) * (2 if how[1] else 1)  # the forward's and the backward's
+        shares = (sum(gathers.sent) / times - others) / wide
+    return losses, _values(model), shares
+
+
+def kept_bytes(device, name, x):
+    """Largest tensor of codes after a forward, and the least of a whole weight; and of its parts."""
+    recipe = RECIPES[name]
+    model = sharded(device, recipe, mesh_of(device))
+    seen = []
+    model[1].register_forward_hook(
+        lambda module, given, out: seen.append(module.weight), prepend=True
+    )
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            out = model(x.to(device))
+        kept = _codes()
+        assert is_quantized(seen.pop())
+        out.square().mean().backward()
+        assert _codes() == kept  # nor does the backward leave any
+    return kept, SIZE * SIZE // (2 if "nv" in name else 1) // dist.get_world_size()
+
+
+def _codes():
+    gc.collect()
+    # Of these activations are smaller.
+    kinds = (torch.uint8, torch.float8_e4m3fn)
+    found = (o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype in kinds)
+    return max((t.untyped_storage().nbytes() for t in found), default=0)
+
+
+def hooks(device, name):
+    """Call the hooks of a part as torch may: by both signatures, and later calls into `out`."""
+    recipe, mesh = RECIPES[name], mesh_of(device)
+    model = sharded(device, recipe, mesh)
+    part = local_of(model[1].weight)
+    short = part.fsdp_pre_all_gather(mesh)
+    full = part.fsdp_pre_all_gather(mesh, (SIZE, SIZE), (SIZE, 1), model[1], None)
+    same = all(torch.equal(a, b) for a, b in zip(short[0], full[0], strict=True))
+    size = mesh.size()
+    outputs = tuple(t.new_empty(size * t.shape[0], *t.shape[1:]) for t in full[0])
+    for output, given in zip(outputs, full[0], strict=True):
+        dist.all_gather_into_tensor(output, given.contiguous())
+    whole, inner = part.fsdp_post_all_gather(outputs, full[1], torch.bfloat16)
+    before = {id(t): (t.data_ptr(), t._version) for t in whole.get_data_tensors() if t is not None}
+    values = whole.dequantize()
+    alias = torch.nn.Parameter(whole)
+    assert part.fsdp_post_all_gather(outputs, full[1], torch.bfloat16, out=alias) is None
+    after = {id(t): (t.data_ptr(), t._version) for t in alias.get_data_tensors() if t is not None}
+    exact = torch.equal(alias.dequantize(), values) and before == after
+    buffers = {t.untyped_storage().data_ptr() for t in inner}
+    mine = {t.untyped_storage().data_ptr() for t in part.get_data_tensors() if t is not None}
+    owned = {p for p, _ in before.values()}
+    places = {t.untyped_storage().data_ptr() for t in whole.get_data_tensors() if t is not None}
+    assert owned and places <= buffers | mine
+    return same, exact, whole.dtype, to_cpu(values), _values(model)["1.weight"]
+
+
+def uneven(device, name, weights, batches, rows):
+    """Train a module whose rows the ranks can not share evenly: losses, and those of plain rows.
+
+    The message where it is refused.
+    """
+    recipe = RECIPES[name]
+    mesh = mesh_of(device)
+    try:
+        model = sharded(device, recipe, mesh, weights, sizes=(64, rows))
+    except NotImplementedError as error:
+        return str(error)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    losses = steps(model, recipe, batches, optimizer, device)
+    with te.quantized_model_init(recipe=recipe):
+        plain = model_of(device, (64, rows))
+    plain.load_state_dict(weights)
+    wrapped = DistributedDataParallel(plain)
+    optimizer = te.optimizers.FusedAdam(wrapped.parameters(), lr=1e-2, master_weights=True)
+    wanted = steps(wrapped, recipe, batches, optimizer, device)
+    kinds = [is_quantized(local_of(p)) for p in model.parameters() if p.dim() == 2]
+    return losses, wanted, kinds
+
+
+def preserved(device, batches):
+    """Masters that begin with the first values in high precision, and torch's optimizers."""
+    recipe = RECIPES["current"]
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        model = model_of("meta", (64, 64))
+    fully_shard(model, mesh=mesh_of(device))
+    for module in model:
+        module.reset_parameters()
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    found = []
+    for p in model.parameters():
+        if p.dim() == 2:
+            optimizer.initialize_state(p)
+            first = p.get_high_precision_init_val().to(device).float()
+            optimizer.set_scaled_state(p, "master_param", first)
+            p.clear_high_precision_init_val()
+            found.append((to_cpu(optimizer.get_unscaled_state(p, "master_param")), to_cpu(first)))
+            assert p.get_high_precision_init_val() is None
+    steps(model, recipe, batches, optimizer, device)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = steps(model, recipe, batches, plain, device)
+    scales = [local_of(p)._scales for p in model.parameters() if p.dim() == 2]
+    return found, losses, to_cpu(scales)
+
+
+def resaved(device, name, weights, batches, folder, layouts):
+    """Train over a mesh, save, load over another one, and go on: both ways' losses and values."""
+    recipe = RECIPES[name]
+    model = sharded(device, recipe, mesh_of(device, layouts[0]), weights)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    steps(model, recipe, batches[:2], optimizer, device)
+    with te.autocast(recipe=recipe):
+        state = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+    dcp.save(state, checkpoint_id=folder)
+    before = _values(model)
+    wanted = steps(model, recipe, batches[2:], optimizer, device)
+    te.reset()
+    other = sharded(device, recipe, mesh_of(device, layouts[1]))
+    optimizer = te.optimizers.FusedAdam(other.parameters(), lr=1e-2, master_weights=True)
+    with te.autocast(recipe=recipe):
+        state = {
+            "model": get_model_state_dict(other),
+            "optimizer": get_optimizer_state_dict(other, optimizer),
+        }
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, optimizer, state["optimizer"])
+    loaded = _values(other)
+    return before, loaded, wanted, steps(other, recipe, batches[2:], optimizer, device)
+
+
+def refused(device):
+    """Train with main gradients under FSDP2: the message."""
+    model = torch.nn.Sequential(te.Linear(32, 32, fuse_wgrad_accumulation=True, device=device))
+    fully_shard(model, mesh=mesh_of(device))
+    try:
+        model(torch.randn(8, 32, device=device))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
