@@ -402,7 +402,7 @@ def _wide(tensor):
 
 def uneven_shards(device):
     """Quantize a weight whose rows the ranks can not share evenly: the message of the error."""
-    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+    with te.quantized_model_init(recipe=Float8BlockScaling()):
         model = torch.nn.Sequential(te.Linear(64, 63, device="meta"))
     shard(model, device)
     try:

@@ -217,23 +217,18 @@ def hooks(device, name):
 
 
 def uneven(device, name, weights, batches, rows):
-    """Train a module whose rows the ranks can not share evenly: losses, and those of plain rows.
+    """Train modules some of whose rows ranks do not share evenly, under FSDP2 and DDP.
 
-    The message where it is refused.
+    Losses of both, whether weights are quantized, and the parameters of both.
     """
-    recipe = RECIPES[name]
-    mesh = mesh_of(device)
-    try:
-        model = sharded(device, recipe, mesh, weights, sizes=(64, rows))
-    except NotImplementedError as error:
-        return str(error)
-    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
-    losses = steps(model, recipe, batches, optimizer, device)
-    wrapped = replicated(device, recipe, weights, (64, rows))
-    optimizer = te.optimizers.FusedAdam(wrapped.parameters(), lr=1e-2, master_weights=True)
-    wanted = steps(wrapped, recipe, batches, optimizer, device)
-    kinds = [is_quantized(local_of(p)) for p in model.parameters() if p.dim() == 2]
-    return losses, wanted, kinds
+    recipe, sizes, found = RECIPES[name], (64, rows), []
+    under_fsdp = sharded(device, recipe, mesh_of(device), weights, sizes)
+    for model in (under_fsdp, replicated(device, recipe, weights, sizes)):
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        kinds = [is_quantized(local_of(p)) for p in model.parameters() if p.dim() == 2]
+        found.append((steps(model, recipe, batches, optimizer, device), kinds, _values(model)))
+    (mine, kinds, values), (wanted, _, of_ddp) = found
+    return mine, wanted, kinds, values, of_ddp
 
 
 def preserved(device, batches):
