@@ -231,6 +231,22 @@ def uneven(device, name, weights, batches, rows):
     return mine, wanted, kinds, values, of_ddp
 
 
+def reductions(device, name, batches):
+    """Numbers of all-reduces of each step of the optimizer."""
+    recipe, found = RECIPES[name], []
+    model = sharded(device, recipe, mesh_of(device), sizes=(64, 62))
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    for batch in batches:
+        with te.autocast(recipe=recipe):
+            out = model(batch[dist.get_rank()].to(device))
+        out.square().mean().backward()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            optimizer.step()
+        optimizer.zero_grad()
+        found.append(reduced.call_count)
+    return found
+
+
 def preserved(device, batches):
     """Masters that begin with the first values in high precision, and torch's optimizers."""
     recipe = RECIPES["current"]

@@ -99,6 +99,14 @@ def test_uneven_parts(ranks, name, is_empty):
             assert_nmse(mine, other, tol("round", E5M2))
 
 
+@pytest.mark.parametrize("ranks", FOUR, indirect=True)
+@pytest.mark.parametrize("name, count", [("delayed", 0), ("delayed measured", 1), ("current", 1)])
+def test_weights_share_one_reduction(ranks, name, count):
+    """All weights of an optimizer, among them some that a rank has fewer rows of."""
+    for found in ranks.run(programs.reductions, name, random_batches(ranks.size, 3, 64)):
+        assert found == [count] * 3
+
+
 def test_masters_of_the_first_values(ranks):
     """They are not rounded; a step leaves one scale to all parts, torch's too."""
     batches = random_batches(ranks.size, 2, 64)

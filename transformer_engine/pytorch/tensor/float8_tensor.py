@@ -330,17 +330,35 @@ class Float8Tensor(FormatTensor, Float8TensorStorage):
         return getattr(self._quantizer, "with_amax_reduction", False)
 
 
-class PerTensorQuantizer(CodesQuantizer):
+class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     """Casts with one scale."""
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
     _GATHERS_ROWS = True
-    _known: tuple[Tensor | None] | None = None
-    """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
-    0, so nobody needs them."""
+    _known: Tensor | None = None
+    """Partial maxima of what is cast, of all ranks that share it, where they were measured."""
 
-    def _partials(self, source: Tensor) -> Tensor | None:
-        return casts.measure(source) if self._known is None else self._known[0]
+    def reduces(self) -> bool:
+        """Return whether a cast takes the largest amax of the ranks of a group."""
+        return self.with_amax_reduction
+
+    def write_measured(
+        self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
+    ) -> None:
+        """Write to a tensor of this quantizer; partial maxima, those of all ranks, are known."""
+        self._known = partials
+        try:
+            into._write(source, None, noop)
+        finally:
+            self._known = None
+
+    def _measured(self, source: Tensor) -> Tensor:
+        """Partial maxima of what is cast; those of all ranks where they share it."""
+        if self._known is not None:
+            return self._known
+        partials = casts.measure(source)
+        self._reduce(partials)
+        return partials
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         self._check_usages()
@@ -403,7 +421,7 @@ def _of_slots(name: str) -> property:
     return property(read, write)
 
 
-class Float8Quantizer(ReducesAmax, PerTensorQuantizer):
+class Float8Quantizer(PerTensorQuantizer):
     """Casts with a scale that somebody else sets: delayed scaling.
 
     Parameters
@@ -457,12 +475,13 @@ class Float8Quantizer(ReducesAmax, PerTensorQuantizer):
         if scale is None:
             scale = self.scale.to(source.device)
         # Of scale 0 the scale is that of the partials: 1 of none.
-        measured = self.measure_first or self._known is not None
-        partials = self._partials(source) if measured else casts.no_partials(source)
-        if self.measure_first and self._known is None:
-            self._reduce(partials)
+        partials = self._measured(source) if self.measure_first else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
+
+    def reduces(self) -> bool:
+        """Return whether a cast takes the largest amax of the ranks of a group."""
+        return self.measure_first and self.with_amax_reduction
 
     def calibrate(self, tensor: Tensor) -> None:
         """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
@@ -479,7 +498,7 @@ class Float8Quantizer(ReducesAmax, PerTensorQuantizer):
         return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
 
 
-class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(PerTensorQuantizer):
     """Casts with the scale that fits the tensor: measured in a pass of its own.
 
     Parameters
@@ -521,8 +540,6 @@ class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
         self.amax_reduction_group = amax_reduction_group
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = self._partials(source)
-        if self._known is None:
-            self._reduce(partials)
+        partials = self._measured(source)
         settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})

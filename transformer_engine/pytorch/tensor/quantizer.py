@@ -504,8 +504,8 @@ class CodesQuantizer(Quantizer):
 class ReducesAmax:
     """The part of quantizers that can take the largest amax of the ranks of a group."""
 
-    with_amax_reduction: bool
-    amax_reduction_group: Any
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
 
     def copy(self) -> Any:
         """Copy the settings but for the reduction, which belongs to one call."""
