@@ -301,6 +301,58 @@ def resaved(device, name, weights, batches, folder, layouts):
     return before, loaded, wanted, steps(other, recipe, batches[2:], optimizer, device)
 
 
+def unshared_scales(device, recipe, apart):
+    """Call a model whose ranks share weights and no amaxes: the message."""
+    model = sharded(device, recipe, mesh_of(device), sizes=(64, 64))
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()] if apart else None
+    try:
+        with te.autocast(recipe=recipe, amax_reduction_group=group):
+            model(torch.randn(8, 64, device=device))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def in_buckets(device, batches):
+    """Gradients of DDP, and those of a program whose buckets have the weights' ``main_grad``."""
+    plain, fused = (
+        torch.nn.Sequential(
+            te.LayerNormMLP(64, 96, device=device, fuse_wgrad_accumulation=fuses),
+            te.Linear(64, 64, device=device, fuse_wgrad_accumulation=fuses),
+        )
+        for fuses in (False, True)
+    )
+    wrapped = DistributedDataParallel(plain)  # which gives all ranks the values of the first
+    fused.load_state_dict(plain.state_dict())
+    bucket = torch.zeros(sum(p.numel() for p in fused.parameters()), device=device)
+    parts = bucket.split([p.numel() for p in fused.parameters()])
+    waited = set()
+
+    def ready(parameter):
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        waited.discard(parameter)
+        if not waited:
+            dist.all_reduce(bucket)
+
+    for parameter, part in zip(fused.parameters(), parts, strict=True):
+        parameter.main_grad = part.view(parameter.shape)
+        parameter.register_post_accumulate_grad_hook(ready)
+    for number, batch in enumerate(batches):
+        x, is_last = batch[dist.get_rank()].to(device), number == len(batches) - 1
+        waited = set(fused.parameters()) if is_last else {None}  # something that never comes
+        for parameter in fused.parameters():
+            parameter.grad_added_to_main_grad = False
+        with contextlib.nullcontext() if is_last else wrapped.no_sync():
+            wrapped(x).square().mean().backward()
+        fused(x).square().mean().backward()
+    bucket /= dist.get_world_size()
+    pairs = zip(plain.parameters(), fused.parameters(), strict=True)
+    return [(to_cpu(p.grad), to_cpu(q.main_grad)) for p, q in pairs]
+
+
 def refused(device):
     """Train with main gradients under FSDP2: the message."""
     model = torch.nn.Sequential(te.Linear(32, 32, fuse_wgrad_accumulation=True, device=device))

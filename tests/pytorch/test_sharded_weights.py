@@ -5,9 +5,11 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch import sharded_programs as programs
-from pytorch.helpers import assert_same_bits
+from pytorch.helpers import assert_same_bits, high_precision_bound
 from pytorch.ranks import FOUR_TOO
 from tols import E5M2, tol
+
+from transformer_engine.common.recipe import DelayedScaling
 
 FOUR = [pytest.param(("cpu", 4), id="gloo-4")]
 BOTH_FORMS = ("lines", "mxfp8", "nvfp4 lines")
@@ -120,7 +122,7 @@ def test_masters_of_the_first_values(ranks):
 
 @pytest.mark.parametrize("ranks", FOUR, indirect=True)
 @pytest.mark.parametrize("layouts", [(2, 1), (1, 2), (1, 1)], ids=["2 to 4", "4 to 2", "4 to 4"])
-@pytest.mark.parametrize("name", ["delayed", "current", "tiles"])
+@pytest.mark.parametrize("name", ["delayed", "current", "tiles", "mxfp8", "nvfp4"])
 def test_checkpoints_of_other_layouts(ranks, tmp_path, name, layouts):
     """Parameters, scaling state and optimizer: what is loaded has the bits of what was saved."""
     given = (name, random_weights(), random_batches(ranks.size, 4), str(tmp_path), layouts)
@@ -133,3 +135,19 @@ def test_checkpoints_of_other_layouts(ranks, tmp_path, name, layouts):
 def test_main_gradients_are_refused(ranks):
     for message in ranks.run(programs.refused):
         assert "fully_shard, which reduces weight.grad" in message
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_of_a_rank_alone_are_refused(ranks, apart):
+    if ranks.size == 1:
+        pytest.skip("one rank has the whole weight")
+    recipe = DelayedScaling(reduce_amax=apart)
+    for message in ranks.run(programs.unshared_scales, recipe, apart):
+        assert "reduce_amax=False" in message and "is not there" in message
+
+
+def test_main_gradients_in_buckets(ranks):
+    """A wrapper that has ``main_grad`` in its buckets, as Megatron's, has the gradients of DDP."""
+    for found in ranks.run(programs.in_buckets, random_batches(ranks.size, 3, 64)):
+        for plain, main in found:
+            assert_nmse(main, plain, 4 * high_precision_bound(torch.float32, 3 * 16 * ranks.size))

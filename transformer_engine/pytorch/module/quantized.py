@@ -20,6 +20,7 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.operands import LinearTensors
+from transformer_engine.pytorch.module.parallel import has_all
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import in_transform, unseen
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT, is_quantized, local_of
@@ -263,12 +264,27 @@ def _bind(quantizer: Any, slots: Slots, part: int) -> None:
     """Let a quantizer of delayed scaling cast with the scale of a part's weight."""
     if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
         return
+    _check_shared(quantizer, slots)
     slot = slots.forward_slot + _SLOTS_OF_PART * part + 1
     with unseen():
         quantizer.scale = slots.forward_scale[slot : slot + 1]
         quantizer.amax = slots.forward_history[0, slot : slot + 1]
     quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
     quantizer._bound = slots  # so that no other module gets them
+
+
+def _check_shared(quantizer: Any, slots: Slots) -> None:
+    """NotImplementedError where ranks that share a weight would have scales of their own for it."""
+    group = getattr(quantizer, "amax_reduction_group", None)
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return
+    *_, ranks = slots.key
+    if ranks == 1 or not has_all(slots.group, group):
+        raise NotImplementedError(
+            "quantized_model_init: a weight that ranks share by fully_shard has one scale: "
+            "DelayedScaling(reduce_amax=False), or an amax_reduction_group without all of these "
+            "ranks, is not there for it: leave them out"
+        )
 
 
 # ---- calls that are found again ------------------------------------------------------------------
