@@ -7,6 +7,7 @@ from comparators import assert_nmse
 from pytorch import sharded_programs as programs
 from pytorch.helpers import assert_same_bits, high_precision_bound
 from pytorch.ranks import FOUR_TOO
+from thinning import chosen, one_each
 from tols import E5M2, tol
 
 from transformer_engine.common.recipe import DelayedScaling
@@ -14,6 +15,12 @@ from transformer_engine.common.recipe import DelayedScaling
 FOUR = [pytest.param(("cpu", 4), id="gloo-4")]
 BOTH_FORMS = ("lines", "mxfp8", "nvfp4 lines")
 """Formats whose column-wise form is no row-wise one, turned: both travel."""
+FORMATS = ("delayed", "current", "tiles", "mxfp8", "nvfp4")
+LAYOUTS = [
+    (2, 1),
+    (1, 2),
+    (1, 1),
+]  # of four ranks: copies that a checkpoint is saved of, and loaded
 
 
 def random_weights(sizes=(programs.SIZE, programs.SIZE)):
@@ -35,13 +42,23 @@ def share_of(name):
     )
 
 
-@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
 @pytest.mark.parametrize("name", programs.RECIPES)
 def test_trains_as_ddp_and_gathers_codes(ranks, name):
     """Of two ranks a sum has one order, and so the same bits."""
+    check_training(ranks, name, [(1, True), (1, False)])
+
+
+@pytest.mark.parametrize("ranks", FOUR, indirect=True)
+@chosen([("delayed",), ("current",), ("tiles",)], name=list(programs.RECIPES))
+def test_trains_over_four_ranks(ranks, name):
+    """All of them share the weights, or two and two."""
+    check_training(ranks, name, [(1, True), (2, True)])
+
+
+def check_training(ranks, name, ways):
+    """Train under DDP and in each way: (copies of the weights, whether they are freed between)."""
     weights, batches = random_weights(), random_batches(ranks.size, 3)
     wanted = ranks.run(programs.trained, name, weights, batches, "ddp")
-    ways = [(1, True), (1, False)] + ([(2, True)] if ranks.size == 4 else [])
     for way in ways:
         found = ranks.run(programs.trained, name, weights, batches, way)
         for (losses, values, share), (theirs, of_ddp, _) in zip(found, wanted, strict=True):
@@ -121,8 +138,7 @@ def test_masters_of_the_first_values(ranks):
 
 
 @pytest.mark.parametrize("ranks", FOUR, indirect=True)
-@pytest.mark.parametrize("layouts", [(2, 1), (1, 2), (1, 1)], ids=["2 to 4", "4 to 2", "4 to 4"])
-@pytest.mark.parametrize("name", ["delayed", "current", "tiles", "mxfp8", "nvfp4"])
+@one_each(layouts=LAYOUTS, name=FORMATS)
 def test_checkpoints_of_other_layouts(ranks, tmp_path, name, layouts):
     """Parameters, scaling state and optimizer: what is loaded has the bits of what was saved."""
     given = (name, random_weights(), random_batches(ranks.size, 4), str(tmp_path), layouts)
