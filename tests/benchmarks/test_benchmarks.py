@@ -382,7 +382,7 @@ def test_fsdp():
     plain = 2 * 2 * 12 * 256**2 * 2 / 2 / 1e6  # two layers and gathers, half of the weights in bf16
     for values in figures.values():
         assert all(value > 0 for value in values[:9])
-        assert values[6] == pytest.approx(plain, abs=1e-3)
+        assert values[6] == round(plain, 3)
         assert 0.5 <= values[8] <= 0.51
     losses = [(*row.split()[:2], *map(float, row.split()[2:])) for row in rows[at + 1 :]]
     assert [row[:2] for row in losses] == [(r, w) for r in recipes for w in ("DDP", "A", "B")]
