@@ -8,9 +8,9 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.two_forms import (
     FORMS,
-    Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,

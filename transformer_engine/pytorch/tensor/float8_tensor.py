@@ -28,6 +28,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fp8_type,
 )
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 
 def _scales_of(scale_inv: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class Float8TensorStorage(FormatStorage):
     """
 
     _TENSORS = ("_data", "_transpose", "_scales")
+    _ONE_SCALE = True
     _SETTINGS = ("_fp8_dtype", "_transpose_version")
     _FORMS = ("_data",), ("_transpose", "_transpose_version")
     _ARGUMENTS: ClassVar[dict[str, str]] = {
@@ -241,6 +243,16 @@ class Float8TensorStorage(FormatStorage):
         """Drop the transpose, which is made again of the row-wise bytes where there are such."""
         if self._data is not None:
             self.update_usage(columnwise_usage=False)
+
+    def _turns(self) -> bool:
+        return True
+
+    def _memory_of_columns(self, fields: dict[str, Any], shape: tuple) -> dict[str, Any]:
+        """Fields of the transpose of a tensor of other fields: plans make one of whole lines."""
+        data = fields["_data"]
+        padded = data.shape[1] % ALIGNMENT != 0
+        transpose = casts.empty_columns(shape, data.device) if padded else None
+        return {"_transpose": transpose, "_transpose_version": None}
 
     def _turn(self) -> None:
         """Write the transpose that is there anew."""

@@ -6,7 +6,7 @@ rows of that rank lie in a tensor of all rows: a form may have them along anothe
 first one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,10 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_row_tensor import Float8RowTensorStorage
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
+from transformer_engine.pytorch.tensor.joints import Joint, joints_of, parts_of
 from transformer_engine.pytorch.tensor.quantized_storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, ReducesAmax, plain
-from transformer_engine.pytorch.tensor.two_forms import Joint
 from transformer_engine.pytorch.torchside.collectives import (
     expect_own,
     gather_parts,
@@ -28,16 +26,6 @@ from transformer_engine.pytorch.torchside.collectives import (
 )
 
 _OP = "gather_along_first_dim"
-_JOINTS: dict[type, dict[tuple[str, bool], Joint]] = {
-    Float8RowTensorStorage: {("rowwise", False): Joint(0, 1, 1, 1, 1)},
-    NVFP4TensorStorage: {
-        ("rowwise", False): Joint(0, 0, 1, 128, 1),
-        ("rowwise", True): Joint(0, 0, 1, 128, 16),
-        ("columnwise", False): Joint(1, 1, 16, 4, 16),
-        ("columnwise", True): Joint(1, 1, 16, 4, 16),
-    },
-}
-"""As `TwoFormStorage._JOINTS`, of formats whose parts join where all have one amax."""
 _OF_A_SHAPE = ("_logical_shape", "_transpose_version")
 """Settings in which a tensor of all rows differs from that of some."""
 
@@ -83,36 +71,6 @@ def _joints(
     wanted = [form for form, used in usages.items() if used]
     rows = torch.Size(shape[:-1]).numel() if size > 1 else 0
     return joints_of(kind, square, wanted, rows)
-
-
-def joints_of(kind: type, square: bool, forms: list[str], rows: int) -> dict[str, Joint] | None:
-    """How forms of a storage class join, of so many rows each; None where one does not."""
-    table = _JOINTS.get(kind) or getattr(kind, "_JOINTS", {})
-    found = {form: table.get((form, square)) for form in forms}
-    if any(joint is None or rows % joint.whole for joint in found.values()):
-        return None
-    return found
-
-
-class Part(NamedTuple):
-    """A field of a quantized tensor, as it is put beside those of other ranks."""
-
-    name: str
-    tensor: Tensor  # without padding
-    dim: int  # along which those of ranks lie
-    align: int  # and which has a length in a multiple of this
-
-
-def parts_of(storage: Any, joints: dict[str, Joint]) -> Iterator[Part]:
-    """All that ranks exchange of a tensor whose forms join so."""
-    rows = storage.shape[:-1].numel()
-    for form, joint in joints.items():
-        data, scales = (f"_{form}_{what}" for what in ("data", "scale_inv"))
-        yield Part(data, getattr(storage, data), joint.data, 1)
-        own = getattr(storage, scales).narrow(joint.scales, 0, -(-rows // joint.rows))
-        yield Part(scales, own, joint.scales, joint.align)
-        if form == "rowwise" and getattr(storage, "_row_scaled_nvfp4", False):
-            yield Part("_amax_rowwise", storage._amax_rowwise, 0, 1)
 
 
 def _like(shape: tuple) -> Tensor:

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
-from transformer_engine.pytorch.tensor.gathering import Part, joints_of, parts_of
-from transformer_engine.pytorch.tensor.master_slices import turns
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8TensorStorage
+from transformer_engine.pytorch.tensor.joints import Part, joints_of, parts_of
 from transformer_engine.pytorch.tensor.quantizer_arguments import FP8
-from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
-from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 _SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
 """Fields that all parts have alike: the whole weight has those of the part."""
@@ -38,9 +33,9 @@ class Gathered(NamedTuple):
 
 def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -> bool:
     """Return whether codes of a format travel, of a weight of so many rows; else values do."""
-    if issubclass(kind, Float8TensorStorage):
+    if kind._ONE_SCALE:
         return True
-    if not issubclass(kind, TwoFormStorage) or rows % ranks != 0:
+    if rows % ranks != 0:
         return False
     sent = ["rowwise"] if square else forms
     part = rows // ranks if ranks > 1 else 0
@@ -63,12 +58,12 @@ def before_gather(mine: Any, ranks: int, size: tuple | None, dtype: torch.dtype 
 
 def _parts(mine: Any, ranks: int, rows: int) -> list[Part] | None:
     """What travels of a part; None where that are its values."""
-    square, own = turns(mine), mine.get_usages()
+    square, own = mine._turns(), mine.get_usages()
     forms = [form for form in own if own[form]]
     kind = getattr(type(mine), "_STORAGE", type(mine))
     if not travels(kind, square, forms, rows, ranks):
         return None
-    if isinstance(mine, Float8TensorStorage):
+    if mine._ONE_SCALE:
         data = casts.padded(mine._data)
         missing = -(-rows // ranks) - data.shape[0]
         if missing:
@@ -125,28 +120,15 @@ def _made_fields(first: Tensor, outputs: tuple, gathered: Gathered) -> dict[str,
     if ranks > 1:
         for part, arrived in zip(parts[1:], outputs[1:], strict=True):
             fields[part.name] = _whole_of(part, arrived, ranks)
-    if isinstance(mine, Float8TensorStorage):
-        padded = length % ALIGNMENT != 0
-        fields["_transpose"] = casts.empty_columns(shape, first.device) if padded else None
-        fields["_transpose_version"] = None
-    elif turns(mine):
-        scales = mine._rowwise_scale_inv
-        form = mine._shapes(shape)["_columnwise_scale_inv"]
-        fields["_columnwise_scale_inv"] = scales.new_empty(form)
-        # Codes of MXFP8 lie alike in both forms.
-        alike = isinstance(mine, MXFP8TensorStorage)
-        fields["_columnwise_data"] = (
-            fields["_rowwise_data"]
-            if alike
-            else mine._of_layout()._empty_columns(shape, first.device, False)
-        )
+    if mine._turns():
+        fields.update(mine._memory_of_columns(fields, shape))
     return fields
 
 
 def _shared(mine: Any) -> dict[str, Any]:
     """Fields of a part that the whole weight has, too."""
     found = {name: getattr(mine, name) for name in _SHARED if hasattr(mine, name)}
-    if "_amax_columnwise" in found and turns(mine):
+    if "_amax_columnwise" in found and mine._turns():
         found["_amax_columnwise"] = found["_amax_rowwise"]
     return found
 
@@ -187,9 +169,7 @@ def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
             for part, arrived in zip(gathered.parts[1:], outputs[1:], strict=True):
                 if not _is_there(part, gathered.ranks):
                     _put(part, arrived, getattr(whole, part.name), gathered.ranks)
-        if isinstance(whole, Float8TensorStorage):
-            whole._turn()
-        elif turns(whole):
+        if whole._turns():
             whole._turn()
 
 
