@@ -131,10 +131,7 @@ def counted() -> Iterator[list[int]]:
         return gather
 
     with contextlib.ExitStack() as stack:
-        for name in (
-            "all_gather_into_tensor",
-            "all_gather_single",
-        ):  # of FSDP2 in versions of torch
+        for name in ("all_gather_into_tensor", "all_gather_single"):  # as versions of torch call it
             known = getattr(dist, name, None)
             if known is not None:
                 stack.enter_context(mock.patch.object(dist, name, counting(known)))
