@@ -349,18 +349,45 @@ def test_compiled_gpt(results):
         assert row["way"] == "compiled" or row["ratio"] == 1.0
 
 
-@pytest.mark.nightly
-def test_context_parallel():
-    """Two processes over gloo: a row for one rank and one for each way."""
-    program = ROOT / "benchmarks" / "context_parallel.py"
-    sizes = "--tokens", "64", "--heads", "2", "--channels", "8", "--turns", "1", "--calls", "1"
+def of_two_ranks(name, *sizes):
+    """Lines that a benchmark of several ranks prints, over gloo."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, "2", program, *sizes], capture_output=True, text=True, env=environment, check=True
-    )
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    command = [*launch, "2", ROOT / "benchmarks" / f"{name}.py", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.nightly
+def test_context_parallel():
+    """A row for one rank and one for each way."""
+    sizes = "--tokens", "64", "--heads", "2", "--channels", "8", "--turns", "1", "--calls", "1"
+    rows = [line.split() for line in of_two_ranks("context_parallel", *sizes)[2:]]
     assert [row[0] for row in rows] == ["one", "p2p", "all_gather", "a2a"]
     own = 32 * 2 * 8 * 4  # bytes of the queries of a rank
     ring, heads = f"{2 * own * 3 / 1e6:.3f}", f"{8 * own / 2 / 1e6:.3f}"
     assert [row[-2] for row in rows] == ["0.000", ring, ring, heads]
+
+
+@pytest.mark.nightly
+def test_fsdp():
+    """Half of the bytes of bf16 travel, and losses differ by less than those of seeds."""
+    sizes = "--hidden", "256", "--channels", "64", "--layers", "2", "--tokens", "32"
+    turns = "--turns", "1", "--calls", "1", "--steps", "3", "--seeds", "2"
+    _, _, _, *rows = of_two_ranks("fsdp", *sizes, *turns)
+    recipes = ["delayed", "current", "block"]
+    at = rows.index("losses after 3 steps, of 2 seeds")
+    figures = {row.split()[0]: [float(cell) for cell in row.split()[1:]] for row in rows[:at]}
+    assert list(figures) == recipes
+    plain = 2 * 2 * 12 * 256**2 * 2 / 2 / 1e6  # two layers and gathers, half of the weights in bf16
+    for values in figures.values():
+        assert all(value > 0 for value in values[:9])
+        assert values[6] == round(plain, 3)
+        assert 0.5 <= values[8] <= 0.51
+    losses = [(*row.split()[:2], *map(float, row.split()[2:])) for row in rows[at + 1 :]]
+    assert [row[:2] for row in losses] == [(r, w) for r in recipes for w in ("DDP", "A", "B")]
+    for at in range(0, len(losses), 3):
+        ddp, a, b = (row[2:] for row in losses[at : at + 3])
+        assert a == ddp
+        spread = max(ddp) - min(ddp)
+        assert all(abs(mine - plain) < spread for mine, plain in zip(b, ddp, strict=True))

@@ -305,7 +305,8 @@ def quantized_shards(device, name, order, weights, batches):
     """Train quantized weights under FSDP2; each step of `order` in its turn.
 
     Returns of each weight the class and the values of this rank's part before training, the output
-    of the first forward of each step, and these values after it.
+    of the first forward of each step, these values after it, and the scale of parts that have one
+    before training.
     """
     recipe = QUANTIZED[name]
     start, *actions = ORDERS[order]
@@ -319,6 +320,8 @@ def quantized_shards(device, name, order, weights, batches):
         return {key: to_cpu(p.dequantize() if is_quantized(p) else p) for key, p in found.items()}
 
     kinds = {key: type(local_of(p)).__name__ for key, p in model.named_parameters() if p.dim() == 2}
+    of_parts = {key: getattr(local_of(p), "_scales", None) for key, p in model.named_parameters()}
+    scales = {key: to_cpu(scale) for key, scale in of_parts.items() if scale is not None}
     before, outputs = parts(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for x in batches:
@@ -328,7 +331,7 @@ def quantized_shards(device, name, order, weights, batches):
         out.backward(torch.ones_like(out))  # large: the steps are to change what is quantized
         optimizer.step()
         optimizer.zero_grad()
-    return kinds, before, outputs, parts()
+    return kinds, before, outputs, parts(), scales
 
 
 OPTIMIZERS = {
@@ -402,7 +405,7 @@ def _wide(tensor):
 
 def uneven_shards(device):
     """Quantize a weight whose rows the ranks can not share evenly: the message of the error."""
-    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+    with te.quantized_model_init(recipe=Float8BlockScaling()):
         model = torch.nn.Sequential(te.Linear(64, 63, device="meta"))
     shard(model, device)
     try:

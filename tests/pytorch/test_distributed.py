@@ -249,10 +249,16 @@ def test_fsdp2_of_quantized_weights(ranks, name, order):
             family = "half_step_nvfp4" if name == "nvfp4" else "round"
             assert_nmse(value, weights[key], tol(family, E4M3))
     te.reset()
-    alone = programs.quantized_model(ranks.device)
+    scales, recipe = results[0][4], programs.QUANTIZED[name]
+    with te.quantized_model_init(enabled=bool(scales), recipe=recipe):
+        alone = programs.quantized_model(ranks.device)
     fresh = {key: value.clone() for key, value in alone.state_dict().items()}
     alone.load_state_dict({**fresh, **(weights if loads else {}), **before})
-    with te.autocast(recipe=programs.QUANTIZED[name]):
+    for key, scale in scales.items():  # that of a cast of what was cast may be one bit off
+        weight = alone.get_parameter(key)
+        weight._scales.copy_(scale)
+        assert_same_bits(weight.dequantize().cpu(), before[key])
+    with te.autocast(recipe=recipe):
         out = alone(batches[0].to(ranks.device))
     if ranks.device == "cpu":
         assert_same_bits(out.detach(), results[0][2][0])
@@ -282,7 +288,8 @@ def test_fsdp2_refuses_quantized_weights_of_uneven_parts(ranks):
     if ranks.size == 1:
         pytest.skip("one rank has all rows")
     for message in ranks.run(programs.uneven_shards):
-        assert f"weight of 63 rows over {ranks.size} ranks is not there yet" in message
+        assert f"weight of 63 rows over {ranks.size} ranks as a Float8BlockwiseQTensor" in message
+        assert "is not there yet: its rows must be a multiple of the ranks" in message
 
 
 def joined_parts(results, place):

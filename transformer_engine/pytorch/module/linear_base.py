@@ -28,7 +28,7 @@ from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.torchside.modes import without_memory
-from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
 
 _SHOWN = ("zero_centered_gamma", "return_layernorm_output", "return_bias")
 _SHOWN += ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input")
@@ -128,10 +128,6 @@ class LinearBase(LinearCallBase):
             names = [f"{prefix}weight" for prefix, _ in self._initialisers()]
             quantized.quantize_weights(self, names, self._quantized_init)
 
-    def _bind_shard(self, shard: Tensor) -> None:
-        """Let the quantizer of this rank's part of a weight cast with the scale of its slot."""
-        quantized.bind_shard(self, shard)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on.
 
@@ -155,7 +151,8 @@ class LinearBase(LinearCallBase):
         """Drop the cached cast of the weight that a parameter belongs to."""
         kept = zip(self.LINEARS, self._weight_caches, strict=True)
         self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
-        if self._quantized_parameters or is_quantized(self._parameters[name]):
+        known = any(name == one.name for one in self._quantized_parameters)
+        if known != is_quantized(local_of(self._parameters[name])):  # FSDP2 has parts and wholes
             self._present, self._quantized_parameters = None, ()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LinearBase":

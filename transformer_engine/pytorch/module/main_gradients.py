@@ -18,7 +18,8 @@ def main_grad_of(weight: Parameter) -> Tensor:
     if main_grad is None:
         raise RuntimeError(
             "fuse_wgrad_accumulation=True, but the weight has no main_grad: assign a "
-            f"tensor of shape {tuple(weight.shape)} to weight.main_grad before the forward"
+            f"tensor of shape {tuple(weight.shape)} to weight.main_grad before the forward. Under "
+            "torch's fully_shard, which reduces weight.grad, leave fuse_wgrad_accumulation out"
         )
     return main_grad
 

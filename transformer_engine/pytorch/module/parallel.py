@@ -240,14 +240,14 @@ def _join(region: Any, group: Any) -> bool:
     if recipe is None or recipe.custom():
         return False
     if recipe.delayed():
-        return recipe.reduce_amax and _has_all(region.state.group, group)
+        return recipe.reduce_amax and has_all(region.state.group, group)
     if recipe.float8_current_scaling():
         return True
     return region.joins and (recipe.float8_block_scaling() or recipe.mxfp8())
 
 
 @functools.lru_cache(maxsize=64)
-def _has_all(outer: Any, inner: Any) -> bool:
+def has_all(outer: Any, inner: Any) -> bool:
     """Return whether a group, None: all ranks, has all ranks of another one."""
     ranks_of = torch.distributed.get_process_group_ranks
     return outer is None or {*ranks_of(inner)} <= {*ranks_of(outer)}

@@ -20,9 +20,10 @@ from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.execution.thread_state import RegionState
 from transformer_engine.pytorch.module import custom_quantizers
 from transformer_engine.pytorch.module.operands import LinearTensors
+from transformer_engine.pytorch.module.parallel import has_all
 from transformer_engine.pytorch.scaling_state.scaling import Slots
 from transformer_engine.pytorch.torchside.modes import in_transform, unseen
-from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT, is_quantized, local_of
 
 _SLOTS_OF_PART = 3
 """Forward slots of a linear layer; the second one is its weight's."""
@@ -255,35 +256,35 @@ def bind_quantizers(module: Any) -> None:
     if not module.primary_weights_in_fp8:
         return
     for i, part in enumerate(module._linear_tensors()):
-        if is_quantized(part.weights[0]):
-            _bind(part.weights[0]._quantizer, module._slots, i)
-
-
-def bind_shard(module: Any, shard: Tensor) -> None:
-    """`bind_quantizers` of this rank's part of a sharded weight, once the module has slots.
-
-    The weight of a call is the whole one, in high precision; its cast and those of the parts share
-    a slot.
-    """
-    slots = getattr(module, "_slots", None)
-    if slots is None or not slots.live:
-        return
-    for name, parameter in module._parameters.items():
-        if local_of(parameter) is shard:
-            part = next(i for i, prefix in enumerate(module.LINEARS) if name.startswith(prefix))
-            _bind(shard._quantizer, slots, part)
+        for weight in filter(is_quantized, part.weights):
+            _bind(weight._quantizer, module._slots, i)
 
 
 def _bind(quantizer: Any, slots: Slots, part: int) -> None:
     """Let a quantizer of delayed scaling cast with the scale of a part's weight."""
     if not hasattr(quantizer, "amax") or getattr(quantizer, "_bound", None) is slots:
         return
+    _check_shared(quantizer, slots)
     slot = slots.forward_slot + _SLOTS_OF_PART * part + 1
     with unseen():
         quantizer.scale = slots.forward_scale[slot : slot + 1]
         quantizer.amax = slots.forward_history[0, slot : slot + 1]
     quantizer.measure_first = slots.initial == 0.0  # whatever it was made for
     quantizer._bound = slots  # so that no other module gets them
+
+
+def _check_shared(quantizer: Any, slots: Slots) -> None:
+    """NotImplementedError where ranks that share a weight would have scales of their own for it."""
+    group = getattr(quantizer, "amax_reduction_group", None)
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return
+    *_, ranks = slots.key
+    if ranks == 1 or not has_all(slots.group, group):
+        raise NotImplementedError(
+            "quantized_model_init: a weight that ranks share by fully_shard has one scale: "
+            "DelayedScaling(reduce_amax=False), or an amax_reduction_group without all of these "
+            "ranks, is not there for it: leave them out"
+        )
 
 
 # ---- calls that are found again ------------------------------------------------------------------
@@ -378,7 +379,7 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
         parameter = module._parameters.get(name)
         if parameter is None or parameter.is_meta or is_quantized(local_of(parameter)):
             continue
-        _refuse_padding(module, name, parameter)
+        ranks, group = _shard_group(module, name, parameter)
         values = local_of(parameter).detach()
         part = next(i for i, prefix in enumerate(module.LINEARS) if name.startswith(prefix))
         quantizer = _weight_quantizer(
@@ -386,10 +387,10 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
         )
         if quantizer is None:
             continue
-        with torch.no_grad():
-            made = quantizer.quantize(values)
+        made = _quantized_part(quantizer, values, group)
         if not is_quantized(made):
             continue
+        _refuse_padding(module, name, parameter, made, ranks)
         if local_of(parameter) is not parameter:
             kept = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             kept._local_tensor, made = made, kept
@@ -401,23 +402,53 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
         setattr(module, name, made)
 
 
-def _refuse_padding(module: Any, name: str, parameter: Tensor) -> None:
-    """Refuse a sharded weight whose rows are not dealt out evenly: FSDP2 pads the parts.
+def _quantized_part(quantizer: Any, values: Tensor, group: Any) -> Any:
+    """Quantize a weight, or a part that a group shares: with the amax of all parts, always."""
+    reduces = group is not None and hasattr(quantizer, "reduce_over")
+    if reduces:
+        quantizer.reduce_over(group)
+    with torch.no_grad():
+        made = quantizer.quantize(values)
+    if reduces and is_quantized(made):
+        made._quantizer.reduce_over(group)
+    return made
 
-    A part that is padded would be in high precision from the first forward on.
+
+def _shard_group(module: Any, name: str, parameter: Tensor) -> tuple[int, Any]:
+    """Number of ranks that share a weight's rows, and their group; (1, None) of a whole weight.
+
+    NotImplementedError for a weight that is sharded along several dims of a mesh.
     """
     if local_of(parameter) is parameter:
-        return
+        return 1, None
     mesh = parameter.device_mesh
-    ranks = 1
-    for dim, placement in enumerate(parameter.placements):
-        ranks *= mesh.size(dim) if placement.is_shard() else 1
-    if parameter.shape[0] % ranks != 0:
+    dims = [at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if len(dims) > 1 or any(parameter.placements[at].dim != 0 for at in dims):
         raise NotImplementedError(
-            f"{type(module).__name__}: quantized_model_init: {name} of {parameter.shape[0]} rows "
-            f"over {ranks} ranks is not there yet: its rows must be a multiple of the ranks, or "
-            "make this module outside of quantized_model_init"
+            f"{type(module).__name__}: quantized_model_init: {name} is placed as "
+            f"{parameter.placements}: give fully_shard a mesh that shards the rows along one dim, "
+            "or make this module outside of quantized_model_init"
         )
+    return (mesh.size(dims[0]), mesh.get_group(dims[0])) if dims else (1, None)
+
+
+def _refuse_padding(module: Any, name: str, parameter: Tensor, made: Any, ranks: int) -> None:
+    """Refuse a sharded weight of uneven parts, which FSDP2 pads, where the codes are not alone.
+
+    FSDP2 takes nothing but lines of all values of a part that is padded.
+    """
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    rows, columns = parameter.shape
+    whole_lines = type(made) is Float8Tensor and columns % ALIGNMENT == 0
+    if rows % ranks == 0 or whole_lines:
+        return
+    raise NotImplementedError(
+        f"{type(module).__name__}: quantized_model_init: {name} of {rows} rows over {ranks} ranks "
+        f"as a {type(made).__name__} is not there yet: its rows must be a multiple of the ranks "
+        "(or it has one scale, and columns in a multiple of 16), or make this module outside of "
+        "quantized_model_init"
+    )
 
 
 def _weight_quantizer(

@@ -433,8 +433,9 @@ class FusedAdam(torch.optim.Optimizer):
                 row = self._rows.get(id(param))
                 if row is None or not state or not row.takes(param, state):
                     check_parameter(_NAME, param)
-                    if local_part(param).numel() == 0:
-                        continue
+                    own = local_part(param)
+                    if own.numel() == 0 and not is_quantized(own):
+                        continue  # of a weight that ranks share a cast may be one of all of them
                     new.append(len(rows))
                     row = param
                 if decoupled:

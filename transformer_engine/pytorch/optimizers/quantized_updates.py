@@ -12,7 +12,10 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.execution.overrides import asked_of_lists
 from transformer_engine.pytorch.optimizers.updates import local_part
+from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import Computed
+from transformer_engine.pytorch.tensor.float8_tensor import PerTensorQuantizer
+from transformer_engine.pytorch.torchside.collectives import take_largest
 
 _obeying_quantize = _core.obeying("quantize")
 
@@ -33,6 +36,7 @@ class Updates:
         self.noop = None if flag is None else flag.to(torch.float32)
         self.rows: list[list[Tensor]] = []
         self.casts: list[dict] = []
+        self.shared: list[tuple[Any, list[Tensor]]] = []
 
     def add(self, param: Tensor, row: Sequence[Tensor]) -> None:
         """Update a parameter that is cast from ``row[1]``, by `flush` at the latest.
@@ -40,8 +44,10 @@ class Updates:
         `row` has its gradient, its values and its states. Of DTensors the part of this rank.
         """
         param, row = local_part(param), [local_part(t) for t in row]
-        source = _Updated(self, row)
-        if param._viewed is None and param._caster()._casts_computed:
+        source, caster = _Updated(self, row), param._caster()
+        if isinstance(caster, PerTensorQuantizer) and caster.reduces():
+            self.shared.append((param, row))
+        elif param._viewed is None and caster._casts_computed:
             param._write(source)
         else:
             param._write(source.values(), None, self.noop)
@@ -70,6 +76,7 @@ class Updates:
 
     def flush(self) -> None:
         """Run what was put off; where somebody else may update, casts are calls of their own."""
+        self._flush_shared()
         if not self.rows:
             return
         lists = _by_list(self.rows)
@@ -80,6 +87,21 @@ class Updates:
             for row, fields in zip(self.rows, self.casts, strict=True):
                 _obeying_quantize(row[1], **fields, noop=self.noop)
         self.rows, self.casts = [], []
+
+    def _flush_shared(self) -> None:
+        """Cast weights that ranks share by the amaxes of all parts: one collective for a group."""
+        shared, self.shared = self.shared, []
+        if shared:
+            self.apply(self.op, _by_list([row for _, row in shared]))
+        groups: dict[Any, list[tuple[Any, Tensor]]] = {}
+        for param, row in shared:
+            groups.setdefault(param.amax_reduction_group, []).append((param, row[1]))
+        for group, members in groups.items():
+            partials = torch.cat([casts.measure(values) for _, values in members])
+            take_largest([partials], group)
+            parts = partials.split(_core.AMAX_PARTIALS)
+            for (param, values), own in zip(members, parts, strict=True):
+                param._caster().write_measured(param, values, own, self.noop)
 
 
 def _by_list(rows: list[list[Tensor]]) -> list[list[Tensor]]:

@@ -342,3 +342,9 @@ def transpose(data: Tensor) -> Tensor:
     made = _run_transpose(plan_ops.behind_operators(data), data)
     *leading, columns = data.shape
     return made[:, : math.prod(leading)].view(columns, *leading)
+
+
+def transpose_into(data: Tensor, columns: Tensor) -> Tensor:
+    """`transpose` of matrices in memory that `empty_columns` has made; return it."""
+    _obeying_transpose(data, padded(columns))
+    return columns

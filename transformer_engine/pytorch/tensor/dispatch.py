@@ -239,7 +239,20 @@ def _cat(func: Any, args: tuple, kwargs: dict) -> Any:
     return parts[0]._like(fields, shape=shape)
 
 
+@_handles(aten.new_zeros.default)
+def _new_zeros(func: Any, args: tuple, kwargs: dict) -> Any:
+    """FSDP2 pads the part of a weight with zeros: these stay quantized, with one scale."""
+    del func
+    tensor, size = args
+    options = [value for value in kwargs.values() if value is not None and value is not False]
+    if options or not tensor._is_shard() or tuple(size[1:]) != tuple(tensor.shape[1:]):
+        return NotImplemented
+    return tensor._zeros(size[0])
+
+
 # ---- views ---------------------------------------------------------------------------------------
+
+_ROWS = (aten.slice.Tensor, aten.narrow.default)
 
 
 @_handles(
@@ -259,6 +272,10 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     fields = tensor._viewed_fields(view)
     if fields is None:
         return _view_of(tensor, None, view)
+    if func in _ROWS and tensor._viewed is None and not is_traced_or_faked():
+        like = view(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+        if like.shape == tensor.shape:  # all of it
+            return aliasing(func, args, kwargs, tensor._like(stride=tensor.stride()))
     return aliasing(func, args, kwargs, _view_of(tensor, fields, view))
 
 
@@ -267,6 +284,9 @@ def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
     """A view by strides: in the memory that plain values of the outermost whole lie in."""
     del func
     whole, size, stride, *offset = [*args, *kwargs.values()]
+    same = (tuple(size), tuple(stride)) == (tuple(whole.shape), tuple(whole.stride()))
+    if same and offset in ([], [None], [0]) and whole._viewed is None:
+        return whole.detach()
     views = []
     while whole._viewed is not None:
         whole, view = whole._viewed

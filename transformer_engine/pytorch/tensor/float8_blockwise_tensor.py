@@ -8,9 +8,9 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.two_forms import (
     FORMS,
-    Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
@@ -49,12 +49,21 @@ class Float8BlockwiseQTensorStorage(TwoFormStorage):
         if not self._is_2D_scaled:
             return None
         *leading, columns = self._rowwise_data.shape
-        lines = torch.Size(leading).numel()
-        across, along = -(-columns // 128), -(-lines // 128)
+        shape = scale_shape(self._mode(), columns, torch.Size(leading).numel())
+        turned = self._rowwise_scale_inv.new_empty(shape)
+        return casts.transpose(self._rowwise_data), self._turn_scales(turned)
+
+    def _turn(self) -> None:
+        casts.transpose_into(self._rowwise_data, self._columnwise_data)
+        self._turn_scales(self._columnwise_scale_inv)
+
+    def _turn_scales(self, turned: Tensor) -> Tensor:
+        """Write the scales of square tiles as those of the column-wise form; return them."""
         scales = self._rowwise_scale_inv
-        turned = scales.new_zeros(scale_shape(self._mode(), columns, lines))
+        along, across = scales.shape[0], turned.shape[0]
         turned[:, :along] = scales[:, :across].t()
-        return casts.transpose(self._rowwise_data), turned
+        turned[:, along:] = 0.0
+        return turned
 
 
 class Float8BlockwiseQTensor(TwoFormTensor, Float8BlockwiseQTensorStorage):

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with a scale for each row of what a GEMM reads, for `Float8RowScaling`."""
 
+from typing import ClassVar
+
 from transformer_engine import _core
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.two_forms import (
     TwoFormQuantizer,
     TwoFormStorage,
@@ -17,6 +20,7 @@ class Float8RowTensorStorage(TwoFormStorage):
     """
 
     _MODE = _core.SCALING_ROW
+    _GATHERED: ClassVar[dict] = {("rowwise", False): Joint(0, 1, 1, 1, 1)}
 
     def _of_layout(self) -> TwoFormQuantizer:
         return Float8RowQuantizer(self._fp8_dtype)

@@ -28,6 +28,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fp8_type,
 )
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
+from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 
 def _scales_of(scale_inv: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class Float8TensorStorage(FormatStorage):
     """
 
     _TENSORS = ("_data", "_transpose", "_scales")
+    _ONE_SCALE = True
     _SETTINGS = ("_fp8_dtype", "_transpose_version")
     _FORMS = ("_data",), ("_transpose", "_transpose_version")
     _ARGUMENTS: ClassVar[dict[str, str]] = {
@@ -153,10 +155,14 @@ class Float8TensorStorage(FormatStorage):
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
 
     def _takes(self, source: Any) -> bool:
-        """Return whether bytes of another tensor can be copied: where no scale has to be kept."""
+        """Return whether bytes of another tensor can be copied: where no scale has to be kept.
+
+        Lines of a sharded weight come from such a weight, all of which has one scale: loaders and
+        FSDP2, which pads parts, copy some of them after the other.
+        """
         return (
             isinstance(source, Float8TensorStorage)
-            and self._viewed is None
+            and (self._viewed is None or self._is_shard())
             and source._fp8_dtype == self._fp8_dtype
             and None not in (self._data, source._data)
             and self.shape == source.shape
@@ -238,6 +244,22 @@ class Float8TensorStorage(FormatStorage):
         if self._data is not None:
             self.update_usage(columnwise_usage=False)
 
+    def _turns(self) -> bool:
+        return True
+
+    def _memory_of_columns(self, fields: dict[str, Any], shape: tuple) -> dict[str, Any]:
+        """Fields of the transpose of a tensor of other fields: plans make one of whole lines."""
+        data = fields["_data"]
+        padded = data.shape[1] % ALIGNMENT != 0
+        transpose = casts.empty_columns(shape, data.device) if padded else None
+        return {"_transpose": transpose, "_transpose_version": None}
+
+    def _turn(self) -> None:
+        """Write the transpose that is there anew."""
+        if self._transpose is not None:
+            casts.transpose_into(self._data, self._transpose)
+            self._transpose_invalid = False
+
     def _create_transpose(self) -> None:
         """Make the transpose, unless it is there."""
         if not self._transpose_invalid:
@@ -308,18 +330,47 @@ class Float8Tensor(FormatTensor, Float8TensorStorage):
         dtype = tensor.dtype if dtype is None else dtype
         return cls(shape=shape, dtype=dtype, requires_grad=requires_grad, **options)
 
+    def _zeros(self, rows: int) -> "Float8Tensor":
+        """So many lines of zeros, as FSDP2 pads this part of a weight with."""
+        data = casts.empty_rows((rows, *self.shape[1:]), self.device).zero_()
+        fields = {**self._fields(), "_data": data, "_transpose": None, "_transpose_version": None}
+        fields["_scales"] = self._scales.clone()
+        return self._like(fields, shape=data.shape)
 
-class PerTensorQuantizer(CodesQuantizer):
+    def _is_shard(self) -> bool:
+        """Return whether it is a part of a weight that ranks share."""
+        return getattr(self._quantizer, "with_amax_reduction", False)
+
+
+class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     """Casts with one scale."""
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
     _GATHERS_ROWS = True
-    _known: tuple[Tensor | None] | None = None
-    """Partial maxima of what is cast, where somebody has measured them; (None,): the scale is not
-    0, so nobody needs them."""
+    _known: Tensor | None = None
+    """Partial maxima of what is cast, of all ranks that share it, where they were measured."""
 
-    def _partials(self, source: Tensor) -> Tensor | None:
-        return casts.measure(source) if self._known is None else self._known[0]
+    def reduces(self) -> bool:
+        """Return whether a cast takes the largest amax of the ranks of a group."""
+        return self.with_amax_reduction
+
+    def write_measured(
+        self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
+    ) -> None:
+        """Write to a tensor of this quantizer; partial maxima, those of all ranks, are known."""
+        self._known = partials
+        try:
+            into._write(source, None, noop)
+        finally:
+            self._known = None
+
+    def _measured(self, source: Tensor) -> Tensor:
+        """Partial maxima of what is cast; those of all ranks where they share it."""
+        if self._known is not None:
+            return self._known
+        partials = casts.measure(source)
+        self._reduce(partials)
+        return partials
 
     def _empty(self, shape: tuple, device: torch.device, pin_memory: bool) -> dict[str, Any]:
         self._check_usages()
@@ -409,6 +460,7 @@ class Float8Quantizer(PerTensorQuantizer):
         measure_first: bool = False,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.with_amax_reduction, self.amax_reduction_group = False, None
         self._bound: Any = None  # slots of a module, which have the scale and amax
         for name, given in (("scale", scale), ("amax", amax)):
             checked_tensor(f"Float8Quantizer: {name}", given)
@@ -435,10 +487,13 @@ class Float8Quantizer(PerTensorQuantizer):
         if scale is None:
             scale = self.scale.to(source.device)
         # Of scale 0 the scale is that of the partials: 1 of none.
-        measured = self.measure_first or self._known is not None
-        partials = self._partials(source) if measured else casts.no_partials(source)
+        partials = self._measured(source) if self.measure_first else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
+
+    def reduces(self) -> bool:
+        """Return whether a cast takes the largest amax of the ranks of a group."""
+        return self.measure_first and self.with_amax_reduction
 
     def calibrate(self, tensor: Tensor) -> None:
         """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
@@ -455,7 +510,7 @@ class Float8Quantizer(PerTensorQuantizer):
         return {**scaling, "fp8_dtype": int(self.dtype), "measure_first": self.measure_first}
 
 
-class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(PerTensorQuantizer):
     """Casts with the scale that fits the tensor: measured in a pass of its own.
 
     Parameters
@@ -497,8 +552,6 @@ class Float8CurrentScalingQuantizer(ReducesAmax, PerTensorQuantizer):
         self.amax_reduction_group = amax_reduction_group
 
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = self._partials(source)
-        if self._known is None:
-            self._reduce(partials)
+        partials = self._measured(source)
         settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
         self._write_forms(source, into, noop, {"partials": partials, **settings})

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.tensor import casts
-from transformer_engine.pytorch.tensor.float8_row_tensor import Float8RowTensorStorage
 from transformer_engine.pytorch.tensor.float8_tensor import Float8TensorStorage
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
+from transformer_engine.pytorch.tensor.joints import Joint, joints_of, parts_of
 from transformer_engine.pytorch.tensor.quantized_storage import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor.quantizer import Quantizer, ReducesAmax, plain
-from transformer_engine.pytorch.tensor.two_forms import Joint
 from transformer_engine.pytorch.torchside.collectives import (
     expect_own,
     gather_parts,
@@ -28,16 +26,6 @@ from transformer_engine.pytorch.torchside.collectives import (
 )
 
 _OP = "gather_along_first_dim"
-_JOINTS: dict[type, dict[tuple[str, bool], Joint]] = {
-    Float8RowTensorStorage: {("rowwise", False): Joint(0, 1, 1, 1, 1)},
-    NVFP4TensorStorage: {
-        ("rowwise", False): Joint(0, 0, 1, 128, 1),
-        ("rowwise", True): Joint(0, 0, 1, 128, 16),
-        ("columnwise", False): Joint(1, 1, 16, 4, 16),
-        ("columnwise", True): Joint(1, 1, 16, 4, 16),
-    },
-}
-"""As `TwoFormStorage._JOINTS`, of formats whose parts join where all have one amax."""
 _OF_A_SHAPE = ("_logical_shape", "_transpose_version")
 """Settings in which a tensor of all rows differs from that of some."""
 
@@ -79,13 +67,10 @@ def _joints(
     kind = getattr(quantizer, "STORAGE", None)
     if kind is None or not (quantizer._casts_natively and quantizer.is_quantizable(_like(shape))):
         return None
-    table = _JOINTS.get(kind) or getattr(kind, "_JOINTS", {})
     square = bool(quantizer._format_settings(shape).get("_is_2D_scaled", False))
-    found = {form: table.get((form, square)) for form, wanted in usages.items() if wanted}
-    rows = torch.Size(shape[:-1]).numel()
-    if any(joint is None or (size > 1 and rows % joint.whole) for joint in found.values()):
-        return None
-    return found
+    wanted = [form for form, used in usages.items() if used]
+    rows = torch.Size(shape[:-1]).numel() if size > 1 else 0
+    return joints_of(kind, square, wanted, rows)
 
 
 def _like(shape: tuple) -> Tensor:
@@ -94,21 +79,13 @@ def _like(shape: tuple) -> Tensor:
 
 def _pieces(mine: Any, into: Any, joints: dict[str, Joint]) -> list[_Piece]:
     """All that ranks exchange of a format with scales of each form; what they share is copied."""
-    rows = mine.shape[:-1].numel()
-    pieces = []
-    for form, joint in joints.items():
-        data, scales = f"_{form}_data", f"_{form}_scale_inv"
-        pieces.append(_Piece(getattr(mine, data), getattr(into, data), joint.data))
-        count = -(-rows // joint.rows)
-        own = getattr(mine, scales).narrow(joint.scales, 0, count)
-        pieces.append(_Piece(own, getattr(into, scales), joint.scales))
-        amax = getattr(mine, f"_amax_{form}", None)
-        of_rows = form == "rowwise" and getattr(mine, "_row_scaled_nvfp4", False)
-        if of_rows:
-            pieces.append(_Piece(amax, getattr(into, f"_amax_{form}"), 0))
-        elif amax is not None:
-            getattr(into, f"_amax_{form}").copy_(amax)
-    return pieces
+    parts = list(parts_of(mine, joints))
+    exchanged = [part.name for part in parts]
+    for form in joints:
+        amax = f"_amax_{form}"
+        if amax not in exchanged and getattr(mine, amax, None) is not None:
+            getattr(into, amax).copy_(getattr(mine, amax))
+    return [_Piece(part.tensor, getattr(into, part.name), part.dim) for part in parts]
 
 
 def _local(inp: Tensor, quantizer: Quantizer, usages: dict[str, bool], group: Any) -> Any:

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor.identity_tensor import IdentityTensorStor
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 from transformer_engine.pytorch.tensor.two_forms import TwoFormStorage
 
-__all__ = ["Shards", "Slice", "row_data_field", "row_storage", "slices_of", "turns"]
+__all__ = ["Shards", "Slice", "row_data_field", "row_storage", "slices_of"]
 
 _ROW_DATA = {
     Float8TensorStorage: "_data",
@@ -53,13 +53,6 @@ def row_storage(weight: Any) -> Any:
 def row_data_field(storage: Any) -> str | None:
     """The field of `_ROW_DATA`; None: of another class."""
     return next((name for kind, name in _ROW_DATA.items() if isinstance(storage, kind)), None)
-
-
-def turns(storage: Any) -> bool:
-    """Tell whether its column-wise form is the row-wise one, turned: the same codes and scales."""
-    return isinstance(storage, Float8TensorStorage) or bool(
-        getattr(storage, "_is_2D_scaled", False)
-    )
 
 
 class Shards(NamedTuple):
@@ -219,7 +212,7 @@ class UnitSlice(Slice):
         self.quantizer = storage._caster().copy()
         self.quantizer.internal = True
         self.is_fp4 = isinstance(storage, NVFP4TensorStorage)
-        self.square = turns(storage)
+        self.square = storage._turns()
         mode = storage._mode()
         size = (self.rows, self.columns)
         self.row_units = _Units(

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.quantizer_arguments import as_bytes
 from transformer_engine.pytorch.tensor.two_forms import (
     FORMS,
-    Joint,
     TwoFormQuantizer,
     TwoFormStorage,
     TwoFormTensor,
@@ -57,6 +57,17 @@ class MXFP8TensorStorage(TwoFormStorage):
             return None
         data = self._rowwise_data
         return casts.empty_rows(data.shape, data.device).copy_(data), self._turned_scales()
+
+    def _memory_of_columns(self, fields: dict[str, Any], shape: tuple) -> dict[str, Any]:
+        scales = self._shapes(shape)["_columnwise_scale_inv"]
+        return {
+            "_columnwise_data": fields["_rowwise_data"],  # they lie alike in both forms
+            "_columnwise_scale_inv": self._rowwise_scale_inv.new_empty(scales),
+        }
+
+    def _turn(self) -> None:
+        """Write the scales: the data are those of both forms."""
+        self._columnwise_scale_inv.copy_(self._turned_scales())
 
     def _turned_scales(self) -> Tensor:
         """Column-wise scales of squares."""

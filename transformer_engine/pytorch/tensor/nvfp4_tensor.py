@@ -13,6 +13,7 @@ from transformer_engine.common import absent
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.execution.random import draw_pair
 from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.quantizer import ReducesAmax
 from transformer_engine.pytorch.tensor.quantizer_arguments import checked_shape
 from transformer_engine.pytorch.tensor.two_forms import (
@@ -58,6 +59,12 @@ class NVFP4TensorStorage(TwoFormStorage):
         "_with_gemm_swizzled_scales",
     )
     _KINDS = (DType.kFloat4E2M1,)
+    _GATHERED: ClassVar[dict] = {
+        ("rowwise", False): Joint(0, 0, 1, 128, 1),
+        ("rowwise", True): Joint(0, 0, 1, 128, 16),
+        ("columnwise", False): Joint(1, 1, 16, 4, 16),
+        ("columnwise", True): Joint(1, 1, 16, 4, 16),
+    }
     _OTHER_NAMES: ClassVar[dict[str, str]] = {"fp4_dtype": "fp8_dtype"}
     _amax_rowwise: Tensor | None
     _amax_columnwise: Tensor | None

@@ -76,6 +76,8 @@ class QuantizedTensorStorage:
 
     _CAST_APART: ClassVar[bool] = False
     """True where row-wise and column-wise form are casts by themselves."""
+    _ONE_SCALE: ClassVar[bool] = False
+    """True where all codes of a tensor have one scale."""
     _ARGUMENTS: ClassVar[dict[str, str]] = {}
     """Fields, and the arguments of the constructor that have other names than these have."""
     _FORMS: tuple[tuple[str, ...], ...] = ()
@@ -233,6 +235,14 @@ class QuantizedTensorStorage:
         """Fields of a view, which `view` makes of each tensor of its shape; None: it has none."""
         del view
         return None
+
+    def _turns(self) -> bool:
+        """Tell whether its column-wise form is the row-wise one, turned: its codes and scales."""
+        return bool(getattr(self, "_is_2D_scaled", False))
+
+    def _is_shard(self) -> bool:
+        """Return whether it is a part of a weight that FSDP2 has sharded, and may pad."""
+        return False
 
     def _written(self) -> None:
         """Take note that all forms have been written."""

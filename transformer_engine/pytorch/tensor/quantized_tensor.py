@@ -239,19 +239,23 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     # ---- as a part of a weight that FSDP2 has sharded -----------------------------------------
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor], None]:
-        """Return what `torch.distributed.fsdp` gathers of a sharded parameter: high precision.
+        self,
+        mesh: Any,
+        outer_size: Sequence[int] | None = None,
+        outer_stride: Any = None,
+        module: Any = None,
+        mp_policy: Any = None,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what `torch.distributed.fsdp` gathers of this part of a weight: codes and scales.
 
-        Parts have scales of their own, and the forward casts the whole weight.
+        `mesh` are the ranks that share the weight, `outer_size` is its size; see `sharded.py`.
         """
-        del mesh, orig_size, contiguous_orig_stride
-        bind = getattr(module, "_bind_shard", None)
-        if bind is not None:
-            bind(self)
-        dtype = mp_policy.param_dtype or self.dtype
+        from transformer_engine.pytorch.tensor.sharded import before_gather
+
+        del outer_stride, module
+        dtype = None if mp_policy is None else mp_policy.param_dtype
         with torch.no_grad():
-            return (self._dequantized(dtype, tuple(self.shape)),), None
+            return before_gather(self, mesh.size(), outer_size, dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -261,17 +265,14 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, in the memory that was gathered to: `out`, where that is given."""
-        del metadata, param_dtype
-        (whole,) = all_gather_outputs
-        if out is None:
-            return whole, (whole,)
-        if out.data_ptr() != whole.data_ptr():
-            raise RuntimeError(
-                "fsdp_post_all_gather: FSDP2 gathered to memory other than out; this version of "
-                "torch is not supported"
-            )
-        return None
+        """The whole weight, over the memory that was gathered to; `out`, where given, becomes that.
+
+        With it the tensors that FSDP2 is to free, and to allocate before the next call.
+        """
+        from transformer_engine.pytorch.tensor.sharded import after_gather
+
+        with torch.no_grad():
+            return after_gather(all_gather_outputs, metadata, param_dtype, out)
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms; through a view into what it is a view of.

@@ -504,13 +504,25 @@ class CodesQuantizer(Quantizer):
 class ReducesAmax:
     """The part of quantizers that can take the largest amax of the ranks of a group."""
 
-    with_amax_reduction: bool
-    amax_reduction_group: Any
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
 
     def copy(self) -> Any:
         """Copy the settings but for the reduction, which belongs to one call."""
         made = super().copy()
         made.with_amax_reduction, made.amax_reduction_group = False, None
+        return made
+
+    def reduce_over(self, group: Any) -> None:
+        """Take the largest amax of the ranks of a group at each cast from now on."""
+        self.with_amax_reduction, self.amax_reduction_group = True, group
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Copy all but the group, which is that of the copy too."""
+        state = dict(self.__getstate__() or {})
+        group = state.pop("amax_reduction_group", None)
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(state, memo), amax_reduction_group=group)
         return made
 
     def _reduce(self, *partials: Tensor) -> None:

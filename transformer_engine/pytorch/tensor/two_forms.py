@@ -7,7 +7,7 @@ Both forms are cast from high precision. A format says by `_mode` how its scales
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
+from transformer_engine.pytorch.tensor.joints import Joint
 from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
 from transformer_engine.pytorch.tensor.quantizer import CodesQuantizer
@@ -29,16 +30,6 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
 
 FORMS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 """Arguments that are the tensors of every such format."""
-
-
-class Joint(NamedTuple):
-    """Where the rows of a matrix lie in a form of it, for matrices that are put row after row."""
-
-    data: int  # dim of its data
-    scales: int  # dim of its scales,
-    rows: int  # of which one is of so many rows,
-    align: int  # and which has a length in a multiple of this
-    whole: int  # rows that all matrices but the last have a multiple of
 
 
 def _refuse_swizzled(storage: Any, swizzled: Any) -> None:
@@ -78,6 +69,8 @@ class TwoFormStorage(FormatStorage):
     """Of arguments, and those that they stand for."""
     _JOINTS: ClassVar[dict[tuple[str, bool], Joint]] = {}
     """By form, and whether scales are of squares; none where they are of all rows."""
+    _GATHERED: ClassVar[dict[tuple[str, bool], Joint]] = {}
+    """The same of a format whose parts join where all of them have one amax, or in one form."""
 
     _rowwise_data: Tensor | None
     _rowwise_scale_inv: Tensor | None
@@ -126,6 +119,21 @@ class TwoFormStorage(FormatStorage):
     def _turned(self) -> tuple[Tensor, Tensor] | None:
         """Column-wise data and scales, made of the row-wise ones; None where they can not be."""
         return None
+
+    def _memory_of_columns(self, fields: dict[str, Any], shape: tuple) -> dict[str, Any]:
+        """Fields of the column-wise form of a tensor of other fields and shape, for `_turn`."""
+        scales = self._shapes(shape)["_columnwise_scale_inv"]
+        device = fields["_rowwise_data"].device
+        return {
+            "_columnwise_data": self._of_layout()._empty_columns(shape, device, False),
+            "_columnwise_scale_inv": self._rowwise_scale_inv.new_empty(scales),
+        }
+
+    def _turn(self) -> None:
+        """Write the column-wise form that is there, made of the row-wise one."""
+        data, scales = self._turned()
+        self._columnwise_data.copy_(data)
+        self._columnwise_scale_inv.copy_(scales)
 
     # ---- values ----------------------------------------------------------------------------------
 

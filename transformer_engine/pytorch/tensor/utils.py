@@ -16,7 +16,6 @@ from transformer_engine.pytorch.tensor.master_slices import (
     row_data_field,
     row_storage,
     slices_of,
-    turns,
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import expect_tensor, is_quantized
 
@@ -109,7 +108,7 @@ def quantize_master_weights(
         weight._changed()
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
-        if not manual_post_all_gather_processing and turns(weight) and id(weight) not in kept:
+        if not manual_post_all_gather_processing and weight._turns() and id(weight) not in kept:
             weight.update_usage(columnwise_usage=False)
 
 
@@ -218,7 +217,7 @@ def post_all_gather_processing(model_weights: Any) -> None:
             )
         if isinstance(weight, HybridQuantizedTensorStorage):
             _cast_columns_of_rows(weight)
-        elif is_quantized(weight) and turns(weight):
+        elif is_quantized(weight) and weight._turns():
             _turn(weight)
 
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized weights that `torch.distributed.fsdp.fully_shard` has sharded: ranks gather codes.
+
+FSDP2 asks the part of a rank what to gather (`before_gather`), and hands out what has arrived
+(`after_gather`). The whole weight is a tensor over that memory, which FSDP2 frees and fills again;
+what autograd saves of it is that memory, too. What does not lie there as plans read it (scales with
+padding, forms that a plan does not make for itself) is in buffers that FSDP2 frees likewise. With
+one scale for the tensor all parts have the same one, and codes alone travel. Values in high
+precision travel where the parts of a format do not join (`_parts`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.tensor import casts
+from transformer_engine.pytorch.tensor.joints import Part, joints_of, parts_of
+from transformer_engine.pytorch.tensor.quantizer_arguments import FP8
+
+_SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
+"""Fields that all parts have alike: the whole weight has those of the part."""
+
+
+class Gathered(NamedTuple):
+    """What a rank knows of a weight that is being gathered."""
+
+    mine: Any  # its part
+    parts: list[Part] | None  # what travels of it; None: its values
+    ranks: int
+    shape: tuple[int, ...]  # of the weight
+
+
+def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -> bool:
+    """Return whether codes of a format travel, of a weight of so many rows; else values do."""
+    if kind._ONE_SCALE:
+        return True
+    if rows % ranks != 0:
+        return False
+    sent = ["rowwise"] if square else forms
+    part = rows // ranks if ranks > 1 else 0
+    return "rowwise" in forms and joints_of(kind, square, sent, part) is not None
+
+
+def before_gather(mine: Any, ranks: int, size: tuple | None, dtype: torch.dtype | None) -> tuple:
+    """Return the tensors to gather of this rank's part, and a `Gathered`.
+
+    `size` is that of the weight, None where all parts have equally many rows; `dtype` is that of
+    values, the nominal one where None.
+    """
+    rows = mine.shape[0] * ranks if size is None else size[0]
+    parts = _parts(mine, ranks, rows)
+    gathered = Gathered(mine, parts, ranks, (rows, *mine.shape[1:]))
+    if parts is None:
+        return (mine._dequantized(dtype or mine.dtype, tuple(mine.shape)),), gathered
+    return tuple([part.tensor for part in parts]), gathered
+
+
+def _parts(mine: Any, ranks: int, rows: int) -> list[Part] | None:
+    """What travels of a part; None where that are its values."""
+    square, own = mine._turns(), mine.get_usages()
+    forms = [form for form in own if own[form]]
+    kind = getattr(type(mine), "_STORAGE", type(mine))
+    if not travels(kind, square, forms, rows, ranks):
+        return None
+    if mine._ONE_SCALE:
+        data = casts.padded(mine._data)
+        missing = -(-rows // ranks) - data.shape[0]
+        if missing:
+            data = torch.nn.functional.pad(data, (0, 0, 0, missing))
+        return [Part("_data", data, 0, 1)]
+    sent = ["rowwise"] if square else forms
+    joints = joints_of(kind, square, sent, rows // ranks if ranks > 1 else 0)
+    return [part._replace(tensor=_lines(mine, part)) for part in parts_of(mine, joints)]
+
+
+def _lines(mine: Any, part: Part) -> Tensor:
+    """The tensor of a part in one piece; lines of FP8 codes with their padding."""
+    codes = part.name.endswith("_data") and mine._fp8_dtype in FP8
+    return casts.padded(part.tensor) if codes else part.tensor.contiguous()
+
+
+def after_gather(
+    outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, out: Any
+) -> tuple[Any, tuple[Tensor, ...]] | None:
+    """The whole weight over what has arrived, and buffers that are filled anew each time.
+
+    None where `out`, an alias of an earlier one, has been made so.
+    """
+    mine, parts, ranks, shape = gathered
+    if parts is None:
+        (whole,) = outputs
+        made = whole if out is None else None
+        _check_place(whole, out)
+        return made if made is None else (made, (whole,))
+    first = outputs[0].view(ranks * parts[0].tensor.shape[0], -1)[: shape[0]]
+    if out is not None:
+        _check_place(first, getattr(out, parts[0].name))
+        for name, value in _shared(mine).items():
+            setattr(out, name, value)
+        _fill(out, outputs, gathered)
+        return None
+    fields = _made_fields(first, outputs, gathered)
+    made = type(mine)._made(fields, dtype, shape)
+    _fill(made, outputs, gathered)
+    # As lines over all of their memory, whose size FSDP2 goes by.
+    buffers = [
+        t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
+        for t in _buffers(made, outputs, gathered)
+    ]
+    return made, (*outputs, *buffers)
+
+
+def _made_fields(first: Tensor, outputs: tuple, gathered: Gathered) -> dict[str, Any]:
+    """Fields of the whole weight, without what `_fill` writes."""
+    mine, parts, ranks, shape = gathered
+    fields = mine._of_shape({**mine._fields(), **_shared(mine)}, shape)
+    length = getattr(mine, parts[0].name).shape[1]
+    fields[parts[0].name] = first[:, :length]
+    if ranks > 1:
+        for part, arrived in zip(parts[1:], outputs[1:], strict=True):
+            fields[part.name] = _whole_of(part, arrived, ranks)
+    if mine._turns():
+        fields.update(mine._memory_of_columns(fields, shape))
+    return fields
+
+
+def _shared(mine: Any) -> dict[str, Any]:
+    """Fields of a part that the whole weight has, too."""
+    found = {name: getattr(mine, name) for name in _SHARED if hasattr(mine, name)}
+    if "_amax_columnwise" in found and mine._turns():
+        found["_amax_columnwise"] = found["_amax_rowwise"]
+    return found
+
+
+def _is_there(part: Part, ranks: int) -> bool:
+    """Return whether the parts of ranks arrive as they lie in the whole."""
+    return part.dim == 0 and (ranks * part.tensor.shape[0]) % part.align == 0
+
+
+def _whole_of(part: Part, arrived: Tensor, ranks: int) -> Tensor:
+    """The memory of a part of the whole: that of what arrives, or a buffer."""
+    shape = list(part.tensor.shape)
+    shape[part.dim] *= ranks
+    if _is_there(part, ranks):
+        return arrived.view(shape)
+    shape[part.dim] += -shape[part.dim] % part.align
+    return part.tensor.new_empty(shape)
+
+
+def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
+    """Tensors of the whole weight that lie neither in what has arrived nor in the part."""
+    known = {t.untyped_storage().data_ptr() for t in outputs}
+    known |= {
+        t.untyped_storage().data_ptr() for t in gathered.mine.get_data_tensors() if t is not None
+    }
+    return [
+        t
+        for t in whole.get_data_tensors()
+        if t is not None and t.untyped_storage().data_ptr() not in known
+    ]
+
+
+def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
+    """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
+    buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        if gathered.ranks > 1:
+            for part, arrived in zip(gathered.parts[1:], outputs[1:], strict=True):
+                if not _is_there(part, gathered.ranks):
+                    _put(part, arrived, getattr(whole, part.name), gathered.ranks)
+        if whole._turns():
+            whole._turn()
+
+
+def _put(part: Part, arrived: Tensor, whole: Tensor, ranks: int) -> None:
+    """Write the parts of all ranks side by side, and zeros behind them."""
+    parts = arrived.view(ranks, *part.tensor.shape).movedim(0, part.dim)
+    parts = parts.flatten(part.dim, part.dim + 1)
+    length = parts.shape[part.dim]
+    whole.narrow(part.dim, 0, length).copy_(parts)
+    whole.narrow(part.dim, length, whole.shape[part.dim] - length).zero_()
+
+
+def _check_place(arrived: Tensor, out: Tensor | None) -> None:
+    """RuntimeError where FSDP2 has gathered to other memory than before."""
+    if out is not None and out.data_ptr() != arrived.data_ptr():
+        raise RuntimeError(
+            "fsdp_post_all_gather: FSDP2 gathered to memory other than out; this version of torch "
+            "is not supported"
+        )
