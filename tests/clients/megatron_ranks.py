@@ -44,7 +44,7 @@ def begin(device, ranks, seed):
 
 
 def part_of(name, parameter, whole, gated):
-    """Of a parameter's value or gradient the part of a rank, by what the parameter says of itself."""
+    """Part of a rank of a parameter's value or gradient, by what the parameter says of itself."""
     if parameter.shape == whole.shape:
         return whole
     assert parameter.tensor_model_parallel
