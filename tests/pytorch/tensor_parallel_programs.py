@@ -169,6 +169,8 @@ def refusals(device):
         split = {"parameters_split": sizes, "parallel_mode": "column", "tp_group": world}
         note("split", lambda: te.Linear(8, 2 * ranks, **split))
         note("another size", lambda: te.Linear(8, 8, tp_group=world, tp_size=ranks + 1))
+        how = {"parallel_mode": "row", "tp_group": world, "symmetric_ar_type": "one_shot"}
+        note("symmetric", lambda: te.Linear(8 * ranks, 8, **how))
         one = te.Linear(8, 8)
         note("made for one", lambda: one.set_tensor_parallel_group(world))
         note("no mode", lambda: te.MultiheadAttention(64, 8, tp_group=world))

@@ -103,7 +103,10 @@ def check(ranks, kind, recipe, sequence, options, rows, how=(False, False, False
     return parts[0][1]
 
 
-@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+four_too = pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+
+
+@four_too
 @pairs(kind=list(KINDS), recipe=list(programs.RECIPES), sequence=[False, True], rows=[512, 288])
 def test_parts_are_the_whole(ranks, kind, recipe, sequence, rows):
     """288 rows are no tiles of each rank: values are gathered where tiles do not join."""
@@ -144,6 +147,7 @@ def test_options(ranks, case, recipe, sequence, how):
     check(ranks, case[0], recipe, sequence, case[1], 512, how)
 
 
+@four_too
 def test_bf16(ranks):
     """Outputs and gradients travel in the dtype of activations, and are rounded as they are."""
     options = {"dtype": torch.bfloat16, "device": "cpu"}
@@ -162,6 +166,7 @@ def test_bf16(ranks):
             assert_nmse(mine, whole[name], 8 * tol("round", E5M2) + tol("layer", BF16, 1024), name)
 
 
+@four_too
 def test_marks(ranks):
     """What frameworks read on parameters; a rank's shapes."""
     n = ranks.size
@@ -187,6 +192,7 @@ REFUSED = {
     "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
     "split": "ValueError: Linear: parameters_split: b=.* is no multiple of tp_size={n}",
     "another size": "ValueError: Linear: tp_size=.*, and a tp_group of {n} ranks",
+    "symmetric": "NotImplementedError: Linear: symmetric_ar_type='one_shot' over {n} ranks is not",
     "made for one": "ValueError: Linear: tp_group has {n} ranks, the module was made for 1",
     "no mode": "ValueError: MultiheadAttention: tp_size={n} with set_parallel_mode=False",
     "batch first": "ValueError: MultiheadAttention: sequence_parallel=True with qkv_format='bshd'",
@@ -197,6 +203,7 @@ REFUSED = {
 }
 
 
+@four_too
 def test_refused(ranks):
     if ranks.size == 1:
         pytest.skip("one rank shares nothing")
