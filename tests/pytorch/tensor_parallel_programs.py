@@ -149,6 +149,39 @@ def marks(device, kind, options):
     }
 
 
+def forks(device):
+    """Whether attention has drawn from its tracker, without and with sequence parallelism."""
+    heads = torch.randn(16, 2, HEADS // dist.get_world_size(), 16, device=device).bfloat16()
+    found = []
+    for sequence in (False, True):
+        tracker = te.distributed.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 7)
+        with tracker.fork():
+            first = torch.rand(4, device=device)
+        tracker.reset()
+        tracker.add("model-parallel-rng", 7)
+        attention = te.DotProductAttention(
+            HEADS, 16, attention_dropout=0.5, sequence_parallel=sequence, tp_group=dist.group.WORLD,
+            get_rng_state_tracker=lambda tracker=tracker: tracker,
+        )  # fmt: skip
+        attention(heads, heads, heads)
+        with tracker.fork():
+            found.append(not torch.equal(first, torch.rand(4, device=device)))
+    return found
+
+
+def unshared(device):
+    """Attributes of a weight of experts, whose program has divided the features itself.
+
+    Rank 0 alone runs the layer: it would wait for the others in any collective.
+    """
+    layer = te.Linear(32, 48, tp_size=1, tp_group=None, parallel_mode=None, device=device)
+    if dist.get_rank() == 0:
+        layer(torch.randn(32, 32, device=device, requires_grad=True)).sum().backward()
+        assert layer.weight.grad is not None
+    return [layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.tp_size]
+
+
 def refusals(device):
     """Errors by what has raised them."""
     ranks, found = dist.get_world_size(), {}

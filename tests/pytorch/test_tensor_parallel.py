@@ -187,6 +187,18 @@ def test_marks(ranks):
         assert found["layer_norm_weight"] == ((hidden,), [None, None, None, n > 1])
 
 
+def test_attention_draws_from_a_tracker(ranks):
+    """With sequence parallelism a program has entered its fork around the layer."""
+    for found in ranks.run(programs.forks):
+        assert found == [True, ranks.size == 1]
+
+
+def test_a_layer_of_experts_exchanges_nothing(ranks):
+    """Without a mode; what frameworks read is there all the same."""
+    for marks in ranks.run(programs.unshared):
+        assert marks == [True, 0, 1]
+
+
 REFUSED = {
     "no group": "RuntimeError: Linear: tp_size={n}, and no tp_group: call set_tensor_parallel_gr",
     "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
