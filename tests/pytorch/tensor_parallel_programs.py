@@ -2,9 +2,11 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from pytorch import helpers
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -22,6 +24,7 @@ RECIPES = {
     ),
 }
 HIDDEN, FFN, HEADS = 128, 256, 8
+WARM_UPS = 3  # steps before a capture: communicators are made, and weights get gradients
 _ROW = ("proj.", "fc2_")
 """Names of what is split by inputs."""
 
@@ -147,6 +150,61 @@ def marks(device, kind, options):
         name: (tuple(p.shape), [getattr(p, each, None) for each in names])
         for name, p in module.named_parameters()
     }
+
+
+class _InRegion(torch.nn.Module):
+    """A layer in a region of its own."""
+
+    def __init__(self, layer, recipe):
+        super().__init__()
+        self.layer, self.recipe = layer, RECIPES[recipe]
+
+    def forward(self, x):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.layer(x)
+
+
+def replayed(device, recipe, way, data):
+    """Steps over data in eager mode, and by a graph: outputs and gradients of both.
+
+    `way`: "step", a graph of all of it; "callables", those of torch.cuda.make_graphed_callables.
+    """
+    ranks, rank, results = dist.get_world_size(), dist.get_rank(), []
+    mine = [of_rank(x, "rows", ranks, rank).to(device, torch.bfloat16) for x in data]
+    for captures in (False, True):
+        te.reset()
+        torch.manual_seed(rank)
+        options = {"dtype": torch.bfloat16, "sequence": True, "device": device, "bias": False}
+        call = _InRegion(make("layer", ranks, dist.group.WORLD, **options), recipe)
+        x = mine[0].clone().requires_grad_()
+        tensors = [x, *call.parameters()]
+
+        def step(call, x=x, tensors=tensors):
+            for each in tensors:
+                if each.grad is not None:
+                    each.grad.zero_()
+            out = call(x)
+            out.float().square().sum().backward()
+            return [out.detach(), *(t.grad for t in tensors)]
+
+        run, made = partial(step, call), None
+        if captures and way == "step":
+            graph, made = helpers.captured(run, WARM_UPS)
+            run = graph.replay
+        else:
+            with helpers.side_stream():
+                for _ in range(WARM_UPS):
+                    run()
+        if captures and way == "callables":
+            run = partial(step, torch.cuda.make_graphed_callables(call, (x,)))
+        found = []
+        for each in mine[1:]:
+            with torch.no_grad():
+                x.copy_(each)
+            now = run()
+            found.append([t.float().cpu() for t in (made if now is None else now)])
+        results.append(found)
+    return results
 
 
 def forks(device):
