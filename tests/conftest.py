@@ -91,11 +91,14 @@ def left_out(config):
 
 
 @functools.cache
-def missing(marker):
-    """Say why tests of this mark can not run here; None where they can."""
+def missing(marker, needed=None):
+    """Say why tests of this mark can not run here; None where they can.
+
+    `needed`: how many devices, where the mark says so.
+    """
     if marker == "npu":
         return npu_process.missing()
-    needed = {"gpu": 1, "multigpu": 2}[marker]
+    needed = needed or {"gpu": 1, "multigpu": 2}[marker]
     if not _core.has_cuda():
         return "the extension was built without CUDA"
     found = torch.cuda.device_count()
@@ -112,8 +115,8 @@ def pytest_runtest_protocol(item, nextitem):
 
 def pytest_runtest_setup(item):
     for marker in ("gpu", "multigpu", "npu"):
-        if item.get_closest_marker(marker) is not None:
-            reason = missing(marker)
+        for mark in item.iter_markers(marker):
+            reason = missing(marker, *mark.args)
             if reason is not None:
                 pytest.skip(reason)
 

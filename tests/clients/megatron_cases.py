@@ -412,10 +412,11 @@ def llama_with_rope(device):
     return trained(device, position="rope", apply_rope_fusion=True, **LLAMA, **DELAYED)
 
 
-def megatron_training(device, distributed, gather=False, **options):
+def megatron_training(device, distributed, gather=False, before=None, **options):
     """The DDP and optimizer of megatron-core, with gradients in fp32 buffers.
 
     `gather`: what is gathered of a distributed optimizer's parameters are their FP8 forms.
+    `before` is called with the model, before it is wrapped.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -423,6 +424,8 @@ def megatron_training(device, distributed, gather=False, **options):
 
     te.reset()
     model = make_model(device, **options)
+    if before is not None:
+        before(model)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, fp8_param_gather=gather
     )

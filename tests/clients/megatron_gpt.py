@@ -93,8 +93,8 @@ def loss_of(model, device):
     return model(tokens, positions, None, labels=labels).float().mean()
 
 
-def train(model, device, steps=STEPS, lr=1e-3):
-    """Train with torch's AdamW: the losses."""
+def train(model, device, steps=STEPS, lr=1e-3, after_backward=None):
+    """Train with torch's AdamW: the losses. `after_backward` is called with the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     for _ in range(steps):
@@ -104,6 +104,8 @@ def train(model, device, steps=STEPS, lr=1e-3):
         loss.backward()
         missing = [n for n, p in model.named_parameters() if p.grad is None and p.requires_grad]
         assert not missing, f"no gradient: {missing}"
+        if after_backward is not None:
+            after_backward(model)
         optimizer.step()
         losses.append(loss.item())
     return losses

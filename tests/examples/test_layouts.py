@@ -13,18 +13,28 @@ import example_ranks as programs
 import pytest
 import torch
 from comparators import assert_bits
-from pytorch.ranks import GROUPS, Ranks
+from pytorch.ranks import FOUR, GROUPS, Ranks
 from tols import F32, tol
 
 import transformer_engine.pytorch as te
 
 BEGUN, STEPS = 3, 8  # no validation stands between the last step and the checkpoint
-LAYOUTS = {
-    "dp": ["--dp", "2"], "fsdp": ["--fsdp", "2"], "tp": ["--tp", "2"], "cp": ["--cp", "2"]
+LAYOUTS = {  # of two ranks and of four
+    "dp": ({"dp": 2}, {"dp": 4}), "fsdp": ({"fsdp": 2}, {"dp": 2, "fsdp": 2}),
+    "tp": ({"tp": 2}, {"fsdp": 2, "tp": 2}), "cp": ({"cp": 2}, {"cp": 2, "tp": 2}),
 }  # fmt: skip
+TWO = [group for group in GROUPS if group.values[0][1] == 2]
+SLOW = pytest.param(("cpu", 4), id="gloo-4", marks=pytest.mark.nightly)
 
 
-@pytest.fixture(scope="module", params=[group for group in GROUPS if group.values[0][1] == 2])
+def options(layout, ranks):
+    """A layout of so many ranks as the example prints it, and its arguments."""
+    sizes = LAYOUTS[layout][ranks.size == 4].items()
+    said = " x ".join(f"{name} {size}" for name, size in sizes)
+    return said, [word for name, size in sizes for word in (f"--{name}", str(size))]
+
+
+@pytest.fixture(scope="module", params=[*TWO, SLOW, *FOUR[1:]])
 def ranks(request):
     group = Ranks(*request.param)
     yield group
@@ -52,10 +62,10 @@ def flags(text):
 
 @pytest.fixture(scope="module")
 def begun(ranks, flags, tmp_path_factory):
-    """Two ranks that share parameters stop early: the folder with their checkpoint."""
+    """Ranks that share parameters stop early: the folder with their checkpoint."""
     out = tmp_path_factory.mktemp("begun")
     more = ["--precision", "fp32", "--checkpoint", out / "gpt", "--stop-after", BEGUN]
-    results = finish(ranks.run(programs.train, flags(out, *LAYOUTS["fsdp"], *more)))
+    results = finish(ranks.run(programs.train, flags(out, *options("fsdp", ranks)[1], *more)))
     assert f"fp32: stopped after step {BEGUN}" in results
     return out / "gpt"
 
@@ -93,9 +103,10 @@ def model_in(out, precision):
 def test_layouts_train_as_one_process(ranks, layout, begun, alone, flags, tmp_path):
     """From one checkpoint: losses within roundings, and a checkpoint that one process reads."""
     shutil.copytree(begun, tmp_path / "gpt")
-    more = [*LAYOUTS[layout], "--precision", "fp32", "--resume", tmp_path / "gpt"]
+    name, sizes = options(layout, ranks)
+    more = [*sizes, "--precision", "fp32", "--resume", tmp_path / "gpt"]
     said = finish(ranks.run(programs.train, flags(tmp_path, *more)))
-    assert f"layout: {layout} 2" in said
+    assert f"layout: {name}" in said
     found, wanted = figures(tmp_path), figures(alone)
     assert found["parameters"] == wanted["parameters"]
     # Every loss is made by forwards and steps that round as a layer does.
@@ -116,7 +127,7 @@ def test_layouts_train_as_one_process(ranks, layout, begun, alone, flags, tmp_pa
 
 def test_a_resumed_run_in_fp8_has_the_bits_of_an_uninterrupted_one(ranks, flags, tmp_path):
     """Dropouts and scales included."""
-    more = [*LAYOUTS["fsdp"], "--precision", "fp8", "--dropout", "0.1"]
+    more = [*options("fsdp", ranks)[1], "--precision", "fp8", "--dropout", "0.1"]
     finish(ranks.run(programs.train, flags(tmp_path / "whole", *more)))
     parts = flags(tmp_path / "parts", *more, "--checkpoint", tmp_path / "gpt")
     finish(ranks.run(programs.train, [*parts, "--stop-after", str(BEGUN)]))
@@ -132,8 +143,8 @@ def test_a_resumed_run_in_fp8_has_the_bits_of_an_uninterrupted_one(ranks, flags,
 
 
 REFUSED = {
-    "sizes": (["--dp", "3"], "--dp 3 x --fsdp 1 x --cp 1 x --tp 1 are not 2 processes"),
-    "windows": (["--batch", "5"], "5 windows are no 2 equal parts: give --batch"),
+    "sizes": (["--dp", "3"], "--dp 3 x --fsdp 1 x --cp 1 x --tp 1 are not {n} processes"),
+    "windows": (["--batch", "5"], "5 windows are no {n} equal parts: give --batch"),
     "file": (["--resume", __file__], "is a file of a run without torchrun"),
 }
 
@@ -142,7 +153,7 @@ REFUSED = {
 def test_what_can_not_be_shared_is_refused(ranks, what, flags, tmp_path):
     more, message = REFUSED[what]
     for status, _ in ranks.run(programs.train, flags(tmp_path, "--precision", "fp32", *more)):
-        assert status.startswith("SystemExit") and message in status
+        assert status.startswith("SystemExit") and message.format(n=ranks.size) in status
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of tests/pytorch/test_pipelines.py run: stages of a pipeline."""
 
+import os
 import traceback
 from datetime import timedelta
 
@@ -121,11 +122,16 @@ def one_region_more(device):
     return None
 
 
-def left_alone(device):
-    """Rank 0 has a region that nobody else has: the error of this rank."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+def left_alone(device, checks):
+    """Rank 0 has a region that nobody else has: the error of this rank.
+
+    `checks`: ranks compare what they reduce before each reduction.
+    """
+    # Communicators of GPUs are made within that time too.
+    group = dist.new_group(timeout=timedelta(seconds=2 if device == "cpu" else 10))
     recipe = DelayedScaling(amax_history_len=4)
     layer = te.Linear(WIDTH, WIDTH, device=device)
+    os.environ["TE_CHECK_RANKS"] = str(int(checks))
     try:
         _region(layer, recipe, group, device)
         if dist.get_rank() == 0:
@@ -133,6 +139,8 @@ def left_alone(device):
             layer.get_extra_state()
     except RuntimeError as error:
         return str(error)
+    finally:
+        del os.environ["TE_CHECK_RANKS"]
     return None
 
 

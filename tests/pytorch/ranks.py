@@ -21,7 +21,11 @@ GROUPS = [  # (device, ranks) of the groups that a test runs on
     pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multigpu),
 ]
-FOUR_TOO = [*GROUPS, pytest.param(("cpu", 4), id="gloo-4")]
+FOUR = [
+    pytest.param(("cpu", 4), id="gloo-4"),
+    pytest.param(("cuda", 4), id="nccl-4", marks=pytest.mark.multigpu(4)),
+]
+FOUR_TOO = [*GROUPS, *FOUR]
 """For a test that takes `ranks` by ``parametrize(..., indirect=True)``."""
 ONE_TOO = [pytest.param(("cpu", 1), id="gloo-1"), *FOUR_TOO]
 """The same for a test of what one rank does differently."""

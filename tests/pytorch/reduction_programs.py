@@ -138,6 +138,23 @@ def once_for_a_region(device, way, data):
     return counts, to_cpu(states_of(layers))
 
 
+def skipped(device, data):
+    """Rank 0 runs layers in a region that the others leave empty; then all leave one empty.
+
+    Returns the states before, between and after.
+    """
+    recipe, states = DelayedScaling(amax_history_len=4), []
+    layers, x = make_layers(2, device), own(device, data)
+    region(layers, x, recipe).sum().backward()
+    states.append(to_cpu(states_of(layers)))
+    for runs in (dist.get_rank() == 0, False):
+        with te.autocast(recipe=recipe):
+            if runs:
+                layers[1](layers[0](8 * x))
+        states.append(to_cpu(states_of(layers)))
+    return states
+
+
 def compiled(device, data):
     """A compiled function with the region inside, and the same in eager mode: their states."""
     recipe = DelayedScaling(amax_history_len=4)

@@ -2,10 +2,12 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from pytorch import helpers
 
 import transformer_engine.pytorch as te
 from transformer_engine import _core
@@ -24,6 +26,7 @@ RECIPES = {
     ),
 }
 HIDDEN, FFN, HEADS, TILE = 128, 256, 8, 128
+WARM_UPS = 3  # steps before a capture: communicators are made, and weights get gradients
 _ROW = ("proj.", "fc2_")
 """Names of what is split by inputs."""
 
@@ -245,6 +248,94 @@ def chosen_overlaps(device):
     return found
 
 
+class _InRegion(torch.nn.Module):
+    """A layer in a region of its own."""
+
+    def __init__(self, layer, recipe):
+        super().__init__()
+        self.layer, self.recipe = layer, RECIPES[recipe]
+
+    def forward(self, x):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.layer(x)
+
+
+def replayed(device, recipe, way, data):
+    """Steps over data in eager mode, and by a graph: outputs and gradients of both.
+
+    `way`: "step", a graph of all of it; "callables", those of torch.cuda.make_graphed_callables.
+    """
+    ranks, rank, results = dist.get_world_size(), dist.get_rank(), []
+    mine = [of_rank(x, "rows", ranks, rank).to(device, torch.bfloat16) for x in data]
+    for captures in (False, True):
+        te.reset()
+        torch.manual_seed(rank)
+        options = {"dtype": torch.bfloat16, "sequence": True, "device": device, "bias": False}
+        call = _InRegion(make("layer", ranks, dist.group.WORLD, **options), recipe)
+        x = mine[0].clone().requires_grad_()
+        tensors = [x, *call.parameters()]
+
+        def step(call, x=x, tensors=tensors):
+            for each in tensors:
+                if each.grad is not None:
+                    each.grad.zero_()
+            out = call(x)
+            out.float().square().sum().backward()
+            return [out.detach(), *(t.grad for t in tensors)]
+
+        run, made = partial(step, call), None
+        if captures and way == "step":
+            graph, made = helpers.captured(run, WARM_UPS)
+            run = graph.replay
+        else:
+            with helpers.side_stream():
+                for _ in range(WARM_UPS):
+                    run()
+        if captures and way == "callables":
+            run = partial(step, torch.cuda.make_graphed_callables(call, (x,)))
+        found = []
+        for each in mine[1:]:
+            with torch.no_grad():
+                x.copy_(each)
+            now = run()
+            found.append([t.float().cpu() for t in (made if now is None else now)])
+        results.append(found)
+    return results
+
+
+def forks(device):
+    """Whether attention has drawn from its tracker, without and with sequence parallelism."""
+    heads = torch.randn(16, 2, HEADS // dist.get_world_size(), 16, device=device).bfloat16()
+    found = []
+    for sequence in (False, True):
+        tracker = te.distributed.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 7)
+        with tracker.fork():
+            first = torch.rand(4, device=device)
+        tracker.reset()
+        tracker.add("model-parallel-rng", 7)
+        attention = te.DotProductAttention(
+            HEADS, 16, attention_dropout=0.5, sequence_parallel=sequence, tp_group=dist.group.WORLD,
+            get_rng_state_tracker=lambda tracker=tracker: tracker,
+        )  # fmt: skip
+        attention(heads, heads, heads)
+        with tracker.fork():
+            found.append(not torch.equal(first, torch.rand(4, device=device)))
+    return found
+
+
+def unshared(device):
+    """Attributes of a weight of experts, whose program has divided the features itself.
+
+    Rank 0 alone runs the layer: it would wait for the others in any collective.
+    """
+    layer = te.Linear(32, 48, tp_size=1, tp_group=None, parallel_mode=None, device=device)
+    if dist.get_rank() == 0:
+        layer(torch.randn(32, 32, device=device, requires_grad=True)).sum().backward()
+        assert layer.weight.grad is not None
+    return [layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.tp_size]
+
+
 def refusals(device):
     """Errors by what has raised them."""
     ranks, found = dist.get_world_size(), {}
@@ -265,6 +356,8 @@ def refusals(device):
         split = {"parameters_split": sizes, "parallel_mode": "column", "tp_group": world}
         note("split", lambda: te.Linear(8, 2 * ranks, **split))
         note("another size", lambda: te.Linear(8, 8, tp_group=world, tp_size=ranks + 1))
+        how = {"parallel_mode": "row", "tp_group": world, "symmetric_ar_type": "one_shot"}
+        note("symmetric", lambda: te.Linear(8 * ranks, 8, **how))
         one = te.Linear(8, 8)
         note("made for one", lambda: one.set_tensor_parallel_group(world))
         note("no mode", lambda: te.MultiheadAttention(64, 8, tp_group=world))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of plans over process groups: what all ranks make together is what one makes."""
 
-import itertools
-
 import pytest
 from collective_graphs import (
     RECIPES,
@@ -13,7 +11,7 @@ from collective_graphs import (
     make_problem,
 )
 from pytorch import plan_collective_programs as programs
-from pytorch.ranks import Ranks
+from pytorch.ranks import ONE_TOO
 from thinning import pairs
 
 from transformer_engine.common.plans import CallPlans
@@ -27,6 +25,7 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ranks", ONE_TOO, indirect=True)
 @pairs(**CASES)
 def test_linear_of_all_ranks(ranks, recipe, way, forms, halves, recompute):
     if not has_slices_of_the_whole(recipe, way):
@@ -34,20 +33,6 @@ def test_linear_of_all_ranks(ranks, recipe, way, forms, halves, recompute):
     problem = make_problem(ranks.size)
     parts = ranks.run(programs.linear, recipe, way, forms, halves, recompute, problem)
     assert_as_whole(parts, way, recipe, problem, ranks.size, exact=ranks.device == "cpu")
-
-
-def test_four_ranks():
-    """Columns and rows of quantized forms lie in the order of the ranks, which have one amax."""
-    group = Ranks("cpu", 4)
-    try:
-        for recipe, way in itertools.product(
-            ["block", "current", "nvfp4"], ["column-sp", "row-sp"]
-        ):
-            problem = make_problem(4)
-            parts = group.run(programs.linear, recipe, way, True, (0, 1), False, problem)
-            assert_as_whole(parts, way, recipe, problem, 4)
-    finally:
-        group.close()
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4", "nvfp4-plain"])

@@ -65,6 +65,16 @@ def test_once_for_a_region(ranks, way):
             assert (state["forward"][0][:2] != 1.0).all()
 
 
+def test_an_empty_region(ranks):
+    """It is an update, which meets those of ranks that run; without amaxes it changes nothing."""
+    data = data_of(ranks.size)
+    results = ranks.run(programs.skipped, data)
+    for before, between, after in results:
+        assert_same_bits([between, after], [results[0][1]] * 2)
+        amax = between[0]["forward"][1][-1, 0]
+        assert amax == 8 * data[0].abs().max() != before[0]["forward"][1][-1, 0]
+
+
 def test_a_compiled_region(ranks):
     """The reduction is a part of the graph."""
     for eager, compiled in ranks.run(programs.compiled, data_of(ranks.size)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch import tensor_parallel_programs as programs
-from pytorch.ranks import FOUR_TOO
+from pytorch.ranks import FOUR_TOO, GROUPS
 from thinning import in_turns, pairs
 from tols import BF16, E5M2, F32, tol
 
@@ -107,7 +107,11 @@ def check(ranks, kind, recipe, sequence, options, rows, how=(False, False, False
     return parts[0][1]
 
 
-@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+NCCL = [group for group in GROUPS if group.values[0][0] == "cuda"]
+four_too = pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+
+
+@four_too
 @pairs(kind=list(KINDS), recipe=list(programs.RECIPES), sequence=[False, True], rows=[512, 288])
 def test_parts_are_the_whole(ranks, kind, recipe, sequence, rows):
     """288 rows are no tiles of each rank: values are gathered where tiles do not join."""
@@ -182,7 +186,7 @@ def stages_of_pieces(kind, rank, size):
     return [*others, "exchange", "gemm_output", "exchange_finish"]
 
 
-@pytest.mark.parametrize("ranks", FOUR_TOO, indirect=True)
+@four_too
 def test_gemms_in_pieces(ranks):
     """Beside collectives, where rows have no scales of their own."""
     if ranks.size == 1:
@@ -216,6 +220,7 @@ def test_chosen_overlaps(ranks):
         assert found["size"].startswith("ValueError: initialize_ub: tp_size=")
 
 
+@four_too
 def test_bf16(ranks):
     """Outputs and gradients travel in the dtype of activations, and are rounded as they are."""
     options = {"dtype": torch.bfloat16, "device": "cpu"}
@@ -234,6 +239,7 @@ def test_bf16(ranks):
             assert_nmse(mine, whole[name], 8 * tol("round", E5M2) + tol("layer", BF16, 1024), name)
 
 
+@four_too
 def test_marks(ranks):
     """What frameworks read on parameters; a rank's shapes."""
     n = ranks.size
@@ -254,11 +260,41 @@ def test_marks(ranks):
         assert found["layer_norm_weight"] == ((hidden,), [None, None, None, n > 1])
 
 
+@pytest.mark.parametrize("ranks", NCCL, indirect=True)
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [("step", "none"), ("step", "delayed"), ("callables", "none"), ("callables", "current")],
+)
+def test_graphs_with_collectives(ranks, way, recipe):
+    """Replays are steps. Torch warms callables up on any gradients, so no amaxes are kept there."""
+    data = [torch.randn(64, 4, programs.HIDDEN) for _ in range(4)]
+    bound = tol("layer", BF16, 256) + (recipe != "none") * 8 * tol("round", E5M2)
+    for eager, replayed in ranks.run(programs.replayed, recipe, way, data):
+        for wanted, found in zip(eager, replayed, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                assert other.abs().max() > 0 or one.abs().max() == 0
+                assert_nmse(one, other, bound)
+        assert not torch.equal(replayed[0][0], replayed[1][0])
+
+
+def test_attention_draws_from_a_tracker(ranks):
+    """With sequence parallelism a program has entered its fork around the layer."""
+    for found in ranks.run(programs.forks):
+        assert found == [True, ranks.size == 1]
+
+
+def test_a_layer_of_experts_exchanges_nothing(ranks):
+    """Without a mode; what frameworks read is there all the same."""
+    for marks in ranks.run(programs.unshared):
+        assert marks == [True, 0, 1]
+
+
 REFUSED = {
     "no group": "RuntimeError: Linear: tp_size={n}, and no tp_group: call set_tensor_parallel_gr",
     "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
     "split": "ValueError: Linear: parameters_split: b=.* is no multiple of tp_size={n}",
     "another size": "ValueError: Linear: tp_size=.*, and a tp_group of {n} ranks",
+    "symmetric": "NotImplementedError: Linear: symmetric_ar_type='one_shot' over {n} ranks is not",
     "made for one": "ValueError: Linear: tp_group has {n} ranks, the module was made for 1",
     "no mode": "ValueError: MultiheadAttention: tp_size={n} with set_parallel_mode=False",
     "batch first": "ValueError: MultiheadAttention: sequence_parallel=True with qkv_format='bshd'",
@@ -269,6 +305,7 @@ REFUSED = {
 }
 
 
+@four_too
 def test_refused(ranks):
     if ranks.size == 1:
         pytest.skip("one rank shares nothing")

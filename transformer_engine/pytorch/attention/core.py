@@ -106,8 +106,9 @@ class DotProductAttention(ContextParallel, Fp8Module):
     sequence_parallel, tp_size, tp_group
         As of `Linear`.
     get_rng_state_tracker : callable, optional
-        Returns a tracker whose ``fork()`` is entered while dropout is drawn. Recompute reads and
-        sets its states: see `checkpoint`.
+        Returns a tracker whose ``fork()`` is entered while dropout is drawn, but for sequence
+        parallelism, where programs enter it around whole layers. Recompute reads and sets its
+        states: see `checkpoint`.
     layer_number : int, optional
         From 1.
     attention_type : str, default "self"
@@ -198,7 +199,7 @@ class DotProductAttention(ContextParallel, Fp8Module):
         self.attention_type, self.layer_number, self.name = attention_type, layer_number, name
         scale = 1.0 / math.sqrt(channels[0]) if softmax_scale is None else softmax_scale
         self.softmax_scale = scale
-        self._get_tracker = get_rng_state_tracker
+        self._get_tracker = None if self.sequence_parallel else get_rng_state_tracker
         self.softmax_type, self.return_max_logit = softmax_type, bool(return_max_logit)
         if softmax_type == "vanilla":
             self.register_parameter("softmax_offset", None)

@@ -33,10 +33,13 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
-    """Of pairs (part, whole): parts are put together along the dim in which they differ."""
+    """Of pairs (part, whole): parts are put together along the dim in which they differ.
+
+    Of one rank, whose parts are the whole, along the last one.
+    """
     pairs = zip(map(_raw, tensors[::2]), map(_raw, tensors[1::2]), strict=True)
     return [
-        gather_parts(part, whole, int(part.shape[0] == whole.shape[0]), group)
+        gather_parts(part, whole, int(part.shape[0] == whole.shape[0] and part.dim() > 1), group)
         for part, whole in pairs
     ]
 

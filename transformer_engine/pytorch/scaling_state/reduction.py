@@ -356,7 +356,7 @@ def start(arena: Arena) -> None:
         if config.TE_CHECK_RANKS.get():
             peers.check(arena)
         peers.post(arena)
-        _check_arrived(arena)
+        _check_arrived(arena.domain)
     arena.reduction = reduction = Reduction(first and not captures)
     STARTED.append(arena)
     for part in peers.parts_of(arena, captures):
@@ -384,6 +384,8 @@ def finish(arena: Arena) -> Reduction | None:
     grows = count > arena.peers.chunks and not is_any_captured()
     try:
         alike = not reduction.first or arena.peers.compare()
+        if grows:  # NCCL runs them in order: what does not match came before what nobody answers
+            _check_arrived(arena.domain, wait=True)
         for part, work in reduction.started if alike else ():
             work.wait()
             if grows:  # now: what comes next may have no counterpart
@@ -396,7 +398,7 @@ def finish(arena: Arena) -> Reduction | None:
         _refuse(arena, "hold different modules")
     for part, _ in reduction.started:
         part.give()
-        _take_digests(arena, part)
+        _take_digests(arena, part, checked=grows)
     if grows:
         arena.peers.chunks, arena.peers.parts = count, []
     return reduction
@@ -419,22 +421,28 @@ def drop_all() -> None:
     STARTED.clear()
 
 
-def _take_digests(arena: Arena, part: Part) -> None:
+def _take_digests(arena: Arena, part: Part, checked: bool) -> None:
     """Check the digests of all ranks; where streams run, those of a copy on the host, later."""
     if not has_streams(arena.device.type):
         _check(arena, part.digest)
     elif not is_capturing(arena.device):
         part.buffer.record_stream(module_of(arena.device.type).current_stream(arena.device))
-        if arena.peers.arriving is None:
+        if arena.peers.arriving is None and not checked:
             arena.peers.arriving = copy_of(part.digest)
 
 
-def _check_arrived(arena: Arena) -> None:
-    """Check the digests of an earlier reduction, if their copy on the host is complete."""
-    arriving = arena.peers.arriving
-    if arriving is not None and arriving[1].query():
-        arena.peers.arriving = None
-        _check(arena, arriving[0])
+def _check_arrived(domain: Domain, wait: bool = False) -> None:
+    """Check the digests of earlier reductions whose copies on the host are complete, or all."""
+    kinds = [arenas for each in domain.joined for arenas in each.arenas.values()]
+    for arena in [arena for arenas in kinds for arena in list(arenas.values())]:
+        arriving = None if arena.peers is None else arena.peers.arriving
+        if arriving is None:
+            continue
+        if wait:
+            arriving[1].synchronize()
+        if arriving[1].query():
+            arena.peers.arriving = None
+            _check(arena, arriving[0])
 
 
 def _check(arena: Arena, digests: Tensor) -> None:
