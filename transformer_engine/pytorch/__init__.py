@@ -63,7 +63,8 @@ _NAMES_OF = {
     "cross_entropy": "parallel_cross_entropy",
     "distributed": "CudaRNGStatesTracker",
     "export": "onnx_export",
-    "module.base": "UserBufferQuantizationMode destroy_ub initialize_ub",
+    "module.base": "UserBufferQuantizationMode destroy_ub",
+    "module.user_buffers": "initialize_ub",
     "quantization": "DelayedScalingRequest QuantizerRequest QuantizerRole fp8_model_init "
     "quantized_model_init",
     **{f"tensor.{of}": names for of, names in _FORMATS.items()},

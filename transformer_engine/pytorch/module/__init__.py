@@ -6,13 +6,13 @@ from transformer_engine.pytorch.module.base import (
     TransformerEngineBaseModule,
     UserBufferQuantizationMode,
     destroy_ub,
-    initialize_ub,
 )
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm
+from transformer_engine.pytorch.module.user_buffers import initialize_ub
 
 __getattr__, __dir__ = absent.attach(
     globals(),

@@ -33,12 +33,14 @@ from transformer_engine.pytorch.torchside.modes import (
 )
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized
 
-__getattr__, __dir__ = absent.attach(globals())
+_LAZY = {"initialize_ub": "transformer_engine.pytorch.module.user_buffers"}
+__getattr__, __dir__ = absent.attach(globals(), (), _LAZY)
 __all__ = [
     "Fp8Module",
     "NativeModule",
     "Region",
     "TransformerEngineBaseModule",
+    *_LAZY,
     *program_names.__all__,
     *absent.names_of(__name__),
 ]

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformer_engine.pytorch.module.overlap import (
     UserBufferQuantizationMode,
     destroy_ub,
-    initialize_ub,
     is_ub_initialized,
 )
 from transformer_engine.pytorch.module.parameters import default_device
@@ -20,7 +19,6 @@ __all__ = [
     "destroy_ub",
     "get_dummy_wgrad",
     "get_workspace",
-    "initialize_ub",
     "is_ub_initialized",
     "layers_atomic_ring_exchange",
     "using_cublasmp_backend",
