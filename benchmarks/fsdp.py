@@ -37,7 +37,7 @@ RECIPES = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
 }
-RATE = 1e-3
+RATE = 1e-4
 
 
 def sharded(given: argparse.Namespace, device: torch.device, recipe: Any, seed: int) -> Any:
