@@ -132,7 +132,9 @@ def run(layer: Any, inp: Tensor, given: tuple, ways: Sequence[Attending | None] 
     measures = tuple([None if own is None else own.measures for own in slots])
     lead = tuple([1 if size == 1 else 2 for size in inp.shape[:-1]])
     like = inp.dtype, inp.device, inp.requires_grad, lead, operator.index(inp.shape[-1])
-    joins = not getattr(layer, "sequence_parallel", False) or owners[0]._rows_join(inp)
+    joins = True  # a constant, whatever is symbolic
+    if getattr(layer, "sequence_parallel", False) and not owners[0]._rows_join(inp):
+        joins = False
     region = identity, state.measures, torch.is_grad_enabled(), joins
     name = layer._call_in_graph(
         like, region, given, tuple([_key_of(way) for way in ways]), (facts, measures)
