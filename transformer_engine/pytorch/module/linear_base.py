@@ -149,8 +149,10 @@ class LinearBase(LinearCallBase):
 
     def _forget_casts_of(self, name: str) -> None:
         """Drop the cached cast of the weight that a parameter belongs to."""
-        kept = zip(self.LINEARS, self._weight_caches, strict=True)
-        self._weight_caches = tuple(None if name.startswith(part) else c for part, c in kept)
+        if any(self._weight_caches):
+            kept = zip(self.LINEARS, self._weight_caches, strict=True)
+            caches = tuple([None if name.startswith(part) else cache for part, cache in kept])
+            self.__dict__["_weight_caches"] = caches
         known = any(name == one.name for one in self._quantized_parameters)
         if known != is_quantized(local_of(self._parameters[name])):  # FSDP2 has parts and wholes
             self._present, self._quantized_parameters = None, ()
