@@ -45,6 +45,7 @@ ATTENTION = {  # benchmarks/kernels_attention.py
     "rope",
     "cache_append",
     "cache_gather",
+    "attention_merge",
 }
 # benchmarks/kernels_layer.py
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}

@@ -192,6 +192,18 @@ class Maker:
             run = lambda: _core.cache_append(*new, *caches, numbers, page_table=table)  # noqa: E731
         return Work(run, 2 * size(*new))
 
+    def merge(self, *, dtype: torch.dtype = BF16, statistics: bool = True) -> Work:
+        """Outputs [batch, tokens, heads, dim] of a step to those of the steps before, in place."""
+        batch, tokens, heads, _ = self.shape
+        total, step = self.random(F32), self.random(dtype)
+        sums = [self.random(F32, (batch, tokens, heads, 1)) for _ in range(2 * statistics)]
+        moved = size(total, step, total) + (size(*sums, sums[0]) if statistics else 0)
+        named = {}
+        if statistics:
+            named = {"total_statistics": sums[0], "step_statistics": sums[1]}
+            named["statistics"] = sums[0]
+        return Work(lambda: _core.attention_merge(total, step, total, **named), moved)
+
 
 Case = tuple[str, str, Callable[[Maker], Work]]
 
@@ -245,6 +257,9 @@ ROTARY: list[Case] = [
     ("cache_append", "one piece", lambda m: m.cache(gather=False)),
     ("cache_append", "pages", lambda m: m.cache(gather=False, page=64)),
     ("cache_gather", "pages", lambda m: m.cache(gather=True, page=64)),
+    ("attention_merge", "outputs", lambda m: m.merge()),
+    ("attention_merge", "fp32 outputs", lambda m: m.merge(dtype=F32)),
+    ("attention_merge", "gradients", lambda m: m.merge(statistics=False)),
 ]
 
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * attention_twins.h - cases of ops_gpu.c for the operators of attention, whose tensors have four
- * dims: softmax, rotary embeddings, caches of keys and values, merges. As in layer_twins.h, results are
- * close and not the same.
+ * dims: softmax, rotary embeddings, caches of keys and values, merges. As in layer_twins.h, results
+ * are close and not the same.
  */
 #ifndef TE_TESTS_ATTENTION_TWINS_H
 #define TE_TESTS_ATTENTION_TWINS_H

@@ -158,6 +158,14 @@ def state_of(module):
     return None if values is None else {d: tuple(t.clone() for t in v) for d, v in values.items()}
 
 
+def states_of_tracker(tracker):
+    """Random states by name, as bytes: on CUDA a tracker has generators."""
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in tracker.get_states().items()
+    }
+
+
 def states_of(model):
     """State of every module of a model that may have one, in order: of attentions those in FP8."""
     modules = [m for m in model.modules() if hasattr(m, "_state_values")]

@@ -171,7 +171,7 @@ def joined_and_apart(device, kind, recipe, options, problem):
                     inner.register_forward_hook(lambda *_: None)
         calls = []
         with contextlib.ExitStack() as stack:
-            for name in ("run", "run_staged"):
+            for name in ("run", "run_consuming", "run_staged"):
                 plain = getattr(_core, name)
                 noting = _noting(plain, calls)
                 stack.enter_context(mock.patch.object(_core, name, noting))

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from pytorch.helpers import states_of_tracker
 from pytorch.layer_ways import (
     LENGTH,
     SOURCE,
@@ -86,7 +87,7 @@ def test_tracker(device, backend, options, monkeypatch):
     found = []
 
     def start():
-        found.append(tracker.get_states()["model-parallel-rng"])
+        found.append(states_of_tracker(tracker)["model-parallel-rng"])
         tracker.set_states(begin)
 
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.2}

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from pytorch.fp8_attention_cases import attentions
-from pytorch.helpers import assert_same_bits, same_draws, states_of
+from pytorch.helpers import assert_same_bits, same_draws, states_of, states_of_tracker
 from pytorch.layer_microbatches import accumulate
 from pytorch.layer_recompute import (
     IGNORED,
@@ -259,7 +259,7 @@ def test_a_tracker_of_random_states(device, reentrant, monkeypatch):
                     own, x, get_rng_state_tracker=lambda: tracker, use_reentrant=reentrant
                 )
             found.append(gradients(own, x, out))
-        return found, tracker.get_states()
+        return found, states_of_tracker(tracker)
 
     for way in (contextlib.nullcontext, by_modules):
         own = copy.deepcopy(layer)

@@ -173,7 +173,7 @@ def test_a_layer_is_one_plan(ranks, kind):
         state, x, grads, ways = problem
         problem = (state, x.bfloat16(), [grad.bfloat16() for grad in grads], ways)
         for joined_, apart in ranks.run(programs.joined_and_apart, kind, recipe, given, problem):
-            assert joined_["calls"] == 2 * STEPS and apart["calls"] > 2 * STEPS
+            assert joined_["calls"] == 2 * STEPS < apart["calls"]
             for name, tensor in apart["found"].items():
                 assert torch.equal(joined_["found"][name], tensor), (options, recipe, name)
 

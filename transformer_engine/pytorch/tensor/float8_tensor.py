@@ -347,8 +347,9 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
 
     TENSOR, STORAGE = Float8Tensor, Float8TensorStorage
     _GATHERS_ROWS = True
-    _known: Tensor | None = None
-    """Partial maxima of what is cast, of all ranks that share it, where they were measured."""
+    _known: tuple[Tensor | None] | None = None
+    """Partial maxima of what is cast, of all ranks that share it, where somebody has measured them;
+    (None,): the scale is not 0, so nobody needs them."""
 
     def reduces(self) -> bool:
         """Return whether a cast takes the largest amax of the ranks of a group."""
@@ -358,16 +359,16 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
         self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
     ) -> None:
         """Write to a tensor of this quantizer; partial maxima, those of all ranks, are known."""
-        self._known = partials
+        self._known = (partials,)
         try:
             into._write(source, None, noop)
         finally:
             self._known = None
 
-    def _measured(self, source: Tensor) -> Tensor:
-        """Partial maxima of what is cast; those of all ranks where they share it."""
+    def _measured(self, source: Tensor) -> Tensor | None:
+        """Partial maxima of what is cast; those of all ranks where they share it. As of `_known`."""
         if self._known is not None:
-            return self._known
+            return self._known[0]
         partials = casts.measure(source)
         self._reduce(partials)
         return partials
@@ -487,7 +488,8 @@ class Float8Quantizer(PerTensorQuantizer):
         if scale is None:
             scale = self.scale.to(source.device)
         # Of scale 0 the scale is that of the partials: 1 of none.
-        partials = self._measured(source) if self.measure_first else casts.no_partials(source)
+        measured = self.measure_first or self._known is not None
+        partials = self._measured(source) if measured else casts.no_partials(source)
         how = {"scale": scale, "amax": amax, "partials": partials}
         self._write_forms(source, into, noop, how)
 
