@@ -20,7 +20,7 @@ BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "reci
 BENCHMARKS += ("host_compiled", "compiled_gpt")
 """Those of a device; import_time and dispatch know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
-ATTENTION |= {"cache_append", "cache_gather"}
+ATTENTION |= {"cache_append", "cache_gather", "attention_merge"}
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
 COMPUTE_BOUND = {"gemm", "attention", "attention_backward"}
 GOALS = {
@@ -215,6 +215,8 @@ def test_kernels_attention(results):
     assert sizes["rope", "sbhd"] == 2 * 4 * 2 * 16 * (2 + 2) + 4 * 16 * 4
     assert sizes["cache_append", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
     assert sizes["cache_gather", "pages"] == 2 * 2 * 4 * 2 * 16 * (2 + 2)
+    assert sizes["attention_merge", "outputs"] == 2 * 4 * 2 * (16 * (4 + 2 + 4) + 3 * 4)
+    assert sizes["attention_merge", "gradients"] == 2 * 4 * 2 * 16 * (4 + 2 + 4)
 
 
 def test_attention(results, device):

@@ -366,7 +366,7 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
             self._known = None
 
     def _measured(self, source: Tensor) -> Tensor | None:
-        """Partial maxima of what is cast; those of all ranks where they share it. As of `_known`."""
+        """Partial maxima of what is cast, of all ranks that share it; as of `_known`."""
         if self._known is not None:
             return self._known[0]
         partials = casts.measure(source)
