@@ -197,20 +197,33 @@ static int32_t collective_beside(const te_build *build, int32_t k, te_linear_gem
     return fits ? n : TE_NOBODY;
 }
 
-/* The product of rows of `count` ranks from one on, written to the rows that begin at `to` among
- * those of so many ranks of `d`. */
-static void add_rows(te_build *build, int32_t k, const struct product *whole, int32_t n,
-                     int32_t from, int32_t count, int32_t d, int32_t d_ranks, int32_t to)
+/* The product of rows of `count` of so many ranks from one on, written to `d`. */
+static void add_rows(te_build *build, int32_t k, const struct product *whole, int32_t ranks,
+                     int32_t from, int32_t count, int32_t d)
 {
-    const int32_t ranks = te_node(build, n)->ranks;
     struct product rows = *whole;
-    if (count == 0) return;
     rows.a = te_rows_of_ranks(build, whole->a, ranks, from, count);
-    rows.d = te_rows_of_ranks(build, d, d_ranks, to, count);
+    rows.d = d;
     if (whole->aux != TE_NO_BUFFER) {
         rows.aux = te_rows_of_ranks(build, whole->aux, ranks, from, count);
     }
     add_product(build, k, &rows);
+}
+
+/* The products of the others' rows, those before and those behind rank `rank`. They are written to
+ * their places in `d`, which has the rows of all ranks, or with `apart` of the others alone. */
+static void add_others(te_build *build, int32_t k, const struct product *whole, int32_t n,
+                       int32_t d, int apart)
+{
+    const int32_t ranks = te_node(build, n)->ranks, rank = te_node(build, n)->rank;
+    const int32_t behind = ranks - rank - 1, places = ranks - apart;
+    if (rank > 0) {
+        add_rows(build, k, whole, ranks, 0, rank, te_rows_of_ranks(build, d, places, 0, rank));
+    }
+    if (behind > 0) {
+        add_rows(build, k, whole, ranks, rank + 1, behind,
+                 te_rows_of_ranks(build, d, places, rank + 1 - apart, behind));
+    }
 }
 
 /* A product of gathered rows: those of this rank, `part`, while the others arrive. */
@@ -223,21 +236,17 @@ static void multiply_gathered(te_build *build, int32_t k, const struct product *
     own.d = te_rows_of_ranks(build, whole->d, ranks, rank, 1);
     if (own.aux != TE_NO_BUFFER) own.aux = te_rows_of_ranks(build, own.aux, ranks, rank, 1);
     add_product(build, k, &own);
-    add_rows(build, k, whole, n, 0, rank, whole->d, ranks, 0);
-    add_rows(build, k, whole, n, rank + 1, ranks - rank - 1, whole->d, ranks, rank + 1);
+    add_others(build, k, whole, n, whole->d, 0);
 }
 
 /* A product whose rows are summed by the collective n: those of the others first, which are sent
  * while this rank's are multiplied. */
 static void multiply_exchanged(te_build *build, int32_t k, const struct product *whole, int32_t n)
 {
-    const int32_t ranks = te_node(build, n)->ranks, rank = te_node(build, n)->rank;
-    const int32_t sent = te_get(build, TE_LINK_SENT, n);
-    const int32_t y = te_get(build, TE_LINK_VALUE, te_node(build, n)->output);
-    add_rows(build, k, whole, n, 0, rank, sent, ranks - 1, 0);
-    add_rows(build, k, whole, n, rank + 1, ranks - rank - 1, sent, ranks - 1, rank);
+    const te_node_desc *sum = te_node(build, n);
+    add_others(build, k, whole, n, te_get(build, TE_LINK_SENT, n), 1);
     te_collective_exchange(build, n);
-    add_rows(build, k, whole, n, rank, 1, y, 1, 0);
+    add_rows(build, k, whole, sum->ranks, sum->rank, 1, te_get(build, TE_LINK_VALUE, sum->output));
 }
 
 static int is_gathered(const te_build *build, int32_t n, te_linear_gemm gemm)
