@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +170,7 @@ def made(
 ) -> tuple[Training, float]:
     """A model that has taken some steps, and MiB at the most: of it and of a step."""
     cuda = device.type == "cuda"
+    gc.collect()  # models before it are cycles
     before = torch.cuda.memory_allocated() if cuda else 0
     training = Training(given, sharded(given, device, recipe if quantized else None, 0), recipe, 0)
     for _ in range(3):
