@@ -237,14 +237,15 @@ static inline void plan_lifetime(const te_plan_info *info, int32_t buffer, int32
 static inline void plan_check_view(const te_plan_info *info, int32_t view, const te_sizes *sizes)
 {
     const te_buffer_info *b = &info->buffers[view];
-    int64_t last = b->offset, bytes = (int64_t)te_dtype_bytes(b->dtype);
+    const int64_t begin = te_extent_value(&b->offset, sizes);
+    int64_t last = begin, bytes = (int64_t)te_dtype_bytes(b->dtype);
     EXPECT(info->buffers[b->base].role != TE_ROLE_VIEW, "%s is a view of a view", b->name);
     for (int d = 0; d < b->ndim; d++) {
         int64_t length = te_extent_value(&b->shape[d], sizes);
         if (length == 0) return;
         last += (length - 1) * te_extent_value(&b->strides[d], sizes);
     }
-    EXPECT(b->offset >= 0 && (last + 1) * bytes <= plan_bytes(&info->buffers[b->base], sizes), "%s",
+    EXPECT(begin >= 0 && (last + 1) * bytes <= plan_bytes(&info->buffers[b->base], sizes), "%s",
            b->name);
 }
 

@@ -89,7 +89,8 @@ def check(ranks, kind, recipe, sequence, options, rows, how=(False, False, False
     if recipe != "none":  # a sum in another order may be rounded to the code beside
         bound += 8 * tol("round", E5M2)
     # A rank has an amax of its own: of all that it has, or of a tile that is cut.
-    cut = recipe == "block" and programs.FFN // ranks.size % programs.TILE != 0
+    split = programs.HIDDEN if kind == "row" else programs.FFN
+    cut = recipe == "block" and split // ranks.size % programs.TILE != 0
     if cut or recipe in ("current", "nvfp4", "unshared"):
         bound += 8 * tol("round", E5M2) + (0.05 if recipe == "nvfp4" else 0.0)
     for name, theirs in whole.items():

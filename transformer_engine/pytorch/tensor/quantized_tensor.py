@@ -241,21 +241,21 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self,
         mesh: Any,
-        outer_size: Sequence[int] | None = None,
-        outer_stride: Any = None,
+        orig_size: Sequence[int] | None = None,
+        contiguous_orig_stride: Any = None,
         module: Any = None,
         mp_policy: Any = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return what `torch.distributed.fsdp` gathers of this part of a weight: codes and scales.
 
-        `mesh` are the ranks that share the weight, `outer_size` is its size; see `sharded.py`.
+        `mesh` are the ranks that share the weight, `orig_size` is its size; see `sharded.py`.
         """
         from transformer_engine.pytorch.tensor.sharded import before_gather
 
-        del outer_stride, module
+        del contiguous_orig_stride, module
         dtype = None if mp_policy is None else mp_policy.param_dtype
         with torch.no_grad():
-            return before_gather(self, mesh.size(), outer_size, dtype)
+            return before_gather(self, mesh.size(), orig_size, dtype)
 
     def fsdp_post_all_gather(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.joints import Part, joints_of, parts_of
 from transformer_engine.pytorch.tensor.quantizer_arguments import FP8
+from transformer_engine.pytorch.torchside.modes import versions_kept
 
 _SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
 """Fields that all parts have alike: the whole weight has those of the part."""
@@ -164,7 +165,7 @@ def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
 def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
     buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+    with torch.no_grad(), versions_kept(buffers):
         if gathered.ranks > 1:
             for part, arrived in zip(gathered.parts[1:], outputs[1:], strict=True):
                 if not _is_there(part, gathered.ranks):

@@ -10,7 +10,7 @@ checkpoints, by name in `recompute`. Whether a graph is traced is public
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import starmap
 from operator import getitem
@@ -55,6 +55,11 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
 """True where `torch.use_deterministic_algorithms` is on; the public way is a function in Python."""
+
+
+def versions_kept(tensors: Sequence[Tensor]) -> AbstractContextManager:
+    """A context in which writes to tensors do not count for autograd, which may have saved them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
