@@ -398,7 +398,7 @@ static void check_identity(void)
 {
     static graph g;
     static double numbers[2];
-    const size_t end = offsetof(te_node_desc, ranks) + sizeof g.nodes[0].ranks;
+    const size_t end = offsetof(te_node_desc, rank) + sizeof g.nodes[0].rank;
     te_plan *first = NULL, *second = NULL;
     make_small(&g);
     OK(te_plan_make(&g.desc, TE_DIRECTION_FORWARD, &first));
