@@ -258,7 +258,7 @@ static void check_heads(void)
     REFUSE_HEADS(inputs[2][2], 2, UNSUPPORTED, "node 1: turned is read by slices");
     REFUSE_HEADS(values[0].shape[1].add, 36, UNSUPPORTED, "node 0: x is read by slices");
     REFUSE_HEADS(values[0].ndim, 3, INVALID, "x: dim 2");
-    REFUSE_HEADS(values[0].shape[0].multiply, 2, INVALID, "heads of x, which is no matrix of rows");
+    REFUSE_HEADS(values[0].shape[0].multiply, 2, INVALID, "heads of x, rows of 2 ranks behind the");
     REFUSE_HEADS(values[0].dtype, TE_DTYPE_U8, TYPE, "x: dtype u8");
     /* rope */
     REFUSE_HEADS(inputs[0][1], 5, INVALID, "rope: bias is no input");
