@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from over_ranks import seconds_of
 
 import transformer_engine.pytorch as te
 
@@ -56,20 +56,6 @@ def step_of(module: Any, tensors: list[torch.Tensor], grad: torch.Tensor) -> Cal
         module(*tensors).backward(grad)
 
     return step
-
-
-def seconds_of(step: Callable[[], None], device: torch.device, calls: int) -> float:
-    """The slowest rank's time of a step, of calls in a row that all ranks begin together."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    wait()
-    found = torch.tensor([(time.perf_counter() - begin) / calls], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def options() -> argparse.Namespace:

@@ -15,13 +15,12 @@ import argparse
 import contextlib
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from over_ranks import replaced, seconds_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -124,18 +123,14 @@ def counted() -> Iterator[list[int]]:
     """Bytes that this rank sends to each all-gather."""
     sent: list[int] = []
 
-    def counting(known: Callable) -> Callable:
+    def counting(name: str, known: Callable) -> Callable:
         def gather(output: Any, given: torch.Tensor, *more: Any, **options: Any) -> Any:
             sent.append(given.numel() * given.itemsize)
             return known(output, given, *more, **options)
 
-        return gather
+        return gather if name == "all_gather_into_tensor" else known
 
-    with contextlib.ExitStack() as stack:
-        for name in ("all_gather_into_tensor", "all_gather_single"):  # as versions of torch call it
-            known = getattr(dist, name, None)
-            if known is not None:
-                stack.enter_context(mock.patch.object(dist, name, counting(known)))
+    with replaced(counting):
         yield sent
 
 
@@ -149,20 +144,6 @@ def gathered(training: Training) -> int:
     if times == 0 or rest:
         raise RuntimeError(f"{len(sent)} all-gathers of {training.given.layers} layers in a step")
     return sum(sent) - times * others
-
-
-def seconds_of(step: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """The slowest rank's time of a call, of calls in a row that all ranks begin together."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        step()
-    wait()
-    found = torch.tensor([(time.perf_counter() - begin) / calls], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
 
 
 def made(

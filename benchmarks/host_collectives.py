@@ -12,9 +12,11 @@ import argparse
 import os
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from over_ranks import replaced
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -22,8 +24,6 @@ from transformer_engine.common import recipe as recipes
 HIDDEN, FFN, HEADS, ROWS = 256, 1024, 8, 128
 RECIPES = {"bf16": None, "delayed": recipes.DelayedScaling()}
 LIMIT = 40  # microseconds for a collective
-CALLS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single")
-CALLS += ("reduce_scatter_single", "all_reduce", "all_to_all_single")
 
 
 def modules(ranks):
@@ -74,28 +74,14 @@ def microseconds(function, calls, repeats=7):
     return statistics.median(found)
 
 
-class Counted:
-    """Notes calls of collectives with what repeats them."""
+def noting(calls, _, plain):
+    """A collective that notes a call, to be made again."""
 
-    def __init__(self):
-        self.calls = []
-        self.plain = {name: getattr(dist, name) for name in CALLS if hasattr(dist, name)}
+    def run(*args, **kwargs):
+        calls.append((plain, args, kwargs))
+        return plain(*args, **kwargs)
 
-    def __enter__(self):
-        for name, plain in self.plain.items():
-            setattr(dist, name, self._noting(plain))
-        return self.calls
-
-    def __exit__(self, *_):
-        for name, plain in self.plain.items():
-            setattr(dist, name, plain)
-
-    def _noting(self, plain):
-        def run(*args, **kwargs):
-            self.calls.append((plain, args, kwargs))
-            return plain(*args, **kwargs)
-
-        return run
+    return run
 
 
 def bare(calls):
@@ -137,7 +123,8 @@ def main():
             for _ in range(3):
                 step(over, x)
                 step(alone, whole)
-            with Counted() as noted:
+            noted = []
+            with replaced(partial(noting, noted)):
                 step(over, x)
             of_one = microseconds(lambda m=alone, t=whole: step(m, t), calls)
             of_all = microseconds(lambda m=over, t=x: step(m, t), calls)

@@ -10,13 +10,14 @@ that it writes) / (sum of the collectives timed alone); the limit of a ratio is 
 """
 
 import argparse
-import contextlib
 import os
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from over_ranks import replaced
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -27,8 +28,6 @@ RECIPES = {
     "current": recipes.Float8CurrentScaling(),
     "block": recipes.Float8BlockScaling(),
 }
-OF_TENSORS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce")
-NEWER = {"all_gather_single": OF_TENSORS[0], "reduce_scatter_single": OF_TENSORS[1]}
 
 
 class Done:
@@ -36,17 +35,6 @@ class Done:
 
     def wait(self):
         """Return at once."""
-
-
-def replaced(functions):
-    """A context in which collectives of torch are other functions."""
-    stack = contextlib.ExitStack()
-    for name in (*OF_TENSORS, *NEWER):
-        if hasattr(dist, name):
-            plain, new = getattr(dist, name), functions[NEWER.get(name, name)]
-            stack.callback(setattr, dist, name, plain)
-            setattr(dist, name, new)
-    return stack
 
 
 def copied(output, *given, async_op=False, **_):
@@ -59,21 +47,16 @@ def copied(output, *given, async_op=False, **_):
     return Done() if async_op else None
 
 
-def noted(found):
-    """Collectives that note what they are called with, and run."""
+def noting(found, name, plain):
+    """A collective that notes what it is called with, and runs."""
 
-    def wrap(name):
-        plain = getattr(dist, name)
+    def run(output, *given, **how):
+        inp = given[0] if given and isinstance(given[0], torch.Tensor) else output
+        splits = tuple(map(tuple, given[1:]))
+        found[name, tuple(output.shape), tuple(inp.shape), output.dtype, splits] += 1
+        return plain(output, *given, **how)
 
-        def run(output, *given, **how):
-            inp = given[0] if given and isinstance(given[0], torch.Tensor) else output
-            splits = tuple(map(tuple, given[1:]))
-            found[name, tuple(output.shape), tuple(inp.shape), output.dtype, splits] += 1
-            return plain(output, *given, **how)
-
-        return run
-
-    return {name: wrap(name) for name in OF_TENSORS}
+    return run
 
 
 def alone(call, repeats):
@@ -145,13 +128,13 @@ class Step:
 def hidden(step, times, repeats):
     """Share of the communication that is hidden, of forward and backward; None where none is."""
     shares = []
-    with replaced(dict.fromkeys(OF_TENSORS, copied)):
+    with replaced(lambda _, __: copied):
         without = step.times(repeats)
     for function, full, local in zip((step.forward, step.backward), times, without, strict=True):
         found = Counter()
         if function == step.backward:
             step.forward()
-        with replaced(noted(found)):
+        with replaced(partial(noting, found)):
             function()
         if function == step.forward:
             step.backward()

@@ -42,7 +42,8 @@ static void merge_channels(const merge_job *job, const int64_t at[3], const floa
     const int64_t count = te_cpu_min(CHUNK, job->channels - first);
     const te_cpu_tensor4 *to = &job->output;
     float sum[CHUNK], values[CHUNK];
-    memset(sum, 0, sizeof sum);
+    /* -0 + -0 is -0 */
+    for (int64_t j = 0; j < count; j++) sum[j] = weights[TOTAL] == 0.0F ? 0.0F : -0.0F;
     for (int i = TOTAL; i <= STEP; i++) {
         const te_cpu_tensor4 *part = &job->parts[i];
         const unsigned char *line = te_cpu_at4(part, at[0], at[1], at[2]);

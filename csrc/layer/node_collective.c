@@ -188,6 +188,12 @@ static te_status check_maker(const te_graph_desc *graph, int32_t n)
     return TE_OK;
 }
 
+static int has_pieces(const te_node_desc *node)
+{
+    return (node->flags &
+            (uint32_t)(TE_COLLECTIVE_PIECES_FORWARD | TE_COLLECTIVE_PIECES_BACKWARD)) != 0;
+}
+
 /* Whether GEMMs are in pieces nowhere but beside rows that travel. */
 static int can_have_pieces(const te_graph_desc *graph, int32_t n, te_collective_step step)
 {
@@ -223,7 +229,7 @@ static te_status check(const te_graph_desc *graph, int32_t n)
                TE_ERROR_INVALID, "collective: kind %d gathers nothing, so no forms", node->variant);
     TE_FAIL_IF(!can_have_pieces(graph, n, TE_COLLECTIVE_FORWARD) ||
                    !can_have_pieces(graph, n, TE_COLLECTIVE_BACKWARD) || node->rank < 0 ||
-                   node->rank >= node->ranks,
+                   node->rank >= node->ranks || (node->rank > 0 && !has_pieces(node)),
                TE_ERROR_INVALID, "collective: kind %d in pieces (flags 0x%x), by rank %d of %d",
                node->variant, node->flags, node->rank, node->ranks);
     TE_TRY(check_readers(graph, n));

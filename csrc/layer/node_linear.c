@@ -162,6 +162,12 @@ static void add_product(te_build *build, int32_t k, const struct product *of)
     te_use_as(build, stage, "aux", of->aux);
 }
 
+/* The direction of a collective beside a GEMM. */
+static te_collective_step step_beside(te_linear_gemm gemm)
+{
+    return gemm == TE_GEMM_OUTPUT ? TE_COLLECTIVE_FORWARD : TE_COLLECTIVE_BACKWARD;
+}
+
 static int is_matrix_of_ranks(const te_value_desc *value, int32_t ranks)
 {
     const te_extent *rows = &value->shape[0];
@@ -176,8 +182,7 @@ static int32_t collective_beside(const te_build *build, int32_t k, te_linear_gem
     const te_graph_desc *graph = build->graph;
     const te_operand_role role = gemms[gemm].roles[0];
     const te_link read = te_linear_usage(build, k, role, gemm);
-    const te_collective_step step =
-        gemm == TE_GEMM_OUTPUT ? TE_COLLECTIVE_FORWARD : TE_COLLECTIVE_BACKWARD;
+    const te_collective_step step = step_beside(gemm);
     const int part = te_linear_is_part(build, k, role);
     int32_t n = te_only_reader_of(graph, te_node(build, k)->output);
     int fits;
@@ -251,9 +256,7 @@ static void multiply_exchanged(te_build *build, int32_t k, const struct product 
 
 static int is_gathered(const te_build *build, int32_t n, te_linear_gemm gemm)
 {
-    return te_collective_does(build->graph, n,
-                              gemm == TE_GEMM_OUTPUT ? TE_COLLECTIVE_FORWARD
-                                                     : TE_COLLECTIVE_BACKWARD) == TE_DOES_GATHER;
+    return te_collective_does(build->graph, n, step_beside(gemm)) == TE_DOES_GATHER;
 }
 
 /* A product beside the collective n; `wide` is what this rank has of rows that that gathers in high

@@ -80,28 +80,17 @@ def mine(x):
     return x.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
-class Part(torch.autograd.Function):
-    """Rows of a rank, of what all ranks have."""
+class Between(torch.autograd.Function):
+    """One function forward, another one backward: `mine` and `joined` are each other's."""
 
     @staticmethod
-    def forward(ctx, x):
-        return mine(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return joined(grad)
-
-
-class Whole(torch.autograd.Function):
-    """The rows of all ranks, of which each makes the same loss."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return joined(x)
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return mine(grad)
+        return ctx.back(grad), None, None
 
 
 class Decoder(torch.nn.Module):
@@ -118,8 +107,8 @@ class Decoder(torch.nn.Module):
     def forward(self, tokens, positions, mask, labels):
         x = self.embedding(tokens.T)  # [s, b, hidden]
         spread = self.config.sequence_parallel
-        x = self.decoder(Part.apply(x) if spread else x, mask)
-        logits = self.projection(Whole.apply(x) if spread else x).float()
+        x = self.decoder(Between.apply(x, mine, joined) if spread else x, mask)
+        logits = self.projection(Between.apply(x, joined, mine) if spread else x).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.T.flatten())
 
 

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.module.linear_base import LinearBase
 from transformer_engine.pytorch.module.norm import NormModule
 from transformer_engine.pytorch.module.operands import DTYPES, conversions
 from transformer_engine.pytorch.module.region import Region
-from transformer_engine.pytorch.torchside.device import is_capturing, module_of
+from transformer_engine.pytorch.torchside.device import is_capturing, module_of, random_kept
 from transformer_engine.pytorch.torchside.modes import autocast_dtype
 
 
@@ -319,10 +319,7 @@ class Emission:
         ]
         if is_capturing(self._device):
             raise ByModules
-        kind, has_own = self._device.type, module_of(self._device.type) is not None
-        with torch.random.fork_rng(
-            [self._device] if has_own else [], device_type=kind if has_own else "cuda"
-        ):
+        with random_kept(self._device):
             before = _random_states(self._device)
             try:
                 with torch.enable_grad():

@@ -97,11 +97,21 @@ class ModuleStages(NamedTuple):
         lead = lead_of(plan, is_of_source(self.rows))
         lead = lead, partial(dims_of, plan, lead)
         slot = 0 if slots is None else getattr(slots, f"{way}_slot")
-        functions, given = self.call.staged.functions, (own, places, lead, slot)
+        functions, given = self.call.staged.functions, (own, places, lead, slot, self._heights(own))
         return {
             self.prefix + stage.name: partial(self._run, functions[stage.name], *given)
             for stage in own.stages
             if stage.external
+        }
+
+    def _heights(self, own: Plan) -> dict[int, int]:
+        """Of each buffer with leading dims how often it has the first one of the layer's."""
+        graph = self.call.plans.graph
+        of_input = graph.values[graph.tensors[0][1]].shape[0].multiply
+        return {
+            number: self.rows.multiply * buffer.shape[0].multiply // of_input
+            for number, buffer in enumerate(own.described.buffers)
+            if buffer.leading and buffer.role in ("input", "output")
         }
 
     def _places(self, own: Plan, plan: Plan, order: dict[int, int]) -> dict[int, int] | None:
@@ -140,22 +150,20 @@ class ModuleStages(NamedTuple):
         places: dict[int, int],
         lead: tuple[int, Callable],
         slot: int,
+        heights: dict[int, int],
         lend: _Lend,
         *started: Any,
     ) -> Any:
-        first, *dims = lead[1](lend(lead[0]).shape)
-        dims = first * self.rows.multiply, *dims  # the leading dims of the module's input
-        graph = self.call.plans.graph
-        of_input = graph.values[graph.tensors[0][1]].shape[0].multiply
+        first, *others = lead[1](lend(lead[0]).shape)
 
         def lend_own(number: int) -> Tensor:
             buffer = own.described.buffers[number]
             if number not in places:
                 raise KeyError(f"{buffer.name}: the layer's plan has no such buffer at this stage")
             tensor = lend(places[number])
-            if not buffer.leading or buffer.role not in ("input", "output"):
+            if number not in heights:
                 return tensor
-            rows = dims[0] * buffer.shape[0].multiply // of_input
-            return tensor.view(rows, *dims[1:], tensor.shape[-1])
+            return tensor.view(heights[number] * first, *others, tensor.shape[-1])
 
-        return function(StageBuffers(own, lend_own, math.prod(dims), slot), *started)
+        rows = math.prod((self.rows.multiply * first, *others))  # of the module's input
+        return function(StageBuffers(own, lend_own, rows, slot), *started)

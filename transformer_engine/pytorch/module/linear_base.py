@@ -37,14 +37,8 @@ _SHOWN += ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_inpu
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size")
 _SETTINGS = (*_SIZES, *_SHOWN, "activation_spec", "apply_bias", "cache_weights", "checkpoint")
 _SETTINGS += ("eps", "name", "return_layernorm_output_gathered")
-_SETTINGS += (
-    "parallel_mode",
-    "set_parallel_mode",
-    "sequence_parallel",
-    "tp_size",
-    "tp_group",
-    "overlaps",
-)
+_SETTINGS += ("parallel_mode", "set_parallel_mode", "sequence_parallel", "tp_size", "tp_group")
+_SETTINGS += ("overlaps",)
 """Attributes that a call depends on and that users set after construction."""
 
 

@@ -206,19 +206,20 @@ class TensorParallel:
             )
         sequence, ranks = self.sequence_parallel, self.tp_size
         does = self.overlaps[region.recipe is not None] if sequence else Overlaps()
-        rank = self.tp_group.rank() if any(does) else 0
         forms = sequence and not measured and _join(region, self.tp_group)
         before = behind = None
         if takes:
             kind = _core.COLLECTIVE_GATHER if sequence else _core.COLLECTIVE_COPY
             wide = getattr(self, "return_layernorm_output_gathered", False)
             pieces = _core.COLLECTIVE_PIECES_FORWARD * does.gathered
+            rank = self.tp_group.rank() if pieces else 0
             before = Collective(kind, ranks, forms and not wide, (0, 1), pieces, rank)
         if gives:
             kind = _core.COLLECTIVE_REDUCE_SCATTER if sequence else _core.COLLECTIVE_ALL_REDUCE
             halves = (1, _core.COLLECTIVE_EXCHANGE) if does.summed else (1,)
             pieces = _core.COLLECTIVE_PIECES_FORWARD * does.summed
             pieces += _core.COLLECTIVE_PIECES_BACKWARD * does.grad
+            rank = self.tp_group.rank() if pieces else 0
             behind = Collective(kind, ranks, forms, halves, pieces, rank)
         return Together(before, behind)
 

@@ -18,7 +18,7 @@ from transformer_engine.pytorch.module.overlap import (
 )
 from transformer_engine.pytorch.module.parameters import default_device
 from transformer_engine.pytorch.scaling_state.autocast import autocast
-from transformer_engine.pytorch.torchside.device import module_of
+from transformer_engine.pytorch.torchside.device import module_of, random_kept
 
 _METHODS = {"bulk": False, "pipeline": True, "ring_exchange": True, "external": True}
 """Ways of a configuration: whether the GEMM runs in pieces."""
@@ -127,10 +127,7 @@ def _measure(
     own, inner = rows // group.size(), 4 * features
     recipe = DelayedScaling() if quantized else None
     times = []
-    kind = device.type
-    has_own = module_of(kind) is not None
-    devices = [device] if has_own else []
-    with torch.random.fork_rng(devices, device_type=kind if has_own else "cuda"):
+    with random_kept(device), torch.enable_grad():
         for parallel, sizes, lead, width in (
             ("column", (features, inner), own, features),
             ("row", (inner, features), rows, inner // group.size()),

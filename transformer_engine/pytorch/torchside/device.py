@@ -8,6 +8,7 @@ run on the CPU, and on CUDA devices of NVIDIA.
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def module_of(device_type: str) -> Any:
     if device_type in ("cpu", "meta"):
         return None
     return getattr(torch, device_type, None)
+
+
+def random_kept(device: torch.device) -> AbstractContextManager:
+    """A context behind which the random states of the CPU and of a device are as before."""
+    if module_of(device.type) is None:
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def has_streams(device_type: str) -> bool:
