@@ -31,9 +31,8 @@ with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=Tru
     model = te.LayerNormMLP(32, 64, device="cpu")
 empty = torch.nn.Parameter(torch.empty(0))  # as a rank has whose part of a shard is empty
 optimizer = FusedAdam([*model.parameters(), empty], lr=1e-2, master_weights=True)
-losses = []
+losses, x = [], torch.randn(16, 32)
 for _ in range(6):
-    x = torch.randn(16, 32)
     with te.autocast(recipe=recipe):
         loss = (model(x) - x).square().mean()
     loss.backward()
