@@ -12,7 +12,8 @@ from pytorch import helpers
 import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.torchside import collectives
+from transformer_engine.pytorch.execution import collectives as execution
+from transformer_engine.pytorch.torchside import collectives as torchside
 
 RECIPES = {
     "none": None,
@@ -71,17 +72,16 @@ def take_part(module, kind, state, ranks, rank):
 @contextlib.contextmanager
 def _noted(sent):
     """Note the dtypes of what is gathered, and how many bytes a rank sends."""
-    plain = collectives.gather_rows
+    plain = torchside.start_gather
 
-    def gather_rows(inp, *args):
-        sent.append((inp.dtype, inp.nbytes))
-        return plain(inp, *args)
+    def start_gather(part, *args):
+        sent.append((part.dtype, part.nbytes))
+        return plain(part, *args)
 
-    collectives.gather_rows = gather_rows
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (torchside, execution):
+            stack.enter_context(mock.patch.object(module, "start_gather", start_gather))
         yield
-    finally:
-        collectives.gather_rows = plain
 
 
 def run(module, recipe, x, grads, microbatches=False, shares=1.0):

@@ -16,11 +16,12 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.execution.stages import StageBuffers, Staged
 from transformer_engine.pytorch.torchside.collectives import (
-    allreduce,
     exchange_rows,
     gather_parts,
-    reduce_scatter_along_first_dim,
+    start_gather,
     start_largest,
+    start_scatter,
+    start_sum,
 )
 
 _Started = list[tuple[Any, Callable[[], Any] | None]]
@@ -33,20 +34,21 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
-    """Of pairs (part, whole): parts are put together along the dim in which they differ.
-
-    Of one rank, whose parts are the whole, along the last one.
-    """
-    pairs = zip(map(_raw, tensors[::2]), map(_raw, tensors[1::2]), strict=True)
-    return [
-        gather_parts(part, whole, int(part.shape[0] == whole.shape[0] and part.dim() > 1), group)
-        for part, whole in pairs
-    ]
+    """Of pairs (part, whole): parts are put together along the dim in which they differ."""
+    started: _Started = []
+    for part, whole in zip(tensors[::2], tensors[1::2], strict=True):
+        part, whole = _raw(part), _raw(whole)
+        if part.shape[0] * group.size() == whole.shape[0] and whole.is_contiguous():
+            started.append((start_gather(part.contiguous(), whole, group), None))
+        else:
+            dim = int(part.shape[0] == whole.shape[0] and part.dim() > 1)
+            started.append(gather_parts(part, whole, dim, group))
+    return started
 
 
 def _scatter(tensors: Sequence[Tensor], group: Any) -> _Started:
     whole, part = tensors
-    return [(reduce_scatter_along_first_dim(whole, group, True, part)[1], None)]
+    return [(start_scatter(whole.contiguous(), part, group), None)]
 
 
 def _exchange(tensors: Sequence[Tensor], group: Any) -> _Started:
@@ -56,7 +58,7 @@ def _exchange(tensors: Sequence[Tensor], group: Any) -> _Started:
 
 def _sum(tensors: Sequence[Tensor], group: Any) -> _Started:
     (tensor,) = tensors
-    return [(allreduce(tensor, group, True)[1], None)]
+    return [(start_sum(tensor, group), None)]
 
 
 def _largest(tensors: Sequence[Tensor], group: Any) -> _Started:

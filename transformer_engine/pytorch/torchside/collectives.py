@@ -47,9 +47,31 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _collective(name: str, older: str) -> Callable:
-    """A collective of torch, which renames some: by its name, or by the older one."""
-    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
+def _named(name: str, older: str) -> str:
+    """Name of a collective of torch, which renames some: the new one, or the older one."""
+    return name if hasattr(torch.distributed, name) else older
+
+
+_GATHER = _named("all_gather_single", "all_gather_into_tensor")
+_SCATTER = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def start_gather(part: Tensor, whole: Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin to put the parts of all ranks one below the other; the handle is to be waited for.
+
+    Tensors are dense and of matching shapes, and ranks are several: nothing is checked.
+    """
+    return getattr(torch.distributed, _GATHER)(whole, part, group=group, async_op=async_op)
+
+
+def start_scatter(whole: Tensor, part: Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin to sum a tensor over ranks, of which each gets its rows; see `start_gather`."""
+    return getattr(torch.distributed, _SCATTER)(part, whole, group=group, async_op=async_op)
+
+
+def start_sum(tensor: Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin to sum a tensor over ranks, in place; see `start_gather`."""
+    return torch.distributed.all_reduce(tensor, group=group, async_op=async_op)
 
 
 def _into(label: str, output: Tensor | None, inp: Tensor, rows: int) -> Tensor:
@@ -80,8 +102,7 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
     expect_own("allreduce: inp", inp)
     if ranks_of("allreduce", tp_group) == 1:
         return inp, None
-    handle = torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
-    return inp, handle
+    return inp, start_sum(inp, tp_group, async_op)
 
 
 def start_largest(tensors: Sequence[Tensor], group: Any) -> tuple[Any, Callable | None]:
@@ -130,8 +151,7 @@ def gather_rows(
     made = _into(f"{op}: output_tensor", output, inp, _rows(f"{op}: inp", inp) * size)
     if size == 1:
         return inp if output is None else made.copy_(inp), None
-    gather = _collective("all_gather_single", "all_gather_into_tensor")
-    return made, gather(made, inp.contiguous(), group=group, async_op=async_op)
+    return made, start_gather(inp.contiguous(), made, group, async_op)
 
 
 def gather_parts(part: Tensor, whole: Tensor, dim: int, group: Any) -> tuple[Any, Callable | None]:
@@ -171,8 +191,7 @@ def reduce_scatter_along_first_dim(
     made = _into(f"{op}: output", output, inp, rows // size)
     if size == 1:
         return inp if output is None else made.copy_(inp), None
-    scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-    return made, scatter(made, inp.contiguous(), group=tp_group, async_op=async_op)
+    return made, start_scatter(inp.contiguous(), made, tp_group, async_op)
 
 
 def exchange_rows(sent: Tensor, received: Tensor, group: Any) -> Any:
@@ -181,7 +200,7 @@ def exchange_rows(sent: Tensor, received: Tensor, group: Any) -> Any:
     Both are [(ranks - 1) * n, ...], contiguous, n rows for each other rank in their order. Returns
     a handle that is to be waited for.
     """
-    size, rank = ranks_of("exchange", group), get_distributed_rank(group)
+    size, rank = group.size(), group.rank()
     rows = [sent.shape[0] // (size - 1)] * size
     rows[rank] = 0
     return torch.distributed.all_to_all_single(
