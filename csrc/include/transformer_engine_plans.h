@@ -285,7 +285,8 @@ enum {                           /* te_node_desc.flags */
         * the others arrive. One whose output is summed multiplies the rows of the others first: the
         * rank sends them, and multiplies its own meanwhile, to which what it receives is added. */
        TE_COLLECTIVE_PIECES_FORWARD = 262144,
-       TE_COLLECTIVE_PIECES_BACKWARD = 524288
+       TE_COLLECTIVE_PIECES_BACKWARD = 524288,
+       TE_LINEAR_WEIGHT_TRANSPOSED = 1048576 /* the weight and its gradient are [in, out] */
 };
 
 /* Heads of a matrix of rows: head h of a row begins at element offset + h * stride, or where

@@ -38,11 +38,21 @@ static inline const te_form_rule *te_linear_form_rule(const te_build *build, int
     const te_recipe_rule *rule = te_linear_rule(build, node, role);
     return form == TE_LINK_ROW ? &rule->row : &rule->column;
 }
-/* The form that a GEMM reads; VALUE: high precision. */
+static inline int te_linear_is_transposed(const te_build *build, int32_t node)
+{
+    return (te_node(build, node)->flags & TE_LINEAR_WEIGHT_TRANSPOSED) != 0;
+}
+/* The form that a GEMM reads; VALUE: high precision. Of a transposed weight it is the other one. */
 static inline te_link te_linear_usage(const te_build *build, int32_t node, te_operand_role role,
                                       te_linear_gemm gemm)
 {
-    return te_usage_of(&te_node(build, node)->quantization, role, gemm);
+    const te_quantization *quantization = &te_node(build, node)->quantization;
+    const te_link read = te_usage_of(quantization, role, gemm);
+    if (role != TE_WEIGHT_OPERAND || read == TE_LINK_VALUE ||
+        !te_linear_is_transposed(build, node) || te_is_made_outside(quantization, role)) {
+        return read;
+    }
+    return read == TE_LINK_ROW ? TE_LINK_COLUMN : TE_LINK_ROW;
 }
 /* The link of the scales of a form. */
 static inline te_link te_linear_scales(const te_build *build, int32_t node, te_operand_role role,

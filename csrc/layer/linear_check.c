@@ -197,7 +197,13 @@ static te_status check_gathered(const te_graph_desc *graph, int32_t k, te_operan
     return TE_OK;
 }
 
-/* An operand that arrives row-wise alone is transposed as it is. */
+static int is_transposed(const te_node_desc *node)
+{
+    return (node->flags & TE_LINEAR_WEIGHT_TRANSPOSED) != 0;
+}
+
+/* An operand that arrives row-wise alone is transposed as it is; by the backward, so not a weight
+ * whose forward reads it column-wise. */
 static te_status check_row_wise(const te_graph_desc *graph, const te_node_desc *node, int role)
 {
     const uint32_t flags = TE_VALUE_QUANTIZED | TE_VALUE_ROW_WISE;
@@ -205,12 +211,13 @@ static te_status check_row_wise(const te_graph_desc *graph, const te_node_desc *
         &graph->values[role == TE_GRAD_OPERAND ? node->output : node->inputs[role]];
     const te_recipe_rule *rule = te_recipe_rule_of(&node->quantization, (te_operand_role)role);
     if ((value->flags & flags) != flags ||
-        (rule->mode == TE_SCALING_TENSOR && value->shape[1].add % 16 == 0)) {
+        (rule->mode == TE_SCALING_TENSOR && value->shape[1].add % 16 == 0 &&
+         (role != TE_WEIGHT_OPERAND || !is_transposed(node)))) {
         return TE_OK;
     }
     return TE_FAIL(TE_ERROR_INVALID,
-                   "linear: %s arrives row-wise alone: that takes one scale for the tensor, and "
-                   "columns (%lld) in a multiple of 16",
+                   "linear: %s arrives row-wise alone: that takes one scale for the tensor, "
+                   "columns (%lld) in a multiple of 16, and a weight that is not transposed",
                    value->name, (long long)value->shape[1].add);
 }
 
@@ -225,7 +232,9 @@ te_status te_check_linear(const te_graph_desc *graph, int32_t k)
     TE_TRY(check_outside(graph, node));
     TE_TRY(check_tiles(graph, node));
     TE_TRY(te_check_rows(graph, k, "linear", 1));
-    TE_TRY(te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
+    TE_TRY(is_transposed(node)
+               ? te_check_parameter(graph, node->inputs[1], "linear: weight", in, out)
+               : te_check_parameter(graph, node->inputs[1], "linear: weight", out, in));
     TE_TRY(te_check_parameter(graph, node->inputs[2], "linear: bias", 0, out));
     TE_TRY(check_dtypes(graph, node));
     for (int role = 0; role < TE_GEMM_OPERANDS; role++) TE_TRY(check_row_wise(graph, node, role));

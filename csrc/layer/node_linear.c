@@ -48,23 +48,33 @@ static uint32_t gradients_of(const te_build *build, int32_t k)
 
 /* ---- forward ------------------------------------------------------------------------------ */
 
-/* Of each GEMM its stage, the flag for fast accumulation, its operands a and b and whether each is
- * transposed: output = input weight^T, grad_input = grad weight, grad_weight = grad^T input. */
-static const struct {
+/* A GEMM: its stage, the flag for fast accumulation, its operands a and b and whether each is
+ * transposed. */
+struct gemm {
     te_linear_stage stage;
     uint32_t fast;
     te_operand_role roles[2];
     int transposed[2];
-} gemms[] = {
+};
+/* output = input weight^T, grad_input = grad weight, grad_weight = grad^T input; and for a weight
+ * that is transposed input weight, grad weight^T, input^T grad. */
+static const struct gemm gemms_of[2][TE_LINEAR_GEMMS] = {
 #define X(NAME, a, b, a_transposed, b_transposed)                                                  \
     [TE_GEMM_##NAME] = {TE_LINEAR_STAGE_GEMM_##NAME,                                               \
                         TE_LINEAR_FAST_##NAME,                                                     \
                         {TE_##a##_OPERAND, TE_##b##_OPERAND},                                      \
                         {a_transposed, b_transposed}}
-    X(OUTPUT, INPUT, WEIGHT, 0, 1), X(GRAD_INPUT, GRAD, WEIGHT, 0, 0),
-    X(GRAD_WEIGHT, GRAD, INPUT, 1, 0)
+    {X(OUTPUT, INPUT, WEIGHT, 0, 1), X(GRAD_INPUT, GRAD, WEIGHT, 0, 0),
+     X(GRAD_WEIGHT, GRAD, INPUT, 1, 0)},
+    {X(OUTPUT, INPUT, WEIGHT, 0, 0), X(GRAD_INPUT, GRAD, WEIGHT, 0, 1),
+     X(GRAD_WEIGHT, INPUT, GRAD, 1, 0)},
 #undef X
 };
+
+static const struct gemm *gemm_of(const te_build *build, int32_t k, te_linear_gemm gemm)
+{
+    return &gemms_of[te_linear_is_transposed(build, k)][gemm];
+}
 
 /* Fields of te_gemm_args by which a GEMM reads its operand a, or b. The arrays are indexed by
  * whether the form is the column-wise one. */
@@ -95,10 +105,11 @@ static int32_t form_read(te_build *build, int32_t k, te_operand_role role, te_li
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
                         int second, int32_t data)
 {
-    const te_operand_role role = gemms[gemm].roles[second];
+    const struct gemm *of = gemm_of(build, k, gemm);
+    const te_operand_role role = of->roles[second];
     const te_link read = te_linear_usage(build, k, role, gemm);
     const int column = read == TE_LINK_COLUMN;
-    te_set_number(build, stage, fields_of[second].transposed, gemms[gemm].transposed[second]);
+    te_set_number(build, stage, fields_of[second].transposed, of->transposed[second]);
     if (read == TE_LINK_VALUE) {
         if (data == TE_NO_BUFFER) data = te_get(build, read, weight_of(build, k));
         te_use_as(build, stage, fields_of[second].data, data);
@@ -123,7 +134,7 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
 /* Whether a GEMM reads an operand that is cast. */
 static int is_narrow(const te_build *build, int32_t k, te_linear_gemm gemm, int second)
 {
-    te_operand_role role = gemms[gemm].roles[second];
+    te_operand_role role = gemm_of(build, k, gemm)->roles[second];
     return te_linear_usage(build, k, role, gemm) != TE_LINK_VALUE &&
            te_linear_rule(build, k, role)->mode != TE_SCALING_NONE;
 }
@@ -132,9 +143,9 @@ static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32
 {
     const te_node_desc *node = te_node(build, k);
     int wide = !is_narrow(build, k, gemm, 0) || !is_narrow(build, k, gemm, 1);
-    te_stage *stage = te_linear_add(build, k, gemms[gemm].stage, TE_OP_GEMM);
-    te_set_number(build, stage, "fast_accumulation",
-                  (node->flags & gemms[gemm].fast) != 0 && !wide);
+    const struct gemm *of = gemm_of(build, k, gemm);
+    te_stage *stage = te_linear_add(build, k, of->stage, TE_OP_GEMM);
+    te_set_number(build, stage, "fast_accumulation", (node->flags & of->fast) != 0 && !wide);
     te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
     use_operand(build, stage, k, gemm, 0, a);
     use_operand(build, stage, k, gemm, 1, b);
@@ -180,7 +191,7 @@ static int is_matrix_of_ranks(const te_value_desc *value, int32_t ranks)
 static int32_t collective_beside(const te_build *build, int32_t k, te_linear_gemm gemm)
 {
     const te_graph_desc *graph = build->graph;
-    const te_operand_role role = gemms[gemm].roles[0];
+    const te_operand_role role = gemm_of(build, k, gemm)->roles[0];
     const te_link read = te_linear_usage(build, k, role, gemm);
     const te_collective_step step = step_beside(gemm);
     const int part = te_linear_is_part(build, k, role);
@@ -190,7 +201,7 @@ static int32_t collective_beside(const te_build *build, int32_t k, te_linear_gem
         n = te_collective_before(graph, k);
     }
     if (!te_collective_in_pieces(graph, n, step) ||
-        te_linear_is_external(build, k, gemms[gemm].stage) ||
+        te_linear_is_external(build, k, gemm_of(build, k, gemm)->stage) ||
         !is_matrix_of_ranks(te_value(build, te_node(build, k)->inputs[0]), graph->nodes[n].ranks)) {
         return TE_NOBODY;
     }
@@ -263,7 +274,7 @@ static int is_gathered(const te_build *build, int32_t n, te_linear_gemm gemm)
  * precision. */
 static void multiply_pieces(te_build *build, int32_t k, struct product *of, int32_t n, int32_t wide)
 {
-    const te_operand_role role = gemms[of->gemm].roles[0];
+    const te_operand_role role = gemm_of(build, k, of->gemm)->roles[0];
     const te_link read = te_linear_usage(build, k, role, of->gemm);
     if (read != TE_LINK_VALUE) {
         wide = te_linear_form(build, k, role, read);
@@ -454,7 +465,9 @@ static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
 static void multiply_grad_weight(te_build *build, int32_t k, int32_t grad, int32_t bias_grad)
 {
     int32_t weight = weight_of(build, k), input = input_of_weight(build, k);
-    te_stage *gemm = add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, grad, input);
+    te_stage *gemm = te_linear_is_transposed(build, k)
+                         ? add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, input, grad)
+                         : add_gemm(build, k, TE_GEMM_GRAD_WEIGHT, grad, input);
     te_use_as(build, gemm, "d", te_parameter_grad(build, weight));
     te_use_as(build, gemm, "bias_grad", bias_grad);
     te_set_number(build, gemm, "accumulate", wants(build, weight, TE_VALUE_ACCUMULATE));
@@ -469,12 +482,12 @@ static int weight_goes_first(const te_build *build, int32_t k)
            collective_beside(build, k, TE_GEMM_GRAD_INPUT) == TE_NOBODY;
 }
 
-/* Whether the GEMM of the weight's gradient can sum the columns of what it reads. */
+/* Whether the GEMM of the weight's gradient can sum the columns of its operand a. */
 static int gemm_sums(const te_build *build, int32_t k)
 {
     int32_t bias = bias_of(build, k);
-    return needs_grad_weight(build, k) && !wants(build, weight_of(build, k), TE_VALUE_DEFER) &&
-           bias >= 0 &&
+    return needs_grad_weight(build, k) && !te_linear_is_transposed(build, k) &&
+           !wants(build, weight_of(build, k), TE_VALUE_DEFER) && bias >= 0 &&
            te_linear_usage(build, k, TE_INPUT_OPERAND, TE_GEMM_GRAD_WEIGHT) == TE_LINK_VALUE &&
            te_value(build, bias)->grad_dtype == te_value(build, te_node(build, k)->output)->dtype;
 }
@@ -579,7 +592,8 @@ const te_node_rules te_linear_rules = {
     .inputs = 5,
     .flags = TE_LINEAR_SAVE_INPUT | TE_LINEAR_NO_AMAX | TE_LINEAR_ALLOW_TF32 |
              TE_LINEAR_FAST_OUTPUT | TE_LINEAR_FAST_GRAD_INPUT | TE_LINEAR_FAST_GRAD_WEIGHT |
-             TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED,
+             TE_LINEAR_MEASURE_OPERANDS | TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED |
+             TE_LINEAR_WEIGHT_TRANSPOSED,
     .steps = TE_LINEAR_STAGE_COUNT,
     .casts = 1,
     .check = te_check_linear,

@@ -307,11 +307,13 @@ class Graph:
     def linear_parameters(self, spec: LinearSpec, prefix: str) -> tuple[int, int]:
         """Add weight and bias."""
         flags, shape = spec.flags, (spec.out_features, spec.in_features)
+        if flags.node & _core.LINEAR_WEIGHT_TRANSPOSED:
+            shape = shape[::-1]
         weight = self.tensor(f"{prefix}weight", spec.weight, shape, flags.weight, spec.grad_weight)
         self.weights.append(weight)
         if not flags.bias:
             return weight, self.absent()
-        return weight, self.tensor(f"{prefix}bias", spec.bias, shape[:1], flags.bias)
+        return weight, self.tensor(f"{prefix}bias", spec.bias, (spec.out_features,), flags.bias)
 
     def add_norm(self, norm: Norm, inputs: tuple, output: int, **options: Any) -> None:
         """Add a norm; `options` as of `node`."""
