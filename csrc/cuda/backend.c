@@ -114,8 +114,8 @@ static te_status current_device(int32_t *index)
 
 const te_device_driver *te_cuda_driver(void)
 {
-    static const te_device_driver driver = {
-        open_device,    close_device,   &backend,      te_cuda_tune_gemm,
-        te_cuda_update, te_cuda_l2norm, current_device};
+    static const te_device_driver driver = {open_device,       close_device,   &backend,
+                                            te_cuda_tune_gemm, te_cuda_update, te_cuda_l2norm,
+                                            current_device};
     return &driver;
 }

@@ -11,7 +11,7 @@
 typedef struct tepy_plan {
     PyObject_HEAD te_plan *plan; /* held */
     te_plan_info info;
-    int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
+    int makes_saved;       /* a forward: the packed saved buffer is a result, not an argument */
     unsigned char *parted; /* of each argument: it is read by parts, which lie in a dense buffer */
     te_sizes seen_sizes;   /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;

@@ -193,12 +193,14 @@ static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t 
 {
     const tepy_plan *plan = run->plan;
     Py_ssize_t extra = nargs - plan->info.argument_count;
-    int reads_saved = !plan->makes_saved && plan->info.has_saved, takes_rows = plan->info.sized_by[0] < 0;
+    int reads_saved = !plan->makes_saved && plan->info.has_saved,
+        takes_rows = plan->info.sized_by[0] < 0;
     PyObject *saved = NULL;
     if (extra < reads_saved + takes_rows || extra > !plan->makes_saved + takes_rows) {
         PyErr_Format(PyExc_TypeError, "%s: expected %d tensors%s%s, got %zd arguments for them",
-                     run->function, (int)plan->info.argument_count, reads_saved ? ", the saved tensor" : "",
-                     takes_rows ? " and the rows" : "", nargs);
+                     run->function, (int)plan->info.argument_count,
+                     reads_saved ? ", the saved tensor" : "", takes_rows ? " and the rows" : "",
+                     nargs);
         return -1;
     }
     if (takes_rows && tepy_int(args[nargs - 1], (tepy_site){run->function, "rows"}, 0, INT32_MAX,
@@ -244,7 +246,8 @@ static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info
     for (int32_t at = 0; info->ndim > 1 && at < run->plan->info.argument_count; at++) {
         const te_buffer_info *other = &run->plan->info.buffers[at];
         if (other->leading == info->leading && are_alike(&run->buffers[at], output) &&
-            (!info->leading || info->ndim > 2 || at == run->plan->info.sized_by[te_sequence_of(info)])) {
+            (!info->leading || info->ndim > 2 ||
+             at == run->plan->info.sized_by[te_sequence_of(info)])) {
             return run->plain[at];
         }
     }

@@ -72,10 +72,10 @@ static te_xla_error *error_of(const te_xla_frame *frame, te_status st)
         [-TE_ERROR_CALLBACK] = TE_XLA_INTERNAL,
         [-TE_ERROR_INTERRUPTED] = TE_XLA_CANCELLED,
     };
-    te_xla_error_request request = {
-        .struct_size = offsetof(te_xla_error_request, code) + sizeof request.code,
-        .message = te_last_error(),
-        .code = codes[-st]};
+    te_xla_error_request request = {.struct_size =
+                                        offsetof(te_xla_error_request, code) + sizeof request.code,
+                                    .message = te_last_error(),
+                                    .code = codes[-st]};
     return st == TE_OK ? NULL : frame->api->create_error(&request);
 }
 
@@ -289,10 +289,9 @@ te_status te_xla_take_scratch(te_xla_cursor *cursor, void **scratch, size_t *siz
     te_tensor bytes;
     uintptr_t skipped;
     TE_TRY(te_xla_take(cursor, "scratch", 0, &bytes, NULL));
-    TE_FAIL_IF(bytes.dtype != TE_DTYPE_U8 || bytes.ndim != 1 ||
-                   bytes.shape[0] < TE_XLA_SCRATCH_ALIGN,
-               TE_ERROR_INVALID, "custom call: scratch: expected at least %d bytes",
-               TE_XLA_SCRATCH_ALIGN);
+    TE_FAIL_IF(
+        bytes.dtype != TE_DTYPE_U8 || bytes.ndim != 1 || bytes.shape[0] < TE_XLA_SCRATCH_ALIGN,
+        TE_ERROR_INVALID, "custom call: scratch: expected at least %d bytes", TE_XLA_SCRATCH_ALIGN);
     skipped = -(uintptr_t)bytes.data & (TE_XLA_SCRATCH_ALIGN - 1);
     *scratch = (char *)bytes.data + skipped;
     *size = (size_t)bytes.shape[0] - TE_XLA_SCRATCH_ALIGN;

@@ -5,7 +5,7 @@
 #ifndef TE_XLA_HANDLERS_H
 #define TE_XLA_HANDLERS_H
 
-#include "xla/ffi.h"
+#include "ffi.h"
 
 /* One function for the stages INSTANTIATE, which checks the attributes, and EXECUTE. */
 typedef te_xla_error *(*te_xla_handler)(te_xla_frame *frame);

@@ -214,10 +214,9 @@ static te_status take_slots(plan_run *run, const te_xla_attributes *attributes)
     const int way = run->info.direction != TE_DIRECTION_FORWARD;
     run->call.slots = run->slots;
     if (run->info.owners == 0) return TE_OK;
-    TE_FAIL_IF(given == NULL || given->dtype != TE_XLA_S32 ||
-                   given->size < (size_t)run->info.owners,
-               TE_ERROR_INVALID, "custom call: slots: expected %d of 32 bits",
-               (int)run->info.owners);
+    TE_FAIL_IF(
+        given == NULL || given->dtype != TE_XLA_S32 || given->size < (size_t)run->info.owners,
+        TE_ERROR_INVALID, "custom call: slots: expected %d of 32 bits", (int)run->info.owners);
     for (int32_t i = 0; i < run->info.owners; i++) {
         memcpy(&run->slots[2 * i + way], (const int32_t *)given->data + i, sizeof *run->slots);
     }
