@@ -36,7 +36,7 @@ SANITIZE = os.environ.get("TE_SANITIZE", "")
 LINEINFO = os.environ.get("TE_LINEINFO", "0") == "1"
 VERBOSE = os.environ.get("V", "0") == "1"
 BUILD = Path("build/sanitize" if SANITIZE else "build")
-GROUPS = ("core", "cpu", "layer", "python")  # always built; csrc/cuda where its headers exist
+GROUPS = ("core", "cpu", "layer", "xla", "python")  # always; csrc/cuda where its headers are
 KERNEL_DIRS = ("csrc/cuda/kernels", "csrc/cuda/device", "csrc/include", "csrc")
 # Machine code for the GPUs known today, PTX (compute_) of a portable level for later ones.
 ARCHS = os.environ.get("TE_CUDA_ARCHS") or "sm_80;sm_89;sm_90a;compute_90"
@@ -229,12 +229,12 @@ def write_image_table(sources, folder, compiled):
 
 
 def object_job(source, folder, extra):
-    """Return the job that compiles one C file; core, cpu and layer are held to strict C11."""
+    """Return the job that compiles one C file; its group may be held to strict C11."""
     group = source.parts[1] if source.parts[0] == "csrc" else "generated"
     out = folder / group / f"{source.stem}.o"
     flags = ["-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *extra]
     flags += ["-Wall", "-Wextra", "-Icsrc/include", "-Icsrc"]
-    if group in ("core", "cpu", "layer"):
+    if group in ("core", "cpu", "layer", "xla"):
         flags.append("-Wpedantic")
     if group == "core":  # dispatch: calls of its own and of the TLS resolver without stubs
         flags += ["-fno-plt", "-fno-semantic-interposition"]

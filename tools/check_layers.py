@@ -21,7 +21,8 @@ LAYERS = {
     "cpu": ("include", "core"),
     "cuda": ("include", "core"),
     "layer": ("include", "core"),
-    "python": ("include",),
+    "xla": ("include", "core"),
+    "python": ("include", "xla"),
 }
 
 PACKAGE = "transformer_engine"

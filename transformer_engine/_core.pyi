@@ -104,6 +104,26 @@ def activation_names() -> tuple[str, ...]:
 def has_cuda() -> bool:
     """True where the library was built with its CUDA backend (it says nothing about a device)."""
 
+# ---- XLA -------------------------------------------------------------------------------------
+
+XLA_SCRATCH_ALIGN: int  # bytes of scratch or workspace that a custom call takes besides
+
+def xla_handlers() -> dict[str, dict[str, Any]]:
+    """{target: {platform: capsule}} of the custom calls of csrc/xla, for `jax.ffi`."""
+
+def op_workspace(
+    name: str,
+    fields: dict[str, float | tuple[int, tuple[int, ...]]],
+    device_type: int,
+    device_index: int = 0,
+    /,
+) -> int:
+    """Bytes of workspace that an operator takes on this device, by descriptions of its arguments.
+
+    A tensor is (DTYPE_*, shape) and taken to be dense, a number is a number; fields that are left out
+    are absent, or have their initial values. ValueError for an unknown operator or field.
+    """
+
 # ---- plans -----------------------------------------------------------------------------------
 
 @final

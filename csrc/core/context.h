@@ -20,6 +20,7 @@ typedef struct te_device_driver {
     /* Behind te_update and te_l2norm; NULL: the device has no kernel for them. */
     te_status (*update)(te_context *context, const te_update_args *args, void *stream);
     te_status (*l2norm)(te_context *context, const te_l2norm_args *args, void *stream);
+    te_status (*current)(int32_t *index); /* behind te_device_current; NULL: nobody can say */
 } te_device_driver;
 
 /* NULL where the library was built without the device. */

@@ -134,3 +134,13 @@ const te_device_driver *te_driver_of(te_device_type type)
     if (type == TE_DEVICE_CUDA) return te_cuda_driver();
     return is_there(type) ? &other : NULL;
 }
+
+te_status te_device_current(te_device_type type, te_device *device)
+{
+    const te_device_driver *driver = te_driver_of(type);
+    TE_FAIL_IF(driver == NULL || driver->current == NULL, TE_ERROR_UNSUPPORTED,
+               "devices of type %s: this build can not say which one a thread works on",
+               te_device_type_name(type));
+    device->type = type;
+    return driver->current(&device->index);
+}

@@ -19,6 +19,12 @@ static void close_cpu(void *state)
     (void)state;
 }
 
+static te_status current_cpu(int32_t *index)
+{
+    *index = 0;
+    return TE_OK;
+}
+
 #define X(NAME, name)                                                                              \
     static te_status run_##name(void *self, te_context *context, const void *args, void *stream)   \
     {                                                                                              \
@@ -60,6 +66,7 @@ const te_device_driver *te_cpu_driver(void)
         .backend = &backend,
         .update = te_cpu_update,
         .l2norm = te_cpu_l2norm,
+        .current = current_cpu,
     };
     return &driver;
 }

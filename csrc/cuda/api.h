@@ -33,6 +33,7 @@
     X(cuEventSynchronize)                                                                          \
     X(cuEventElapsedTime)                                                                          \
     X(cuCtxGetCurrent)                                                                             \
+    X(cuCtxGetDevice)                                                                              \
     X(cuCtxPushCurrent)                                                                            \
     X(cuCtxPopCurrent)                                                                             \
     X(cuCtxSynchronize)                                                                            \

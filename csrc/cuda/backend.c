@@ -102,9 +102,20 @@ done:
     return st;
 }
 
+/* A CUdevice is its ordinal. */
+static te_status current_device(int32_t *index)
+{
+    CUdevice device = 0;
+    TE_TRY(te_cuda_load_api());
+    TE_TRY(TE_CU(cuCtxGetDevice, &device));
+    *index = device;
+    return TE_OK;
+}
+
 const te_device_driver *te_cuda_driver(void)
 {
     static const te_device_driver driver = {open_device,       close_device,   &backend,
-                                            te_cuda_tune_gemm, te_cuda_update, te_cuda_l2norm};
+                                            te_cuda_tune_gemm, te_cuda_update, te_cuda_l2norm,
+                                            current_device};
     return &driver;
 }

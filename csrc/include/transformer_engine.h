@@ -112,6 +112,10 @@ typedef struct te_device {
 
 #define TE_DEVICE_INDICES 64
 
+/* The device on which the calling thread works: on CUDA that of its current context, DEVICE where
+ * it has none. UNSUPPORTED for types of devices that this library has no driver for. */
+TE_API te_status te_device_current(te_device_type type, te_device *device);
+
 /* Host objects of one device: vendor handles, loaded kernels, plan and algorithm caches.
  * Thread-safe. */
 typedef struct te_context te_context;

@@ -507,7 +507,29 @@ typedef struct te_plan_info {
     te_extent saved_bytes[TE_SEQUENCES]; /* their sum: of the packed saved buffer */
     int32_t owners;                      /* modules whose slots it takes */
     uint32_t symbols;                    /* 1 << te_symbol of those that a call has to give */
+    /* What else a front end goes by: */
+    int32_t argument_count; /* buffers from 0 on that a call gives: inputs, parameters and state */
+    int32_t output_count;   /* buffers behind them, which are its results */
+    int32_t external;       /* a stage is external */
+    int32_t has_saved;      /* something is saved: a forward makes it, the others are given it */
+    int32_t sized_by[TE_SEQUENCES]; /* the input whose leading dims are those of a sequence: the
+                                       first that has them, or -1: then the call says its rows */
 } te_plan_info;
+
+/* The sequence whose leading dims a buffer has. */
+static inline int te_sequence_of(const te_buffer_info *buffer)
+{
+    return buffer->shape[0].symbol >= TE_SYMBOL_SOURCE_ROWS;
+}
+
+#define TE_MAX_LEADING 64
+
+/* Leading dims of a sequence as the caller has them: those before the last dim, of heads those
+ * before the last two. A plan is given matrices, in which they are one dim. */
+typedef struct te_leading {
+    int32_t count;
+    int64_t dims[TE_MAX_LEADING];
+} te_leading;
 
 /* All who hold the plan of a graph share it. Whoever has got one from te_plan_make or te_plan_find,
  * or retains one, holds it until it has released it as often: for as long as it hands the plan to
@@ -526,6 +548,11 @@ TE_API void te_plan_release(te_plan *plan); /* the last one frees it; NULL is le
 TE_API int64_t te_plan_count(void);
 /* Buffers and stages of a plan; the pointers live as long as it. */
 TE_API te_status te_plan_describe(const te_plan *plan, te_plan_info *info);
+/* Values of the symbols, from the first arguments that have them: argument_count views, and the
+ * leading dims of what sized_by names. Those of several ranks are divided, so that what is left is
+ * one rank's. What no argument says stays as it is. INVALID for leading dims that can not be. */
+TE_API te_status te_plan_take_sizes(const te_plan_info *info, const te_tensor *arguments,
+                                    te_leading leading[TE_SEQUENCES], te_sizes *sizes);
 
 /* Results of te_plan_infer for given sizes: pure arithmetic, no device. */
 typedef struct te_plan_sizes {

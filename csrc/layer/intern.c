@@ -149,5 +149,6 @@ te_status te_plan_describe(const te_plan *plan, te_plan_info *info)
                            .owners = plan->owners,
                            .symbols = plan->symbols};
     memcpy(info->saved_bytes, plan->saved_bytes, sizeof info->saved_bytes);
+    te_plan_count_ports(info);
     return TE_OK;
 }

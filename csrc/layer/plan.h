@@ -112,6 +112,11 @@ te_status te_plan_check(const te_plan *plan);
 te_status te_plan_layout(const te_plan *plan, te_device device, const te_sizes *sizes,
                          int consumes_saved, const te_layout **layout, te_layout **own);
 
+/* ---- ports.c ---- */
+
+/* Works out what te_plan_info says of a call from its buffers and stages. */
+void te_plan_count_ports(te_plan_info *info);
+
 static inline int te_is_packed(te_buffer_role role)
 {
     return role == TE_ROLE_SAVED || role == TE_ROLE_SCRATCH;

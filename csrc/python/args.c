@@ -312,7 +312,7 @@ static int fit(const tepy_dl_tensor *dl, tepy_form form, te_tensor *view)
 
 static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
 {
-    tepy_leading *leading = spec->leading;
+    te_leading *leading = spec->leading;
     const int32_t inner = is_dims(spec->form) ? 2 : 1;
     if (spec->form == TEPY_FLAT) return 0;
     if (is_dims(spec->form) && (dl->ndim < 1 || dl->ndim > TE_MAX_DIMS)) {
@@ -327,9 +327,9 @@ static int check_form(const tepy_dl_tensor *dl, const tepy_spec *spec)
                          : spec->form == TEPY_MATRIX ? "2: reshape it"
                                                      : "at least 1");
     }
-    if (dl->ndim > TEPY_MAX_LEADING) {
+    if (dl->ndim > TE_MAX_LEADING) {
         return tepy_fail(PyExc_ValueError, spec->site, "it has %d dims, expected at most %d",
-                         (int)dl->ndim, TEPY_MAX_LEADING);
+                         (int)dl->ndim, TE_MAX_LEADING);
     }
     if (leading != NULL) {
         leading->count = dl->ndim < inner ? 0 : dl->ndim - inner;

@@ -10,8 +10,6 @@
 
 #include "python/state.h"
 
-#define TEPY_MAX_LEADING 64 /* torch allows no more dims */
-
 /* What becomes of a tensor that has no legal view. */
 typedef enum tepy_access {
     TEPY_READ, /* it is copied */
@@ -28,19 +26,12 @@ typedef enum tepy_form {
     TEPY_MASK    /* the same of u8; a bool tensor is read as u8 */
 } tepy_form;
 
-/* The leading dims of a tensor that was read as TEPY_ROWS; as TEPY_DIMS, those before the last two.
- */
-typedef struct tepy_leading {
-    int32_t count;
-    int64_t dims[TEPY_MAX_LEADING];
-} tepy_leading;
-
 /* What an argument has to be, and where it stands. */
 typedef struct tepy_spec {
     tepy_site site;
     tepy_form form;
     tepy_access access;
-    tepy_leading *leading; /* filled where not NULL */
+    te_leading *leading; /* filled where not NULL; torch allows no more dims */
     /* It is copied too where it is not dense; on CUDA, where a line of the last dim does not begin
      * at 16 bytes in memory of its own. */
     int dense, aligned;

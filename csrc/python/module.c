@@ -7,6 +7,7 @@
  * just fails.
  */
 #include "python/args.h"
+#include "xla/handlers.h"
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
@@ -103,6 +104,7 @@ static int add_constants(PyObject *module)
         add_object(module, "ATTENTION_NUMBERS", TEPY_NAMES(TE_ATTENTION_NUMBERS)) != 0) {
         return -1;
     }
+    if (PyModule_AddIntConstant(module, "XLA_SCRATCH_ALIGN", TE_XLA_SCRATCH_ALIGN) != 0) return -1;
     return PyModule_AddStringConstant(module, "version", TE_VERSION);
 }
 

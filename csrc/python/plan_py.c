@@ -15,27 +15,13 @@
 static int examine(tepy_plan *plan)
 {
     plan->makes_saved = plan->info.direction == TE_DIRECTION_FORWARD;
-    plan->sized_by[0] = plan->sized_by[1] = -1;
     plan->seen_sizes.of[TE_SYMBOL_ROWS] = -1;
-    for (int32_t i = 0; i < plan->info.stage_count; i++) {
-        plan->external |= plan->info.stages[i].external;
-    }
-    for (int32_t i = 0; i < plan->info.buffer_count; i++) {
-        const te_buffer_info *info = &plan->info.buffers[i];
-        plan->has_saved |= info->role == TE_ROLE_SAVED;
-        plan->output_count += info->role == TE_ROLE_OUTPUT;
-        plan->arg_count += info->role <= TE_ROLE_STATE;
-        if (info->role == TE_ROLE_INPUT && info->leading &&
-            plan->sized_by[tepy_sequence(info)] < 0) {
-            plan->sized_by[tepy_sequence(info)] = i;
-        }
-    }
-    plan->parted = PyMem_Calloc((size_t)plan->arg_count + 1, 1);
+    plan->parted = PyMem_Calloc((size_t)plan->info.argument_count + 1, 1);
     if (plan->parted == NULL) return -1;
     for (int32_t i = 0; i < plan->info.buffer_count; i++) {
         const te_buffer_info *info = &plan->info.buffers[i];
         if (info->role == TE_ROLE_VIEW && info->view == TE_VIEW_PART &&
-            info->base < plan->arg_count) {
+            info->base < plan->info.argument_count) {
             plan->parted[info->base] = 1;
         }
     }

@@ -11,13 +11,7 @@
 typedef struct tepy_plan {
     PyObject_HEAD te_plan *plan; /* held */
     te_plan_info info;
-    int external;    /* a stage is external: run() refuses the plan */
-    int makes_saved; /* a forward: the packed saved buffer is a result, not an argument */
-    int has_saved;
-    int32_t sized_by[TE_SEQUENCES]; /* the input whose leading dims are the sizes of a sequence: the
-                                       first that has them, or -1; then rows are an argument */
-    int32_t arg_count;              /* inputs, parameters and state: buffers from 0 on */
-    int32_t output_count;           /* buffers behind them, in order of the results */
+    int makes_saved;       /* a forward: the packed saved buffer is a result, not an argument */
     unsigned char *parted; /* of each argument: it is read by parts, which lie in a dense buffer */
     te_sizes seen_sizes;   /* of the last run, on seen_device: that one found its caches filled */
     te_device seen_device;
@@ -25,12 +19,6 @@ typedef struct tepy_plan {
 
 /* The argument, borrowed; NULL with an exception. */
 tepy_plan *tepy_plan_of(const tepy_state *state, PyObject *object, const char *function);
-
-/* The sequence whose leading dims a buffer has. */
-static inline int tepy_sequence(const te_buffer_info *info)
-{
-    return info->shape[0].symbol >= TE_SYMBOL_SOURCE_ROWS;
-}
 
 /* How the tensor of an argument is read. */
 static inline tepy_spec tepy_argument_spec(const char *function, const tepy_plan *plan, int32_t at)

@@ -145,7 +145,7 @@ static int check_shape(const tepy_run_call *run, int32_t at)
         if (view->shape[i] == expected || (expected == TE_ANY_LENGTH && view->shape[i] > 0))
             continue;
         if (info->leading && i == 0 && info->ndim < 4) {
-            const int32_t input = run->plan->sized_by[tepy_sequence(info)];
+            const int32_t input = run->plan->info.sized_by[te_sequence_of(info)];
             return tepy_fail(PyExc_ValueError, site,
                              "its leading dims hold %lld rows, expected %lld as in %s",
                              (long long)view->shape[i], (long long)expected,
@@ -175,90 +175,52 @@ static int64_t saved_bytes_of(const tepy_run_call *run)
     return bytes;
 }
 
-/* Sizes of a sequence, from the leading dims of its first input. */
-static int take_sizes(tepy_run_call *run, int sequence)
+/* Sizes of the sequences; what has the wrong number of dims is left to check_shape. */
+static int take_sizes(tepy_run_call *run)
 {
-    const tepy_plan *plan = run->plan;
-    tepy_leading *leading = &run->leading[sequence];
-    const int32_t input = plan->sized_by[sequence];
-    const int rows = sequence == 0 ? TE_SYMBOL_ROWS : TE_SYMBOL_SOURCE_ROWS;
-    const te_buffer_info *info;
-    const te_tensor *view;
-    int64_t ranks;
-    if (input < 0) return 0;
-    info = &plan->info.buffers[input];
-    view = &run->buffers[input];
-    if (view->ndim != info->ndim) return check_shape(run, input);
-    run->call.sizes.of[rows] = view->shape[0] * (view->ndim == 4 ? view->shape[1] : 1);
-    ranks = info->shape[0].multiply; /* whose rows lie behind each other */
-    if (ranks > 1 && (leading->count == 0 || leading->dims[0] % ranks != 0)) {
-        return tepy_fail(PyExc_ValueError, (tepy_site){run->function, info->name},
-                         "the first dim has size %lld, expected a multiple of %lld",
-                         (long long)(leading->count == 0 ? 1 : leading->dims[0]), (long long)ranks);
-    }
-    if (ranks > 1) {
-        leading->dims[0] /= ranks;
-        run->call.sizes.of[rows] /= ranks;
-    }
-    if ((plan->info.symbols >> (rows + 1) & 3U) == 0) return 0;
-    if (leading->count != 2) {
-        return tepy_fail(PyExc_ValueError, (tepy_site){run->function, info->name},
-                         "%d dims, expected 3", (int)leading->count + 1);
-    }
-    for (int i = 0; i < 2; i++) run->call.sizes.of[rows + 1 + i] = leading->dims[i];
-    return 0;
-}
-
-/* Sizes of packed sequences, from the first input of whose shape each is a dim. */
-static void take_packed_sizes(tepy_run_call *run)
-{
-    const tepy_plan *plan = run->plan;
-    uint32_t wanted = plan->info.symbols >> TE_SYMBOL_SEQUENCES;
-    for (int32_t i = 0; wanted != 0 && i < plan->arg_count; i++) {
-        const te_buffer_info *info = &plan->info.buffers[i];
-        for (int32_t d = 0; d < info->ndim; d++) {
-            const int32_t symbol = info->shape[d].symbol;
-            const uint32_t bit =
-                symbol < TE_SYMBOL_SEQUENCES ? 0 : 1U << symbol >> TE_SYMBOL_SEQUENCES;
-            if ((wanted & bit) == 0 || run->buffers[i].ndim != info->ndim) continue;
-            run->call.sizes.of[symbol] = run->buffers[i].shape[d] - info->shape[d].add;
-            wanted &= ~bit;
+    const te_plan_info *info = &run->plan->info;
+    for (int s = 0; s < TE_SEQUENCES; s++) {
+        const int32_t input = info->sized_by[s];
+        if (input >= 0 && run->buffers[input].ndim != info->buffers[input].ndim) {
+            return check_shape(run, input);
         }
     }
+    return tepy_check(te_plan_take_sizes(info, run->buffers, run->leading, &run->call.sizes));
 }
 
 /* The tensors, then the saved buffer, then the number of rows. */
 static int take_arguments(tepy_run_call *run, PyObject *const *args, Py_ssize_t nargs)
 {
     const tepy_plan *plan = run->plan;
-    Py_ssize_t extra = nargs - plan->arg_count;
-    int reads_saved = !plan->makes_saved && plan->has_saved, takes_rows = plan->sized_by[0] < 0;
+    Py_ssize_t extra = nargs - plan->info.argument_count;
+    int reads_saved = !plan->makes_saved && plan->info.has_saved,
+        takes_rows = plan->info.sized_by[0] < 0;
     PyObject *saved = NULL;
     if (extra < reads_saved + takes_rows || extra > !plan->makes_saved + takes_rows) {
         PyErr_Format(PyExc_TypeError, "%s: expected %d tensors%s%s, got %zd arguments for them",
-                     run->function, (int)plan->arg_count, reads_saved ? ", the saved tensor" : "",
-                     takes_rows ? " and the rows" : "", nargs);
+                     run->function, (int)plan->info.argument_count,
+                     reads_saved ? ", the saved tensor" : "", takes_rows ? " and the rows" : "",
+                     nargs);
         return -1;
     }
     if (takes_rows && tepy_int(args[nargs - 1], (tepy_site){run->function, "rows"}, 0, INT32_MAX,
                                &run->call.sizes.of[TE_SYMBOL_ROWS]) != 0) {
         return -1;
     }
-    for (int32_t i = 0; i < plan->arg_count; i++) {
+    for (int32_t i = 0; i < plan->info.argument_count; i++) {
         tepy_spec spec = tepy_argument_spec(run->function, plan, i);
         int held = run->held_count;
         for (int q = 0; q < TE_SEQUENCES; q++) {
-            if (i == plan->sized_by[q]) spec.leading = &run->leading[q];
+            if (i == plan->info.sized_by[q]) spec.leading = &run->leading[q];
         }
         if (take_tensor(run, args[i], &spec, &run->buffers[i]) != 0) return -1;
         run->plain[i] = run->held_count == held ? args[i] : NULL;
     }
-    if (take_sizes(run, 0) != 0 || take_sizes(run, 1) != 0) return -1;
-    take_packed_sizes(run);
-    for (int32_t i = 0; i < plan->arg_count; i++) {
+    if (take_sizes(run) != 0) return -1;
+    for (int32_t i = 0; i < plan->info.argument_count; i++) {
         if (check_shape(run, i) != 0) return -1;
     }
-    if (extra > takes_rows) saved = args[plan->arg_count];
+    if (extra > takes_rows) saved = args[plan->info.argument_count];
     if (reads_saved) return take_saved(run, saved, saved_bytes_of(run));
     if (saved != NULL && saved != Py_None) {
         return tepy_fail(PyExc_TypeError, (tepy_site){run->function, "saved"},
@@ -281,10 +243,11 @@ static int are_alike(const te_tensor *view, const te_tensor *dense)
 static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info,
                             const te_tensor *output)
 {
-    for (int32_t at = 0; info->ndim > 1 && at < run->plan->arg_count; at++) {
+    for (int32_t at = 0; info->ndim > 1 && at < run->plan->info.argument_count; at++) {
         const te_buffer_info *other = &run->plan->info.buffers[at];
         if (other->leading == info->leading && are_alike(&run->buffers[at], output) &&
-            (!info->leading || info->ndim > 2 || at == run->plan->sized_by[tepy_sequence(info)])) {
+            (!info->leading || info->ndim > 2 ||
+             at == run->plan->info.sized_by[te_sequence_of(info)])) {
             return run->plain[at];
         }
     }
@@ -296,8 +259,8 @@ static PyObject *find_alike(const tepy_run_call *run, const te_buffer_info *info
 static int make_output(tepy_run_call *run, int32_t at, int32_t index)
 {
     const te_buffer_info *info = &run->plan->info.buffers[at];
-    const tepy_leading *leading = &run->leading[tepy_sequence(info)];
-    int64_t shape[TEPY_MAX_LEADING + TE_MAX_DIMS], elements = 1;
+    const te_leading *leading = &run->leading[te_sequence_of(info)];
+    int64_t shape[TE_MAX_LEADING + TE_MAX_DIMS], elements = 1;
     int32_t ndim = 0, d = 0;
     te_tensor *view = &run->buffers[at];
     PyObject *tensor, *alike;
@@ -307,7 +270,7 @@ static int make_output(tepy_run_call *run, int32_t at, int32_t index)
         view->strides[i] = elements;
         elements *= view->shape[i];
     }
-    if (info->leading && info->ndim < 3 && run->plan->sized_by[tepy_sequence(info)] >= 0) {
+    if (info->leading && info->ndim < 3 && run->plan->info.sized_by[te_sequence_of(info)] >= 0) {
         for (; ndim < leading->count; ndim++) shape[ndim] = leading->dims[ndim];
         if (ndim > 0) shape[0] *= info->shape[0].multiply; /* rows of several ranks */
         d = 1;
@@ -327,21 +290,21 @@ static int make_results(tepy_run_call *run)
 {
     const tepy_plan *plan = run->plan;
     int64_t saved_bytes = 0;
-    run->outputs = PyTuple_New(plan->output_count + 1);
+    run->outputs = PyTuple_New(plan->info.output_count + 1);
     if (run->outputs == NULL) return -1;
-    for (int32_t i = 0; i < plan->output_count; i++) {
-        if (make_output(run, plan->arg_count + i, i) != 0) return -1;
+    for (int32_t i = 0; i < plan->info.output_count; i++) {
+        if (make_output(run, plan->info.argument_count + i, i) != 0) return -1;
     }
-    if (plan->makes_saved && plan->has_saved) saved_bytes = saved_bytes_of(run);
+    if (plan->makes_saved && plan->info.has_saved) saved_bytes = saved_bytes_of(run);
     if (saved_bytes == 0)
-        return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(Py_None));
+        return PyTuple_SetItem(run->outputs, plan->info.output_count, Py_NewRef(Py_None));
     run->saved = tepy_empty(run->state, run->device, TE_DTYPE_U8, &saved_bytes, 1);
     if (run->saved == NULL ||
         tepy_fresh_data(run->state, run->saved, (tepy_site){run->function, "saved"}, run->device,
                         saved_bytes, &run->call.saved) != 0) {
         return -1;
     }
-    return PyTuple_SetItem(run->outputs, plan->output_count, Py_NewRef(run->saved));
+    return PyTuple_SetItem(run->outputs, plan->info.output_count, Py_NewRef(run->saved));
 }
 
 /* The exchange allocator's own report is dropped: torch.empty is tried next and says it better. */
@@ -447,7 +410,7 @@ static PyObject *run_plain(PyObject *module, PyObject *const *args, Py_ssize_t n
                             function, nargs);
     run.call.consumes_saved = consumes_saved;
     if (take_plan(&run, args[0]) != 0) goto done;
-    if (run.plan->external) {
+    if (run.plan->info.external) {
         (void)tepy_fail(PyExc_RuntimeError, (tepy_site){function, "plan"},
                         "it has external stages: use run_staged");
         goto done;

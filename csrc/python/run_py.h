@@ -33,7 +33,7 @@ typedef struct tepy_run_call {
     te_tensor *buffers;
     PyObject **plain; /* borrowed: the argument itself, where its view is dense */
     int32_t few_slots[2 * TEPY_FEW_OWNERS];
-    tepy_leading leading[TE_SEQUENCES]; /* from here on what a run begins with is not 0 */
+    te_leading leading[TE_SEQUENCES]; /* from here on what a run begins with is not 0 */
     PyObject *few_held[2 * TEPY_FEW_BUFFERS + 2];
     te_tensor few_buffers[TEPY_FEW_BUFFERS];
     PyObject *few_plain[TEPY_FEW_BUFFERS];

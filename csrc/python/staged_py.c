@@ -17,7 +17,8 @@ static PyObject *whole_of(const tepy_staged *staged, int32_t at)
     te_buffer_role role = plan->info.buffers[at].role;
     if (role == TE_ROLE_VIEW) return whole_of(staged, plan->info.buffers[at].base);
     if (role <= TE_ROLE_STATE) return staged->given[at];
-    if (role == TE_ROLE_OUTPUT) return PyTuple_GetItem(staged->run->outputs, at - plan->arg_count);
+    if (role == TE_ROLE_OUTPUT)
+        return PyTuple_GetItem(staged->run->outputs, at - plan->info.argument_count);
     if (role == TE_ROLE_SCRATCH) return staged->run->scratch_object;
     return staged->run->saved != NULL ? staged->run->saved : staged->run->saved_given;
 }

@@ -292,6 +292,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(write_graph, 0, 2, 2, "direction, graph, /")                                                 \
     X(plan_infer, 0, 2, 2, "plan, rows, /")                                                        \
     X(plan_scratch, 0, 3, 4, "plan, rows, device_type, device_index=0, /")                         \
+    X(op_workspace, 0, 3, 4, "name, fields, device_type, device_index=0, /")                       \
     X(lie_in, 1, 3, 3, "tensor, parts, rows, /")                                                   \
     X(split_storage, 1, 2, 2, "tensor, rows, /")                                                   \
     X(cuda_configure, 0, 1, 2, "force_source, cache_dir=None, /")                                  \
@@ -320,6 +321,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(op_names, NONE, "/")                                                                         \
     X(activation_names, NONE, "/")                                                                 \
     X(has_cuda, NONE, "/")                                                                         \
+    X(xla_handlers, NONE, "/")                                                                     \
     X(read_graph, ONE, "text, /")                                                                  \
     X(plan_count, NONE, "/")                                                                       \
     X(plan_describe, ONE, "plan, /")                                                               \

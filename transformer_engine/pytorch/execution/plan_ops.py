@@ -26,7 +26,7 @@ from torch import Tensor
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan, plan_of
-from transformer_engine.common.plans import extent_value, leading_dims, sizes_of
+from transformer_engine.common.plans import result_shapes
 from transformer_engine.pytorch.execution import overrides, recompute
 from transformer_engine.pytorch.execution.collectives import staged_over
 from transformer_engine.pytorch.execution.stages import Staged
@@ -199,30 +199,6 @@ def _refusing_backward(name: str, then: Callable | None = None) -> Callable:
     return run
 
 
-def shapes(plan: Plan, inputs: Sequence, rows: Any) -> tuple[list[tuple[torch.dtype, list]], Any]:
-    """Shapes of what a plan makes, on integers or symbolic ones.
-
-    `inputs` are the shapes of the first tensors that it is given, `rows` as of `run_traced`.
-    Returns dtype and shape of each output, in plan order, and the bytes of the packed saved tensor;
-    0: none.
-    """
-    leading, sizes = leading_dims(plan, inputs), sizes_of(plan, inputs, rows)
-    outputs = []
-    for buffer in plan.described.buffers:
-        if buffer.role != "output":
-            continue
-        shape, first = [extent_value(extent, sizes) for extent in buffer.shape], buffer.shape[0]
-        dims = None
-        if buffer.leading and len(buffer.shape) < 3:
-            dims = leading[first.symbol >= _core.SYMBOL_SOURCE_ROWS]
-        if dims is not None:
-            shape[:1] = [first.multiply * dims[0], *dims[1:]] if dims else []
-        outputs.append((_core.torch_dtype(buffer.dtype), shape))
-    if plan.described.direction != "forward":
-        return outputs, 0
-    return outputs, sum(extent_value(each, sizes) for each in plan.described.saved_bytes)
-
-
 def run_native(
     plan: Plan,
     slots: Sequence[int],
@@ -285,9 +261,9 @@ def _run_fake(
     text: str, slots: Sequence[int], inputs: list[Tensor], saved: Any, rows: Any, *others: Any
 ) -> list[Tensor]:
     del slots, saved, others
-    made, packed = shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
-    made.append((torch.uint8, [packed]))
-    return [inputs[0].new_empty(shape, dtype=dtype) for dtype, shape in made]
+    made, packed = result_shapes(plan_of(text), [tensor.shape for tensor in inputs], rows)
+    made.append((_core.DTYPE_U8, [packed]))
+    return [inputs[0].new_empty(shape, dtype=_core.torch_dtype(of)) for of, shape in made]
 
 
 _UPDATES = [0]
