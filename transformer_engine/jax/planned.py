@@ -7,18 +7,23 @@ arguments of a call, and the amaxes that it has seen a result.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine import _core
-from transformer_engine.common import config, graphs, plans
+from transformer_engine.common import config, graphs
 from transformer_engine.common.operand_casts import OperandCast, Quantization, flags_of
-from transformer_engine.jax import custom_calls, linear
+from transformer_engine.common.plans import CallPlans, call_plans
+from transformer_engine.jax import linear
 from transformer_engine.jax.activation import ActivationPlan
+from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
 
@@ -31,8 +36,6 @@ class Layer(NamedTuple):
     linears: tuple[linear.LinearPlan, ...]  # one, or two with the activation between them
     norm: NormPlan | None = None
     activation: ActivationPlan | None = None
-    names: tuple[str | None, ...] = (None,)
-    """Of the results of the dense layers, for the policies of `jax.checkpoint`."""
 
 
 _DTYPES = tuple(jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat16))
@@ -93,7 +96,7 @@ def _cast(cast: Cast | None) -> OperandCast:
     )
     # The margin of delayed scaling is that of its updates.
     margin = cast.margin if cast.mode is ScalingMode.MXFP8_1D_SCALING else 0
-    dtype = custom_calls.code_of(cast.dtype)
+    dtype = code_of(cast.dtype)
     return OperandCast(_RECIPES[cast.mode], dtype, cast.epsilon, options, margin)
 
 
@@ -119,7 +122,7 @@ class _Facts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plans_of(facts: _Facts) -> plans.CallPlans:
+def _plans_of(facts: _Facts) -> CallPlans:
     layer, parts, wanted = facts.layer, [], _core.VALUE_PARAMETER | _core.VALUE_GRADIENT
     for i, (of_in, out, dtype) in enumerate(facts.kernels):
         flags = graphs.LinearFlags(
@@ -142,86 +145,124 @@ def _plans_of(facts: _Facts) -> plans.CallPlans:
         kinds, numbers = layer.activation
         activation = graphs.Activation(_ACTIVATIONS[kinds], *numbers)
     names = ("",) if len(parts) == 1 else ("fc1_", "fc2_")
-    return plans.call_plans(graphs.CallSpec(tuple(parts), norm, activation, names=names))
+    return call_plans(graphs.CallSpec(tuple(parts), norm, activation, names=names))
 
 
-def _scales(uses: Sequence, backward: bool) -> list[Array]:
+_FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2  # of a dense layer; the last one is that of what is returned
+_DELAYED = ScalingMode.DELAYED_TENSOR_SCALING
+
+
+def _scales(uses: Sequence[linear.Uses], backward: bool) -> list[Array]:
     """The scales of a direction, fp32 [n], and amaxes, fp32 [1, n]; by slots."""
     found = []
     for x, kernel, grad in uses:
         slots = (grad, None) if backward else (x, kernel, None)
-        found += [jnp.ones(1) if use is None else use.scale for use in slots]
+        found += [jnp.ones(1, jnp.float32) if use is None else use.scale for use in slots]
     scales = jnp.concatenate(found)
     return [scales, jnp.zeros((1, scales.shape[0]), jnp.float32)]
 
 
 def _state_of(links: Sequence, uses: Sequence, backward: bool) -> list[Array]:
+    """What a plan is given of state."""
     if not links:
         return []
     known = dict(zip(("scale", "history"), _scales(uses, backward), strict=True))
     return [known[what] for what, _ in links]
 
 
-def _amaxes(results: custom_calls.PlanResults, per_layer: int) -> Array | None:
-    """The amaxes of a call [layers, slots]."""
-    return results.states[-1].reshape(-1, per_layer) if results.states else None
+def _amaxes(made: PlanResults, slots: int) -> Array | None:
+    """The amaxes of a call [dense layers, slots]."""
+    return made.states[-1].reshape(-1, slots) if made.states else None
 
 
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """What a backward reads."""
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("saved", "uses", "amaxes"), meta_fields=("facts",)
+)
+@dataclass
+class Kept:
+    """What a backward needs of its forward."""
 
+    facts: _Facts
     saved: tuple  # the packed tensor, where there is one, and others
-    uses: tuple
-    amaxes: Array | None  # of inputs and weights
-    like: tuple  # empty arrays of the shapes but rows, and dtypes, of what has gradients
+    uses: tuple  # of each dense layer
+    amaxes: Array | None  # [dense layers, slots], of inputs and weights
 
 
-def _facts(layer: Layer, x: Array, affine: Sequence, kernels: Sequence, biases: Sequence) -> _Facts:
-    code = custom_calls.code_of
+class Gradients(NamedTuple):
+    """Gradients of a layer, each in the dtype of what it is of; None of what there is not."""
+
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    kernels: tuple[Array, ...]
+    biases: tuple[Array | None, ...]
+    uses: tuple[linear.Uses, ...]
+
+
+def _facts_of(
+    layer: Layer, x: Array, affine: Sequence, kernels: Sequence, biases: Sequence
+) -> _Facts:
     gamma, beta = affine
     return _Facts(
         layer,
-        code(x.dtype),
-        code(x.dtype if gamma is None else gamma.dtype),
+        code_of(x.dtype),
+        code_of(x.dtype if gamma is None else gamma.dtype),
         beta is not None,
-        tuple((*kernel.shape, code(kernel.dtype)) for kernel in kernels),
-        tuple(None if bias is None else code(bias.dtype) for bias in biases),
+        tuple((*kernel.shape, code_of(kernel.dtype)) for kernel in kernels),
+        tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
     )
-
-
-def _tensors(call: plans.CallPlans, layer: Layer, x: Any, affine: Sequence, pairs: Sequence) -> tuple:
-    """In the order of `CallPlans.tensors`."""
-    given = (x, *(affine if layer.norm is not None else ()), *(each for pair in pairs for each in pair))
-    if len(given) != len(call.tensors):
-        raise AssertionError(f"{len(given)} tensors for {call.tensors}")
-    return given
 
 
 def forward(
     layer: Layer,
     x: Array,
-    gamma: Array | None,
-    beta: Array | None,
+    affine: tuple[Array | None, Array | None],
     kernels: Sequence[Array],
     biases: Sequence[Array | None],
     uses: Sequence[linear.Uses],
 ) -> tuple[Array, Kept]:
     """Run a layer.
 
-    `x` is [.., in], kernels are [in, out], biases [out]. Returns [.., out] in the dtype of `x`, and
-    what `backward` needs.
+    `x` is [.., in], `affine` gamma and beta of the norm, [in]; kernels are [in, out], biases [out].
+    Returns [.., out] in the dtype of `x`, and what `backward` needs.
     """
-    facts = _facts(layer, x, (gamma, beta), kernels, biases)
-    call = _plans_of(facts)
-    tensors = _tensors(call, layer, x, (gamma, beta), list(zip(kernels, biases, strict=True)))
-    given = call.pick_inputs(tensors)
-    state = _state_of(call.forward_state, uses, False)
-    made = custom_calls.call_plan(call.forward, [*given, *state])
-    y = made.outputs[0]
-    if layer.names[-1] is not None:
-        y = checkpoint_name(y, layer.names[-1])
-    saved = call.pick_saved((*made.outputs, made.saved, *tensors))
-    return y, Kept(saved, (facts, tuple(uses)), _amaxes(made, 3), ())
+    facts = _facts_of(layer, x, affine, kernels, biases)
+    plans = _plans_of(facts)
+    pairs = zip(kernels, biases, strict=True)
+    tensors = (x, *(affine if layer.norm else ()), *itertools.chain.from_iterable(pairs))
+    state = _state_of(plans.forward_state, uses, backward=False)
+    made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
+    saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
+    return made.outputs[0], Kept(facts, saved, tuple(uses), _amaxes(made, _FORWARD_SLOTS))
+
+
+def backward(kept: Kept, grad: Array) -> Gradients:
+    """Gradients, by that of the result."""
+    facts, plans = kept.facts, _plans_of(kept.facts)
+    packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
+    state = _state_of(plans.backward_state, kept.uses, backward=True)
+    made = call_plan(plans.backward, [*plans.pick_grads((grad,)), *saved, *state], *packed)
+    found = [None if at < 0 else made.outputs[at] for at in plans.places]
+    gamma = beta = None
+    if facts.layer.norm is not None:
+        gamma, beta = found[1:3]
+    pairs = found[1 if facts.layer.norm is None else 3 :]
+    amaxes = kept.amaxes, _amaxes(made, _BACKWARD_SLOTS)
+    uses = [_next(number, linear_, *amaxes) for number, linear_ in enumerate(facts.layer.linears)]
+    return Gradients(found[0], gamma, beta, tuple(pairs[::2]), tuple(pairs[1::2]), tuple(uses))
+
+
+def _next(
+    number: int, of: linear.LinearPlan, forward: Array | None, backward: Array | None
+) -> linear.Uses:
+    """Gradients of the states of a dense layer."""
+    operands = (of.x, forward, 0), (of.kernel, forward, 1), (of.grad, backward, 0)
+    return tuple(
+        linear.gradient_of_use(
+            amaxes[number, slot : slot + 1] if operand.mode is _DELAYED else None, operand
+        )
+        for operand, amaxes, slot in operands
+    )
