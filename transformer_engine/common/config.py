@@ -345,6 +345,7 @@ TE_JAX_CUSTOM_CALLS = _flag(
     "JAX: layers run by custom calls of XLA into the C library, and not by their definitions in "
     "jax.numpy. Read while a function is traced.",
     "NVTE_JAX_CUSTOM_CALLS",
+    default=True,
 )
 
 TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))

@@ -45,6 +45,11 @@ _READ_AS = {
 _SHORT = {_core.DTYPE_E4M3: "f8_e4m3fn", _core.DTYPE_E5M2: "f8_e5m2"}  # as JAX prints them
 
 
+def code_of(dtype: Any) -> int:
+    """``_core.DTYPE_*`` for a dtype of JAX."""
+    return _CODES[jnp.dtype(dtype)]
+
+
 def dtype_of(code: int) -> Any:
     """Dtype of JAX for ``_core.DTYPE_*``."""
     return _DTYPES[code]

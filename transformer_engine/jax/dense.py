@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_engine.common import absent
-from transformer_engine.jax import linear
+from transformer_engine.jax import linear, planned
 from transformer_engine.jax.cpp_extensions.collective import (
     CollectiveOpSet,
     noop_collective_op_set,
@@ -96,11 +96,17 @@ def _dense(plan: _Plan, x: Array, kernel: Array, bias: Array | None, uses: linea
 def _forward(
     plan: _Plan, x: Array, kernel: Array, bias: Array | None, uses: linear.Uses
 ) -> tuple[Array, Any]:
+    layer = planned.Layer((plan.linear,))
+    if planned.runs(layer, x, kernel):
+        return planned.forward(layer, x, (None, None), (kernel,), (bias,), (uses,), plan.depth)
     y, saved = linear.linear_forward(x, kernel, plan.linear, uses, plan.depth)
-    return linear.with_bias(y, bias, x.dtype), (saved, bias, uses)
+    return linear.with_bias(y, bias, plan.linear, x.dtype), (saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
+    if isinstance(kept, planned.Kept):
+        of = planned.backward(kept, grad)
+        return of.x, *of.kernels, *of.biases, *of.uses
     saved, bias, uses = kept
     made = linear.linear_backward(saved, grad, plan.linear, uses, plan.depth)
     of_x = made.x.astype(saved.dtypes[0].dtype)

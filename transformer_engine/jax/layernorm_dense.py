@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from transformer_engine.jax import linear
+from transformer_engine.jax import linear, planned
 from transformer_engine.jax.dense import Axes
 from transformer_engine.jax.layernorm import NormPlan, norm_backward, norm_forward, norm_plan
 from transformer_engine.jax.quantize import QuantizerSet, noop_quantizer_set
@@ -80,13 +80,19 @@ def _forward(
     bias: Array | None,
     uses: linear.Uses,
 ) -> tuple[Array, Any]:
+    layer = planned.Layer((plan.linear,), plan.norm)
+    if planned.runs(layer, x, kernel, gamma):
+        return planned.forward(layer, x, (gamma, beta), (kernel,), (bias,), (uses,))
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linear, x.dtype), plan.axes)
     y, saved = linear.linear_forward(operand, kernel, plan.linear, uses)
-    return linear.with_bias(y, bias, x.dtype), (norm, saved, bias, uses)
+    return linear.with_bias(y, bias, plan.linear, x.dtype), (norm, saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
+    if isinstance(kept, planned.Kept):
+        of = planned.backward(kept, grad)
+        return of.x, *of.kernels, *of.affine, *of.biases, *of.uses
     norm, saved, bias, uses = kept
     made = linear.linear_backward(saved, grad, plan.linear, uses)
     of_x, of_gamma, of_beta = norm_backward(plan.norm, norm, made.x.astype(norm.x.dtype))

@@ -9,7 +9,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine.jax import linear
+from transformer_engine.jax import linear, planned
 from transformer_engine.jax.activation import ActivationPlan, activation_plan
 from transformer_engine.jax.cpp_extensions.collective import (
     CollectiveOpSet,
@@ -120,22 +120,30 @@ def _forward(
     biases: tuple[Array | None, Array | None],
     uses: tuple[linear.Uses, linear.Uses],
 ) -> tuple[Array, Any]:
+    layer = planned.Layer(plan.linears, plan.norm, plan.activation)
+    if planned.runs(layer, x, gamma, *kernels):
+        y, kept = planned.forward(layer, x, (gamma, beta), kernels, biases, uses)
+        return checkpoint_name(y, plan.names[1]), kept
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linears[0], x.dtype), plan.axes[0])
     h, saved_1 = linear.linear_forward(operand, kernels[0], plan.linears[0], uses[0])
-    h = checkpoint_name(linear.with_bias(h, biases[0], x.dtype), plan.names[0])
+    h = checkpoint_name(linear.with_bias(h, biases[0], plan.linears[0], x.dtype), plan.names[0])
     values = chosen("activate")(h, *plan.activation)
     operand = constrain(linear.operand_of(values, plan.linears[1], x.dtype), plan.axes[1])
     y, saved_2 = linear.linear_forward(operand, kernels[1], plan.linears[1], uses[1])
-    y = checkpoint_name(linear.with_bias(y, biases[1], x.dtype), plan.names[1])
+    y = checkpoint_name(linear.with_bias(y, biases[1], plan.linears[1], x.dtype), plan.names[1])
     return y, (norm, h, (saved_1, saved_2), biases, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
+    if isinstance(kept, planned.Kept):
+        of = planned.backward(kept, grad)
+        return of.x, *of.affine, of.kernels, of.biases, of.uses
     norm, h, saved, biases, uses = kept
     second = linear.linear_backward(saved[1], grad, plan.linears[1], uses[1])
     of_values = second.x.astype(h.dtype)
-    of_h = chosen("activation_gradient")(of_values, h, *plan.activation).astype(h.dtype)
+    of_h = chosen("activation_gradient")(of_values, h, *plan.activation)
+    of_h = linear.operand_of(of_h, plan.linears[0], h.dtype)
     first = linear.linear_backward(saved[0], of_h, plan.linears[0], uses[0])
     of_x, of_gamma, of_beta = norm_backward(plan.norm, norm, first.x.astype(h.dtype))
     of_biases = linear.bias_gradient(of_h, biases[0]), linear.bias_gradient(grad, biases[1])

@@ -8,22 +8,24 @@ arguments of a call, and the amaxes that it has seen a result.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from transformer_engine import _core
-from transformer_engine.common import config, graphs
+from transformer_engine.common import graphs
 from transformer_engine.common.operand_casts import OperandCast, Quantization, flags_of
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.jax import linear
 from transformer_engine.jax.activation import ActivationPlan
 from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
+from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
 
@@ -62,7 +64,7 @@ def runs(layer: Layer, *arrays: Array) -> bool:
     What no plan computes is by definition (docs/jax.md): arrays of other dtypes than fp32, fp16 and
     bf16, and a gated activation whose linear part comes first.
     """
-    if not config.TE_JAX_CUSTOM_CALLS.get():
+    if not are_custom_calls_on():
         return False
     known = layer.activation is None or layer.activation.kinds in _ACTIVATIONS
     return known and all(array.dtype in _DTYPES for array in arrays)
@@ -178,42 +180,46 @@ def _amaxes(made: PlanResults, slots: int) -> Array | None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
+class _Given(NamedTuple):
+    """What a call was given, in the shapes that it had; static."""
+
+    batch: tuple[int, ...]
+    tensors: tuple[tuple | None, ...]  # shape and dtype of input, kernels, biases; None: absent
+
+
 @partial(
-    jax.tree_util.register_dataclass, data_fields=("saved", "uses", "amaxes"), meta_fields=("facts",)
+    jax.tree_util.register_dataclass,
+    data_fields=("saved", "uses", "amaxes"),
+    meta_fields=("facts", "given"),
 )
 @dataclass
 class Kept:
     """What a backward needs of its forward."""
 
     facts: _Facts
+    given: _Given
     saved: tuple  # the packed tensor, where there is one, and others
     uses: tuple  # of each dense layer
     amaxes: Array | None  # [dense layers, slots], of inputs and weights
 
 
 class Gradients(NamedTuple):
-    """Gradients of a layer, each in the dtype of what it is of; None of what there is not."""
+    """Gradients of a layer, of the shapes and dtypes of what they are of; None of what is not."""
 
     x: Array
-    gamma: Array | None
-    beta: Array | None
+    affine: tuple[Array | None, Array | None]
     kernels: tuple[Array, ...]
     biases: tuple[Array | None, ...]
     uses: tuple[linear.Uses, ...]
 
 
-def _facts_of(
-    layer: Layer, x: Array, affine: Sequence, kernels: Sequence, biases: Sequence
-) -> _Facts:
-    gamma, beta = affine
-    return _Facts(
-        layer,
-        code_of(x.dtype),
-        code_of(x.dtype if gamma is None else gamma.dtype),
-        beta is not None,
-        tuple((*kernel.shape, code_of(kernel.dtype)) for kernel in kernels),
-        tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
-    )
+def _matrix(kernel: Array, depth: int, dtype: Any) -> Array:
+    """A kernel [in.., out..] as [in, out]; `depth` is how many dims of in."""
+    return kernel.reshape(math.prod(kernel.shape[:depth]), -1).astype(dtype or kernel.dtype)
+
+
+def _vector(bias: Array | None, dtype: Any) -> Array | None:
+    return None if bias is None else bias.reshape(-1).astype(dtype or bias.dtype)
 
 
 def forward(
@@ -223,20 +229,40 @@ def forward(
     kernels: Sequence[Array],
     biases: Sequence[Array | None],
     uses: Sequence[linear.Uses],
+    depth: int = 1,
 ) -> tuple[Array, Kept]:
     """Run a layer.
 
-    `x` is [.., in], `affine` gamma and beta of the norm, [in]; kernels are [in, out], biases [out].
-    Returns [.., out] in the dtype of `x`, and what `backward` needs.
+    `x` is [batch.., in..], where in are `depth` dims, and `affine` are gamma and beta of the norm,
+    [in]. The first kernel is [in.., out..], a second one [in, out..], biases are [out..]. Returns
+    [batch.., out..] in the dtype of `x`, and what `backward` needs.
     """
-    facts = _facts_of(layer, x, affine, kernels, biases)
+    listed = [None if a is None else (a.shape, a.dtype) for a in (x, *kernels, *biases)]
+    batch = x.shape[: x.ndim - depth]
+    depths = (depth, 1)[: len(kernels)]
+    features = kernels[-1].shape[depths[-1] :]
+    # Without a recipe all that is multiplied has one dtype.
+    dtypes = [None if each.is_quantized else x.dtype for each in layer.linears]
+    kernels = tuple(map(_matrix, kernels, depths, dtypes))
+    biases = tuple(map(_vector, biases, dtypes))
+    x = x.reshape(*(batch or (1,)), kernels[0].shape[0])
+    code = code_of
+    facts = _Facts(
+        layer,
+        code(x.dtype),
+        code(x.dtype if affine[0] is None else affine[0].dtype),
+        affine[1] is not None,
+        tuple((*kernel.shape, code(kernel.dtype)) for kernel in kernels),
+        tuple(None if bias is None else code(bias.dtype) for bias in biases),
+    )
     plans = _plans_of(facts)
     pairs = zip(kernels, biases, strict=True)
     tensors = (x, *(affine if layer.norm else ()), *itertools.chain.from_iterable(pairs))
     state = _state_of(plans.forward_state, uses, backward=False)
     made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
     saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
-    return made.outputs[0], Kept(facts, saved, tuple(uses), _amaxes(made, _FORWARD_SLOTS))
+    kept = facts, _Given(batch, tuple(listed)), saved, tuple(uses), _amaxes(made, _FORWARD_SLOTS)
+    return made.outputs[0].reshape(*batch, *features), Kept(*kept)
 
 
 def backward(kept: Kept, grad: Array) -> Gradients:
@@ -244,15 +270,18 @@ def backward(kept: Kept, grad: Array) -> Gradients:
     facts, plans = kept.facts, _plans_of(kept.facts)
     packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
     state = _state_of(plans.backward_state, kept.uses, backward=True)
+    grad = grad.reshape(*(kept.given.batch or (1,)), facts.kernels[-1][1])
     made = call_plan(plans.backward, [*plans.pick_grads((grad,)), *saved, *state], *packed)
-    found = [None if at < 0 else made.outputs[at] for at in plans.places]
-    gamma = beta = None
+    of_x, *others = [None if at < 0 else made.outputs[at] for at in plans.places]
+    affine = (None, None)
     if facts.layer.norm is not None:
-        gamma, beta = found[1:3]
-    pairs = found[1 if facts.layer.norm is None else 3 :]
+        affine, others = tuple(others[:2]), others[2:]
+    listed = zip((of_x, *others[::2], *others[1::2]), kept.given.tensors, strict=True)
+    of_x, *found = [None if of is None else a.reshape(of[0]).astype(of[1]) for a, of in listed]
+    count = len(facts.kernels)
     amaxes = kept.amaxes, _amaxes(made, _BACKWARD_SLOTS)
-    uses = [_next(number, linear_, *amaxes) for number, linear_ in enumerate(facts.layer.linears)]
-    return Gradients(found[0], gamma, beta, tuple(pairs[::2]), tuple(pairs[1::2]), tuple(uses))
+    uses = [_next(number, of, *amaxes) for number, of in enumerate(facts.layer.linears)]
+    return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), tuple(uses))
 
 
 def _next(

@@ -33,12 +33,13 @@ _ALWAYS = ContextVar("definitions in force", default=False)
 
 
 def chosen(name: str) -> Callable:
-    """The implementation in force of a function of the table; asked for while a call is traced."""
-    if config.TE_JAX_CUSTOM_CALLS.get() and not _ALWAYS.get():
-        raise NotImplementedError(
-            "TE_JAX_CUSTOM_CALLS=1: custom calls of XLA are not built yet; unset it"
-        )
+    """The implementation of a function of the table."""
     return FUNCTIONS[name]
+
+
+def are_custom_calls_on() -> bool:
+    """Return whether layers run as custom calls; asked for while a call is traced."""
+    return config.TE_JAX_CUSTOM_CALLS.get() and not _ALWAYS.get()
 
 
 def by_definition(function: Callable) -> Callable:
