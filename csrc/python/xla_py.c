@@ -58,18 +58,19 @@ PyObject *tepy_xla_handlers(PyObject *module, PyObject *unused)
 /* Stand-in address while only sizes are asked: aligned as XLA aligns. */
 #define ANY_ADDRESS ((void *)(uintptr_t)0x10000)
 
-/* A dense tensor of a dtype and a shape; of fields that are matrices the first dims become one. */
+/* A dense tensor of a dtype and a shape; a field that is a matrix has two dims, the first
+ * ones joined, or one more of size 1. */
 static int describe(const te_field *field, PyObject *value, tepy_site site, te_device device,
                     te_tensor *view)
 {
     PyObject *shape = NULL;
     int64_t dtype = 0, stride = 1;
-    Py_ssize_t ndim, joined = 0;
+    Py_ssize_t ndim, more = 0;
     if (PyTuple_Check(value) && PyTuple_Size(value) == 2) shape = PyTuple_GetItem(value, 1);
     if (shape == NULL || !PyTuple_Check(shape)) return tepy_expected(site, "(dtype, shape)", value);
     ndim = PyTuple_Size(shape);
-    if (field->form == TE_FORM_MATRIX && ndim > 2) joined = ndim - 2;
-    if (ndim - joined > TE_MAX_DIMS) {
+    if (field->form == TE_FORM_MATRIX && ndim > 0) more = ndim - 2;
+    if (ndim - more > TE_MAX_DIMS) {
         return tepy_fail(PyExc_ValueError, site, "it has %zd dims, expected at most %d", ndim,
                          TE_MAX_DIMS);
     }
@@ -77,12 +78,12 @@ static int describe(const te_field *field, PyObject *value, tepy_site site, te_d
     *view = (te_tensor){.data = ANY_ADDRESS,
                         .dtype = (te_dtype)dtype,
                         .device = device,
-                        .ndim = (int32_t)(ndim - joined)};
+                        .ndim = (int32_t)(ndim - more)};
     for (Py_ssize_t i = 0; i < view->ndim; i++) view->shape[i] = 1;
     for (Py_ssize_t i = 0; i < ndim; i++) {
         int64_t length = 0;
         if (tepy_int(PyTuple_GetItem(shape, i), site, 0, INT32_MAX, &length) != 0) return -1;
-        view->shape[i < joined ? 0 : i - joined] *= length;
+        view->shape[i > more ? i - more : 0] *= length;
     }
     for (int32_t d = view->ndim - 1; d >= 0; d--) {
         view->strides[d] = stride;

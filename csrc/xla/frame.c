@@ -250,25 +250,26 @@ te_status te_xla_take(te_xla_cursor *cursor, const char *name, int32_t ndim, te_
                       const te_xla_buffer **buffer)
 {
     const te_xla_buffer *own = NULL;
-    int64_t joined = 0, stride = 1;
+    int64_t more = 0, stride = 1;
     TE_TRY(next_buffer(cursor, name, &own));
     if (buffer != NULL) *buffer = own;
-    if (ndim > 0 && own->rank > ndim) joined = own->rank - ndim;
-    TE_FAIL_IF(own->rank - joined > TE_MAX_DIMS, TE_ERROR_INVALID,
+    if (ndim > 0 && own->rank >= ndim - 1) more = own->rank - ndim;
+    TE_FAIL_IF(own->rank - more > TE_MAX_DIMS, TE_ERROR_INVALID,
                "custom call: %s: %lld dims, expected at most %d", name, (long long)own->rank,
                TE_MAX_DIMS);
     *view = (te_tensor){.data = own->data, .device = cursor->call->device};
     TE_TRY(dtype_of(own, name, &view->dtype));
-    view->ndim = (int32_t)(own->rank - joined);
+    view->ndim = (int32_t)(own->rank - more);
+    for (int32_t d = 0; d < view->ndim; d++) view->shape[d] = 1;
+    for (int64_t d = 0; d < own->rank; d++) view->shape[d > more ? d - more : 0] *= own->dims[d];
+    if (own->dtype == TE_XLA_U32 && view->ndim > 0) {
+        int64_t *last = &view->shape[view->ndim - 1];
+        TE_FAIL_IF(*last % 2 != 0, TE_ERROR_INVALID,
+                   "custom call: %s: %lld numbers of 32 bits, expected pairs", name,
+                   (long long)*last);
+        *last /= 2;
+    }
     for (int32_t d = view->ndim - 1; d >= 0; d--) {
-        view->shape[d] = own->dims[joined + d];
-        for (int64_t j = 0; d == 0 && j < joined; j++) view->shape[0] *= own->dims[j];
-        if (own->dtype == TE_XLA_U32 && d == view->ndim - 1) {
-            TE_FAIL_IF(view->shape[d] % 2 != 0, TE_ERROR_INVALID,
-                       "custom call: %s: %lld numbers of 32 bits, expected pairs", name,
-                       (long long)view->shape[d]);
-            view->shape[d] /= 2;
-        }
         view->strides[d] = stride;
         stride *= view->shape[d];
     }
@@ -286,7 +287,7 @@ te_status te_xla_take_updated(te_xla_cursor *cursor, const char *name, te_tensor
 
 te_status te_xla_take_scratch(te_xla_cursor *cursor, void **scratch, size_t *size)
 {
-    te_tensor bytes;
+    te_tensor bytes = {.ndim = 0};
     uintptr_t skipped;
     TE_TRY(te_xla_take(cursor, "scratch", 0, &bytes, NULL));
     TE_FAIL_IF(

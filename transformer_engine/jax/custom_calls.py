@@ -198,7 +198,8 @@ def _plan_results(*given: Any, plan: _PlanParameter, rows: int, slots: Sequence[
         wanted = len(plan.described.buffers[at].shape) if at >= 0 else 0
         if at >= 0 and (given[at].ndim < 1 or wanted > 2 and given[at].ndim != wanted):
             name = plan.described.buffers[at].name
-            raise ValueError(f"plan: {name}: {given[at].ndim} dims, expected {max(wanted, 1)}")
+            least = wanted if wanted > 2 else "at least 1"
+            raise ValueError(f"plan: {name}: {given[at].ndim} dims, expected {least}")
     outputs, packed = result_shapes(plan, [array.shape for array in given], rows)
     made = [jax.core.ShapedArray(tuple(shape), dtype_of(code)) for code, shape in outputs]
     made += [given[at] for at in _writes(plan)]
@@ -228,10 +229,19 @@ def _lower_plan(
 
 
 @functools.cache
-def _fields(name: str) -> dict[str, tuple[int, str, str]]:
-    """Place, type and access of each field of an operator."""
+def _fields(name: str) -> dict[str, "_Field"]:
+    """Fields of an operator, by name."""
     listed = enumerate(_core.op_fields(name))
-    return {field: (at, of, access) for at, (field, of, access, _) in listed}
+    return {field: _Field(at, *facts) for at, (field, *facts) in listed}
+
+
+class _Field(NamedTuple):
+    """What `_core.op_fields` says of a field."""
+
+    place: int
+    type: str
+    access: str
+    required: bool
 
 
 def call_operator(
@@ -244,14 +254,14 @@ def call_operator(
     name
         One of ``_core.op_names()``.
     results
-        Shape and dtype of each tensor that it is to write. ``_core.op_fields`` has the fields.
+        Shape and dtype of each tensor that it is to write.
     fields
         Arrays that it reads or changes, and numbers, by field. A field that it changes, or one
         that it writes but is given (the sum that a GEMM adds to), comes back among the results;
-        the given array keeps its values. None: absent.
+        the given array keeps its values. None: absent. ``_core.op_fields`` lists the fields.
 
     Returns what it writes, in the order of the operator's fields. ValueError for an unknown
-    operator, TypeError for an unknown field; whatever else is wrong is an error of XLA when the
+    operator, TypeError for an unknown field and for one that is missing; whatever else is wrong is an error of XLA when the
     call runs, with the text of the C library.
     """
     register()
@@ -264,12 +274,15 @@ def _bind_operator(name: str, results: dict, fields: dict) -> dict:
         if field not in known:
             raise TypeError(f"{name}: it has no field {field}")
     fields = {field: value for field, value in fields.items() if value is not None}
-    numbers = {field: fields[field] for field in fields if known[field][1] != "tensor"}
+    for field, facts in known.items():
+        if facts.required and field not in results and field not in fields:
+            raise TypeError(f"{name}: {field}: missing required field")
+        if field in results and (field in fields or facts.access != "write"):
+            raise TypeError(f"{name}: {field}: it is read, or changed, so it is given, not made")
+    numbers = {field: fields[field] for field in fields if known[field].type != "tensor"}
     given = [field for field in known if field in fields and field not in numbers]
-    changed = [field for field in given if known[field][2] != "read"]
+    changed = [field for field in given if known[field].access != "read"]
     made = [field for field in known if field in results or field in changed]
-    if both := sorted(results.keys() & fields.keys()):
-        raise TypeError(f"{name}: {', '.join(both)}: a field is given, or made")
     shapes = tuple((field, tuple(of.shape), jnp.dtype(of.dtype)) for field, of in results.items())
     arrays = operator_p.bind(
         *(jnp.asarray(fields[field]) for field in given),
@@ -311,8 +324,8 @@ def _lower_operator(
     described = {field: _described(array) for field, array in tensors.items()}
     attributes = {
         "operator": name,
-        "given": np.int64(sum(1 << _fields(name)[field][0] for field in given)),
-        "made": np.int64(sum(1 << _fields(name)[field][0] for field in made)),
+        "given": np.int64(sum(1 << _fields(name)[field].place for field in given)),
+        "made": np.int64(sum(1 << _fields(name)[field].place for field in made)),
         "numbers": {field: np.float64(value) for field, value in numbers.items()},
     }
     scratch = _core.op_workspace(name, described | numbers, device)

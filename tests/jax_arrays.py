@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same bits as tensors of torch and as arrays of JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+DTYPES = {
+    torch.float32: jnp.float32,
+    torch.float16: jnp.float16,
+    torch.bfloat16: jnp.bfloat16,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+    torch.uint8: jnp.uint8,
+    torch.bool: jnp.bool_,
+    torch.int32: jnp.int32,
+    torch.int64: jnp.uint32,  # pairs: JAX has no 64 bits unless it is asked for them
+}
+
+
+def bits(values):
+    """Bytes of a tensor or an array, flat."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.frombuffer(np.asarray(values).tobytes(), np.uint8)
+
+
+def assert_same(array, tensor):
+    """Check that an array of JAX has dtype, shape and bits of a tensor."""
+    wide = tensor.dtype is torch.int64
+    shape = (*tensor.shape[:-1], tensor.shape[-1] * 2) if wide else tuple(tensor.shape)
+    assert array.dtype == DTYPES[tensor.dtype] and array.shape == shape
+    different = np.flatnonzero(bits(array) != bits(tensor))
+    assert different.size == 0, f"{different.size} bytes differ, first at {different[:4]}"
+
+
+def to_jax(tensor):
+    """Copy a tensor to an array with its bits, on the same kind of device."""
+    dtype = np.dtype(DTYPES[tensor.dtype])
+    tensor = tensor.detach()
+    host = bits(tensor).copy().view(dtype)
+    shape = tensor.shape
+    if tensor.dtype is torch.int64:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return jax.device_put(host.reshape(shape), jax.devices(tensor.device.type)[0])
+
+
+def like(tensor):
+    """Shape and dtype of the array that is to have a tensor's bits."""
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), DTYPES[tensor.dtype])
