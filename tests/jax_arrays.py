@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same bits as tensors of torch and as arrays of JAX."""
+"""Fresh arrays of JAX, and the same bits, or numbers, as tensors of torch."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,15 @@ DTYPES = {
     torch.int32: jnp.int32,
     torch.int64: jnp.uint32,  # pairs: JAX has no 64 bits unless it is asked for them
 }
+
+NAMES = {dtype: np.dtype(DTYPES[dtype]).name for dtype in list(DTYPES)[:5]}
+"""Names of float dtypes of JAX, by those of torch."""
+_TORCH = {name: dtype for dtype, name in NAMES.items()} | {"float8_e8m0fnu": torch.uint8}
+
+
+def normal(rng, shape, dtype=torch.float32):
+    """Normally distributed numbers; `dtype` is one of torch."""
+    return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(DTYPES[dtype])
 
 
 def bits(values):
@@ -49,3 +58,31 @@ def to_jax(tensor):
 def like(tensor):
     """Shape and dtype of the array that is to have a tensor's bits."""
     return jax.ShapeDtypeStruct(tuple(tensor.shape), DTYPES[tensor.dtype])
+
+
+def to_torch(array):
+    """A tensor with the bits of an array of floats; E8M0 is uint8."""
+    values = np.array(array)
+    flat = torch.from_numpy(bits(values).copy()).view(_TORCH[values.dtype.name])
+    return flat.reshape(values.shape)
+
+
+def wide(array):
+    """The same numbers as a float64 tensor of torch."""
+    return torch.from_numpy(np.asarray(array).astype(np.float64))
+
+
+def wide_leaf(array):
+    """The same, of which a gradient is wanted."""
+    return wide(array).requires_grad_()
+
+
+def integers(array):
+    """Integers as a tensor of torch."""
+    return torch.from_numpy(np.array(array))
+
+
+def shapes_of(tree):
+    """Shapes of the leaves of a tree of dicts, by path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
