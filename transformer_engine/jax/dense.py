@@ -100,7 +100,7 @@ def _forward(
     if planned.runs(layer, x, kernel):
         return planned.forward(layer, x, (None, None), (kernel,), (bias,), (uses,), plan.depth)
     y, saved = linear.linear_forward(x, kernel, plan.linear, uses, plan.depth)
-    return linear.with_bias(y, bias, plan.linear, x.dtype), (saved, bias, uses)
+    return linear.with_bias(y, bias, plan.linear.is_quantized, x.dtype), (saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:

@@ -86,7 +86,7 @@ def _forward(
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linear, x.dtype), plan.axes)
     y, saved = linear.linear_forward(operand, kernel, plan.linear, uses)
-    return linear.with_bias(y, bias, plan.linear, x.dtype), (norm, saved, bias, uses)
+    return linear.with_bias(y, bias, plan.linear.is_quantized, x.dtype), (norm, saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:

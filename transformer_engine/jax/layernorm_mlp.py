@@ -127,11 +127,15 @@ def _forward(
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linears[0], x.dtype), plan.axes[0])
     h, saved_1 = linear.linear_forward(operand, kernels[0], plan.linears[0], uses[0])
-    h = checkpoint_name(linear.with_bias(h, biases[0], plan.linears[0], x.dtype), plan.names[0])
+    h = checkpoint_name(
+        linear.with_bias(h, biases[0], plan.linears[0].is_quantized, x.dtype), plan.names[0]
+    )
     values = chosen("activate")(h, *plan.activation)
     operand = constrain(linear.operand_of(values, plan.linears[1], x.dtype), plan.axes[1])
     y, saved_2 = linear.linear_forward(operand, kernels[1], plan.linears[1], uses[1])
-    y = checkpoint_name(linear.with_bias(y, biases[1], plan.linears[1], x.dtype), plan.names[1])
+    y = checkpoint_name(
+        linear.with_bias(y, biases[1], plan.linears[1].is_quantized, x.dtype), plan.names[1]
+    )
     return y, (norm, h, (saved_1, saved_2), biases, uses)
 
 

@@ -183,14 +183,14 @@ def bias_gradient(grad: Array, bias: Array | None) -> Array | None:
     return jnp.sum(grad.astype(jnp.float32), rows).astype(bias.dtype)
 
 
-def with_bias(y: Array, bias: Array | None, plan: LinearPlan, dtype: Any) -> Array:
+def with_bias(y: Array, bias: Array | None, quantized: bool, dtype: Any) -> Array:
     """Fp32 results, with a bias, rounded once.
 
-    Behind a product in low precision the bias is 16-bit, as the C library has it.
+    Behind a product of `quantized` operands the bias is 16-bit, as the C library has it.
     """
     if bias is None:
         return y.astype(dtype)
-    if plan.is_quantized:
+    if quantized:
         bias = bias.astype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
     return (y + bias.astype(jnp.float32)).astype(dtype)
 

@@ -135,9 +135,7 @@ def _plans_of(facts: _Facts) -> CallPlans:
         )
         bias = facts.dtype if facts.biases[i] is None else facts.biases[i]
         dtypes = facts.dtype, dtype, bias, facts.dtype, dtype
-        parts.append(
-            graphs.LinearSpec(of_in, out, *dtypes, _quantization(layer.linears[i]), flags)
-        )
+        parts.append(graphs.LinearSpec(of_in, out, *dtypes, _quantization(layer.linears[i]), flags))
     norm = activation = None
     if layer.norm is not None:
         kind, centered, epsilon = layer.norm

@@ -59,7 +59,8 @@ def gemm(
         operands.append(_operand(operand, quantizer, dims))
     (a, mode_a, dtype), (b, mode_b, _) = operands
     product = chosen("gemm")(a, b, (mode_a, mode_b), len(contracting_dims[0]))
-    return with_bias(product, bias, dtype)
+    quantized = any(mode is not ScalingMode.NO_SCALING for mode in (mode_a, mode_b))
+    return with_bias(product, bias, quantized, dtype)
 
 
 def _operand(
