@@ -232,16 +232,18 @@ def _limits(sequences, mask_type, layout, lengths):
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
         return Limits(sequences.segments(lengths), None)
+    if isinstance(sequences, Limits):
+        return sequences
     warnings.warn("a mask for fused_attn is deprecated: pass a SequenceDescriptor",
                   DeprecationWarning, stacklevel=3)  # fmt: skip
-    return Limits(None, masked(sequences))
+    return limits_of_mask(sequences)
 
 
-def masked(mask: jax.Array) -> jax.Array:
-    """A mask (1 hides a key) as bool [batch, heads or 1, queries, keys]."""
+def limits_of_mask(mask: jax.Array) -> Limits:
+    """Make what `fused_attn` takes for its sequences of a mask [batch, 1, queries, keys]."""
     if mask.ndim not in (3, 4):
         raise ValueError(f"a mask is [batch, 1, queries, keys], got {list(mask.shape)}")
-    return (mask[:, None] if mask.ndim == 3 else mask).astype(bool)
+    return Limits(None, (mask[:, None] if mask.ndim == 3 else mask).astype(bool))
 
 
 def _dropout_key(seed, rate):
@@ -279,7 +281,7 @@ def _sink(softmax_type, offset, heads):
 def fused_attn(
     qkv: tuple[jax.Array, ...],
     bias: jax.Array | None,
-    sequence_descriptor: SequenceDescriptor | jax.Array | None,
+    sequence_descriptor: SequenceDescriptor | Limits | jax.Array | None,
     seed: jax.Array | None,
     attn_bias_type: AttnBiasType,
     attn_mask_type: AttnMaskType,
