@@ -341,6 +341,12 @@ TE_FL_LOG_LEVEL = _choice(
     fold=str.upper,
 )
 
+TE_JAX_CUSTOM_CALLS = _flag(
+    "JAX: layers run by custom calls of XLA into the C library, and not by their definitions in "
+    "jax.numpy. Read while a function is traced.",
+    "NVTE_JAX_CUSTOM_CALLS",
+)
+
 TABLE: tuple[Variable, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 """Every variable, in the order of this file."""
 for _name, _value in list(globals().items()):
