@@ -2,7 +2,7 @@
 """Flax modules."""
 
 from transformer_engine.jax.flax.layernorm_mlp import LayerNormMLP
-from transformer_engine.jax.flax.module import (
+from transformer_engine.jax.flax.linear import (
     DenseGeneral,
     LayerNorm,
     LayerNormDenseGeneral,

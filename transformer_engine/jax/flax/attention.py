@@ -19,7 +19,7 @@ from transformer_engine.jax.attention import (
     fused_attn,
     limits_of_mask,
 )
-from transformer_engine.jax.flax.module import DenseGeneral, Initializer, LayerNormDenseGeneral
+from transformer_engine.jax.flax.linear import DenseGeneral, Initializer, LayerNormDenseGeneral
 from transformer_engine.jax.flax.parameters import stacked_init
 from transformer_engine.jax.sharding import (
     BATCH_AXES,
@@ -192,7 +192,9 @@ context_checkpoint_name, stripe_size, score_mod
         groups = self.num_gqa_groups or self.num_attention_heads
         heads = {"query": self.num_attention_heads, "key": groups, "value": groups}
         if layout.is_qkvpacked() and groups != self.num_attention_heads:
-            raise ValueError(f"{layout.value} has as many heads of keys as of queries, not {groups}")
+            raise ValueError(
+                f"{layout.value} has as many heads of keys as of queries, not {groups}"
+            )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor is not None and tensor.shape[-2] != heads[name]:
                 raise ValueError(f"{name} has {tensor.shape[-2]} heads, the module {heads[name]}")

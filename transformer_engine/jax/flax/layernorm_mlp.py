@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.definitions.activations import ACTIVATIONS
 from transformer_engine.jax.dense import dense
-from transformer_engine.jax.flax.module import Initializer, TransformerEngineBase, operand_dtype
+from transformer_engine.jax.flax.linear import Initializer, TransformerEngineBase, operand_dtype
 from transformer_engine.jax.flax.parameters import (
     _canonicalize_tuple,
     _normalize_axes,
@@ -29,6 +29,11 @@ from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.sharding import with_sharding_constraint_by_logical_axes
 
 __all__ = ["LayerNormMLP"]
+
+
+def _known(kinds):
+    """Whether `activation` has these functions, in either order."""
+    return kinds in ACTIVATIONS or kinds[::-1] in ACTIVATIONS
 
 
 def _product(x, activations):
@@ -48,9 +53,9 @@ class LayerNormMLP(TransformerEngineBase):
     intermediate_dim : int, default 2048
         Columns between the two linear layers.
     activations : tuple of str or callable, default ("gelu",)
-        Functions, each of a part of what the first linear layer makes, that are multiplied; "linear"
-        is the part itself. Others than those of `transformer_engine.jax.activation` are names of
-        `flax.linen`.
+        Functions, each of its part of what the first linear layer makes, that are multiplied;
+        "linear" is the part itself. Others than those of `transformer_engine.jax.activation` are
+        names of `flax.linen`.
     activation_params : dict, optional
         Numbers of the clamped functions.
     intermediate_dropout_rate : float, default 0
@@ -147,7 +152,7 @@ transpose_batch_sequence, layernorm_input_axes, quantization_checkpoint_name
         y = adapted(self, y, made, (last,), (count, inner), each, "wi_")
         y = checkpoint_name(y, self.ffn1_ckpt_name)
         kinds = tuple(self.activations)
-        if kinds in ACTIVATIONS:
+        if _known(kinds):
             y = activation(y, kinds, act_params=self.activation_params)
         else:
             y = _product(y, kinds).astype(x.dtype)
@@ -193,7 +198,7 @@ transpose_batch_sequence, layernorm_input_axes, quantization_checkpoint_name
         kernels, biases = self._parameters(x.shape[-1], x.dtype, quantizers)
         dropped = self.intermediate_dropout_rate > 0 and not deterministic
         pieces = norm is None or self.return_layernorm_output or self.enable_low_rank_adaptation
-        if pieces or dropped or tuple(self.activations) not in ACTIVATIONS:
+        if pieces or dropped or not _known(tuple(self.activations)):
             z, made = self._in_pieces(x, norm, kernels, biases, quantizers, deterministic)
             return z, made if self.return_layernorm_output else None
         return layernorm_mlp(

@@ -28,9 +28,9 @@ def _apply_low_rank_adaptation(
     lora_b_kernel: Array,
     alpha: float | None,
 ) -> Array:
-    """x A B alpha / rank; A is [in.., features[:-1].., rank], B [features[:-1].., rank, last].
+    """Return x A B alpha / rank, or x A B without alpha.
 
-    Without alpha the factor is 1.
+    A is [in.., features[:-1].., rank], B [features[:-1].., rank, features[-1]].
     """
     axis = _normalize_axes(axis, x.ndim)
     within = lax.dot_general(x, lora_a_kernel, ((axis, tuple(range(len(axis)))), ((), ())))

@@ -22,7 +22,7 @@ from transformer_engine.jax.flax.attention import (
     rotary_pos_emb,
 )
 from transformer_engine.jax.flax.layernorm_mlp import LayerNormMLP
-from transformer_engine.jax.flax.module import Initializer, LayerNorm
+from transformer_engine.jax.flax.linear import Initializer, LayerNorm
 from transformer_engine.jax.flax.parameters import parameter
 from transformer_engine.jax.sharding import (
     HIDDEN_AXES,
