@@ -25,6 +25,11 @@ def wide_leaf(array):
     return wide(array).requires_grad_()
 
 
+def to_torch(array):
+    """The same numbers as a fp32 tensor of torch."""
+    return torch.from_numpy(np.array(array, dtype=np.float32))
+
+
 def integers(array):
     """Integers as a tensor of torch."""
     return torch.from_numpy(np.array(array))
@@ -34,3 +39,19 @@ def shapes_of(tree):
     """Shapes of the leaves of a tree of dicts, by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+
+
+def init(module, keys, *inputs):
+    """Variables of a module of Flax, drawn in one jitted function."""
+    return jax.jit(module.init)(keys, *inputs)
+
+
+def with_gradients(call, grad, *arguments):
+    """(Result, gradients of all arguments) by that of the result, in one jitted function."""
+
+    @jax.jit
+    def both(grad, *arguments):
+        result, vjp = jax.vjp(call, *arguments)
+        return result, vjp(grad)
+
+    return both(grad, *arguments)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from comparators import assert_nmse
-from jax_arrays import integers, normal, wide, wide_leaf
+from jax_arrays import integers, normal, wide, wide_leaf, with_gradients
 from thinning import pairs
 from tols import BF16, F32, tol
 
@@ -103,10 +103,7 @@ def check(call, arrays, expect, dtype=F32, depth=32):
     sums that cancel.
     """
     grad = normal(np.random.default_rng(0), (*arrays[0].shape[:3], arrays[2].shape[3]), dtype)
-    both = jax.jit(
-        lambda *arrays: (lambda output, vjp: (output, vjp(grad)))(*jax.vjp(call, *arrays))
-    )
-    output, grads = both(*arrays)
+    output, grads = with_gradients(call, grad, *arrays)
     exact_inputs = [wide_leaf(one) for one in arrays]
     full = (arrays[0].shape[0], 4, arrays[0].shape[1], arrays[1].shape[1])
     spread = [one.expand(full).clone() for one in exact_inputs[3:]]

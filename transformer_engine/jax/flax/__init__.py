@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax modules."""
 
-from transformer_engine.jax.flax.layernorm_mlp import LayerNormMLP
-from transformer_engine.jax.flax.linear import (
+from transformer_engine.common import absent
+from transformer_engine.jax.flax.module import (
     DenseGeneral,
     LayerNorm,
     LayerNormDenseGeneral,
+    LayerNormMLP,
     make_dot_general_cls,
-    make_grouped_dense_cls,
     wrap_function_in_te_state_module,
 )
 from transformer_engine.jax.flax.transformer import (
@@ -31,6 +31,8 @@ __all__ = [
     "TransformerLayerType",
     "extend_logical_axis_rules",
     "make_dot_general_cls",
-    "make_grouped_dense_cls",
     "wrap_function_in_te_state_module",
+    *absent.names_of(__name__),
 ]
+
+__getattr__, __dir__ = absent.attach(globals())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules without attention, under the path where programs look for them."""
 
+from transformer_engine.common import absent
 from transformer_engine.jax.flax.layernorm_mlp import LayerNormMLP
 from transformer_engine.jax.flax.linear import (
     DenseGeneral,
@@ -25,4 +26,7 @@ __all__ = [
     "TransformerEngineBase",
     "make_dot_general_cls",
     "wrap_function_in_te_state_module",
+    *absent.names_of(__name__),
 ]
+
+__getattr__, __dir__ = absent.attach(globals())
