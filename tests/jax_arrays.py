@@ -1,57 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of JAX for tests: fresh ones, and the same numbers as tensors of torch."""
+"""Between arrays of JAX and tensors of torch, with the same bits."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from tols import BF16, F16, F32
 
-DTYPES = {F32: jnp.float32, F16: jnp.float16, BF16: jnp.bfloat16}
-
-
-def normal(rng, shape, dtype=F32):
-    """Normally distributed numbers; `dtype` is one of torch."""
-    return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(DTYPES[dtype])
-
-
-def wide(array):
-    """The same numbers as a float64 tensor of torch."""
-    return torch.from_numpy(np.asarray(array).astype(np.float64))
-
-
-def wide_leaf(array):
-    """The same, of which a gradient is wanted."""
-    return wide(array).requires_grad_()
+_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_TORCH = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e8m0fnu": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in _TORCH.items() if dtype is not torch.uint8}
+"""Names of JAX's dtypes by those of torch."""
 
 
 def to_torch(array):
-    """The same numbers as a fp32 tensor of torch."""
-    return torch.from_numpy(np.array(array, dtype=np.float32))
+    """A tensor with the bits of an array; E8M0 is uint8."""
+    values = np.array(array)
+    plain = torch.from_numpy(values.view(_INTEGERS[values.dtype.itemsize]))
+    return plain.view(_TORCH[values.dtype.name]).reshape(values.shape)
 
 
-def integers(array):
-    """Integers as a tensor of torch."""
-    return torch.from_numpy(np.array(array))
+def to_jax(tensor):
+    """An array with the bits of a tensor on the CPU."""
+    plain = tensor.detach().contiguous().view(_of_size(tensor.element_size())).numpy()
+    return jax.numpy.asarray(plain.view(np.dtype(jax.numpy.dtype(NAMES[tensor.dtype]))))
 
 
-def shapes_of(tree):
-    """Shapes of the leaves of a tree of dicts, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
-
-
-def init(module, keys, *inputs):
-    """Variables of a module of Flax, drawn in one jitted function."""
-    return jax.jit(module.init)(keys, *inputs)
-
-
-def with_gradients(call, grad, *arguments):
-    """(Result, gradients of all arguments) by that of the result, in one jitted function."""
-
-    @jax.jit
-    def both(grad, *arguments):
-        result, vjp = jax.vjp(call, *arguments)
-        return result, vjp(grad)
-
-    return both(grad, *arguments)
+def _of_size(size):
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-precision Transformer training and inference.
 
-Importing this package imports nothing else: take `transformer_engine.pytorch` for PyTorch modules
-and `transformer_engine.common` for recipes. As attributes they are imported when they are asked
+Importing this package imports nothing else: take `transformer_engine.pytorch` for PyTorch modules,
+`transformer_engine.jax` for JAX and `transformer_engine.common` for recipes. As attributes they are imported when they are asked
 for, as programs test with ``hasattr``.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "2.20.2"
 
-_SUBPACKAGES = ("common", "debug", "plugin", "pytorch")
+_SUBPACKAGES = ("common", "debug", "jax", "plugin", "pytorch")
 
 
 def __getattr__(name: str) -> Any:
@@ -21,9 +21,9 @@ def __getattr__(name: str) -> Any:
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ImportError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "jax"):
             raise
-        # hasattr() answers False where PyTorch is not installed
+        # hasattr() answers False where PyTorch, or JAX, is not installed
         raise AttributeError(f"{__name__}.{name}: {error}") from error
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from comparators import assert_nmse
-from jax_arrays import integers, normal, wide, wide_leaf, with_gradients
+from flax_arrays import integers, normal, wide, wide_leaf, with_gradients
 from thinning import pairs
 from tols import BF16, F32, tol
 

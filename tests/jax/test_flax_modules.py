@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from comparators import assert_nmse
-from jax_arrays import init, normal, to_torch, wide, wide_leaf, with_gradients
+from flax_arrays import init, normal, to_torch, wide, wide_leaf, with_gradients
 from thinning import pairs
 from tols import BF16, E4M3, F32, tol
 

@@ -446,6 +446,28 @@ Native functions without a caller
             te_general_grouped_gemm_for_grouped_tensor
             thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order
             thd_sequence_order_to_cp_rank_order
+JAX: mixtures of experts
+    reason: there are no grouped GEMMs, routers, permutations or expert parallelism for JAX
+    instead: one dense layer for each expert, and jax.lax.top_k and jnp.take for what goes where
+    names:
+        jax.dense: grouped_dense
+        jax.quantize.tensor jax.quantize: GroupedScaledTensor1x GroupedNoScaleTensor
+        jax.quantize.quantizer jax.quantize: GroupedQuantizer
+        jax.cpp_extensions: grouped_gemm grouped_quantize grouped_dbias topk
+        jax.permutation*: token_dispatch token_combine sort_chunks_by_index
+            pure_jax_token_dispatch pure_jax_token_combine
+        jax.router*: fused_topk_with_score_function fused_moe_aux_loss RoutingMapFormat
+        jax.moe*: moe get_moe_recv_capacity_per_rank
+        jax.flax jax.flax.module: make_grouped_dense_cls _MoEBlock
+        jax.ep*: ep_bootstrap ep_prepare ep_dispatch ep_combine
+JAX: NVFP4
+    reason: casts to FP4 have no definition in jax.numpy
+    instead: QuantizerFactory.create with a mode of FP8
+    names: jax.quantize.quantizer jax.quantize: NVFP4Quantizer
+JAX: products that overlap collectives
+    reason: collectives are those that XLA inserts
+    instead: a mesh and MeshResource
+    names: jax.cpp_extensions: collective_gemm_bootstrap
 """
 
 FEATURES = _features(_TABLE)

@@ -157,7 +157,7 @@ class LinearGradients(NamedTuple):
 def linear_backward(
     saved: Saved, grad: Array, plan: LinearPlan, uses: Uses, depth: int = 1
 ) -> LinearGradients:
-    """Gradients of `linear_forward`, by that of its result [batch.., out..] in the input's dtype."""
+    """Gradients of `linear_forward`, by that of its result, in the input's dtype."""
     data = saved.kernel if isinstance(saved.kernel, Array) else saved.kernel.data
     across = data.ndim - depth
     batch = grad.ndim - across

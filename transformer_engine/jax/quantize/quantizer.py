@@ -10,7 +10,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
-from transformer_engine.common import recipe
+from transformer_engine.common import absent, recipe
 from transformer_engine.jax.definitions import casts
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.quantize import state
@@ -22,6 +22,8 @@ from transformer_engine.jax.quantize.tensor import (
     ScaledTensor2x,
     quantized_form,
 )
+
+__getattr__, __dir__ = absent.attach(globals())
 
 
 @dataclass

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_engine.common import absent
 from transformer_engine.jax.definitions import casts, chosen
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
+
+__getattr__, __dir__ = absent.attach(globals())
 
 
 class QuantizeLayout(Enum):
