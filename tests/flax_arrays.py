@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax.traverse_util import flatten_dict
 from tols import BF16, F16, F32
 
 DTYPES = {F32: jnp.float32, F16: jnp.float16, BF16: jnp.bfloat16}
@@ -37,8 +38,7 @@ def integers(array):
 
 def shapes_of(tree):
     """Shapes of the leaves of a tree of dicts, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+    return {path: leaf.shape for path, leaf in flatten_dict(tree, sep="/").items()}
 
 
 def init(module, keys, *inputs):

@@ -327,6 +327,9 @@ enable_sequence_parallel, scale_attn_logits, scaled_query_init, window_size, sof
         ------
         ValueError
             A decoder without `encoded`; hidden states of another size.
+        NotImplementedError
+            Decoding in a decoder with a rotary embedding or a window, which are those of its
+            attention to `encoded` too.
         """
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             raise ValueError(f"inputs of {inputs.shape[-1]} features, hidden_size="
@@ -334,6 +337,11 @@ enable_sequence_parallel, scale_attn_logits, scaled_query_init, window_size, sof
         decoder = self.layer_type is TransformerLayerType.DECODER
         if decoder and encoded is None:
             raise ValueError("a decoder attends to what an encoder made: encoded is None")
+        if decoder and decode and (self.enable_rotary_pos_emb or self.window_size is not None):
+            raise NotImplementedError(
+                "TransformerLayer(layer_type=DECODER): decode=True with enable_rotary_pos_emb or "
+                "window_size, where attention to encoded reads the position of a query"
+            )
         batch_dim, dim = (1, 0) if self.transpose_batch_sequence else (0, 1)
         axes = batch_sequence_axes(self.transpose_batch_sequence, self.enable_sequence_parallel)
         dropout = functools.partial(
