@@ -9,8 +9,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+# Most of the time of a test is that of compiling functions that run once.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = " ".join(
-    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4")
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4", _QUICK)
 )
 
 import jax  # noqa: E402

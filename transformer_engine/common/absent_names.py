@@ -458,6 +458,7 @@ JAX: mixtures of experts
             pure_jax_token_dispatch pure_jax_token_combine
         jax.router*: fused_topk_with_score_function fused_moe_aux_loss RoutingMapFormat
         jax.moe*: moe get_moe_recv_capacity_per_rank
+        jax.flax jax.flax.module: make_grouped_dense_cls _MoEBlock
         jax.ep*: ep_bootstrap ep_prepare ep_dispatch ep_combine
 JAX: NVFP4
     reason: casts to FP4 have no definition in jax.numpy

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled dot-product attention in plain JAX, with the gradient written out.
+
+Scores, probabilities and sums are fp32. The forward saves its output and one number a query (the
+logarithm of the sum of exponentials); the backward computes probabilities, mask and dropped
+elements again, so nothing of the size queries x keys lives between the two.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# fp32 inputs are multiplied as fp32 numbers, not as TF32 ones.
+_einsum = partial(
+    jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+)
+
+
+class Limits(NamedTuple):
+    """What limits the keys of a query: arrays, or None."""
+
+    segments: tuple | None  # ((ids, positions) of queries, the same of keys), each [batch, length]
+    mask: jax.Array | None  # [batch or 1, heads or 1, queries or 1, keys], True hides a key
+
+
+class Problem(NamedTuple):
+    """What of a call is no array."""
+
+    scale: float
+    causal: bool
+    bottom_right: bool  # the last query of a segment stands beside its last key
+    window: tuple[int, int]  # keys before and after a query's own; -1: all
+    bias_before_scale: bool
+    dropout: float
+
+
+def hidden_keys(problem: Problem, limits: Limits, queries: int, keys: int) -> jax.Array:
+    """Bool [batch or 1, heads or 1, queries, keys]: the keys that a query does not see."""
+    if limits.segments is None:
+        apart = jnp.zeros((1, 1, 1), bool)
+        place_q, place_k = jnp.arange(queries)[None], jnp.arange(keys)[None]
+        if problem.bottom_right:
+            place_q = place_q + keys - queries
+    else:
+        (ids_q, place_q), (ids_k, place_k) = limits.segments
+        apart = (ids_q[:, :, None] != ids_k[:, None, :]) | (ids_q == 0)[:, :, None]
+        if problem.bottom_right:
+            own = ids_q[:, :, None] == ids_q[:, None, :]
+            place_q = place_q + jnp.sum(~apart, axis=-1) - jnp.sum(own, axis=-1)
+    distance = place_k[:, None, :] - place_q[:, :, None]
+    left, right = problem.window
+    hidden = jnp.broadcast_to(apart, distance.shape)
+    if problem.causal:
+        hidden |= distance > 0
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    hidden = hidden[:, None]
+    return hidden if limits.mask is None else hidden | limits.mask
+
+
+def _scores(problem, q, k, bias, limits):
+    """Scores [batch, heads, queries, keys]; -inf of hidden keys."""
+    batch, queries, heads, _ = q.shape
+    keys, groups = k.shape[1:3]
+    grouped = q.reshape(batch, queries, groups, heads // groups, -1)
+    scores = _einsum("bqgrd,bkgd->bgrqk", grouped, k).reshape(batch, heads, queries, keys)
+    if bias is not None and problem.bias_before_scale:
+        scores = (scores + bias.astype(jnp.float32)) * problem.scale
+    else:
+        scores = scores * problem.scale
+        scores = scores if bias is None else scores + bias.astype(jnp.float32)
+    return jnp.where(hidden_keys(problem, limits, queries, keys), -jnp.inf, scores)
+
+
+def _kept_factors(problem, key, shape):
+    """What dropout multiplies probabilities by: 0, or 1 / (1 - rate)."""
+    if problem.dropout == 1.0:
+        return jnp.zeros(shape, jnp.float32)
+    kept = jax.random.bernoulli(key, 1.0 - problem.dropout, shape)
+    return kept / jnp.float32(1.0 - problem.dropout)
+
+
+def _attend(problem, q, k, v, bias, sink, limits, key):
+    batch, queries, heads, _ = q.shape
+    scores = _scores(problem, q, k, bias, limits)
+    top = jnp.max(scores, axis=-1, initial=-jnp.inf)
+    max_logit = jnp.max(top, axis=(0, 2), initial=-jnp.inf)
+    if sink is not None:
+        top = jnp.maximum(top, sink[:, None])
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink[:, None] - top)
+    log_sum = top + jnp.log(jnp.where(total == 0.0, 1.0, total))
+    weights = jnp.exp(scores - log_sum[..., None])
+    if problem.dropout:
+        weights = weights * _kept_factors(problem, key, weights.shape)
+    groups = v.shape[2]
+    weights = weights.reshape(batch, groups, heads // groups, queries, -1).astype(v.dtype)
+    output = _einsum("bgrqk,bkgd->bqgrd", weights, v).astype(q.dtype)
+    return output.reshape(batch, queries, heads, -1), log_sum, max_logit
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    sink: jax.Array | None,
+    limits: Limits,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries to keys.
+
+    Parameters
+    ----------
+    problem : Problem
+        Scale, mask, window, dropout.
+    q : jax.Array
+        [batch, queries, heads, channels].
+    k, v : jax.Array
+        [batch, keys, groups, channels (of values)]; `groups` divides `heads`.
+    bias : jax.Array, optional
+        Added to the scores: [batch or 1, heads or 1, queries or 1, keys].
+    sink : jax.Array, optional
+        fp32 [heads]: one score more in each softmax, of no key.
+    limits : Limits
+        Segments and mask.
+    key : jax.Array, optional
+        Random key of dropout.
+
+    Returns
+    -------
+    tuple of jax.Array
+        Output [batch, queries, heads, channels of values] in the dtype of `q`, 0 for queries
+        without keys; largest score of each head, fp32 [heads], which has no gradient.
+    """
+    output, _, max_logit = _attend(problem, q, k, v, bias, sink, limits, key)
+    return output, max_logit
+
+
+def _forward(problem, q, k, v, bias, sink, limits, key):
+    output, log_sum, max_logit = _attend(problem, q, k, v, bias, sink, limits, key)
+    return (output, max_logit), (q, k, v, bias, sink, limits, key, output, log_sum)
+
+
+def _sum_to(grad, like):
+    """The gradient of what was broadcast."""
+    dims = [dim for dim, size in enumerate(like.shape) if size != grad.shape[dim]]
+    return jnp.sum(grad, axis=dims, keepdims=True).astype(like.dtype)
+
+
+def _backward(problem, saved, grads):
+    q, k, v, bias, sink, limits, key, output, log_sum = saved
+    grad = grads[0]
+    batch, queries, heads, _ = q.shape
+    keys, groups = k.shape[1:3]
+    scores = _scores(problem, q, k, bias, limits)
+    weights = jnp.exp(scores - log_sum[..., None])
+    by_group = (batch, queries, groups, heads // groups, -1)
+    split = (batch, groups, heads // groups, queries, keys)
+    grad_q, grad_out = q.reshape(by_group), grad.reshape(by_group)
+    grad_weights = _einsum("bqgrd,bkgd->bgrqk", grad_out, v).reshape(weights.shape)
+    dropped = weights
+    if problem.dropout:
+        factors = _kept_factors(problem, key, weights.shape)
+        dropped, grad_weights = weights * factors, grad_weights * factors
+    grad_v = _einsum("bgrqk,bqgrd->bkgd", dropped.reshape(split).astype(v.dtype), grad_out)
+    along = jnp.sum(grad.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
+    along = jnp.swapaxes(along, 1, 2)  # [batch, heads, queries]
+    grad_scores = weights * (grad_weights - along[..., None])
+    before_scale = grad_scores * problem.scale
+    grad_bias = grad_sink = None
+    if bias is not None:
+        grad_bias = _sum_to(before_scale if problem.bias_before_scale else grad_scores, bias)
+    if sink is not None:
+        grad_sink = -jnp.sum(jnp.exp(sink[:, None] - log_sum) * along, axis=(0, 2))
+    before_scale = before_scale.reshape(split).astype(q.dtype)
+    grad_k = _einsum("bgrqk,bqgrd->bkgd", before_scale, grad_q)
+    grad_q = _einsum("bgrqk,bkgd->bqgrd", before_scale, k).reshape(q.shape)
+    made = zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)
+    return *(one.astype(like.dtype) for one, like in made), grad_bias, grad_sink, None, None
+
+
+attend.defvjp(_forward, _backward)

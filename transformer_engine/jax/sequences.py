@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a batch belong together, and how sequences are cut for several devices.
+
+A token has a segment (a number from 1 on; 0 is padding) and a position in it. All that says how
+long sequences are becomes these two, so masks have one definition (`definitions/attention.py`).
+"""
+
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "ReorderStrategy",
+    "SequenceDescriptor",
+    "get_seqlens_and_offsets",
+    "inverse_reorder_causal_load_balancing",
+    "make_swa_mask",
+    "reorder_causal_load_balancing",
+    "run_length_fill",
+]
+
+
+def _pair(value):
+    """Return (of queries, of keys); one value is that of both."""
+    if value is None or isinstance(value, list | tuple):
+        return (None, None) if value is None else tuple(value)
+    return value, value
+
+
+@jax.tree_util.register_pytree_node_class
+class SequenceDescriptor:
+    """Which tokens of queries and keys are real, and to which sequence each belongs.
+
+    Made by one of `from_seqlens`, `from_seqlens_and_offsets` and `from_segment_ids_and_pos`. It is
+    a pytree, whose leaves are its arrays.
+
+    Parameters
+    ----------
+    seqlens : pair of jax.Array, optional
+        Tokens of each sequence, int32 [batch] or [batch, segments]; those of keys follow those of
+        queries in this and the other pairs. Negative lengths are those of no sequence.
+    seq_offsets : pair of jax.Array, optional
+        Where each begins, int32 [batch, segments] or [batch, segments + 1].
+    segment_ids : pair of jax.Array, optional
+        Segment of each token, int32 [batch, length]; 0 is padding.
+    segment_pos : pair of jax.Array, optional
+        Position of each token in its segment, int32 [batch, length].
+    """
+
+    def __init__(self, seqlens=None, seq_offsets=None, segment_ids=None, segment_pos=None) -> None:
+        self.seqlens, self.seq_offsets = _pair(seqlens), _pair(seq_offsets)
+        self.segment_ids, self.segment_pos = _pair(segment_ids), _pair(segment_pos)
+
+    def tree_flatten(self):
+        """Return the arrays, for `jax.tree_util`."""
+        return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> "SequenceDescriptor":
+        """Make one of what `tree_flatten` gave."""
+        return cls(*children)
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Any) -> "SequenceDescriptor":
+        """Make one of lengths; sequences of one row follow each other without gaps.
+
+        Parameters
+        ----------
+        seqlens : jax.Array or pair of jax.Array
+            int32 [batch], or [batch, segments] for the layouts of packed sequences (THD).
+        """
+        return cls(seqlens=seqlens)
+
+    @classmethod
+    def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> "SequenceDescriptor":
+        """Make one of lengths and of where each sequence begins in its row."""
+        return cls(seqlens=seqlens, seq_offsets=seq_offsets)
+
+    @classmethod
+    def from_segment_ids_and_pos(
+        cls,
+        segment_ids: Any,
+        segment_pos: Any = None,
+        *,
+        is_thd: bool | None = None,
+        is_segment_ids_reordered: bool = False,
+    ) -> "SequenceDescriptor":
+        """Make one of the segment of each token.
+
+        Parameters
+        ----------
+        segment_ids : jax.Array or pair of jax.Array
+            int32 [batch, length]; 0 is padding.
+        segment_pos : jax.Array or pair of jax.Array, optional
+            Positions; by default they count from 0 in each segment.
+        is_thd : bool, optional
+            Whether rows are packed; positions count from 0 in each segment either way.
+        is_segment_ids_reordered : bool, default False
+            Tokens do not stand in their order, so `segment_pos` is needed.
+
+        Raises
+        ------
+        ValueError
+            Reordered tokens without positions.
+        """
+        if segment_pos is None:
+            if is_segment_ids_reordered:
+                raise ValueError("reordered segment_ids need their segment_pos")
+            segment_pos = tuple(map(_positions, _pair(segment_ids)))
+        return cls(segment_ids=segment_ids, segment_pos=segment_pos)
+
+    def segments(self, lengths: tuple[int, int]):
+        """Return ((segment ids, positions) of queries, the same of keys), each [batch, length].
+
+        `lengths`: of a row of queries, and of keys.
+        """
+        if self.segment_ids[0] is not None:
+            return tuple(zip(self.segment_ids, self.segment_pos, strict=True))
+        if self.seqlens[0] is None:
+            raise ValueError("the SequenceDescriptor has neither seqlens nor segment_ids")
+        ids = map(_ids_of_lengths, self.seqlens, self.seq_offsets, lengths)
+        return tuple((one, _positions(one)) for one in ids)
+
+    def get_seqlens_and_offsets(
+        self, attn_mask_type: Any, qkv_layout: Any, window_size: Any, max_segments_per_seq: int
+    ):
+        """Return (lengths of queries and keys, where they begin), each [batch, segments(+ 1)].
+
+        Lengths that were given come back as they are. The mask type, the layout and the window
+        change nothing.
+        """
+        if self.segment_ids[0] is None:
+            return self.seqlens, self.seq_offsets
+        of_both = [get_seqlens_and_offsets(ids, max_segments_per_seq) for ids in self.segment_ids]
+        return tuple(zip(*of_both, strict=True))
+
+
+def _ids_of_lengths(seqlens, offsets, length):
+    """Segment of each token, [batch, length]."""
+    seqlens = seqlens[:, None] if seqlens.ndim == 1 else seqlens
+    kept = jnp.maximum(seqlens, 0)
+    if offsets is None:
+        offsets = jnp.cumsum(kept, axis=1) - kept
+    starts = offsets.reshape(len(seqlens), -1)[:, : seqlens.shape[1], None]
+    tokens = jnp.arange(length)
+    inside = (tokens >= starts) & (tokens < starts + kept[:, :, None])
+    numbers = jnp.arange(1, seqlens.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(inside, numbers[:, None], 0), axis=1, initial=0)
+
+
+def _run_starts(segment_ids):
+    """Index of the first token of the run of equal ids that each token is in."""
+    length = segment_ids.shape[-1]
+    tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segment_ids.shape)
+    before = jnp.roll(segment_ids, 1, axis=-1)
+    new = (segment_ids != before) | (tokens == 0)
+    return jax.lax.cummax(jnp.where(new, tokens, 0), axis=segment_ids.ndim - 1)
+
+
+def _positions(segment_ids):
+    """Position of each token in its run."""
+    length = segment_ids.shape[-1]
+    return jnp.arange(length, dtype=jnp.int32) - _run_starts(segment_ids)
+
+
+def run_length_fill(segment_ids: jax.Array) -> jax.Array:
+    """Return for each token how many tokens its run of equal ids has; 0 for padding.
+
+    Parameters
+    ----------
+    segment_ids : jax.Array
+        int32 [..., length]; 0 is padding.
+    """
+    starts = _run_starts(segment_ids)
+    lengths = jnp.sum(starts[..., :, None] == starts[..., None, :], axis=-1, dtype=jnp.int32)
+    return jnp.where(segment_ids == 0, 0, lengths)
+
+
+def get_seqlens_and_offsets(
+    segment_ids: jax.Array, max_segments_per_seq: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the lengths of segments, and where they begin.
+
+    Parameters
+    ----------
+    segment_ids : jax.Array
+        int32 [batch, length], segments in ascending order; 0 is padding.
+    max_segments_per_seq : int
+        Segments of a row at most.
+
+    Returns
+    -------
+    tuple of jax.Array
+        Lengths int32 [batch, max_segments_per_seq], 0 for what is not there; offsets
+        [batch, max_segments_per_seq + 1], -1 for what is not there.
+    """
+    numbers = jnp.arange(1, max_segments_per_seq + 1)
+    mine = segment_ids[:, None, :] == numbers[:, None]
+    seqlens = jnp.sum(mine, axis=-1, dtype=jnp.int32)
+    first = jnp.where(seqlens > 0, jnp.argmax(mine, axis=-1), -1)
+    return seqlens, jnp.pad(first.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
+
+
+def make_swa_mask(
+    segment_pos_q: jax.Array,
+    segment_pos_kv: jax.Array,
+    window_size: tuple[int, int] | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Return the mask of a sliding window: 1 where a query may attend, 0 elsewhere.
+
+    Parameters
+    ----------
+    segment_pos_q, segment_pos_kv : jax.Array
+        Positions [..., queries] and [..., keys].
+    window_size : tuple of int, optional
+        Keys before and after a query's own position that it sees; -1 and None are all of them.
+    dtype : dtype, default float32
+        Of the result [..., queries, keys].
+    """
+    left, right = (-1, -1) if window_size is None else window_size
+    distance = segment_pos_kv[..., None, :] - segment_pos_q[..., :, None]
+    inside = jnp.ones(distance.shape, bool)
+    if left >= 0:
+        inside &= distance >= -left
+    if right >= 0:
+        inside &= distance <= right
+    return inside.astype(dtype)
+
+
+class ReorderStrategy(Enum):
+    """How the tokens of a sequence are dealt out, so that causal masks load devices evenly."""
+
+    DualChunkSwap = 0
+    """Device i of n has the chunks i and 2n - 1 - i of 2n."""
+    Striped = 1
+    """Device i of n has every n-th stripe of tokens."""
+
+
+def _order(strategy, cp_size, length, stripe_size):
+    """Index of the token that stands at each place."""
+    stripe_size = stripe_size or 1
+    parts = 2 * cp_size if strategy is ReorderStrategy.DualChunkSwap else cp_size * stripe_size
+    if length % parts:
+        raise ValueError(f"a sequence of {length} tokens does not divide by {parts}")
+    tokens = jnp.arange(length)
+    if strategy is ReorderStrategy.Striped:
+        return tokens.reshape(-1, cp_size, stripe_size).swapaxes(0, 1).reshape(-1)
+    chunks = tokens.reshape(2 * cp_size, -1)
+    return jnp.stack([chunks[:cp_size], chunks[: cp_size - 1 : -1]], axis=1).reshape(-1)
+
+
+def reorder_causal_load_balancing(
+    tensor: jax.Array,
+    strategy: ReorderStrategy,
+    cp_size: int,
+    seq_dim: int,
+    stripe_size: int | None = None,
+) -> jax.Array:
+    """Return the tokens in the order in which `cp_size` devices have them.
+
+    Parameters
+    ----------
+    tensor : jax.Array
+        Of any shape; `seq_dim` is the dim of its tokens.
+    strategy : ReorderStrategy
+        Which device has which tokens.
+    cp_size : int
+        Number of devices.
+    seq_dim : int
+        Dim of the tokens.
+    stripe_size : int, optional
+        Tokens of a stripe; 1 by default.
+
+    Raises
+    ------
+    ValueError
+        The tokens do not divide.
+    """
+    order = _order(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
+    return jnp.take(tensor, order, axis=seq_dim)
+
+
+def inverse_reorder_causal_load_balancing(
+    tensor: jax.Array,
+    strategy: ReorderStrategy,
+    cp_size: int,
+    seq_dim: int,
+    stripe_size: int | None = None,
+) -> jax.Array:
+    """Undo `reorder_causal_load_balancing`, which has the same parameters and errors."""
+    order = _order(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
+    return jnp.take(tensor, jnp.argsort(order), axis=seq_dim)
