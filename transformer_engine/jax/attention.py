@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine.jax.definitions.attention import Limits, Problem, attend
+from transformer_engine.jax.attention_calls import attend
+from transformer_engine.jax.definitions.attention import Limits, Problem
 from transformer_engine.jax.sequences import (
     ReorderStrategy,
     SequenceDescriptor,
@@ -231,7 +232,7 @@ def _limits(sequences, mask_type, layout, lengths):
     if sequences is None:
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
-        return Limits(sequences.segments(lengths), None)
+        return Limits(sequences.segments(lengths), None, sequences.lengths(layout.is_thd()))
     if isinstance(sequences, Limits):
         return sequences
     warnings.warn("a mask for fused_attn is deprecated: pass a SequenceDescriptor",
@@ -375,6 +376,7 @@ def fused_attn(
         window=(-1, -1) if window_size is None else tuple(window_size),
         bias_before_scale=attn_bias_type is AttnBiasType.PRE_SCALE_BIAS,
         dropout=rate,
+        max_logit=return_max_logit,
     )
     limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, (q.shape[1], k.shape[1]))
     sink = _sink(softmax_type, softmax_offset, q.shape[2])

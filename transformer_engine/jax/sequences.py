@@ -123,6 +123,14 @@ class SequenceDescriptor:
         ids = map(_ids_of_lengths, self.seqlens, self.seq_offsets, lengths)
         return tuple((one, _positions(one)) for one in ids)
 
+    def lengths(self, packed: bool) -> tuple | None:
+        """Return lengths of queries and keys [batch], where each row begins with its one sequence.
+
+        None for others, and where `packed` says that rows have several.
+        """
+        alone = self.segment_ids[0] is None and self.seq_offsets[0] is None and not packed
+        return self.seqlens if alone and all(n.ndim == 1 for n in self.seqlens) else None
+
     def get_seqlens_and_offsets(
         self, attn_mask_type: Any, qkv_layout: Any, window_size: Any, max_segments_per_seq: int
     ):

@@ -23,6 +23,8 @@ class Limits(NamedTuple):
 
     segments: tuple | None  # ((ids, positions) of queries, the same of keys), each [batch, length]
     mask: jax.Array | None  # [batch or 1, heads or 1, queries or 1, keys], True hides a key
+    lengths: tuple | None = None
+    """Of queries and keys, int32 [batch], where segments are one sequence that its row begins with."""
 
 
 class Problem(NamedTuple):
@@ -34,6 +36,7 @@ class Problem(NamedTuple):
     window: tuple[int, int]  # keys before and after a query's own; -1: all
     bias_before_scale: bool
     dropout: float
+    max_logit: bool = False  # the largest scores are wanted
 
 
 def hidden_keys(problem: Problem, limits: Limits, queries: int, keys: int) -> jax.Array:
@@ -84,7 +87,16 @@ def _kept_factors(problem, key, shape):
     return kept / jnp.float32(1.0 - problem.dropout)
 
 
-def _attend(problem, q, k, v, bias, sink, limits, key):
+def forward(
+    problem: Problem,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    bias: jax.Array | None,
+    sink: jax.Array | None,
+    limits: Limits,
+    key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output, logarithms of sums fp32 [batch, heads, queries], largest scores fp32 [heads]."""
+    q, k, v = heads
     batch, queries, heads, _ = q.shape
     scores = _scores(problem, q, k, bias, limits)
     top = jnp.max(scores, axis=-1, initial=-jnp.inf)
@@ -105,60 +117,24 @@ def _attend(problem, q, k, v, bias, sink, limits, key):
     return output.reshape(batch, queries, heads, -1), log_sum, max_logit
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    problem: Problem,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    bias: jax.Array | None,
-    sink: jax.Array | None,
-    limits: Limits,
-    key: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of queries to keys.
-
-    Parameters
-    ----------
-    problem : Problem
-        Scale, mask, window, dropout.
-    q : jax.Array
-        [batch, queries, heads, channels].
-    k, v : jax.Array
-        [batch, keys, groups, channels (of values)]; `groups` divides `heads`.
-    bias : jax.Array, optional
-        Added to the scores: [batch or 1, heads or 1, queries or 1, keys].
-    sink : jax.Array, optional
-        fp32 [heads]: one score more in each softmax, of no key.
-    limits : Limits
-        Segments and mask.
-    key : jax.Array, optional
-        Random key of dropout.
-
-    Returns
-    -------
-    tuple of jax.Array
-        Output [batch, queries, heads, channels of values] in the dtype of `q`, 0 for queries
-        without keys; largest score of each head, fp32 [heads], which has no gradient.
-    """
-    output, _, max_logit = _attend(problem, q, k, v, bias, sink, limits, key)
-    return output, max_logit
-
-
-def _forward(problem, q, k, v, bias, sink, limits, key):
-    output, log_sum, max_logit = _attend(problem, q, k, v, bias, sink, limits, key)
-    return (output, max_logit), (q, k, v, bias, sink, limits, key, output, log_sum)
-
-
 def _sum_to(grad, like):
     """The gradient of what was broadcast."""
     dims = [dim for dim, size in enumerate(like.shape) if size != grad.shape[dim]]
     return jnp.sum(grad, axis=dims, keepdims=True).astype(like.dtype)
 
 
-def _backward(problem, saved, grads):
-    q, k, v, bias, sink, limits, key, output, log_sum = saved
-    grad = grads[0]
+def backward(
+    problem: Problem,
+    grad: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
+    made: tuple[jax.Array, jax.Array],
+    bias: jax.Array | None,
+    sink: jax.Array | None,
+    limits: Limits,
+    key: jax.Array | None,
+) -> tuple:
+    """Gradients of queries, keys, values, bias and sink; `made` are output and logarithms."""
+    (q, k, v), (output, log_sum) = heads, made
     batch, queries, heads, _ = q.shape
     keys, groups = k.shape[1:3]
     scores = _scores(problem, q, k, bias, limits)
@@ -184,8 +160,5 @@ def _backward(problem, saved, grads):
     before_scale = before_scale.reshape(split).astype(q.dtype)
     grad_k = _einsum("bgrqk,bqgrd->bkgd", before_scale, grad_q)
     grad_q = _einsum("bgrqk,bkgd->bqgrd", before_scale, k).reshape(q.shape)
-    made = zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)
-    return *(one.astype(like.dtype) for one, like in made), grad_bias, grad_sink, None, None
-
-
-attend.defvjp(_forward, _backward)
+    pairs = zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)
+    return *(one.astype(like.dtype) for one, like in pairs), grad_bias, grad_sink
