@@ -357,6 +357,10 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "op_fields": lambda core: Case(["gemm"]),
     "activation_names": lambda core: Case([]),
     "has_cuda": lambda core: Case([]),
+    "xla_handlers": lambda core: Case([]),
+    "op_workspace": lambda core: Case(
+        ["gemm", {"d": (core.DTYPE_F32, (3, N)), "a": (0, (3, K)), "b": (0, (K, N))}, 0]
+    ),
     "make_plan": _of_graph,
     "write_graph": _of_graph,
     "read_graph": _read_graph,

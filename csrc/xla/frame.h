@@ -51,8 +51,9 @@ te_xla_cursor te_xla_results(const te_xla_call *call);
 /* INVALID unless all of them have been taken. */
 te_status te_xla_no_more(const te_xla_cursor *cursor);
 /* A dense view of the next one, for what is called `name` in messages. With ndim above 0 it has
- * so many dims: the first ones become one, or there is one of size 1 before the others. Pairs of u32, low one first, are i64, which JAX
- * does not have unless it is asked for. *buffer, where not NULL, is the buffer itself. */
+ * so many dims: the first ones become one, or there is one of size 1 before the others. Pairs of
+ * u32, low one first, are i64, which JAX does not have unless it is asked for. *buffer, where not
+ * NULL, is the buffer itself. */
 te_status te_xla_take(te_xla_cursor *cursor, const char *name, int32_t ndim, te_tensor *view,
                       const te_xla_buffer **buffer);
 /* The next result is the memory of an argument that the call changes, whose view it becomes. */

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ("host", "host_attention", "gemm", "kernels", "kernels_attention", "kernels_layer")
 BENCHMARKS += ("attention", "parameter_memory", "overrides", "optimizers", "recipes", "host_calls")
 BENCHMARKS += ("host_compiled", "compiled_gpt")
-"""Those of a device; import_time and dispatch know none."""
+"""Those of a device; import_time, dispatch and xla_call know none."""
 ATTENTION = {"softmax", "softmax_backward", "dropout_add", "dropout_backward", "rope"}
 ATTENTION |= {"cache_append", "cache_gather", "attention_merge"}
 LAYER = {"norm", "norm_backward", "activation", "activation_backward", "softcap"}
@@ -47,7 +47,7 @@ FP8_MODES = MODES[2:]
 def figures(name, device, folder):
     """Standard output and JSON of a benchmark."""
     # One is about imports, and one forks children of its own.
-    fresh = device != "cpu" or name in ("import_time", "dispatch")
+    fresh = device != "cpu" or name in ("import_time", "dispatch", "xla_call")
     flags = "--quick", "--device", device, "--json", f"{folder}/"
     program = ROOT / "benchmarks" / f"{name}.py"
     done = processes.run(program, *flags, limit=300, path=[ROOT], fresh=fresh, OMP_NUM_THREADS="1")
@@ -82,6 +82,16 @@ def test_dispatch(tmp_path):
     kept = kept_goals("## Plug-ins: `benchmarks/dispatch.py`")
     assert kept.keys() <= named.keys() and kept.keys() >= GOALS.keys()
     assert all(goal is None or named[what]["goal_ns"] == goal for what, goal in kept.items())
+
+
+def test_xla_call(tmp_path):
+    """It is of the host, and says what a call costs over a program that does nothing."""
+    _, content = figures("xla_call", "cpu", tmp_path)
+    (rows,) = content["tables"].values()
+    named = {row["what"]: row for row in rows}
+    assert list(named) == ["no-op, 1 array", "operator", "no-op, 4 arrays", "plan", "run"]
+    assert all(positive(row, "us", "low_us", "high_us") for row in rows)
+    assert named["operator"]["limit_us"] == 15 and math.isfinite(named["plan"]["over_us"])
 
 
 def kept_goals(heading):

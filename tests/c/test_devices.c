@@ -48,6 +48,7 @@ static void *add(void *found)
 static void check_added(test_device *t)
 {
     te_device_type found[WORKERS];
+    te_device current;
     pthread_t threads[WORKERS];
     for (int i = 0; i < WORKERS; i++) {
         TEST_CHECK(t, pthread_create(&threads[i], NULL, add, &found[i]) == 0, "thread %d", i);
@@ -68,6 +69,9 @@ static void check_added(test_device *t)
     TEST_CHECK(t, te_device_type_of_dlpack(EXTERNAL) == (int32_t)npu, "its type");
     TEST_CHECK(t, te_device_type_of_dlpack(1) == TE_DEVICE_CPU, "the CPU");
     TEST_CHECK(t, te_device_type_of_dlpack(3) == TE_DEVICE_CPU, "CUDA's memory of the host");
+    TEST_OK(t, te_device_current(TE_DEVICE_CPU, &current));
+    TEST_CHECK(t, current.type == TE_DEVICE_CPU && current.index == 0, "the one CPU");
+    TEST_CHECK(t, te_device_current(npu, &current) == TE_ERROR_UNSUPPORTED, "no driver of ours");
 }
 
 static te_status fill(void *self, te_context *context, const void *args, void *stream)

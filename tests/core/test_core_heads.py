@@ -7,8 +7,7 @@ import torch
 from transformer_engine import _core
 from transformer_engine.common.attention_graphs import AttentionSpec, core_graph
 from transformer_engine.common.graphs import RESULT, ROWS, Graph, input_flags
-from transformer_engine.common.plans import leading_dims, sizes_of
-from transformer_engine.pytorch.execution.plan_ops import shapes
+from transformer_engine.common.plans import leading_dims, result_shapes, sizes_of
 
 HEADS, GROUPS, CHANNELS, BATCH, QUERIES, KEYS = 4, 2, 8, 3, 5, 7
 
@@ -97,12 +96,12 @@ def test_shapes_without_a_device(core):
     rows = [QUERIES * BATCH, QUERIES, BATCH, KEYS * BATCH, KEYS, BATCH]
     assert sizes_of(forward, given) == [0, *rows]
     *outputs, saved = core.run(forward.native, 0, 0, *tensors)
-    made, packed = shapes(forward, given, -1)
+    made, packed = result_shapes(forward, given)
     assert [tuple(shape) for _, shape in made] == [tuple(t.shape) for t in outputs]
     assert packed == saved.numel()
     arguments = [outputs[0], *tensors, outputs[0]]
     *grads, _ = core.run(backward.native, 0, 0, *arguments, saved)
-    made, _ = shapes(backward, [t.shape for t in arguments], -1)
+    made, _ = result_shapes(backward, [t.shape for t in arguments])
     assert [tuple(shape) for _, shape in made] == [tuple(t.shape) for t in grads]
 
 

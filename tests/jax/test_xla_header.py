@@ -17,43 +17,25 @@ pytestmark = pytest.mark.skipif(
     reason="needs the source tree and a C compiler",
 )
 
-# (our struct, theirs, {our member: theirs}); the last member of each is that up to which XLA fills
+# Our struct, theirs, and the members of both.
 STRUCTS = [
-    ("extension", "Extension_Base", {"type": "type", "next": "next"}),
-    ("version", "Api_Version", {"major": "major_version", "minor": "minor_version"}),
-    ("metadata", "Metadata", {"version": "api_version", "traits": "traits"}),
-    ("metadata_extension", "Metadata_Extension", {"base": "extension_base", "metadata": "metadata"}),
-    ("buffer", "Buffer", {"dtype": "dtype", "data": "data", "rank": "rank", "dims": "dims"}),
-    ("buffers", "Args", {"size": "size", "types": "types", "buffers": "args"}),
-    ("buffers", "Rets", {"size": "size", "types": "types", "buffers": "rets"}),
-    ("span", "ByteSpan", {"text": "ptr", "length": "len"}),
-    ("scalar", "Scalar", {"dtype": "dtype", "value": "value"}),
-    ("array", "Array", {"dtype": "dtype", "size": "size", "data": "data"}),
-    ("attributes", "Attrs", {"size": "size", "types": "types", "names": "names", "values": "attrs"}),
-    ("error_request", "Error_Create_Args", {"message": "message", "code": "errc"}),
-    ("stream_request", "Stream_Get_Args", {"context": "ctx", "stream": "stream"}),
-    (
-        "api",
-        "Api",
-        {
-            "version": "api_version",
-            "internal": "internal_api",
-            "create_error": "XLA_FFI_Error_Create",
-            "get_stream": "XLA_FFI_Stream_Get",
-        },
-    ),
-    (
-        "frame",
-        "CallFrame",
-        {
-            "api": "api",
-            "context": "ctx",
-            "stage": "stage",
-            "arguments": "args",
-            "results": "rets",
-            "attributes": "attrs",
-        },
-    ),
+    ("extension", "Extension_Base", "type next", "type next"),
+    ("version", "Api_Version", "major minor", "major_version minor_version"),
+    ("metadata", "Metadata", "version traits", "api_version traits"),
+    ("metadata_extension", "Metadata_Extension", "base metadata", "extension_base metadata"),
+    ("buffer", "Buffer", "dtype data rank dims", "dtype data rank dims"),
+    ("buffers", "Args", "size types buffers", "size types args"),
+    ("buffers", "Rets", "size types buffers", "size types rets"),
+    ("span", "ByteSpan", "text length", "ptr len"),
+    ("scalar", "Scalar", "dtype value", "dtype value"),
+    ("array", "Array", "dtype size data", "dtype size data"),
+    ("attributes", "Attrs", "size types names values", "size types names attrs"),
+    ("error_request", "Error_Create_Args", "message code", "message errc"),
+    ("stream_request", "Stream_Get_Args", "context stream", "ctx stream"),
+    ("api", "Api", "version internal", "api_version internal_api"),
+    ("api", "Api", "create_error get_stream", "XLA_FFI_Error_Create XLA_FFI_Stream_Get"),
+    ("frame", "CallFrame", "api context stage", "api ctx stage"),
+    ("frame", "CallFrame", "arguments results attributes", "args rets attrs"),
 ]
 VALUES = {
     "TE_XLA_INSTANTIATE": "XLA_FFI_ExecutionStage_INSTANTIATE",
@@ -80,8 +62,8 @@ VALUES = {
 
 
 def assertions():
-    for ours, theirs, members in STRUCTS:
-        for own, other in members.items():
+    for ours, theirs, *members in STRUCTS:
+        for own, other in zip(*map(str.split, members), strict=True):
             yield f"offsetof(te_xla_{ours}, {own}) == offsetof(struct XLA_FFI_{theirs}, {other})"
             sizes = f"((te_xla_{ours} *)0)->{own}", f"((struct XLA_FFI_{theirs} *)0)->{other}"
             yield " == ".join(f"sizeof({member})" for member in sizes)

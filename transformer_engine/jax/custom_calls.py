@@ -261,8 +261,9 @@ def call_operator(
         the given array keeps its values. None: absent. ``_core.op_fields`` lists the fields.
 
     Returns what it writes, in the order of the operator's fields. ValueError for an unknown
-    operator, TypeError for an unknown field and for one that is missing; whatever else is wrong is
-    an error of XLA when the call runs, with the text of the C library.
+    operator, TypeError for an unknown field and for one that is missing. What else is wrong is an
+    error when the call is lowered, by the kind that it has under torch (its workspace is asked for
+    then), or one of XLA when it runs, with the text of the C library.
     """
     register()
     return _bind_operator(name, results, fields)
