@@ -32,12 +32,13 @@ TOKENS, LONGEST = 16, 16
 class Encoder(nn.Module):
     """Logits [batch, 2] of sentences [batch, LONGEST] with these lengths [batch]."""
 
+    layers: int
     hidden: int
 
     @nn.compact
     def __call__(self, sentences, lengths, deterministic=False):
         x = nn.Embed(TOKENS, self.hidden, name="tokens")(sentences)
-        for number in range(2):
+        for number in range(self.layers):
             x = te_flax.TransformerLayer(
                 hidden_size=self.hidden, mlp_hidden_size=4 * self.hidden, num_attention_heads=4,
                 self_attn_mask_type="padding", scale_attn_logits=True, use_bias=True,
@@ -66,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in {"steps": 400, "batch": 64, "hidden": 64, "seed": 0}.items():
+    for name, default in {"steps": 400, "batch": 64, "layers": 2, "hidden": 64, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", choices=RECIPES, default="delayed")
     args = parser.parse_args(arguments)
     rng, key = np.random.default_rng(args.seed), jax.random.key(args.seed)
-    model, optimizer = Encoder(args.hidden), optax.adam(2e-3)
+    model, optimizer = Encoder(args.layers, args.hidden), optax.adam(2e-3)
 
     def logits_of(variables, batch, **options):
         return model.apply(variables, batch["sentences"], batch["lengths"], **options)

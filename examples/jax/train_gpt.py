@@ -64,7 +64,8 @@ class GPT(nn.Module):
         x = nn.Embed(256, self.hidden, embedding_init=draw, name="embedding")(window)
         # One layer is compiled; parameters and scales have a first dim, that of the layers.
         stack = nn.scan(Layer, variable_axes={"params": 0, "fp8_metas": 0},
-                        split_rngs={"params": True}, length=self.layers)  # fmt: skip
+                        split_rngs={"params": True}, length=self.layers,
+                        metadata_params={nn.PARTITION_NAME: "layers"})  # fmt: skip
         x, _ = stack(self.hidden, self.heads, name="layers")(x, None)
         x = te_flax.LayerNorm(name="norm")(x)
         return te_flax.DenseGeneral(features=256, kernel_init=draw, name="head")(x)

@@ -36,7 +36,7 @@ def test_gpt(program, tmp_path):
 
 
 @pytest.mark.parametrize("name, arguments, least", [
-    ("encoder.py", ("--steps=150", "--hidden=32"), 60),
+    ("encoder.py", ("--steps=150", "--hidden=32", "--layers=1"), 60),
     ("mnist.py", ("--steps=60", "--batch=32"), 60),
 ])  # fmt: skip
 def test_classes(program, name, arguments, least):
