@@ -33,7 +33,7 @@ ASAN_RUN = $(UBSAN_ENV) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONSA
 	PYTHONPATH="$(CURDIR)/build/sanitize/lib" \
 	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)"
 
-.PHONY: help environments demo test test-all clients test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
+.PHONY: help environments demo demo-jax test test-all clients test-clients build lib test-gpu bench report lint format sanitize cuda-headers wheel-check clean
 .DELETE_ON_ERROR:
 
 # Build in place, and install the package, once and editable, where make made the environment.
@@ -51,6 +51,11 @@ demo: $(ENV)-demo ## set up, build, train a small GPT in FP8 and in high precisi
 	$(call BUILD,$(DEMO_PY))
 	PYTHONPATH=. $(DEMO_PY) examples/train_gpt.py $(ARGS)
 	@$(DEMO_PY) tools/editable_install.py --say
+
+demo-jax: $(ENV)-test ## set up, build, train a small GPT in JAX, in FP8 and in high precision
+	$(call BUILD,$(TEST_PY))
+	PYTHONPATH=. $(TEST_PY) examples/jax/train_gpt.py $(ARGS)
+	@$(TEST_PY) tools/editable_install.py --say
 
 test: $(ENV)-test ## set up, build, run the tests (TESTS=path, ARGS="-k name")
 	$(call BUILD,$(TEST_PY))

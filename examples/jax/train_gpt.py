@@ -35,6 +35,22 @@ RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
 LARGEST_DIFFERENCE = 0.01  # of the two losses, relative
 
 
+class Layer(nn.Module):
+    """One layer, in the form of the body of a scan."""
+
+    hidden: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, _):
+        return te_flax.TransformerLayer(
+            hidden_size=self.hidden, mlp_hidden_size=4 * self.hidden,
+            num_attention_heads=self.heads, hidden_dropout=0.0, attention_dropout=0.0,
+            intermediate_dropout=0.0, use_bias=True, scale_attn_logits=True,
+            enable_relative_embedding=False, enable_rotary_pos_emb=True,
+        )(x), None  # fmt: skip
+
+
 class GPT(nn.Module):
     """Logits of the next byte, [batch, sequence, 256], from bytes [batch, sequence]."""
 
@@ -46,14 +62,11 @@ class GPT(nn.Module):
     def __call__(self, window):
         draw = nn.initializers.normal(0.02)
         x = nn.Embed(256, self.hidden, embedding_init=draw, name="embedding")(window)
-        for number in range(self.layers):
-            x = te_flax.TransformerLayer(
-                hidden_size=self.hidden, mlp_hidden_size=4 * self.hidden,
-                num_attention_heads=self.heads, hidden_dropout=0.0, attention_dropout=0.0,
-                intermediate_dropout=0.0, use_bias=True, scale_attn_logits=True,
-                enable_relative_embedding=False, enable_rotary_pos_emb=True,
-                name=f"layer_{number}",
-            )(x)  # fmt: skip
+        # One layer is compiled; parameters and scales have a first dim, that of the layers.
+        stack = nn.scan(Layer, variable_axes={"params": 0, "fp8_metas": 0},
+                        split_rngs={"params": True}, length=self.layers,
+                        metadata_params={nn.PARTITION_NAME: "layers"})  # fmt: skip
+        x, _ = stack(self.hidden, self.heads, name="layers")(x, None)
         x = te_flax.LayerNorm(name="norm")(x)
         return te_flax.DenseGeneral(features=256, kernel_init=draw, name="head")(x)
 
@@ -83,7 +96,8 @@ def train(args: argparse.Namespace, data: dict[str, np.ndarray], precision: str)
     train_windows = windows(data["train"], args.seq, args.batch, args.seed)
     # Recipes are read while functions are traced, so that all is traced within.
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        state = nn.unbox(model.init(jax.random.key(args.seed), next(train_windows)[:, :-1]))
+        first = next(train_windows)[:, :-1]
+        state = nn.unbox(jax.jit(model.init)(jax.random.key(args.seed), first))
         params = state.pop("params")
 
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))

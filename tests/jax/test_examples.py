@@ -33,3 +33,14 @@ def test_gpt(program, tmp_path):
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", printed)]
     assert len(losses) == 2 and all(0 < loss < 1.5 for loss in losses)  # log 256 is 5.5
     assert len(re.findall(r"step \d+, loss", printed)) == 20
+
+
+@pytest.mark.parametrize("name, arguments, least", [
+    ("encoder.py", ("--steps=150", "--hidden=32", "--layers=1"), 60),
+    ("mnist.py", ("--steps=60", "--batch=32"), 60),
+])  # fmt: skip
+def test_classes(program, name, arguments, least):
+    """New data is told better than by chance, which of 1024 and two classes gives 55% at most."""
+    status, printed = program(name, *arguments)
+    assert status == 0
+    assert float(re.search(r"told right: (\S+)%", printed)[1]) > least

@@ -155,12 +155,13 @@ def generate_pspec(logical_axis_names: Sequence[str | None]) -> PartitionSpec:
 def with_sharding_constraint(x: Array, pspec: PartitionSpec) -> Array:
     """Ask for a partition of a tensor on the mesh that is set; without one the tensor itself.
 
-    Axes that are manual, in `jax.shard_map`, are left out, and so are those the mesh lacks.
+    Axes that are manual, in `jax.shard_map`, are left out, and so are explicit ones, which are part
+    of the types of the program's arrays, and those that the mesh lacks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    usable = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+    usable = frozenset(mesh.auto_axes)
     made = []
     for axes in pspec:
         axes = (axes,) if isinstance(axes, str) else axes or ()

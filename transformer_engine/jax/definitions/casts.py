@@ -53,15 +53,23 @@ def amax(values: Array) -> Array:
 def product(a: Array, b: Array) -> Array:
     """The fp32 product of two tensors, of which `a` may be subnormal."""
     bits = _bits(a) & _MAGNITUDE
-    small = lax.convert_element_type(bits, jnp.float32) * 2.0**-74 * (b * 2.0**-75)
+    # 2^-149 in two parts; the first among bits, for XLA would join two constants.
+    small = _number(_bits(bits.astype(jnp.float32)) - (74 << 23)) * (b * 2.0**-75)
     small = jnp.where(_bits(a) < 0, -small, small)
     return jnp.where((bits > 0) & (bits < _SMALLEST_NORMAL), small, a * b)
 
 
 def reciprocal(scale: Array) -> Array:
-    """1 / scale, which is subnormal above 2^126."""
-    bits = jnp.round((2.0**126 / scale) * 2.0**23).astype(jnp.int32)
-    return jnp.where(scale > 2.0**126, _number(bits), 1.0 / scale)
+    """1 / scale, rounded to nearest even; it is subnormal above 2^126."""
+    mantissa = _bits(scale) & 0x7FFFFF | 0x800000
+    near = jnp.round(2.0**126 / scale * 2.0**23).astype(jnp.int32)
+    # 2^45 or 2^46 divided by the mantissa leaves so little that it fits 32 bits, which wrap.
+    twice = -2 * near * mantissa
+    odd = near & 1
+    up = (twice > mantissa) | ((twice == mantissa) & (odd == 1))
+    down = (-twice > mantissa) | ((-twice == mantissa) & (odd == 1))
+    small = _number(near + up.astype(jnp.int32) - down.astype(jnp.int32))
+    return jnp.where(scale > 2.0**126, small, 1.0 / scale)
 
 
 def encode(values: Array, dtype: Any) -> Array:
@@ -148,11 +156,17 @@ def _mxfp8(tiles: Array, largest: Array, cast: Cast) -> tuple[Array, Array]:
         lines, groups = largest.shape
         shared = jnp.max(_tiled(largest, 32, 1), (1, 3), initial=0.0)
         largest = jnp.repeat(shared, 32, 0)[:lines, :groups]
-    bits = _bits(product(largest, jnp.float32(1.0 / cast.largest)))
+    inverse = jnp.float32(1.0 / cast.largest)
+    bits, of_largest = _bits(product(largest, inverse)), _bits(largest)
+    # Any subnormal number will do in place of one that XLA has flushed.
+    flushed = (bits == 0) & (of_largest.astype(jnp.float32) * inverse > 0.5)
+    bits = jnp.where(flushed, 1, bits)
     exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0) + cast.margin
     exponents = jnp.where(bits >= 0x7F000000, 0xFE, jnp.clip(exponents, 0, 0xFE))
     exponents = jnp.where(bits == 0, 0, exponents)
-    codes = encode(product(tiles, _power_of_two(254 - exponents)[:, None, :, None]), cast.dtype)
+    left = (254 - exponents)[:, None, :, None]
+    scaled = product(tiles, _power_of_two(jnp.maximum(left, 1)))
+    codes = encode(jnp.where(left == 0, scaled * 0.5, scaled), cast.dtype)  # 2^-127 is subnormal
     return codes, lax.bitcast_convert_type(exponents.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 

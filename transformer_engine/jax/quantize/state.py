@@ -59,7 +59,7 @@ def usable_scale(scale: Array, history: Array, rule: Rule) -> Array:
     if not isinstance(is_sum, jax.core.Tracer) and np.any(is_sum):
         found, wanted = float(np.ravel(scale)[0]), float(np.ravel(expected)[0])
         raise ValueError(_SUM.format(scale=found, expected=wanted))
-    return jnp.where(is_sum, jnp.nan, jnp.where(scale > 0.0, scale, 1.0))
+    return jnp.where(is_sum, jnp.nan, jnp.where(scale == 0.0, 1.0, scale))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -79,7 +79,8 @@ def _read_backward(rule: Rule, saved: tuple[Array, Array], grads: tuple[Array, A
     made = casts.next_state(jnp.max(amaxes).reshape(1), scale, history, *rule)
     used = jnp.any(counts > 0.0)
     made = [jnp.where(used, new, old) for new, old in zip(made, saved, strict=True)]
-    return jnp.where(jnp.any(counts > 1.0), jnp.nan, made[0]), made[1]
+    is_sum = jnp.any(counts > 1.0) | jnp.isnan(scale)
+    return jnp.where(is_sum, jnp.nan, made[0]), made[1]
 
 
 read.defvjp(_read_forward, _read_backward)
