@@ -121,7 +121,7 @@
 
 #define TE_SUMMARY_scaling_update "Update a chunk of delayed-scaling slots in place."
 #define TE_FIELDS_scaling_update(X)                                                                \
-    X(scaling_update, scale, scale, 1, WRITE, VECTOR, F32, 0, 0)                                   \
+    X(scaling_update, scale, scale, 1, UPDATE, VECTOR, F32, 0, 0)                                  \
     X(scaling_update, history, history, 1, UPDATE, MATRIX, F32, 0, 0)                              \
     X(scaling_update, fp8_max, fp8_max, 1, READ, NONE, ANY, 0, 0)                                  \
     TE_NUMBER(X, scaling_update, algo, TE_AMAX_MAX)

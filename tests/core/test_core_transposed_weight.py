@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose weight is [in, out]: its numbers are those of the weight that is [out, in]."""
+"""A linear layer whose weight is [in, out] has the numbers of one whose weight is [out, in]."""
 
 import pytest
 import torch
