@@ -2,8 +2,8 @@
 """Low-precision Transformer training and inference.
 
 Importing this package imports nothing else: take `transformer_engine.pytorch` for PyTorch modules,
-`transformer_engine.jax` for JAX and `transformer_engine.common` for recipes. As attributes they are imported when they are asked
-for, as programs test with ``hasattr``.
+`transformer_engine.jax` for JAX and `transformer_engine.common` for recipes. As attributes they are
+imported when they are asked for, as programs test with ``hasattr``.
 """
 
 from typing import Any

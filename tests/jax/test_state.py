@@ -141,8 +141,8 @@ def test_a_module_that_no_gradient_reached(rng):
     """Its state becomes 0, which is read as a fresh one."""
     x, kernel, grad = (jnp.asarray(rng.standard_normal((8, 8)), jnp.float32) for _ in range(3))
     empty = jax.tree.map(jnp.zeros_like, quantizers())
-    for found, expected in zip(states(step(x, kernel, grad, empty)),
-                               states(step(x, kernel, grad, quantizers())), strict=True):  # fmt: skip
+    both = (states(step(x, kernel, grad, made)) for made in (empty, quantizers()))
+    for found, expected in zip(*both, strict=True):
         np.testing.assert_array_equal(found[0], expected[0])
         np.testing.assert_array_equal(found[1], expected[1])
 

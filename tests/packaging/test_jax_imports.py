@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each framework's front end imports nothing of the other; without jax the import says what to do."""
+"""Front ends import nothing of each other; without jax the import says what to do."""
 
 import subprocess
 import sys

@@ -137,7 +137,7 @@ def quantize(x: Array, cast: Cast, scale: Array | None = None, depth: int = 1) -
     tiles = _tiled(values.reshape(shape), *_tile_of(cast.mode, shape))
     bits = jnp.max(_magnitude_bits(tiles), (1, 3), initial=0)
     if cast.mode.is_mxfp8_scaling:
-        codes, scale_inv = _mxfp8(tiles, _number(bits), cast)
+        codes, scale_inv = _mxfp8(tiles, bits, cast)
     else:
         scale = scale_of_amax(_number(bits), cast, float(jnp.finfo(x.dtype).max))
         codes = encode(product(tiles, scale[:, None, :, None]), cast.dtype)
@@ -150,16 +150,19 @@ def _untiled(tiles: Array, shape: tuple[int, ...]) -> Array:
     return tiles.reshape(down * high, across * wide)[: shape[0], : shape[1]]
 
 
-def _mxfp8(tiles: Array, largest: Array, cast: Cast) -> tuple[Array, Array]:
-    """Codes and scales of tiles of 1 x 32: powers of two, exponents biased by 127."""
+def _mxfp8(tiles: Array, amax: Array, cast: Cast) -> tuple[Array, Array]:
+    """Codes and scales of tiles of 1 x 32: powers of two, exponents biased by 127.
+
+    `amax` has the bits of their largest magnitudes.
+    """
     if cast.square:
-        lines, groups = largest.shape
-        shared = jnp.max(_tiled(largest, 32, 1), (1, 3), initial=0.0)
-        largest = jnp.repeat(shared, 32, 0)[:lines, :groups]
+        lines, groups = amax.shape
+        shared = jnp.max(_tiled(amax, 32, 1), (1, 3), initial=0)
+        amax = jnp.repeat(shared, 32, 0)[:lines, :groups]
     inverse = jnp.float32(1.0 / cast.largest)
-    bits, of_largest = _bits(product(largest, inverse)), _bits(largest)
+    bits = _bits(product(_number(amax), inverse))
     # Any subnormal number will do in place of one that XLA has flushed.
-    flushed = (bits == 0) & (of_largest.astype(jnp.float32) * inverse > 0.5)
+    flushed = (bits == 0) & (amax.astype(jnp.float32) * inverse > 0.5)
     bits = jnp.where(flushed, 1, bits)
     exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0) + cast.margin
     exponents = jnp.where(bits >= 0x7F000000, 0xFE, jnp.clip(exponents, 0, 0xFE))
@@ -212,9 +215,11 @@ def next_state(
     """Scale [1] and history [length] of delayed scaling after a step that recorded `amax` [1].
 
     The amax goes to slot 0, the scale is made of the largest of all slots, or of that one
-    ("most_recent"); then the history rolls by -1 and its slot 0, the oldest one, becomes 0.
+    ("most_recent"); then the history rolls by -1 and its slot 0, the oldest one, becomes 0: -0
+    where an Inf has kept the scale, which what is left of the history does not explain.
     """
     history = history.at[0].set(amax[0])
     window = history[:1] if algorithm == "most_recent" else jnp.max(history).reshape(1)
     scale = next_scale(window, scale, cast.largest, cast.margin)
-    return scale, jnp.roll(history, -1).at[0].set(0.0)
+    zero = jnp.where(jnp.isfinite(window[0]), 0.0, -0.0)
+    return scale, jnp.roll(history, -1).at[0].set(zero)

@@ -54,8 +54,9 @@ def usable_scale(scale: Array, history: Array, rule: Rule) -> Array:
     """
     expected = _expected_scale(history, rule)
     # The scale may be smaller: the history has lost the oldest of the amaxes that made it. Sums of
-    # n have at least n^2 / 2 of it, for their history is the sum too.
-    is_sum = scale > 1.5 * expected
+    # n have at least n^2 / 2 of it, for their history is the sum too. -0 tells of an Inf, after which
+    # the scale may be larger.
+    is_sum = (scale > 1.5 * expected) & ~jnp.signbit(history[0])
     if not isinstance(is_sum, jax.core.Tracer) and np.any(is_sum):
         found, wanted = float(np.ravel(scale)[0]), float(np.ravel(expected)[0])
         raise ValueError(_SUM.format(scale=found, expected=wanted))
