@@ -157,9 +157,9 @@ def test_sizes_of_drawn_kernels(keys):
         draw = jax.jit(lambda keys, own=module: own.init(keys, x, x))
         kernel = nn.unbox(draw(keys))["params"]["qkv"]["kernel"]
         deviations = np.asarray(kernel).std(axis=(0, 2)) * 16
-        # Of n numbers the deviation errs by 1 / sqrt(2 n), a tenth of what is left here.
+        # Of n numbers it errs by 1 / sqrt(2 n), which is 1 / 6 of the bound of a share of n / 2.
         expected = [0.25 if scaled else 1.0, 1.0, 1.0]
-        np.testing.assert_allclose(deviations, expected, rtol=10 / (2 * 65536) ** 0.5)
+        np.testing.assert_allclose(deviations, expected, rtol=tol("share", F32, 65536 // 2))
 
 
 # ---- against PyTorch's layer ---------------------------------------------------------------------
