@@ -215,3 +215,25 @@ def test_a_vector():
     assert out.shape == (8,)
     wanted = wide(x) @ wide(kernel)
     assert_nmse(to_torch(out), wanted, tol("sum", torch.float32, 16))
+
+
+def test_over_a_mesh_definitions_run():
+    """XLA cuts them; of `shard_map` each device has a call."""
+    devices = np.array(jax.devices()[:2])
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, kernel = (jnp.asarray(np.random.randn(*s), jnp.bfloat16) for s in ((4, 16, 8), (8, 24)))
+    run = functools.partial(dense, contracting_dims=((2,), (0,)))
+    alone = str(jax.make_jaxpr(run)(x, kernel))
+    with jax.set_mesh(mesh):
+        spread = str(jax.make_jaxpr(run)(x, kernel))
+        parts = jax.sharding.PartitionSpec("data")
+        cut = jax.shard_map(
+            run,
+            in_specs=(parts, jax.sharding.PartitionSpec()),
+            out_specs=parts,
+            check_vma=False,
+        )
+        found = jax.jit(cut)(x, kernel)
+        of_parts = str(jax.make_jaxpr(cut)(x, kernel))
+    assert "te_plan" in alone and "te_plan" not in spread and "te_plan" in of_parts
+    assert jnp.array_equal(found, jax.jit(run)(x, kernel))

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from transformer_engine.common import config
 from transformer_engine.jax.definitions import activations, casts, norms, products, softmaxes
 
@@ -38,8 +40,14 @@ def chosen(name: str) -> Callable:
 
 
 def are_custom_calls_on() -> bool:
-    """Return whether layers run as custom calls; asked for while a call is traced."""
-    return config.TE_JAX_CUSTOM_CALLS.get() and not _ALWAYS.get()
+    """Return whether layers run as custom calls; asked for while a call is traced.
+
+    XLA knows no partition of them: over axes that it spreads a program along, definitions run.
+    """
+    if not config.TE_JAX_CUSTOM_CALLS.get() or _ALWAYS.get():
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    return all(mesh.shape[axis] == 1 for axis in mesh.auto_axes)
 
 
 def by_definition(function: Callable) -> Callable:
