@@ -187,9 +187,8 @@ def test_the_trainer_trains_and_validates_in_fp8(device, how, tmp_path):
     module = Module(how)
     trainer(device, how, tmp_path, 10).fit(module, loader(), loader())
     check_layers(module.net, *ASKED[how][1:])
-    assert len(module.losses) == 20 and sum(module.losses[-2:]) < sum(
-        module.losses[:2]
-    )  # two batches
+    assert len(module.losses) == 20
+    assert sum(module.losses[-2:]) < sum(module.losses[:2])  # of two batches
     assert module.validated > 0
 
 

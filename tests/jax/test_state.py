@@ -133,7 +133,7 @@ def test_a_loop_around_a_call_shows():
     rule = state.Rule(quantizers().x.cast, "max")
     taps = state.tapped(jnp.ones(1), 0).tap * 2.0
     _, back = jax.vjp(lambda s, h: state.read(s, h, rule), jnp.ones(1), jnp.zeros(LENGTH))
-    scale, _ = back((jnp.zeros(1), taps))
+    scale, _ = back(state.Use(jnp.zeros(1), taps))
     assert np.isnan(scale)
 
 

@@ -175,10 +175,10 @@ class DelayedScaleQuantizer(Quantizer):
         ValueError for more calls than a reading takes.
         """
         if not isinstance(self.scale, jax.core.Tracer):
-            return state.Use(*state.read(self.scale, self.amax_history, self._rule)), 0
+            return state.look(self.scale, self.amax_history, self._rule), 0
         trace = get_opaque_trace_state()
         if self._reading is None or self._reading[0] != trace:
-            made = state.Use(*state.read(self.scale, self.amax_history, self._rule))
+            made = state.read(self.scale, self.amax_history, self._rule)
             self._reading = [trace, made, 0]
         _, made, slot = self._reading
         if slot == state.USES:

@@ -54,8 +54,8 @@ def usable_scale(scale: Array, history: Array, rule: Rule) -> Array:
     """
     expected = _expected_scale(history, rule)
     # The scale may be smaller: the history has lost the oldest of the amaxes that made it. Sums of
-    # n have at least n^2 / 2 of it, for their history is the sum too. -0 tells of an Inf, after which
-    # the scale may be larger.
+    # n have at least n^2 / 2 of it, for their history is the sum too. -0 tells of an Inf, after
+    # which the scale may be larger.
     is_sum = (scale > 1.5 * expected) & ~jnp.signbit(history[0])
     if not isinstance(is_sum, jax.core.Tracer) and np.any(is_sum):
         found, wanted = float(np.ravel(scale)[0]), float(np.ravel(expected)[0])
@@ -63,20 +63,32 @@ def usable_scale(scale: Array, history: Array, rule: Rule) -> Array:
     return jnp.where(is_sum, jnp.nan, jnp.where(scale == 0.0, 1.0, scale))
 
 
+class Use(NamedTuple):
+    """What one call has of a reading."""
+
+    scale: Array  # fp32 [1], to cast with
+    tap: Array  # fp32 [USES, 2]: of each call an amax and 1, in its gradient
+
+
+def look(scale: Array, history: Array, rule: Rule) -> Use:
+    """Read a state without ever updating it."""
+    return Use(usable_scale(scale, history, rule), jnp.zeros((USES, 2), jnp.float32))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def read(scale: Array, history: Array, rule: Rule) -> tuple[Array, Array]:
-    """(scale to cast with, tap [USES, 2]) of a state; differentiating gives the next one."""
-    return usable_scale(scale, history, rule), jnp.zeros((USES, 2), jnp.float32)
+def read(scale: Array, history: Array, rule: Rule) -> Use:
+    """Read a state; differentiating gives the next one."""
+    return look(scale, history, rule)
 
 
-def _read_forward(scale: Array, history: Array, rule: Rule) -> tuple:
-    made = read(scale, history, rule)
-    return made, (made[0], history)
+def _read_forward(scale: Array, history: Array, rule: Rule) -> tuple[Use, tuple[Array, Array]]:
+    made = look(scale, history, rule)
+    return made, (made.scale, history)
 
 
-def _read_backward(rule: Rule, saved: tuple[Array, Array], grads: tuple[Array, Array]) -> tuple:
-    (scale, history), (_, taps) = saved, grads
-    amaxes, counts = taps[:, 0], taps[:, 1]
+def _read_backward(rule: Rule, saved: tuple[Array, Array], grads: Use) -> tuple[Array, Array]:
+    scale, history = saved
+    amaxes, counts = grads.tap[:, 0], grads.tap[:, 1]
     made = casts.next_state(jnp.max(amaxes).reshape(1), scale, history, *rule)
     used = jnp.any(counts > 0.0)
     made = [jnp.where(used, new, old) for new, old in zip(made, saved, strict=True)]
@@ -85,13 +97,6 @@ def _read_backward(rule: Rule, saved: tuple[Array, Array], grads: tuple[Array, A
 
 
 read.defvjp(_read_forward, _read_backward)
-
-
-class Use(NamedTuple):
-    """What one call has of a reading."""
-
-    scale: Array  # fp32 [1]
-    tap: Array
 
 
 @custom_vmap
