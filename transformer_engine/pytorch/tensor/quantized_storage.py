@@ -18,7 +18,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked, without_memory
 
 NOT_FIELDS = frozenset(
-    "_quantizer _dtype _own_fields _viewed _writes _is_param _high_precision_init_val "
+    "_quantizer _dtype _own_fields _viewed _writes _sent _is_param _high_precision_init_val "
     "get_high_precision_init_val clear_high_precision_init_val".split()
 )
 """Attributes of tensors and storages that say nothing of their data."""

@@ -7,8 +7,13 @@ what autograd saves of it is that memory, too. What does not lie there as plans 
 padding, forms that a plan does not make for itself) is in buffers that FSDP2 frees likewise. With
 one scale for the tensor all parts have the same one, and codes alone travel. Values in high
 precision travel where the parts of a format do not join (`_parts`).
+
+FSDP2 asks for each weight, in each forward and each backward: what does not change between is kept
+(`Sent`), and what need not be written again is not.
 """
 
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +28,15 @@ _SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
 """Fields that all parts have alike: the whole weight has those of the part."""
 
 
+class Sent(NamedTuple):
+    """What a rank gives of its part of a weight, while the part consists of the same memory."""
+
+    asked: tuple[int, int]  # for so many ranks, of a weight of so many rows
+    places: tuple[tuple[int, int] | None, ...]  # of the part's tensors; see `_places`
+    tensors: tuple[Tensor, ...]
+    parts: list[Part]
+
+
 class Gathered(NamedTuple):
     """What a rank knows of a weight that is being gathered."""
 
@@ -30,6 +44,37 @@ class Gathered(NamedTuple):
     parts: list[Part] | None  # what travels of it; None: its values
     ranks: int
     shape: tuple[int, ...]  # of the weight
+
+
+class BeforeGather:
+    """``fsdp_pre_all_gather`` of a part of a weight.
+
+    FSDP2 reads the signature before each call: that of a method takes longer than the call.
+    """
+
+    __slots__ = ("_mine",)
+
+    def __init__(self, mine: Any) -> None:
+        self._mine = mine
+
+    def __call__(
+        self,
+        mesh: Any,
+        orig_size: Sequence[int] | None = None,
+        contiguous_orig_stride: Any = None,
+        module: Any = None,
+        mp_policy: Any = None,
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return what FSDP2 gathers of the part, codes and scales, and what it hands on with it.
+
+        `mesh` are the ranks that share the weight, `orig_size` is its size.
+        """
+        del contiguous_orig_stride, module
+        dtype = None if mp_policy is None else mp_policy.param_dtype
+        return before_gather(self._mine, mesh.size(), orig_size, dtype)
+
+
+BeforeGather.__signature__ = inspect.signature(BeforeGather(None))
 
 
 def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -> bool:
@@ -50,11 +95,24 @@ def before_gather(mine: Any, ranks: int, size: tuple | None, dtype: torch.dtype 
     values, the nominal one where None.
     """
     rows = mine.shape[0] * ranks if size is None else size[0]
-    parts = _parts(mine, ranks, rows)
-    gathered = Gathered(mine, parts, ranks, (rows, *mine.shape[1:]))
-    if parts is None:
-        return (mine._dequantized(dtype or mine.dtype, tuple(mine.shape)),), gathered
-    return tuple([part.tensor for part in parts]), gathered
+    shape, sent = (rows, *mine.shape[1:]), mine._sent
+    if sent is not None and sent.asked == (ranks, rows) and sent.places == _places(mine):
+        return sent.tensors, Gathered(mine, sent.parts, ranks, shape)
+    with torch.no_grad():
+        parts = _parts(mine, ranks, rows)
+        if parts is None:
+            values = mine._dequantized(dtype or mine.dtype, tuple(mine.shape))
+            return (values,), Gathered(mine, None, ranks, shape)
+    tensors = tuple([part.tensor for part in parts])
+    own = {t.untyped_storage().data_ptr() for t in mine.get_data_tensors() if t is not None}
+    if all(t.untyped_storage().data_ptr() in own for t in tensors):  # no copies of values
+        mine._sent = Sent((ranks, rows), _places(mine), tensors, parts)
+    return tensors, Gathered(mine, parts, ranks, shape)
+
+
+def _places(mine: Any) -> tuple[tuple[int, int] | None, ...]:
+    """The tensors that a part consists of, as objects and as memory."""
+    return tuple([None if t is None else (id(t), t.data_ptr()) for t in mine.get_data_tensors()])
 
 
 def _parts(mine: Any, ranks: int, rows: int) -> list[Part] | None:
@@ -88,33 +146,33 @@ def after_gather(
 
     None where `out`, an alias of an earlier one, has been made so.
     """
-    mine, parts, ranks, shape = gathered
-    if parts is None:
-        (whole,) = outputs
-        made = whole if out is None else None
-        _check_place(whole, out)
-        return made if made is None else (made, (whole,))
-    first = outputs[0].view(ranks * parts[0].tensor.shape[0], -1)[: shape[0]]
+    mine, parts, ranks, _ = gathered
     if out is not None:
-        _check_place(first, getattr(out, parts[0].name))
-        for name, value in _shared(mine).items():
-            setattr(out, name, value)
-        _fill(out, outputs, gathered)
+        _check_place(outputs[0], out if parts is None else getattr(out, parts[0].name))
+        if parts is not None:
+            for name, value in _shared(mine).items():
+                setattr(out, name, value)
+            _fill(out, outputs, gathered)
         return None
-    fields = _made_fields(first, outputs, gathered)
-    made = type(mine)._made(fields, dtype, shape)
-    _fill(made, outputs, gathered)
-    # As lines over all of their memory, whose size FSDP2 goes by.
-    buffers = [
-        t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
-        for t in _buffers(made, outputs, gathered)
-    ]
-    return made, (*outputs, *buffers)
+    if parts is None:
+        return outputs[0], ()
+    with torch.no_grad():
+        fields, shape = _made_fields(outputs, gathered), gathered.shape
+        made = type(mine)._made(fields, dtype, shape)
+        _fill(made, outputs, gathered)
+        # As lines over all of their memory, whose size FSDP2 goes by.
+        return made, tuple(
+            [
+                t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
+                for t in _buffers(made, outputs, gathered)
+            ]
+        )
 
 
-def _made_fields(first: Tensor, outputs: tuple, gathered: Gathered) -> dict[str, Any]:
+def _made_fields(outputs: tuple, gathered: Gathered) -> dict[str, Any]:
     """Fields of the whole weight, without what `_fill` writes."""
     mine, parts, ranks, shape = gathered
+    first = outputs[0].view(ranks * parts[0].tensor.shape[0], -1)[: shape[0]]
     fields = mine._of_shape({**mine._fields(), **_shared(mine)}, shape)
     length = getattr(mine, parts[0].name).shape[1]
     fields[parts[0].name] = first[:, :length]
@@ -164,13 +222,17 @@ def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
 
 def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
+    _, parts, ranks, _ = gathered
+    behind = zip(parts[1:], outputs[1:], strict=True) if ranks > 1 else ()
+    moved = [(part, arrived) for part, arrived in behind if not _is_there(part, ranks)]
+    turns = whole._turns() and getattr(whole, whole._FORMS[1][0]) is not None
+    if not (moved or turns):
+        return
     buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
     with torch.no_grad(), versions_kept(buffers):
-        if gathered.ranks > 1:
-            for part, arrived in zip(gathered.parts[1:], outputs[1:], strict=True):
-                if not _is_there(part, gathered.ranks):
-                    _put(part, arrived, getattr(whole, part.name), gathered.ranks)
-        if whole._turns():
+        for part, arrived in moved:
+            _put(part, arrived, getattr(whole, part.name), ranks)
+        if turns:
             whole._turn()
 
 
@@ -183,9 +245,9 @@ def _put(part: Part, arrived: Tensor, whole: Tensor, ranks: int) -> None:
     whole.narrow(part.dim, length, whole.shape[part.dim] - length).zero_()
 
 
-def _check_place(arrived: Tensor, out: Tensor | None) -> None:
+def _check_place(arrived: Tensor, out: Tensor) -> None:
     """RuntimeError where FSDP2 has gathered to other memory than before."""
-    if out is not None and out.data_ptr() != arrived.data_ptr():
+    if out.data_ptr() != arrived.data_ptr():
         raise RuntimeError(
             "fsdp_post_all_gather: FSDP2 gathered to memory other than out; this version of torch "
             "is not supported"
