@@ -25,16 +25,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import FP8
 from transformer_engine.pytorch.torchside.modes import versions_kept
 
 _SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
-"""Fields that all parts have alike: the whole weight has those of the part."""
-
-
-class Sent(NamedTuple):
-    """What a rank gives of its part of a weight, while the part consists of the same memory."""
-
-    asked: tuple[int, int]  # for so many ranks, of a weight of so many rows
-    places: tuple[tuple[int, int] | None, ...]  # of the part's tensors; see `_places`
-    tensors: tuple[Tensor, ...]
-    parts: list[Part]
+"""Fields that all parts have alike, unless they are exchanged."""
 
 
 class Gathered(NamedTuple):
@@ -44,6 +35,16 @@ class Gathered(NamedTuple):
     parts: list[Part] | None  # what travels of it; None: its values
     ranks: int
     shape: tuple[int, ...]  # of the weight
+    shared: tuple[str, ...]  # fields of the part that the weight has, too
+
+
+class Sent(NamedTuple):
+    """What a rank gives of its part of a weight, while the part consists of the same memory."""
+
+    asked: tuple  # mesh, size of the weight and dtype of values, as FSDP2 says them
+    places: tuple[tuple[int, int] | None, ...]  # of the part's tensors; see `_places`
+    tensors: tuple[Tensor, ...]
+    about: tuple  # `Gathered`, but for the part
 
 
 class BeforeGather:
@@ -71,7 +72,7 @@ class BeforeGather:
         """
         del contiguous_orig_stride, module
         dtype = None if mp_policy is None else mp_policy.param_dtype
-        return before_gather(self._mine, mesh.size(), orig_size, dtype)
+        return before_gather(self._mine, mesh, orig_size, dtype)
 
 
 BeforeGather.__signature__ = inspect.signature(BeforeGather(None))
@@ -88,26 +89,37 @@ def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -
     return "rowwise" in forms and joints_of(kind, square, sent, part) is not None
 
 
-def before_gather(mine: Any, ranks: int, size: tuple | None, dtype: torch.dtype | None) -> tuple:
+def before_gather(mine: Any, mesh: Any, size: tuple | None, dtype: torch.dtype | None) -> tuple:
     """Return the tensors to gather of this rank's part, and a `Gathered`.
 
-    `size` is that of the weight, None where all parts have equally many rows; `dtype` is that of
-    values, the nominal one where None.
+    `mesh` are the ranks; `size` is that of the weight, None where all parts have equally many rows;
+    `dtype` is that of values, the nominal one where None.
     """
+    sent = mine._sent
+    if sent is not None and sent.asked == (mesh, size, dtype) and sent.places == _places(mine):
+        return sent.tensors, Gathered(mine, *sent.about)
+    ranks, values = mesh.size(), dtype or mine.dtype
     rows = mine.shape[0] * ranks if size is None else size[0]
-    shape, sent = (rows, *mine.shape[1:]), mine._sent
-    if sent is not None and sent.asked == (ranks, rows) and sent.places == _places(mine):
-        return sent.tensors, Gathered(mine, sent.parts, ranks, shape)
     with torch.no_grad():
         parts = _parts(mine, ranks, rows)
+        sent = [part.name for part in parts or ()]
+        shared = tuple([n for n in _SHARED if n in mine.__dict__ and n not in sent])
+        about = parts, ranks, (rows, *mine.shape[1:]), shared
         if parts is None:
-            values = mine._dequantized(dtype or mine.dtype, tuple(mine.shape))
-            return (values,), Gathered(mine, None, ranks, shape)
-    tensors = tuple([part.tensor for part in parts])
+            return (mine._dequantized(values, tuple(mine.shape)),), Gathered(mine, *about)
+        tensors = tuple([part.tensor for part in parts])
+        if rows % ranks == 0:  # else FSDP2 compares sizes
+            tensors = tuple([_as_values(t, values) for t in tensors])
     own = {t.untyped_storage().data_ptr() for t in mine.get_data_tensors() if t is not None}
     if all(t.untyped_storage().data_ptr() in own for t in tensors):  # no copies of values
-        mine._sent = Sent((ranks, rows), _places(mine), tensors, parts)
-    return tensors, Gathered(mine, parts, ranks, shape)
+        mine._sent = Sent((mesh, size, dtype), _places(mine), tensors, about)
+    return tensors, Gathered(mine, *about)
+
+
+def _as_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes under a dtype: FSDP2 views all of a module's as bytes where dtypes differ."""
+    fits = tensor.dim() > 0 and tensor.shape[-1] * tensor.itemsize % dtype.itemsize == 0
+    return tensor.view(dtype) if fits else tensor
 
 
 def _places(mine: Any) -> tuple[tuple[int, int] | None, ...]:
@@ -146,19 +158,18 @@ def after_gather(
 
     None where `out`, an alias of an earlier one, has been made so.
     """
-    mine, parts, ranks, _ = gathered
+    parts = gathered.parts
     if out is not None:
         _check_place(outputs[0], out if parts is None else getattr(out, parts[0].name))
         if parts is not None:
-            for name, value in _shared(mine).items():
-                setattr(out, name, value)
+            _share(gathered, out)
             _fill(out, outputs, gathered)
         return None
     if parts is None:
         return outputs[0], ()
     with torch.no_grad():
-        fields, shape = _made_fields(outputs, gathered), gathered.shape
-        made = type(mine)._made(fields, dtype, shape)
+        made = type(gathered.mine)._made(_made_fields(outputs, gathered), dtype, gathered.shape)
+        _share(gathered, made)
         _fill(made, outputs, gathered)
         # As lines over all of their memory, whose size FSDP2 goes by.
         return made, tuple(
@@ -171,9 +182,10 @@ def after_gather(
 
 def _made_fields(outputs: tuple, gathered: Gathered) -> dict[str, Any]:
     """Fields of the whole weight, without what `_fill` writes."""
-    mine, parts, ranks, shape = gathered
-    first = outputs[0].view(ranks * parts[0].tensor.shape[0], -1)[: shape[0]]
-    fields = mine._of_shape({**mine._fields(), **_shared(mine)}, shape)
+    mine, parts, ranks, shape, _ = gathered
+    codes = parts[0].tensor
+    first = outputs[0].view(codes.dtype).view(ranks * codes.shape[0], -1)[: shape[0]]
+    fields = mine._of_shape(mine._fields(), shape)
     length = getattr(mine, parts[0].name).shape[1]
     fields[parts[0].name] = first[:, :length]
     if ranks > 1:
@@ -184,12 +196,13 @@ def _made_fields(outputs: tuple, gathered: Gathered) -> dict[str, Any]:
     return fields
 
 
-def _shared(mine: Any) -> dict[str, Any]:
-    """Fields of a part that the whole weight has, too."""
-    found = {name: getattr(mine, name) for name in _SHARED if hasattr(mine, name)}
-    if "_amax_columnwise" in found and mine._turns():
-        found["_amax_columnwise"] = found["_amax_rowwise"]
-    return found
+def _share(gathered: Gathered, whole: Any) -> None:
+    """Give the whole weight what all parts have alike."""
+    fields = gathered.mine.__dict__
+    for name in gathered.shared:
+        setattr(whole, name, fields[name])
+    if "_amax_columnwise" in gathered.shared and whole._turns():
+        whole._amax_columnwise = whole._amax_rowwise
 
 
 def _is_there(part: Part, ranks: int) -> bool:
@@ -202,7 +215,7 @@ def _whole_of(part: Part, arrived: Tensor, ranks: int) -> Tensor:
     shape = list(part.tensor.shape)
     shape[part.dim] *= ranks
     if _is_there(part, ranks):
-        return arrived.view(shape)
+        return arrived.view(part.tensor.dtype).view(shape)
     shape[part.dim] += -shape[part.dim] % part.align
     return part.tensor.new_empty(shape)
 
@@ -222,7 +235,7 @@ def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
 
 def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
-    _, parts, ranks, _ = gathered
+    _, parts, ranks, *_ = gathered
     behind = zip(parts[1:], outputs[1:], strict=True) if ranks > 1 else ()
     moved = [(part, arrived) for part, arrived in behind if not _is_there(part, ranks)]
     turns = whole._turns() and getattr(whole, whole._FORMS[1][0]) is not None
@@ -238,7 +251,7 @@ def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
 
 def _put(part: Part, arrived: Tensor, whole: Tensor, ranks: int) -> None:
     """Write the parts of all ranks side by side, and zeros behind them."""
-    parts = arrived.view(ranks, *part.tensor.shape).movedim(0, part.dim)
+    parts = arrived.view(part.tensor.dtype).view(ranks, *part.tensor.shape).movedim(0, part.dim)
     parts = parts.flatten(part.dim, part.dim + 1)
     length = parts.shape[part.dim]
     whole.narrow(part.dim, 0, length).copy_(parts)
