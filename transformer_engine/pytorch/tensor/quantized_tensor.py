@@ -33,12 +33,12 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     checked_tensor,
     positional,
 )
-from transformer_engine.pytorch.tensor.sharded import BeforeGather, Sent, after_gather
 from transformer_engine.pytorch.tensor.saved_tensors import (
     prepare_for_saving as prepare_for_saving,
     restore_from_func_ctx as restore_from_func_ctx,
     restore_from_saved as restore_from_saved,
 )
+from transformer_engine.pytorch.tensor.sharded import BeforeGather, Sent, after_gather
 from transformer_engine.pytorch.torchside.modes import (
     compilation,
     is_traced_or_faked,
