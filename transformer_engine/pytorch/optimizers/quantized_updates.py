@@ -15,6 +15,7 @@ from transformer_engine.pytorch.optimizers.updates import local_part
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import Computed
 from transformer_engine.pytorch.tensor.float8_tensor import PerTensorQuantizer
+from transformer_engine.pytorch.tensor.quantized_storage import count_writes
 from transformer_engine.pytorch.torchside.collectives import take_largest
 
 _obeying_quantize = _core.obeying("quantize")
@@ -36,7 +37,8 @@ class Updates:
         self.noop = None if flag is None else flag.to(torch.float32)
         self.rows: list[list[Tensor]] = []
         self.casts: list[dict] = []
-        self.shared: list[tuple[Any, list[Tensor]]] = []
+        self.measured: list[tuple[Any, list[Tensor]]] = []  # the amax goes before the cast
+        self.written: list[Any] = []  # parameters whose casts are told by fields alone
 
     def add(self, param: Tensor, row: Sequence[Tensor]) -> None:
         """Update a parameter that is cast from ``row[1]``, by `flush` at the latest.
@@ -44,13 +46,24 @@ class Updates:
         `row` has its gradient, its values and its states. Of DTensors the part of this rank.
         """
         param, row = local_part(param), [local_part(t) for t in row]
-        source, caster = _Updated(self, row), param._caster()
-        if isinstance(caster, PerTensorQuantizer) and caster.reduces():
-            self.shared.append((param, row))
-        elif param._viewed is None and caster._casts_computed:
-            param._write(source)
+        caster = param._caster()
+        one_scale = isinstance(caster, PerTensorQuantizer)
+        plain = param._viewed is None and caster._casts_computed
+        if one_scale and (caster.reduces() or (plain and caster.measures())):
+            self.measured.append((param, row))
+        elif one_scale and plain:
+            self.rows.append(row)
+            self.casts.append(self._fields(param, casts.no_partials(row[1]), None))
+        elif plain:
+            param._write(_Updated(self, row))
         else:
-            param._write(source.values(), None, self.noop)
+            param._write(_Updated(self, row).values(), None, self.noop)
+
+    def _fields(self, param: Any, partials: Tensor, noop: Tensor | None) -> dict[str, Any]:
+        """Fields of `_core.quantize` that cast new values of a parameter, by partial maxima."""
+        self.written.append(param)
+        fields = param._caster().fields_of(param, partials, noop)
+        return casts.native_fields(param._mode(), param._code(), fields)
 
     def flush_by_fp8(self) -> None:
         """Have who is selected for `multi_tensor_adam_fp8` run those updates that it expresses.
@@ -76,32 +89,42 @@ class Updates:
 
     def flush(self) -> None:
         """Run what was put off; where somebody else may update, casts are calls of their own."""
-        self._flush_shared()
-        if not self.rows:
-            return
-        lists = _by_list(self.rows)
-        if asked_of_lists(self.op.__name__) is None:
-            self.apply(functools.partial(self.casting, self.casts), lists)
-        else:
-            self.apply(self.op, lists)
-            for row, fields in zip(self.rows, self.casts, strict=True):
-                _obeying_quantize(row[1], **fields, noop=self.noop)
+        self._flush_measured()
+        rows, casts_ = self.rows, self.casts
         self.rows, self.casts = [], []
+        if rows:
+            lists = _by_list(rows)
+            if asked_of_lists(self.op.__name__) is None and all(r[1].numel() > 0 for r in rows):
+                self.apply(functools.partial(self.casting, casts_), lists)
+            else:
+                self.apply(self.op, lists)
+                for row, fields in zip(rows, casts_, strict=True):
+                    _obeying_quantize(row[1], **fields, noop=self.noop)
+        written, self.written = self.written, []
+        count_writes(written)
 
-    def _flush_shared(self) -> None:
-        """Cast weights that ranks share by the amaxes of all parts: one collective for a group."""
-        shared, self.shared = self.shared, []
-        if shared:
-            self.apply(self.op, _by_list([row for _, row in shared]))
+    def _flush_measured(self) -> None:
+        """Cast weights by amaxes; those of weights that ranks share by one collective of a group.
+
+        A rank without a row of such a weight has a part in it.
+        """
+        measured, self.measured = self.measured, []
+        if measured:
+            self.apply(self.op, _by_list([row for _, row in measured]))
         groups: dict[Any, list[tuple[Any, Tensor]]] = {}
-        for param, row in shared:
-            groups.setdefault(param.amax_reduction_group, []).append((param, row[1]))
-        for group, members in groups.items():
-            partials = torch.cat([casts.measure(values) for _, values in members])
-            take_largest([partials], group)
-            parts = partials.split(_core.AMAX_PARTIALS)
+        for param, row in measured:
+            key = param._caster().reduces(), param.amax_reduction_group
+            groups.setdefault(key, []).append((param, row[1]))
+        for (reduces, group), members in groups.items():
+            partials, parts = casts.measure_each([values for _, values in members])
+            if reduces:
+                take_largest([partials], group)
             for (param, values), own in zip(members, parts, strict=True):
-                param._caster().write_measured(param, values, own, self.noop)
+                if param._viewed is None and param._caster()._casts_computed:
+                    fields = self._fields(param, own, self.noop)
+                    _obeying_quantize(values, **fields, noop=self.noop)
+                else:
+                    param._caster().write_measured(param, values, own, self.noop)
 
 
 def _by_list(rows: list[list[Tensor]]) -> list[list[Tensor]]:

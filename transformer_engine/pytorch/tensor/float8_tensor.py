@@ -149,7 +149,13 @@ class Float8TensorStorage(FormatStorage):
         if self._data is None and self._transpose is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = (self._data, self._scales, self._transpose, self._scales)
-        return casts.dequantize(data, _core.SCALING_TENSOR, code_of(self._fp8_dtype), shape, dtype)
+        return casts.dequantize(data, self._mode(), self._code(), shape, dtype)
+
+    def _mode(self) -> int:
+        return _core.SCALING_TENSOR
+
+    def _code(self) -> int:
+        return code_of(self._fp8_dtype)
 
     def _default_quantizer(self) -> Quantizer:
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
@@ -351,9 +357,13 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     """Partial maxima of what is cast, of all ranks that share it, where somebody has measured them;
     (None,): the scale is not 0, so nobody needs them."""
 
+    def measures(self) -> bool:
+        """Return whether a cast reads the amax of what is cast."""
+        return True
+
     def reduces(self) -> bool:
-        """Return whether a cast takes the largest amax of the ranks of a group."""
-        return self.with_amax_reduction
+        """Return whether it takes the largest amax of the ranks of a group."""
+        return self.measures() and self.with_amax_reduction
 
     def write_measured(
         self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
@@ -410,14 +420,26 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
         """Factor of the codes of such data."""
         return torch.ones(1, dtype=torch.float32, device=data.device)
 
-    def _write_forms(
-        self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
-    ) -> None:
+    def _partials(self, source: Tensor) -> Tensor | None:
+        """Partial maxima by which a tensor is cast."""
+        return self._measured(source)
+
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        """Fields of a cast that say its scale, besides partial maxima."""
+        raise NotImplementedError
+
+    def fields_of(
+        self, into: Any, partials: Tensor | None, noop: Tensor | None
+    ) -> dict[str, Any]:
+        """Fields of `casts.cast` that cast into all forms of a storage; it is told of the write."""
         if noop is not None and into._transpose_invalid and into._data is not None:
             into._transpose = None  # it may be left as it is, but is of older values
         forms = {"row": into._data, "row_scales": into._scales, "column": into._transpose}
-        code = code_of(into._fp8_dtype)
-        casts.cast(source, _core.SCALING_TENSOR, code, **forms, **how, noop=noop)
+        return {**forms, "partials": partials, **self._how(into._scales.device)}
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        fields = self.fields_of(into, self._partials(source), noop)
+        casts.cast(source, into._mode(), into._code(), **fields, noop=noop)
 
 
 def _of_slots(name: str) -> property:
@@ -483,19 +505,18 @@ class Float8Quantizer(PerTensorQuantizer):
             self._bound.settle("forward")
         return {**self.__dict__, "_bound": None}
 
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
-        if scale is None:
-            scale = self.scale.to(source.device)
+    def _partials(self, source: Tensor) -> Tensor | None:
         # Of scale 0 the scale is that of the partials: 1 of none.
         measured = self.measure_first or self._known is not None
-        partials = self._measured(source) if measured else casts.no_partials(source)
-        how = {"scale": scale, "amax": amax, "partials": partials}
-        self._write_forms(source, into, noop, how)
+        return self._measured(source) if measured else casts.no_partials(source)
 
-    def reduces(self) -> bool:
-        """Return whether a cast takes the largest amax of the ranks of a group."""
-        return self.measure_first and self.with_amax_reduction
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        scale, amax = self.scale, self.amax
+        return {"scale": scale.to(device), "amax": amax if amax.device == device else None}
+
+    def measures(self) -> bool:
+        """Return whether a cast reads the amax of what is cast."""
+        return self.measure_first
 
     def calibrate(self, tensor: Tensor) -> None:
         """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
@@ -553,7 +574,5 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer):
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
 
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = self._measured(source)
-        settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
-        self._write_forms(source, into, noop, {"partials": partials, **settings})
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        return {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}

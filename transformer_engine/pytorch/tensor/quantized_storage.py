@@ -57,6 +57,14 @@ def _read_by(kind: type, function: Any) -> None:
         kind._decoded = read
 
 
+def count_writes(tensors: Sequence[Any]) -> None:
+    """Let torch, and tensors themselves, know that native code has written all of their forms."""
+    parts = (t for each in tensors for t in (*each.get_data_tensors(), each))
+    increment_version([t for t in parts if t is not None and not t.is_inference()])
+    for tensor in tensors:
+        tensor._written()
+
+
 class Dequantize(torch.autograd.Function):
     """A reading in high precision whose gradient passes unchanged."""
 

@@ -42,7 +42,7 @@ class Sent(NamedTuple):
     """What a rank gives of its part of a weight, while the part consists of the same memory."""
 
     asked: tuple  # mesh, size of the weight and dtype of values, as FSDP2 says them
-    places: tuple[tuple[int, int] | None, ...]  # of the part's tensors; see `_places`
+    places: tuple[int, ...]  # of the part's tensors; see `_places`
     tensors: tuple[Tensor, ...]
     about: tuple  # `Gathered`, but for the part
 
@@ -122,9 +122,9 @@ def _as_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype) if fits else tensor
 
 
-def _places(mine: Any) -> tuple[tuple[int, int] | None, ...]:
-    """The tensors that a part consists of, as objects and as memory."""
-    return tuple([None if t is None else (id(t), t.data_ptr()) for t in mine.get_data_tensors()])
+def _places(mine: Any) -> tuple[int, ...]:
+    """Where the tensors lie that a part consists of."""
+    return tuple([0 if t is None else t.data_ptr() for t in mine.get_data_tensors()])
 
 
 def _parts(mine: Any, ranks: int, rows: int) -> list[Part] | None:
