@@ -134,6 +134,7 @@ class LinearBase(LinearCallBase):
                 super().__setattr__(name, value)
             self._forget_casts_of(name)
             return
+        self._check_name(name)
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self._forget_calls()
@@ -141,6 +142,9 @@ class LinearBase(LinearCallBase):
             self.__dict__["_present"] = None
         elif name == "_slots":  # calls that are bound to others would keep them
             self.__dict__["_kept_calls"] = {}
+
+    def _check_name(self, name: str) -> None:
+        """AttributeError for a name that can not be assigned to."""
 
     def _forget_plans(self) -> None:
         self.__dict__["_plans"] = KeptPlans()
@@ -151,7 +155,8 @@ class LinearBase(LinearCallBase):
             kept = zip(self.LINEARS, self._weight_caches, strict=True)
             caches = tuple([None if name.startswith(part) else cache for part, cache in kept])
             self.__dict__["_weight_caches"] = caches
-        known = name in [one.name for one in self._quantized_parameters]
+        quantized_ones = self._quantized_parameters
+        known = len(quantized_ones) > 0 and name in [one.name for one in quantized_ones]
         if known != is_quantized(local_of(self._parameters[name])):  # FSDP2 has parts and wholes
             self._present, self._quantized_parameters = None, ()
 

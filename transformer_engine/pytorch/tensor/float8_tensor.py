@@ -511,7 +511,7 @@ class Float8Quantizer(PerTensorQuantizer):
         return self._measured(source) if measured else casts.no_partials(source)
 
     def _how(self, device: torch.device) -> dict[str, Any]:
-        scale, amax = self.scale, self.amax
+        scale, amax = self.scale, self.__dict__["amax"]  # both are made by now
         return {"scale": scale.to(device), "amax": amax if amax.device == device else None}
 
     def measures(self) -> bool:

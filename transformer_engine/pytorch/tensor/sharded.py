@@ -36,6 +36,7 @@ class Gathered(NamedTuple):
     ranks: int
     shape: tuple[int, ...]  # of the weight
     shared: tuple[str, ...]  # fields of the part that the weight has, too
+    moved: tuple[int, ...]  # parts that do not lie in the weight as they arrive
 
 
 class Sent(NamedTuple):
@@ -104,7 +105,10 @@ def before_gather(mine: Any, mesh: Any, size: tuple | None, dtype: torch.dtype |
         parts = _parts(mine, ranks, rows)
         sent = [part.name for part in parts or ()]
         shared = tuple([n for n in _SHARED if n in mine.__dict__ and n not in sent])
-        about = parts, ranks, (rows, *mine.shape[1:]), shared
+        moved = tuple(
+            [i for i, part in enumerate(parts or ()) if i > 0 and not _is_there(part, ranks)]
+        )
+        about = parts, ranks, (rows, *mine.shape[1:]), shared, moved if ranks > 1 else ()
         if parts is None:
             return (mine._dequantized(values, tuple(mine.shape)),), Gathered(mine, *about)
         tensors = tuple([part.tensor for part in parts])
@@ -182,7 +186,7 @@ def after_gather(
 
 def _made_fields(outputs: tuple, gathered: Gathered) -> dict[str, Any]:
     """Fields of the whole weight, without what `_fill` writes."""
-    mine, parts, ranks, shape, _ = gathered
+    mine, parts, ranks, shape, *_ = gathered
     codes = parts[0].tensor
     first = outputs[0].view(codes.dtype).view(ranks * codes.shape[0], -1)[: shape[0]]
     fields = mine._of_shape(mine._fields(), shape)
@@ -235,16 +239,14 @@ def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
 
 def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
-    _, parts, ranks, *_ = gathered
-    behind = zip(parts[1:], outputs[1:], strict=True) if ranks > 1 else ()
-    moved = [(part, arrived) for part, arrived in behind if not _is_there(part, ranks)]
-    turns = whole._turns() and getattr(whole, whole._FORMS[1][0]) is not None
-    if not (moved or turns):
+    turns = getattr(whole, whole._FORMS[1][0]) is not None and whole._turns()
+    if not (gathered.moved or turns):
         return
     buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
     with torch.no_grad(), versions_kept(buffers):
-        for part, arrived in moved:
-            _put(part, arrived, getattr(whole, part.name), ranks)
+        for i in gathered.moved:
+            part = gathered.parts[i]
+            _put(part, outputs[i], getattr(whole, part.name), gathered.ranks)
         if turns:
             whole._turn()
 
