@@ -242,8 +242,11 @@ def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     turns = getattr(whole, whole._FORMS[1][0]) is not None and whole._turns()
     if not (gathered.moved or turns):
         return
-    buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
-    with torch.no_grad(), versions_kept(buffers):
+    names = [gathered.parts[i].name for i in gathered.moved]
+    names += whole._FORMS[1] if turns else ()
+    written = [getattr(whole, name) for name in names]
+    kept = [t for t in written if isinstance(t, Tensor) and not t.is_inference()]
+    with torch.no_grad(), versions_kept(kept):
         for i in gathered.moved:
             part = gathered.parts[i]
             _put(part, outputs[i], getattr(whole, part.name), gathered.ranks)
