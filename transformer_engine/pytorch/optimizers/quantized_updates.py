@@ -52,12 +52,16 @@ class Updates:
         if one_scale and (caster.reduces() or (plain and caster.measures())):
             self.measured.append((param, row))
         elif one_scale and plain:
-            self.rows.append(row)
-            self.casts.append(self._fields(param, casts.no_partials(row[1]), None))
+            self.put_off(row, **self._fields(param, casts.no_partials(row[1]), None))
         elif plain:
             param._write(_Updated(self, row))
         else:
             param._write(_Updated(self, row).values(), None, self.noop)
+
+    def put_off(self, update: list[Tensor], /, **fields: Any) -> None:
+        """Run a row of tensors, and the cast of its values by these fields, with `flush`."""
+        self.rows.append(update)
+        self.casts.append(fields)
 
     def _fields(self, param: Any, partials: Tensor, noop: Tensor | None) -> dict[str, Any]:
         """Fields of `_core.quantize` that cast new values of a parameter, by partial maxima."""
@@ -143,12 +147,9 @@ class _Updated(Computed):
     """New values as the source of a cast: one that has to know their amax has the update run."""
 
     def __init__(self, updates: Updates, row: list[Tensor]) -> None:
-        super().__init__(self._put_off, row[1].shape, row[1].device)
+        put_off = functools.partial(updates.put_off, row)  # no method of this: it holds gradients
+        super().__init__(put_off, row[1].shape, row[1].device)
         self._updates, self._row = updates, row
-
-    def _put_off(self, **fields: Any) -> None:
-        self._updates.rows.append(self._row)
-        self._updates.casts.append(fields)
 
     def cast(self, **fields: Any) -> None:
         """Cast them as these fields say, unless the update has left them as they are."""

@@ -428,9 +428,7 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
         """Fields of a cast that say its scale, besides partial maxima."""
         raise NotImplementedError
 
-    def fields_of(
-        self, into: Any, partials: Tensor | None, noop: Tensor | None
-    ) -> dict[str, Any]:
+    def fields_of(self, into: Any, partials: Tensor | None, noop: Tensor | None) -> dict[str, Any]:
         """Fields of `casts.cast` that cast into all forms of a storage; it is told of the write."""
         if noop is not None and into._transpose_invalid and into._data is not None:
             into._transpose = None  # it may be left as it is, but is of older values
