@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import inspect
 from unittest import mock
 
 import torch
@@ -215,7 +216,26 @@ def hooks(device, name):
     owned = {p for p, _ in before.values()}
     places = {t.untyped_storage().data_ptr() for t in whole.get_data_tensors() if t is not None}
     assert owned and places <= arrived | buffers | mine and not arrived & buffers
-    return same, exact, whole.dtype, to_cpu(values), _values(model)["1.weight"]
+    found = same, exact, whole.dtype, to_cpu(values), _values(model)["1.weight"]
+    given = inspect.signature(part.fsdp_pre_all_gather).parameters
+    assert len(given) == 5  # FSDP2 goes by that
+    return *found, _sent_later(part, mesh)
+
+
+def _sent_later(part, mesh):
+    """Whether what is gathered is of the part as it is: rewritten, and over other memory."""
+    fresh = torch.randn(part.shape, device=part.device)
+    alike = []
+    for change in (part.copy_, lambda values: setattr(part, "data", part._caster()(values))):
+        with torch.no_grad():
+            change(fresh)
+        kept = part.fsdp_pre_all_gather(mesh, (SIZE, SIZE))[0]
+        made = part.detach().fsdp_pre_all_gather(mesh, (SIZE, SIZE))[0]
+        pairs = zip(kept, made, strict=True)
+        alike += [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs]
+        alike.append(kept[0].data_ptr() == made[0].data_ptr())
+        fresh = fresh.flip(0)
+    return alike
 
 
 def uneven(device, name, weights, batches, rows):

@@ -84,9 +84,12 @@ def test_no_codes_of_a_whole_weight_stay(ranks, name):
 
 @pytest.mark.parametrize("name", programs.RECIPES)
 def test_hooks(ranks, name):
-    """Later calls write to the same tensors, and autograd takes no notice."""
-    for same, exact, dtype, values, wanted in ranks.run(programs.hooks, name):
-        assert same and exact and dtype is torch.bfloat16
+    """Later calls write to the same tensors, and autograd takes no notice.
+
+    What is gathered is always of the part as it is.
+    """
+    for same, exact, dtype, values, wanted, later in ranks.run(programs.hooks, name):
+        assert same and exact and dtype is torch.bfloat16 and all(later)
         assert_same_bits(values, wanted.to(torch.bfloat16))
 
 

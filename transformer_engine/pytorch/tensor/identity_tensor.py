@@ -63,9 +63,9 @@ class IdentityTensorStorage(FormatStorage):
 class IdentityTensor(FormatTensor, IdentityTensorStorage):
     """A tensor of a nominal dtype over values in another, or the same, high precision.
 
-    So is a *window*, a view of a format that has none of its data: what it keeps are values of the
-    whole, from the first time that somebody asks, which are read again when those have changed. The arguments are as of `FormatTensor` and
-    `IdentityTensorStorage`.
+    So is a *window*, a view of a format that has none of its data: what it keeps, once somebody has
+    read it, are values of the whole, which are read again when those have changed. The arguments
+    are as of `FormatTensor` and `IdentityTensorStorage`.
     """
 
     _STORAGE = IdentityTensorStorage
