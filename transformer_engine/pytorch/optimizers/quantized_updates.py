@@ -14,9 +14,12 @@ from transformer_engine.pytorch.execution.overrides import asked_of_lists
 from transformer_engine.pytorch.optimizers.updates import local_part
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import Computed
-from transformer_engine.pytorch.tensor.float8_tensor import PerTensorQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    PerTensorQuantizer,
+    by_amax,
+    is_cast_alone,
+)
 from transformer_engine.pytorch.tensor.quantized_storage import count_writes
-from transformer_engine.pytorch.torchside.collectives import take_largest
 
 _obeying_quantize = _core.obeying("quantize")
 
@@ -47,12 +50,13 @@ class Updates:
         """
         param, row = local_part(param), [local_part(t) for t in row]
         caster = param._caster()
-        one_scale = isinstance(caster, PerTensorQuantizer)
-        plain = param._viewed is None and caster._casts_computed
-        if one_scale and (caster.reduces() or (plain and caster.measures())):
+        plain = is_cast_alone(param, caster)
+        if by_amax(param, caster):
             self.measured.append((param, row))
-        elif one_scale and plain:
-            self.put_off(row, **self._fields(param, casts.no_partials(row[1]), None))
+        elif plain and isinstance(caster, PerTensorQuantizer):
+            self.written.append(param)
+            fields = caster.fields_of(param, casts.no_partials(row[1]), None)
+            self.put_off(row, **casts.native_fields(param._mode(), param._code(), fields))
         elif plain:
             param._write(_Updated(self, row))
         else:
@@ -62,12 +66,6 @@ class Updates:
         """Run a row of tensors, and the cast of its values by these fields, with `flush`."""
         self.rows.append(update)
         self.casts.append(fields)
-
-    def _fields(self, param: Any, partials: Tensor, noop: Tensor | None) -> dict[str, Any]:
-        """Fields of `_core.quantize` that cast new values of a parameter, by partial maxima."""
-        self.written.append(param)
-        fields = param._caster().fields_of(param, partials, noop)
-        return casts.native_fields(param._mode(), param._code(), fields)
 
     def flush_by_fp8(self) -> None:
         """Have who is selected for `multi_tensor_adam_fp8` run those updates that it expresses.
@@ -108,27 +106,15 @@ class Updates:
         count_writes(written)
 
     def _flush_measured(self) -> None:
-        """Cast weights by amaxes; those of weights that ranks share by one collective of a group.
-
-        A rank without a row of such a weight has a part in it.
-        """
+        """Run the updates of weights that are cast by their amaxes."""
         measured, self.measured = self.measured, []
         if measured:
             self.apply(self.op, _by_list([row for _, row in measured]))
-        groups: dict[Any, list[tuple[Any, Tensor]]] = {}
+        by_class: dict[type, list[tuple[Any, Tensor]]] = {}
         for param, row in measured:
-            key = param._caster().reduces(), param.amax_reduction_group
-            groups.setdefault(key, []).append((param, row[1]))
-        for (reduces, group), members in groups.items():
-            partials, parts = casts.measure_each([values for _, values in members])
-            if reduces:
-                take_largest([partials], group)
-            for (param, values), own in zip(members, parts, strict=True):
-                if param._viewed is None and param._caster()._casts_computed:
-                    fields = self._fields(param, own, self.noop)
-                    _obeying_quantize(values, **fields, noop=self.noop)
-                else:
-                    param._caster().write_measured(param, values, own, self.noop)
+            by_class.setdefault(type(param), []).append((param, row[1]))
+        for kind, pairs in by_class.items():
+            kind._write_each(pairs, self.noop)
 
 
 def _by_list(rows: list[list[Tensor]]) -> list[list[Tensor]]:

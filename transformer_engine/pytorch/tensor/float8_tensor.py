@@ -12,7 +12,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage, count_writes
 from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
 from transformer_engine.pytorch.tensor.quantizer import (
     CodesQuantizer,
@@ -27,7 +27,8 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fitted,
     fp8_type,
 )
-from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
+from transformer_engine.pytorch.torchside.collectives import take_largest
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 
@@ -199,6 +200,30 @@ class Float8TensorStorage(FormatStorage):
             return None
         return {**self._fields(), "_data": data, "_transpose": None}
 
+    @classmethod
+    def _write_each(cls, pairs: Sequence[tuple[Any, Tensor]], noop: Tensor | None = None) -> None:
+        """Write plain values to each of some tensors, by amaxes where their casts read these.
+
+        Those of weights that a group of ranks shares take one collective together; a rank without a
+        row of such a weight has a part in it.
+        """
+        groups: dict[tuple, list[tuple[Any, Tensor]]] = {}
+        apart = is_traced_or_faked() or dispatch_modes()
+        for into, source in pairs:
+            caster = into._caster()
+            if apart or not by_amax(into, caster):
+                into._write(source, None, noop)
+                continue
+            group = caster.reduces() and (caster.amax_reduction_group,)
+            groups.setdefault(group, []).append((into, source))
+        for group, members in groups.items():
+            joined, parts = casts.measure_each([source for _, source in members])
+            if group:
+                take_largest([joined], *group)
+            for (into, source), partials in zip(members, parts, strict=True):
+                into._caster().write_measured(into, source, partials, noop)
+            count_writes([into for into, _ in members if into._viewed is None])
+
     def _written(self) -> None:
         if self._transpose is not None:
             self._transpose_invalid = False
@@ -368,7 +393,14 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     def write_measured(
         self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
     ) -> None:
-        """Write to a tensor of this quantizer; partial maxima, those of all ranks, are known."""
+        """Write to a tensor by partial maxima that are known, those of all ranks.
+
+        Of a part that FSDP2 has padded they are those of the padded one, too.
+        """
+        if is_cast_alone(into, self):
+            fields = self.fields_of(into, partials, noop)
+            casts.cast(source, into._mode(), into._code(), **fields, noop=noop)
+            return
         self._known = (partials,)
         try:
             into._write(source, None, noop)
@@ -438,6 +470,18 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
         fields = self.fields_of(into, self._partials(source), noop)
         casts.cast(source, into._mode(), into._code(), **fields, noop=noop)
+
+
+def is_cast_alone(into: Any, caster: Any) -> bool:
+    """Return whether a write to a tensor is one cast of this library, and of no more than it."""
+    return into._viewed is None and caster._casts_computed
+
+
+def by_amax(into: Any, caster: Any) -> bool:
+    """Return whether a write to a tensor reads an amax that may be found before."""
+    if not isinstance(caster, PerTensorQuantizer):
+        return False
+    return caster.reduces() or (caster.measures() and is_cast_alone(into, caster))
 
 
 def _of_slots(name: str) -> property:

@@ -391,6 +391,12 @@ class QuantizedTensorStorage:
             self._count_write()
         self._changed()
 
+    @classmethod
+    def _write_each(cls, pairs: Sequence[tuple[Any, Tensor]], noop: Tensor | None = None) -> None:
+        """Write plain values to each of some tensors of this class."""
+        for into, source in pairs:
+            into._write(source, None, noop)
+
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms that are there."""
         quantizer._cast_into(source, self, noop)
