@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with one scale for the whole tensor: delayed and current scaling."""
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fitted,
     fp8_type,
 )
+from transformer_engine.pytorch.tensor.versions import Version, is_of, version_of
 from transformer_engine.pytorch.torchside.collectives import take_largest
 from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
@@ -73,7 +73,7 @@ class Float8TensorStorage(FormatStorage):
     _transpose: Tensor | None
     _scales: Tensor  # fp32 {1 / scale, scale}
     _fp8_dtype: DType
-    _transpose_version: "_Version | None"
+    _transpose_version: Version | None
     """The data that the transpose was made of, as they were then."""
 
     def __init__(self, *, transpose_invalid: bool | None = None, **arguments: Any) -> None:
@@ -97,13 +97,13 @@ class Float8TensorStorage(FormatStorage):
         """True where there is no transpose of the data as they are now."""
         if self._transpose is None:
             return True
-        return self._data is not None and not _is_of(self._transpose_version, self._data)
+        return self._data is not None and not is_of(self._transpose_version, self._data)
 
     @_transpose_invalid.setter
     def _transpose_invalid(self, value: bool) -> None:
         if value and self._data is not None:
             self._transpose = None
-        self._transpose_version = None if self._data is None else _version_of(self._data)
+        self._transpose_version = None if self._data is None else version_of(self._data)
 
     @classmethod
     def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Float8TensorStorage(FormatStorage):
             if given[name] is not None:
                 fields[field] = casts.given(fitted(f"{label}: {name}", given[name], expected[name]))
         if None not in (data, transpose):
-            fields["_transpose_version"] = _version_of(fields["_data"])
+            fields["_transpose_version"] = version_of(fields["_data"])
         return fields
 
     @classmethod
@@ -242,7 +242,7 @@ class Float8TensorStorage(FormatStorage):
     def _mapped(self, function: Any) -> dict[str, Any]:
         fields = super()._mapped(function)
         if None not in (fields["_data"], fields["_transpose"]):
-            fields["_transpose_version"] = _version_of(fields["_data"])
+            fields["_transpose_version"] = version_of(fields["_data"])
         return fields
 
     def _state(self) -> dict[str, Any]:
@@ -299,30 +299,6 @@ class Float8TensorStorage(FormatStorage):
             raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
         self._transpose = casts.transpose(self._data)
         self._transpose_invalid = False
-
-
-class _Version(NamedTuple):
-    """A tensor as it is, without keeping it: another one has other values at the same version."""
-
-    data: weakref.ref
-    count: int  # changes with the values; those of inference mode do not tell
-    place: int  # changes where ``data.data`` is assigned, which counts as no change
-
-    def __reduce__(self) -> tuple:
-        """Pickle as None: what is read again is another tensor."""
-        return type(None), ()
-
-
-def _version_of(data: Tensor) -> _Version:
-    place = 0 if type(data) is not Tensor or is_traced_or_faked() else data.data_ptr()
-    return _Version(weakref.ref(data), -1 if data.is_inference() else data._version, place)
-
-
-def _is_of(version: _Version | None, data: Tensor) -> bool:
-    """Return whether a tensor is the one of a version, and has not changed."""
-    if not isinstance(version, _Version) or version.data() is not data:
-        return False
-    return version[1:] == _version_of(data)[1:]
 
 
 def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
