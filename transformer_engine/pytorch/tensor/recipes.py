@@ -5,7 +5,6 @@ A cast of the C library (`operand_casts.OperandCast`) is in it where GEMMs read 
 stored. So tables and calls go by the casts of a module, whichever recipe or function asks for them.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -302,12 +301,9 @@ def _as_one(tensor: Any, role: str) -> Any:
 def forms_of(tensor: Any, role: str, backward: bool) -> tuple[tuple, int]:
     """``Format.forms`` of a tensor that is read as it is."""
     tensor = _as_one(tensor, role)
-    return _format_of_class(type(tensor)).forms(tensor, role, backward)
-
-
-@functools.cache
-def _format_of_class(kind: type) -> Format:
-    return next(row for row in _FORMATS if issubclass(kind, row.tensor._STORAGE))
+    return next(row for row in _FORMATS if isinstance(tensor, row.tensor._STORAGE)).forms(
+        tensor, role, backward
+    )
 
 
 def reads(tensor: Any, quantization: Quantization, role: str) -> bool:
