@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import inspect
 from unittest import mock
 
 import torch
@@ -196,9 +197,11 @@ def hooks(device, name):
     part = local_of(model[1].weight)
     short = part.fsdp_pre_all_gather(mesh)
     full = part.fsdp_pre_all_gather(mesh, (SIZE, SIZE), (SIZE, 1), model[1], None)
-    same = all(torch.equal(a, b) for a, b in zip(short[0], full[0], strict=True))
+    pairs = zip(short[0], full[0], strict=True)
+    same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
     size = mesh.size()
     outputs = tuple(t.new_empty(size * t.shape[0], *t.shape[1:]) for t in full[0])
+    arrived = {t.untyped_storage().data_ptr() for t in outputs}
     for output, given in zip(outputs, full[0], strict=True):
         dist.all_gather_into_tensor(output, given.contiguous())
     whole, inner = part.fsdp_post_all_gather(outputs, full[1], torch.bfloat16)
@@ -212,8 +215,27 @@ def hooks(device, name):
     mine = {t.untyped_storage().data_ptr() for t in part.get_data_tensors() if t is not None}
     owned = {p for p, _ in before.values()}
     places = {t.untyped_storage().data_ptr() for t in whole.get_data_tensors() if t is not None}
-    assert owned and places <= buffers | mine
-    return same, exact, whole.dtype, to_cpu(values), _values(model)["1.weight"]
+    assert owned and places <= arrived | buffers | mine and not arrived & buffers
+    found = same, exact, whole.dtype, to_cpu(values), _values(model)["1.weight"]
+    given = inspect.signature(part.fsdp_pre_all_gather).parameters
+    assert len(given) == 5  # FSDP2 goes by that
+    return *found, _sent_later(part, mesh)
+
+
+def _sent_later(part, mesh):
+    """Whether what is gathered is of the part as it is: rewritten, and over other memory."""
+    fresh = torch.randn(part.shape, device=part.device)
+    alike = []
+    for change in (part.copy_, lambda values: setattr(part, "data", part._caster()(values))):
+        with torch.no_grad():
+            change(fresh)
+        kept = part.fsdp_pre_all_gather(mesh, (SIZE, SIZE))[0]
+        made = part.detach().fsdp_pre_all_gather(mesh, (SIZE, SIZE))[0]
+        pairs = zip(kept, made, strict=True)
+        alike += [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs]
+        alike.append(kept[0].data_ptr() == made[0].data_ptr())
+        fresh = fresh.flip(0)
+    return alike
 
 
 def uneven(device, name, weights, batches, rows):
@@ -232,18 +254,19 @@ def uneven(device, name, weights, batches, rows):
 
 
 def reductions(device, name, batches):
-    """Numbers of all-reduces of each step of the optimizer."""
+    """Numbers of all-reduces of each step of the optimizer, and of torch's, which writes twice."""
     recipe, found = RECIPES[name], []
     model = sharded(device, recipe, mesh_of(device), sizes=(64, 62))
-    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
-    for batch in batches:
-        with te.autocast(recipe=recipe):
-            out = model(batch[dist.get_rank()].to(device))
-        out.square().mean().backward()
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-            optimizer.step()
-        optimizer.zero_grad()
-        found.append(reduced.call_count)
+    ours = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    for optimizer in (ours, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)):
+        for batch in batches:
+            with te.autocast(recipe=recipe):
+                out = model(batch[dist.get_rank()].to(device))
+            out.square().mean().backward()
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(reduced.call_count)
     return found
 
 

@@ -72,6 +72,26 @@ def test_reassigned_parameters_keep_the_state(device, kind):
     assert_same_bits(step(module, x, "delayed"), step(other, x, "delayed"))
 
 
+@kinds
+def test_torch_sees_what_is_assigned(device, kind):
+    """Its hooks may put another parameter in; what is no parameter is refused."""
+    module = make(kind, device)
+    name, old = next(iter(module.named_parameters()))
+    seen, other = [], torch.nn.Parameter(old.detach().clone())
+    hooked = torch.nn.modules.module.register_module_parameter_registration_hook(
+        lambda owner, key, given: seen.append((owner, key, given)) or other
+    )
+    try:
+        setattr(module, name, torch.nn.Parameter(old.detach().clone()))
+    finally:
+        hooked.remove()
+    assert module.get_parameter(name) is other
+    assert [(owner, key) for owner, key, _ in seen] == [(module, name)]
+    with pytest.raises(TypeError, match="as parameter"):
+        setattr(module, name, old.detach())
+    assert module.get_parameter(name) is other
+
+
 @recipes
 def test_weights_of_other_modules(device, recipe):
     """An MLP on the parameters of a norm and two linear layers, shared with them."""

@@ -2,6 +2,8 @@
 """Optimizer steps that cast quantized parameters: the bits of an update, and of a cast after it."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -228,6 +230,23 @@ def test_a_captured_step_is_a_step(name):
                 optimizer.step()
         twins.append([[*data_of(p), *optimizer.state[p].values()] for p in params])
     assert_same_bits(*twins)
+
+
+@pairs(name=CASTS, kind=[FusedAdam, FusedSGD])
+def test_gradients_go_with_the_step(device, name, kind):
+    """Nothing holds them until Python collects cycles."""
+    params, _ = parameters_of(name, device, False)
+    optimizer, held = kind(params, lr=0.01), []
+    for p in params:
+        p.grad = torch.randn(p.shape, device=device)
+        held.append(weakref.ref(p.grad))
+    gc.disable()
+    try:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert all(grad() is None for grad in held)
+    finally:
+        gc.enable()
 
 
 def test_refusals(device):

@@ -98,6 +98,22 @@ def test_a_view_follows_the_whole(device, name, view):
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("kind", ["row", "rows", "columns", "strided", "split", "line"])
+def test_a_view_takes_values_when_it_is_read(device, name, kind, monkeypatch):
+    """FSDP2 keeps each weight as a line, too, and reads none."""
+    view = {**VIEWS, "line": lambda t: t.view(-1)}[kind]
+    whole, values = both_of(device, name)
+    reads, read = [], type(whole)._dequantized
+    monkeypatch.setattr(type(whole), "_dequantized", lambda *given: reads.append(1) or read(*given))
+    found, expected = view(whole), view(values)
+    assert not reads
+    assert (found.shape, found.stride(), found.dtype) == (
+        expected.shape, expected.stride(), expected.dtype,
+    )  # fmt: skip
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_copied_to_a_view(device, name, view):
     """Both have the values of their wholes; they share no memory with these."""

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
 from transformer_engine.pytorch.module.region import Region
-from transformer_engine.pytorch.torchside.modes import without_memory
+from transformer_engine.pytorch.torchside.modes import replaces, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
 
 _SHOWN = ("zero_centered_gamma", "return_layernorm_output", "return_bias")
@@ -128,6 +128,13 @@ class LinearBase(LinearCallBase):
         A parameter that is assigned takes what was kept of the former one away: FSDP assigns the
         whole and the sharded one by turns, and their memory and versions do not tell their values.
         """
+        parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
+        if name in parameters:
+            if not replaces(parameters, name, value):
+                super().__setattr__(name, value)
+            self._forget_casts_of(name)
+            return
+        self._check_name(name)
         super().__setattr__(name, value)
         if name in _SETTINGS:  # calls and plans were remembered under the old setting
             self._forget_calls()
@@ -135,8 +142,9 @@ class LinearBase(LinearCallBase):
             self.__dict__["_present"] = None
         elif name == "_slots":  # calls that are bound to others would keep them
             self.__dict__["_kept_calls"] = {}
-        elif name in self.__dict__.get("_parameters", ()):  # a subclass may set before __init__
-            self._forget_casts_of(name)
+
+    def _check_name(self, name: str) -> None:
+        """AttributeError for a name that can not be assigned to."""
 
     def _forget_plans(self) -> None:
         self.__dict__["_plans"] = KeptPlans()
@@ -147,7 +155,8 @@ class LinearBase(LinearCallBase):
             kept = zip(self.LINEARS, self._weight_caches, strict=True)
             caches = tuple([None if name.startswith(part) else cache for part, cache in kept])
             self.__dict__["_weight_caches"] = caches
-        known = any(name == one.name for one in self._quantized_parameters)
+        quantized_ones = self._quantized_parameters
+        known = len(quantized_ones) > 0 and name in [one.name for one in quantized_ones]
         if known != is_quantized(local_of(self._parameters[name])):  # FSDP2 has parts and wholes
             self._present, self._quantized_parameters = None, ()
 

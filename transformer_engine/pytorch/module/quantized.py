@@ -328,7 +328,7 @@ def filled(
         if not is_quantized(weight) or weight.device != tensors[0].device:
             return None, ()
         quantizer = weight._quantizer
-        if hasattr(quantizer, "amax") and getattr(quantizer, "_bound", None) is None:
+        if getattr(quantizer, "_bound", None) is None and hasattr(quantizer, "amax"):
             return None, ()  # it is not bound to the module's scales yet
         tensors[at] = weight
         kinds = type(weight), type(quantizer), weight.dtype, weight.requires_grad
@@ -348,12 +348,12 @@ def forms_held(
     at = 0
     columns = torch.is_grad_enabled() and not is_backward_wide(recipe)
     columns = columns and any(t is not None and t.requires_grad for t in tensors)
-    for _, own in zip(modules, parts, strict=True):
-        for part in own:
-            if is_quantized(part.weights[0]):
-                with unseen():  # as in `given_forms`
+    with unseen():  # as in `given_forms`
+        for _, own in zip(modules, parts, strict=True):
+            for part in own:
+                if is_quantized(part.weights[0]):
                     caches[at], _ = forms_of(part.weights[0], "weight", columns)
-            at += 1
+                at += 1
 
 
 # ---- construction --------------------------------------------------------------------------------

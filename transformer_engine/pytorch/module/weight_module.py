@@ -200,15 +200,14 @@ class WeightModule(TensorParallel, LinearBase):
 
     _FORWARD = forward
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a name that `parameters_split` replaced is an error."""
+    def _check_name(self, name: str) -> None:
+        """AttributeError for a name that `parameters_split` replaced."""
         split = self.__dict__.get("_split")
         if split is not None and name in ("weight", "bias"):
             raise AttributeError(
                 f"{type(self).__name__}: {name} is split into "
                 f"{', '.join(f'{piece}_{name}' for piece, _ in split.pieces)}: assign those"
             )
-        super().__setattr__(name, value)
 
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         return ((self.in_features, self.out_features),)

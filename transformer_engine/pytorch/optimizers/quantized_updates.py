@@ -14,8 +14,12 @@ from transformer_engine.pytorch.execution.overrides import asked_of_lists
 from transformer_engine.pytorch.optimizers.updates import local_part
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import Computed
-from transformer_engine.pytorch.tensor.float8_tensor import PerTensorQuantizer
-from transformer_engine.pytorch.torchside.collectives import take_largest
+from transformer_engine.pytorch.tensor.float8_tensor import (
+    PerTensorQuantizer,
+    by_amax,
+    is_cast_alone,
+)
+from transformer_engine.pytorch.tensor.quantized_storage import count_writes
 
 _obeying_quantize = _core.obeying("quantize")
 
@@ -36,7 +40,8 @@ class Updates:
         self.noop = None if flag is None else flag.to(torch.float32)
         self.rows: list[list[Tensor]] = []
         self.casts: list[dict] = []
-        self.shared: list[tuple[Any, list[Tensor]]] = []
+        self.measured: list[tuple[Any, list[Tensor]]] = []  # the amax goes before the cast
+        self.written: list[Any] = []  # parameters whose casts are told by fields alone
 
     def add(self, param: Tensor, row: Sequence[Tensor]) -> None:
         """Update a parameter that is cast from ``row[1]``, by `flush` at the latest.
@@ -44,13 +49,23 @@ class Updates:
         `row` has its gradient, its values and its states. Of DTensors the part of this rank.
         """
         param, row = local_part(param), [local_part(t) for t in row]
-        source, caster = _Updated(self, row), param._caster()
-        if isinstance(caster, PerTensorQuantizer) and caster.reduces():
-            self.shared.append((param, row))
-        elif param._viewed is None and caster._casts_computed:
-            param._write(source)
+        caster = param._caster()
+        plain = is_cast_alone(param, caster)
+        if by_amax(param, caster):
+            self.measured.append((param, row))
+        elif plain and isinstance(caster, PerTensorQuantizer):
+            self.written.append(param)
+            fields = caster.fields_of(param, casts.no_partials(row[1]), None)
+            self.put_off(row, **casts.native_fields(param._mode(), param._code(), fields))
+        elif plain:
+            param._write(_Updated(self, row))
         else:
-            param._write(source.values(), None, self.noop)
+            param._write(_Updated(self, row).values(), None, self.noop)
+
+    def put_off(self, update: list[Tensor], /, **fields: Any) -> None:
+        """Run a row of tensors, and the cast of its values by these fields, with `flush`."""
+        self.rows.append(update)
+        self.casts.append(fields)
 
     def flush_by_fp8(self) -> None:
         """Have who is selected for `multi_tensor_adam_fp8` run those updates that it expresses.
@@ -76,32 +91,30 @@ class Updates:
 
     def flush(self) -> None:
         """Run what was put off; where somebody else may update, casts are calls of their own."""
-        self._flush_shared()
-        if not self.rows:
-            return
-        lists = _by_list(self.rows)
-        if asked_of_lists(self.op.__name__) is None:
-            self.apply(functools.partial(self.casting, self.casts), lists)
-        else:
-            self.apply(self.op, lists)
-            for row, fields in zip(self.rows, self.casts, strict=True):
-                _obeying_quantize(row[1], **fields, noop=self.noop)
+        self._flush_measured()
+        rows, casts_ = self.rows, self.casts
         self.rows, self.casts = [], []
+        if rows:
+            lists = _by_list(rows)
+            if asked_of_lists(self.op.__name__) is None and all(r[1].numel() > 0 for r in rows):
+                self.apply(functools.partial(self.casting, casts_), lists)
+            else:
+                self.apply(self.op, lists)
+                for row, fields in zip(rows, casts_, strict=True):
+                    _obeying_quantize(row[1], **fields, noop=self.noop)
+        written, self.written = self.written, []
+        count_writes(written)
 
-    def _flush_shared(self) -> None:
-        """Cast weights that ranks share by the amaxes of all parts: one collective for a group."""
-        shared, self.shared = self.shared, []
-        if shared:
-            self.apply(self.op, _by_list([row for _, row in shared]))
-        groups: dict[Any, list[tuple[Any, Tensor]]] = {}
-        for param, row in shared:
-            groups.setdefault(param.amax_reduction_group, []).append((param, row[1]))
-        for group, members in groups.items():
-            partials = torch.cat([casts.measure(values) for _, values in members])
-            take_largest([partials], group)
-            parts = partials.split(_core.AMAX_PARTIALS)
-            for (param, values), own in zip(members, parts, strict=True):
-                param._caster().write_measured(param, values, own, self.noop)
+    def _flush_measured(self) -> None:
+        """Run the updates of weights that are cast by their amaxes."""
+        measured, self.measured = self.measured, []
+        if measured:
+            self.apply(self.op, _by_list([row for _, row in measured]))
+        by_class: dict[type, list[tuple[Any, Tensor]]] = {}
+        for param, row in measured:
+            by_class.setdefault(type(param), []).append((param, row[1]))
+        for kind, pairs in by_class.items():
+            kind._write_each(pairs, self.noop)
 
 
 def _by_list(rows: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -120,12 +133,9 @@ class _Updated(Computed):
     """New values as the source of a cast: one that has to know their amax has the update run."""
 
     def __init__(self, updates: Updates, row: list[Tensor]) -> None:
-        super().__init__(self._put_off, row[1].shape, row[1].device)
+        put_off = functools.partial(updates.put_off, row)  # no method of this: it holds gradients
+        super().__init__(put_off, row[1].shape, row[1].device)
         self._updates, self._row = updates, row
-
-    def _put_off(self, **fields: Any) -> None:
-        self._updates.rows.append(self._row)
-        self._updates.casts.append(fields)
 
     def cast(self, **fields: Any) -> None:
         """Cast them as these fields say, unless the update has left them as they are."""

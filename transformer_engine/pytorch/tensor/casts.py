@@ -161,7 +161,7 @@ _FIELDS = (*_WRITTEN, *_READ, *_SETTINGS)
 """Of ``te_quantize_args``, but for its source, mode and column sums."""
 
 
-def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str, Any]:
+def native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields as the operator takes them: data as matrices of their elements."""
     element = _core.torch_dtype(dtype)
     row = _elements(fields.get("row"), element)
@@ -171,7 +171,7 @@ def _native_fields(scaling: int, dtype: int, fields: dict[str, Any]) -> dict[str
 
 def _cast(source: Tensor, scaling: int, dtype: int, *given: Any, **named: Any) -> None:
     fields = {**dict(zip(_FIELDS, given, strict=False)), **named}
-    _obeying_quantize(source, **_native_fields(scaling, dtype, fields))
+    _obeying_quantize(source, **native_fields(scaling, dtype, fields))
 
 
 _tensors = [f"Tensor({chr(97 + i)}!)? {name}=None" for i, name in enumerate(_WRITTEN)]
@@ -197,12 +197,12 @@ def cast(source: Tensor | Computed, scaling: int, dtype: int, **fields: Any) -> 
                 "noop: it skips casts of tensors alone: give None where an operator (a norm, say) "
                 "computes the values"
             )
-        source.cast(**_native_fields(scaling, dtype, fields))
+        source.cast(**native_fields(scaling, dtype, fields))
         return
     traced = plan_ops.behind_operators(source) or (dispatch_modes() and plan_ops.watched())
     source = readable(source).detach()
     if not traced:
-        _obeying_quantize(source, **_native_fields(scaling, dtype, fields))
+        _obeying_quantize(source, **native_fields(scaling, dtype, fields))
         return
     epsilon = plan_ops.as_constant(fields.pop("amax_epsilon", 0.0))
     _traced_cast(source, scaling, dtype, amax_epsilon=epsilon, **fields)
@@ -239,6 +239,16 @@ def no_partials(source: Tensor | Computed) -> Tensor:
     if is_traced_or_faked() or dispatch_modes() or is_capturing(device):
         return torch.zeros(_core.AMAX_PARTIALS, dtype=torch.float32, device=device)
     return _zeros(device)
+
+
+def measure_each(sources: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Partial maxima of several tensors on a device, fp32: side by side, and those of each."""
+    count = len(sources) * _core.AMAX_PARTIALS
+    joined = torch.empty(count, dtype=torch.float32, device=sources[0].device)
+    parts = joined.split(_core.AMAX_PARTIALS)
+    for source, part in zip(sources, parts, strict=True):
+        _obeying_amax(readable(source), part)
+    return joined, parts
 
 
 @functools.cache

@@ -83,12 +83,15 @@ def _in_high_precision(func: Any, args: tuple, kwargs: dict) -> Any:
 
     result = func(*mapped_tensors(Tensor, plain, args), **mapped_tensors(Tensor, plain, kwargs))
     if func._schema.is_mutable:
+        written_to: dict[type, list[tuple[Any, Tensor]]] = {}
         for tensor in _written(func, args, kwargs):
             known = values.pop(id(tensor), None)
             if known is not None:
                 _check_shape(func, *known)
-                tensor._write(known[1])
+                written_to.setdefault(type(tensor), []).append(known)
                 values[id(known[1])] = known
+        for kind, pairs in written_to.items():
+            kind._write_each(pairs)
     written = {key: known[0] for key, known in values.items() if key == id(known[1])}
     return mapped_tensors(Tensor, lambda t: written.get(id(t), t), result)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 with one scale for the whole tensor: delayed and current scaling."""
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
+from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage, count_writes
 from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
 from transformer_engine.pytorch.tensor.quantizer import (
     CodesQuantizer,
@@ -27,7 +26,9 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import (
     fitted,
     fp8_type,
 )
-from transformer_engine.pytorch.torchside.modes import is_traced_or_faked
+from transformer_engine.pytorch.tensor.versions import Version, is_of, version_of
+from transformer_engine.pytorch.torchside.collectives import take_largest
+from transformer_engine.pytorch.torchside.modes import dispatch_modes, is_traced_or_faked
 from transformer_engine.pytorch.torchside.tensor_kinds import ALIGNMENT
 
 
@@ -72,7 +73,7 @@ class Float8TensorStorage(FormatStorage):
     _transpose: Tensor | None
     _scales: Tensor  # fp32 {1 / scale, scale}
     _fp8_dtype: DType
-    _transpose_version: "_Version | None"
+    _transpose_version: Version | None
     """The data that the transpose was made of, as they were then."""
 
     def __init__(self, *, transpose_invalid: bool | None = None, **arguments: Any) -> None:
@@ -96,13 +97,13 @@ class Float8TensorStorage(FormatStorage):
         """True where there is no transpose of the data as they are now."""
         if self._transpose is None:
             return True
-        return self._data is not None and not _is_of(self._transpose_version, self._data)
+        return self._data is not None and not is_of(self._transpose_version, self._data)
 
     @_transpose_invalid.setter
     def _transpose_invalid(self, value: bool) -> None:
         if value and self._data is not None:
             self._transpose = None
-        self._transpose_version = None if self._data is None else _version_of(self._data)
+        self._transpose_version = None if self._data is None else version_of(self._data)
 
     @classmethod
     def _checked(cls, arguments: dict[str, Any], shape: tuple | None = None) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class Float8TensorStorage(FormatStorage):
             if given[name] is not None:
                 fields[field] = casts.given(fitted(f"{label}: {name}", given[name], expected[name]))
         if None not in (data, transpose):
-            fields["_transpose_version"] = _version_of(fields["_data"])
+            fields["_transpose_version"] = version_of(fields["_data"])
         return fields
 
     @classmethod
@@ -149,7 +150,13 @@ class Float8TensorStorage(FormatStorage):
         if self._data is None and self._transpose is None:
             raise RuntimeError(f"{type(self).__name__}: it has no data: they were dropped")
         data = (self._data, self._scales, self._transpose, self._scales)
-        return casts.dequantize(data, _core.SCALING_TENSOR, code_of(self._fp8_dtype), shape, dtype)
+        return casts.dequantize(data, self._mode(), self._code(), shape, dtype)
+
+    def _mode(self) -> int:
+        return _core.SCALING_TENSOR
+
+    def _code(self) -> int:
+        return code_of(self._fp8_dtype)
 
     def _default_quantizer(self) -> Quantizer:
         return Float8CurrentScalingQuantizer(self._fp8_dtype, self._scales.device)
@@ -193,6 +200,30 @@ class Float8TensorStorage(FormatStorage):
             return None
         return {**self._fields(), "_data": data, "_transpose": None}
 
+    @classmethod
+    def _write_each(cls, pairs: Sequence[tuple[Any, Tensor]], noop: Tensor | None = None) -> None:
+        """Write plain values to each of some tensors, by amaxes where their casts read these.
+
+        Those of weights that a group of ranks shares take one collective together; a rank without a
+        row of such a weight has a part in it.
+        """
+        groups: dict[tuple, list[tuple[Any, Tensor]]] = {}
+        apart = is_traced_or_faked() or dispatch_modes()
+        for into, source in pairs:
+            caster = into._caster()
+            if apart or not by_amax(into, caster):
+                into._write(source, None, noop)
+                continue
+            group = caster.reduces() and (caster.amax_reduction_group,)
+            groups.setdefault(group, []).append((into, source))
+        for group, members in groups.items():
+            joined, parts = casts.measure_each([source for _, source in members])
+            if group:
+                take_largest([joined], *group)
+            for (into, source), partials in zip(members, parts, strict=True):
+                into._caster().write_measured(into, source, partials, noop)
+            count_writes([into for into, _ in members if into._viewed is None])
+
     def _written(self) -> None:
         if self._transpose is not None:
             self._transpose_invalid = False
@@ -211,7 +242,7 @@ class Float8TensorStorage(FormatStorage):
     def _mapped(self, function: Any) -> dict[str, Any]:
         fields = super()._mapped(function)
         if None not in (fields["_data"], fields["_transpose"]):
-            fields["_transpose_version"] = _version_of(fields["_data"])
+            fields["_transpose_version"] = version_of(fields["_data"])
         return fields
 
     def _state(self) -> dict[str, Any]:
@@ -268,30 +299,6 @@ class Float8TensorStorage(FormatStorage):
             raise RuntimeError(f"{type(self).__name__}: its row-wise data were dropped")
         self._transpose = casts.transpose(self._data)
         self._transpose_invalid = False
-
-
-class _Version(NamedTuple):
-    """A tensor as it is, without keeping it: another one has other values at the same version."""
-
-    data: weakref.ref
-    count: int  # changes with the values; those of inference mode do not tell
-    place: int  # changes where ``data.data`` is assigned, which counts as no change
-
-    def __reduce__(self) -> tuple:
-        """Pickle as None: what is read again is another tensor."""
-        return type(None), ()
-
-
-def _version_of(data: Tensor) -> _Version:
-    place = 0 if type(data) is not Tensor or is_traced_or_faked() else data.data_ptr()
-    return _Version(weakref.ref(data), -1 if data.is_inference() else data._version, place)
-
-
-def _is_of(version: _Version | None, data: Tensor) -> bool:
-    """Return whether a tensor is the one of a version, and has not changed."""
-    if not isinstance(version, _Version) or version.data() is not data:
-        return False
-    return version[1:] == _version_of(data)[1:]
 
 
 def _turned_back(shape: Sequence[int]) -> tuple[int, ...]:
@@ -351,14 +358,25 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
     """Partial maxima of what is cast, of all ranks that share it, where somebody has measured them;
     (None,): the scale is not 0, so nobody needs them."""
 
+    def measures(self) -> bool:
+        """Return whether a cast reads the amax of what is cast."""
+        return True
+
     def reduces(self) -> bool:
-        """Return whether a cast takes the largest amax of the ranks of a group."""
-        return self.with_amax_reduction
+        """Return whether it takes the largest amax of the ranks of a group."""
+        return self.measures() and self.with_amax_reduction
 
     def write_measured(
         self, into: Any, source: Tensor, partials: Tensor, noop: Tensor | None
     ) -> None:
-        """Write to a tensor of this quantizer; partial maxima, those of all ranks, are known."""
+        """Write to a tensor by partial maxima that are known, those of all ranks.
+
+        Of a part that FSDP2 has padded they are those of the padded one, too.
+        """
+        if is_cast_alone(into, self):
+            fields = self.fields_of(into, partials, noop)
+            casts.cast(source, into._mode(), into._code(), **fields, noop=noop)
+            return
         self._known = (partials,)
         try:
             into._write(source, None, noop)
@@ -410,14 +428,36 @@ class PerTensorQuantizer(ReducesAmax, CodesQuantizer):
         """Factor of the codes of such data."""
         return torch.ones(1, dtype=torch.float32, device=data.device)
 
-    def _write_forms(
-        self, source: Tensor, into: Any, noop: Tensor | None, how: dict[str, Any]
-    ) -> None:
+    def _partials(self, source: Tensor) -> Tensor | None:
+        """Partial maxima by which a tensor is cast."""
+        return self._measured(source)
+
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        """Fields of a cast that say its scale, besides partial maxima."""
+        raise NotImplementedError
+
+    def fields_of(self, into: Any, partials: Tensor | None, noop: Tensor | None) -> dict[str, Any]:
+        """Fields of `casts.cast` that cast into all forms of a storage; it is told of the write."""
         if noop is not None and into._transpose_invalid and into._data is not None:
             into._transpose = None  # it may be left as it is, but is of older values
         forms = {"row": into._data, "row_scales": into._scales, "column": into._transpose}
-        code = code_of(into._fp8_dtype)
-        casts.cast(source, _core.SCALING_TENSOR, code, **forms, **how, noop=noop)
+        return {**forms, "partials": partials, **self._how(into._scales.device)}
+
+    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
+        fields = self.fields_of(into, self._partials(source), noop)
+        casts.cast(source, into._mode(), into._code(), **fields, noop=noop)
+
+
+def is_cast_alone(into: Any, caster: Any) -> bool:
+    """Return whether a write to a tensor is one cast of this library, and of no more than it."""
+    return into._viewed is None and caster._casts_computed
+
+
+def by_amax(into: Any, caster: Any) -> bool:
+    """Return whether a write to a tensor reads an amax that may be found before."""
+    if not isinstance(caster, PerTensorQuantizer):
+        return False
+    return caster.reduces() or (caster.measures() and is_cast_alone(into, caster))
 
 
 def _of_slots(name: str) -> property:
@@ -483,19 +523,18 @@ class Float8Quantizer(PerTensorQuantizer):
             self._bound.settle("forward")
         return {**self.__dict__, "_bound": None}
 
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        scale, amax = (t if t.device == source.device else None for t in (self.scale, self.amax))
-        if scale is None:
-            scale = self.scale.to(source.device)
+    def _partials(self, source: Tensor) -> Tensor | None:
         # Of scale 0 the scale is that of the partials: 1 of none.
         measured = self.measure_first or self._known is not None
-        partials = self._measured(source) if measured else casts.no_partials(source)
-        how = {"scale": scale, "amax": amax, "partials": partials}
-        self._write_forms(source, into, noop, how)
+        return self._measured(source) if measured else casts.no_partials(source)
 
-    def reduces(self) -> bool:
-        """Return whether a cast takes the largest amax of the ranks of a group."""
-        return self.measure_first and self.with_amax_reduction
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        scale, amax = self.scale, self.__dict__["amax"]  # both are made by now
+        return {"scale": scale.to(device), "amax": amax if amax.device == device else None}
+
+    def measures(self) -> bool:
+        """Return whether a cast reads the amax of what is cast."""
+        return self.measure_first
 
     def calibrate(self, tensor: Tensor) -> None:
         """Set the amax to the largest magnitude of a tensor, 0 of an empty one."""
@@ -553,7 +592,5 @@ class Float8CurrentScalingQuantizer(PerTensorQuantizer):
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
 
-    def _cast(self, source: Tensor, into: Any, noop: Tensor | None) -> None:
-        partials = self._measured(source)
-        settings = {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}
-        self._write_forms(source, into, noop, {"partials": partials, **settings})
+    def _how(self, device: torch.device) -> dict[str, Any]:
+        return {"amax_epsilon": self.amax_epsilon, "power_2_scale": self.force_pow_2_scales}

@@ -63,9 +63,9 @@ class IdentityTensorStorage(FormatStorage):
 class IdentityTensor(FormatTensor, IdentityTensorStorage):
     """A tensor of a nominal dtype over values in another, or the same, high precision.
 
-    So is a *window*, a view of a format that has none of its data: what it keeps are values of the
-    whole, which are read again when those have changed. The arguments are as of `FormatTensor` and
-    `IdentityTensorStorage`.
+    So is a *window*, a view of a format that has none of its data: what it keeps, once somebody has
+    read it, are values of the whole, which are read again when those have changed. The arguments
+    are as of `FormatTensor` and `IdentityTensorStorage`.
     """
 
     _STORAGE = IdentityTensorStorage
@@ -92,13 +92,17 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
     @classmethod
     def _window_of(cls, whole: Any, view: Callable[[Tensor], Tensor]) -> "IdentityTensor":
         """A view of a quantized tensor in high precision; in its memory, if it is one of these."""
+        seen = values = None
         if isinstance(whole, IdentityTensor):
-            seen, dtype = whole._hp_data, whole.dtype
-            values = view(seen)
+            seen = whole._hp_data
+            like = values = view(seen)
+        elif _reads_later(whole):
+            like = view(torch.empty(whole.shape, dtype=whole.dtype, device="meta"))
         else:
-            values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-            seen, dtype = _versions_of(whole), values.dtype
-        made = cls._made({"_hp_data": values}, dtype, stride=values.stride())
+            like = values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
+            seen = _versions_of(whole)
+        fields = {"_hp_data": values, "whole": whole}
+        made = cls._made(fields, like.dtype, like.shape, stride=like.stride())
         made._viewed, made._seen = (whole, view), seen
         return made
 
@@ -138,7 +142,9 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
         versions = _versions_of(whole)
         if versions is None or versions != self._seen:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-            lost = self._values.is_inference() and not torch.is_inference_mode_enabled()
+            lost = self._values is None or (
+                self._values.is_inference() and not torch.is_inference_mode_enabled()
+            )
             if lost or is_traced_or_faked(values):
                 self._values = values  # those before can not be written to
             else:
@@ -151,6 +157,13 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
     @classmethod
     def _with_data(cls, fields: dict, data: Tensor) -> dict:
         return {**fields, "_hp_data": data}
+
+
+def _reads_later(whole: Any) -> bool:
+    """Return whether a window of a tensor need not have its values: FSDP2 keeps one of a weight."""
+    parts = [part for part in whole.get_data_tensors() if part is not None]
+    plain = isinstance(whole, FormatStorage) and not is_traced_or_faked(*parts)
+    return plain and whole.is_contiguous()
 
 
 def _versions_of(tensor: Any) -> tuple | None:

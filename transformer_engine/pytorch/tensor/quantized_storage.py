@@ -18,7 +18,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked, without_memory
 
 NOT_FIELDS = frozenset(
-    "_quantizer _dtype _own_fields _viewed _writes _is_param _high_precision_init_val "
+    "_quantizer _dtype _own_fields _viewed _writes _sent _is_param _high_precision_init_val "
     "get_high_precision_init_val clear_high_precision_init_val".split()
 )
 """Attributes of tensors and storages that say nothing of their data."""
@@ -55,6 +55,14 @@ def _read_by(kind: type, function: Any) -> None:
     kind._dequantized = read
     if kind._decoded is QuantizedTensorStorage._decoded:
         kind._decoded = read
+
+
+def count_writes(tensors: Sequence[Any]) -> None:
+    """Let torch, and tensors themselves, know that native code has written all of their forms."""
+    parts = (t for each in tensors for t in (*each.get_data_tensors(), each))
+    increment_version([t for t in parts if t is not None and not t.is_inference()])
+    for tensor in tensors:
+        tensor._written()
 
 
 class Dequantize(torch.autograd.Function):
@@ -382,6 +390,12 @@ class QuantizedTensorStorage:
             quantizer.update_quantized(source, self, noop_flag=noop)
             self._count_write()
         self._changed()
+
+    @classmethod
+    def _write_each(cls, pairs: Sequence[tuple[Any, Tensor]], noop: Tensor | None = None) -> None:
+        """Write plain values to each of some tensors of this class."""
+        for into, source in pairs:
+            into._write(source, None, noop)
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms that are there."""

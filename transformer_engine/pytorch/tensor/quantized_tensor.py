@@ -38,6 +38,7 @@ from transformer_engine.pytorch.tensor.saved_tensors import (
     restore_from_func_ctx as restore_from_func_ctx,
     restore_from_saved as restore_from_saved,
 )
+from transformer_engine.pytorch.tensor.sharded import BeforeGather, Sent, after_gather
 from transformer_engine.pytorch.torchside.modes import (
     compilation,
     is_traced_or_faked,
@@ -88,6 +89,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     """(tensor that this is a view of, function that makes the view): writing goes there."""
     _writes: list | None = None
     """[number of writes] while a graph is traced, where no version tells; aliases share it."""
+    _sent: Sent | None = None
+    """What FSDP2 gathered of this part of a weight."""
 
     @staticmethod
     def _joined_fields(parts: Any) -> dict[str, Any] | None:
@@ -238,24 +241,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     # ---- as a part of a weight that FSDP2 has sharded -----------------------------------------
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: Any,
-        orig_size: Sequence[int] | None = None,
-        contiguous_orig_stride: Any = None,
-        module: Any = None,
-        mp_policy: Any = None,
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what `torch.distributed.fsdp` gathers of this part of a weight: codes and scales.
-
-        `mesh` are the ranks that share the weight, `orig_size` is its size; see `sharded.py`.
-        """
-        from transformer_engine.pytorch.tensor.sharded import before_gather
-
-        del contiguous_orig_stride, module
-        dtype = None if mp_policy is None else mp_policy.param_dtype
-        with torch.no_grad():
-            return before_gather(self, mesh.size(), orig_size, dtype)
+    @property
+    def fsdp_pre_all_gather(self) -> BeforeGather:
+        """What `torch.distributed.fsdp` calls for what it gathers of this part of a weight."""
+        return BeforeGather(self)
 
     def fsdp_post_all_gather(
         self,
@@ -267,12 +256,10 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, over the memory that was gathered to; `out`, where given, becomes that.
 
-        With it the tensors that FSDP2 is to free, and to allocate before the next call.
+        With it the tensors, besides those, that FSDP2 is to free, and to allocate before the next
+        call.
         """
-        from transformer_engine.pytorch.tensor.sharded import after_gather
-
-        with torch.no_grad():
-            return after_gather(all_gather_outputs, metadata, param_dtype, out)
+        return after_gather(all_gather_outputs, metadata, param_dtype, out)
 
     def _write_by(self, quantizer: Quantizer, source: Tensor, noop: Tensor | None) -> None:
         """Cast plain values into all forms; through a view into what it is a view of.

@@ -7,8 +7,13 @@ what autograd saves of it is that memory, too. What does not lie there as plans 
 padding, forms that a plan does not make for itself) is in buffers that FSDP2 frees likewise. With
 one scale for the tensor all parts have the same one, and codes alone travel. Values in high
 precision travel where the parts of a format do not join (`_parts`).
+
+FSDP2 asks for each weight, in each forward and each backward: what does not change between is kept
+(`Sent`), and what need not be written again is not.
 """
 
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +25,7 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import FP8
 from transformer_engine.pytorch.torchside.modes import versions_kept
 
 _SHARED = ("_scales", "_amax_rowwise", "_amax_columnwise", "_quantizer")
-"""Fields that all parts have alike: the whole weight has those of the part."""
+"""Fields that all parts have alike, unless they are exchanged."""
 
 
 class Gathered(NamedTuple):
@@ -30,6 +35,48 @@ class Gathered(NamedTuple):
     parts: list[Part] | None  # what travels of it; None: its values
     ranks: int
     shape: tuple[int, ...]  # of the weight
+    shared: tuple[str, ...]  # fields of the part that the weight has, too
+    moved: tuple[int, ...]  # parts that do not lie in the weight as they arrive
+
+
+class Sent(NamedTuple):
+    """What a rank gives of its part of a weight, while the part consists of the same memory."""
+
+    asked: tuple  # mesh, size of the weight and dtype of values, as FSDP2 says them
+    places: tuple[int, ...]  # of the part's tensors; see `_places`
+    tensors: tuple[Tensor, ...]
+    about: tuple  # `Gathered`, but for the part
+
+
+class BeforeGather:
+    """``fsdp_pre_all_gather`` of a part of a weight.
+
+    FSDP2 reads the signature before each call: that of a method takes longer than the call.
+    """
+
+    __slots__ = ("_mine",)
+
+    def __init__(self, mine: Any) -> None:
+        self._mine = mine
+
+    def __call__(
+        self,
+        mesh: Any,
+        orig_size: Sequence[int] | None = None,
+        contiguous_orig_stride: Any = None,
+        module: Any = None,
+        mp_policy: Any = None,
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return what FSDP2 gathers of the part, codes and scales, and what it hands on with it.
+
+        `mesh` are the ranks that share the weight, `orig_size` is its size.
+        """
+        del contiguous_orig_stride, module
+        dtype = None if mp_policy is None else mp_policy.param_dtype
+        return before_gather(self._mine, mesh, orig_size, dtype)
+
+
+BeforeGather.__signature__ = inspect.signature(BeforeGather(None))
 
 
 def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -> bool:
@@ -43,18 +90,45 @@ def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -
     return "rowwise" in forms and joints_of(kind, square, sent, part) is not None
 
 
-def before_gather(mine: Any, ranks: int, size: tuple | None, dtype: torch.dtype | None) -> tuple:
+def before_gather(mine: Any, mesh: Any, size: tuple | None, dtype: torch.dtype | None) -> tuple:
     """Return the tensors to gather of this rank's part, and a `Gathered`.
 
-    `size` is that of the weight, None where all parts have equally many rows; `dtype` is that of
-    values, the nominal one where None.
+    `mesh` are the ranks; `size` is that of the weight, None where all parts have equally many rows;
+    `dtype` is that of values, the nominal one where None.
     """
+    sent = mine._sent
+    if sent is not None and sent.asked == (mesh, size, dtype) and sent.places == _places(mine):
+        return sent.tensors, Gathered(mine, *sent.about)
+    ranks, values = mesh.size(), dtype or mine.dtype
     rows = mine.shape[0] * ranks if size is None else size[0]
-    parts = _parts(mine, ranks, rows)
-    gathered = Gathered(mine, parts, ranks, (rows, *mine.shape[1:]))
-    if parts is None:
-        return (mine._dequantized(dtype or mine.dtype, tuple(mine.shape)),), gathered
-    return tuple([part.tensor for part in parts]), gathered
+    with torch.no_grad():
+        parts = _parts(mine, ranks, rows)
+        sent = [part.name for part in parts or ()]
+        shared = tuple([n for n in _SHARED if n in mine.__dict__ and n not in sent])
+        moved = tuple(
+            [i for i, part in enumerate(parts or ()) if i > 0 and not _is_there(part, ranks)]
+        )
+        about = parts, ranks, (rows, *mine.shape[1:]), shared, moved if ranks > 1 else ()
+        if parts is None:
+            return (mine._dequantized(values, tuple(mine.shape)),), Gathered(mine, *about)
+        tensors = tuple([part.tensor for part in parts])
+        if rows % ranks == 0:  # else FSDP2 compares sizes
+            tensors = tuple([_as_values(t, values) for t in tensors])
+    own = {t.untyped_storage().data_ptr() for t in mine.get_data_tensors() if t is not None}
+    if all(t.untyped_storage().data_ptr() in own for t in tensors):  # no copies of values
+        mine._sent = Sent((mesh, size, dtype), _places(mine), tensors, about)
+    return tensors, Gathered(mine, *about)
+
+
+def _as_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes under a dtype: FSDP2 views all of a module's as bytes where dtypes differ."""
+    fits = tensor.dim() > 0 and tensor.shape[-1] * tensor.itemsize % dtype.itemsize == 0
+    return tensor.view(dtype) if fits else tensor
+
+
+def _places(mine: Any) -> tuple[int, ...]:
+    """Where the tensors lie that a part consists of."""
+    return tuple([0 if t is None else t.data_ptr() for t in mine.get_data_tensors()])
 
 
 def _parts(mine: Any, ranks: int, rows: int) -> list[Part] | None:
@@ -88,34 +162,34 @@ def after_gather(
 
     None where `out`, an alias of an earlier one, has been made so.
     """
-    mine, parts, ranks, shape = gathered
-    if parts is None:
-        (whole,) = outputs
-        made = whole if out is None else None
-        _check_place(whole, out)
-        return made if made is None else (made, (whole,))
-    first = outputs[0].view(ranks * parts[0].tensor.shape[0], -1)[: shape[0]]
+    parts = gathered.parts
     if out is not None:
-        _check_place(first, getattr(out, parts[0].name))
-        for name, value in _shared(mine).items():
-            setattr(out, name, value)
-        _fill(out, outputs, gathered)
+        _check_place(outputs[0], out if parts is None else getattr(out, parts[0].name))
+        if parts is not None:
+            _share(gathered, out)
+            _fill(out, outputs, gathered)
         return None
-    fields = _made_fields(first, outputs, gathered)
-    made = type(mine)._made(fields, dtype, shape)
-    _fill(made, outputs, gathered)
-    # As lines over all of their memory, whose size FSDP2 goes by.
-    buffers = [
-        t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
-        for t in _buffers(made, outputs, gathered)
-    ]
-    return made, (*outputs, *buffers)
+    if parts is None:
+        return outputs[0], ()
+    with torch.no_grad():
+        made = type(gathered.mine)._made(_made_fields(outputs, gathered), dtype, gathered.shape)
+        _share(gathered, made)
+        _fill(made, outputs, gathered)
+        # As lines over all of their memory, whose size FSDP2 goes by.
+        return made, tuple(
+            [
+                t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
+                for t in _buffers(made, outputs, gathered)
+            ]
+        )
 
 
-def _made_fields(first: Tensor, outputs: tuple, gathered: Gathered) -> dict[str, Any]:
+def _made_fields(outputs: tuple, gathered: Gathered) -> dict[str, Any]:
     """Fields of the whole weight, without what `_fill` writes."""
-    mine, parts, ranks, shape = gathered
-    fields = mine._of_shape({**mine._fields(), **_shared(mine)}, shape)
+    mine, parts, ranks, shape, *_ = gathered
+    codes = parts[0].tensor
+    first = outputs[0].view(codes.dtype).view(ranks * codes.shape[0], -1)[: shape[0]]
+    fields = mine._of_shape(mine._fields(), shape)
     length = getattr(mine, parts[0].name).shape[1]
     fields[parts[0].name] = first[:, :length]
     if ranks > 1:
@@ -126,12 +200,13 @@ def _made_fields(first: Tensor, outputs: tuple, gathered: Gathered) -> dict[str,
     return fields
 
 
-def _shared(mine: Any) -> dict[str, Any]:
-    """Fields of a part that the whole weight has, too."""
-    found = {name: getattr(mine, name) for name in _SHARED if hasattr(mine, name)}
-    if "_amax_columnwise" in found and mine._turns():
-        found["_amax_columnwise"] = found["_amax_rowwise"]
-    return found
+def _share(gathered: Gathered, whole: Any) -> None:
+    """Give the whole weight what all parts have alike."""
+    fields = gathered.mine.__dict__
+    for name in gathered.shared:
+        setattr(whole, name, fields[name])
+    if "_amax_columnwise" in gathered.shared and whole._turns():
+        whole._amax_columnwise = whole._amax_rowwise
 
 
 def _is_there(part: Part, ranks: int) -> bool:
@@ -144,7 +219,7 @@ def _whole_of(part: Part, arrived: Tensor, ranks: int) -> Tensor:
     shape = list(part.tensor.shape)
     shape[part.dim] *= ranks
     if _is_there(part, ranks):
-        return arrived.view(shape)
+        return arrived.view(part.tensor.dtype).view(shape)
     shape[part.dim] += -shape[part.dim] % part.align
     return part.tensor.new_empty(shape)
 
@@ -164,28 +239,33 @@ def _buffers(whole: Any, outputs: tuple, gathered: Gathered) -> list[Tensor]:
 
 def _fill(whole: Any, outputs: tuple, gathered: Gathered) -> None:
     """Write the buffers of the whole weight; autograd, which has saved them, takes no notice."""
-    buffers = [t for t in _buffers(whole, outputs, gathered) if not t.is_inference()]
-    with torch.no_grad(), versions_kept(buffers):
-        if gathered.ranks > 1:
-            for part, arrived in zip(gathered.parts[1:], outputs[1:], strict=True):
-                if not _is_there(part, gathered.ranks):
-                    _put(part, arrived, getattr(whole, part.name), gathered.ranks)
-        if whole._turns():
+    turns = getattr(whole, whole._FORMS[1][0]) is not None and whole._turns()
+    if not (gathered.moved or turns):
+        return
+    names = [gathered.parts[i].name for i in gathered.moved]
+    names += whole._FORMS[1] if turns else ()
+    written = [getattr(whole, name) for name in names]
+    kept = [t for t in written if isinstance(t, Tensor) and not t.is_inference()]
+    with torch.no_grad(), versions_kept(kept):
+        for i in gathered.moved:
+            part = gathered.parts[i]
+            _put(part, outputs[i], getattr(whole, part.name), gathered.ranks)
+        if turns:
             whole._turn()
 
 
 def _put(part: Part, arrived: Tensor, whole: Tensor, ranks: int) -> None:
     """Write the parts of all ranks side by side, and zeros behind them."""
-    parts = arrived.view(ranks, *part.tensor.shape).movedim(0, part.dim)
+    parts = arrived.view(part.tensor.dtype).view(ranks, *part.tensor.shape).movedim(0, part.dim)
     parts = parts.flatten(part.dim, part.dim + 1)
     length = parts.shape[part.dim]
     whole.narrow(part.dim, 0, length).copy_(parts)
     whole.narrow(part.dim, length, whole.shape[part.dim] - length).zero_()
 
 
-def _check_place(arrived: Tensor, out: Tensor | None) -> None:
+def _check_place(arrived: Tensor, out: Tensor) -> None:
     """RuntimeError where FSDP2 has gathered to other memory than before."""
-    if out is not None and out.data_ptr() != arrived.data_ptr():
+    if out.data_ptr() != arrived.data_ptr():
         raise RuntimeError(
             "fsdp_post_all_gather: FSDP2 gathered to memory other than out; this version of torch "
             "is not supported"

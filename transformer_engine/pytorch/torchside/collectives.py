@@ -105,12 +105,14 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> tupl
     return inp, start_sum(inp, tp_group, async_op)
 
 
-def start_largest(tensors: Sequence[Tensor], group: Any) -> tuple[Any, Callable | None]:
+def start_largest(
+    tensors: Sequence[Tensor], group: Any, async_op: bool = True
+) -> tuple[Any, Callable | None]:
     """Begin to give each rank the largest values of all ranks, in place, by one collective.
 
     Tensors are fp32, and their values not negative: so their bits, as integers, have the order of
-    the values, and NaN is the largest. `group` None: all ranks. Returns a handle (None: of one
-    rank) and, for several tensors, the function to be called once it was waited for.
+    the values, and NaN is the largest. `group` None: all ranks. Returns a handle (None: there is
+    nothing to wait for) and, for several tensors, the function to be called after that.
     """
     if not tensors or ranks_of("start_largest", group) == 1:
         return None, None
@@ -118,7 +120,7 @@ def start_largest(tensors: Sequence[Tensor], group: Any) -> tuple[Any, Callable 
     joined = tensors[0] if direct else torch.cat([t.reshape(-1) for t in tensors])
     most = torch.distributed.ReduceOp.MAX
     bits = joined.view(torch.int32)
-    work = torch.distributed.all_reduce(bits, most, group=group, async_op=True)
+    work = torch.distributed.all_reduce(bits, most, group=group, async_op=async_op)
 
     def put() -> None:
         parts = joined.split([tensor.numel() for tensor in tensors])
@@ -129,8 +131,8 @@ def start_largest(tensors: Sequence[Tensor], group: Any) -> tuple[Any, Callable 
 
 
 def take_largest(tensors: Sequence[Tensor], group: Any) -> None:
-    """`start_largest`, and wait for it."""
-    work, put = start_largest(tensors, group)
+    """`start_largest` on the current stream, which takes no other one to wait for."""
+    work, put = start_largest(tensors, group, async_op=False)
     if work is not None:
         work.wait()
     if put is not None:

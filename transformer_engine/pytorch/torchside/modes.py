@@ -27,7 +27,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_parameter_registration_hooks,
+    _has_any_global_hook,
+)
 from torch.nn.utils.parametrize import _inject_new_class
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -495,6 +498,21 @@ def only_forwards(*modules: torch.nn.Module) -> bool:
     if torch.compiler.is_compiling() or _has_any_global_hook():
         return False
     return _core.only_forward(modules, _CALL, _LIBRARY)
+
+
+def replaces(parameters: dict, name: str, value: Any) -> bool:
+    """Put a parameter in the place of another one of a module; False where torch has to do it.
+
+    Torch looks the name up in all that a module has, which FSDP2 would wait for many times a step.
+    """
+    if (
+        not isinstance(value, torch.nn.Parameter)
+        or not value.is_leaf
+        or _global_parameter_registration_hooks
+    ):
+        return False
+    parameters[name] = value
+    return True
 
 
 # ---- process groups ------------------------------------------------------------------------------
