@@ -2,6 +2,7 @@
 """Functions of layers against float64 definitions, and against our PyTorch modules."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from transformer_engine.common import recipe
 from transformer_engine.jax import cpp_extensions as tex, quantize as tq
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.cpp_extensions import CollectiveOp, CollectiveOpSet
+from transformer_engine.jax.definitions import by_definition
 from transformer_engine.jax.definitions.activations import ACTIVATIONS
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.layernorm import layernorm
@@ -307,7 +309,8 @@ def test_operands_are_fp8():
         def loss(x, kernel, quantizers=quantizers):
             return jnp.sum(dense(x, kernel, None, LAST, quantizer_set=quantizers))
 
-        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((4, 8)), jnp.ones((8, 4)))
+        step = by_definition(jax.grad(loss, (0, 1)))
+        jaxpr = jax.make_jaxpr(step)(jnp.ones((4, 8)), jnp.ones((8, 4)))
         products = [line for line in str(jaxpr).splitlines() if "dot_general" in line]
         text = str(jaxpr)
         assert "f8_e4m3fn" in text and "f8_e5m2" in text
@@ -344,24 +347,31 @@ def test_checkpoints_and_their_names(rng):
     )
     x, kernel = to_jax(normal(rng, 4, 16)), to_jax(normal(rng, 16, 16))
 
-    def layer(x, kernel):
+    unnamed = tq.QuantizerFactory.create_set(fp8_recipe=RECIPES["current"])
+
+    def layer(x, kernel, quantizers=quantizers):
         return jnp.sin(dense(x, kernel, None, LAST, quantizer_set=quantizers))
 
-    def products(policy):
-        run = jax.checkpoint(layer, policy=policy)
-        return str(jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(run(*a)), (0, 1)))(x, kernel)).count(
-            "dot_general"
-        )
+    def ran(policy):
+        """Products by definition, and plans."""
+        counts = []
+        for way, what in ((by_definition, "dot_general"), (lambda f: f, "te_plan")):
+            jax.clear_caches()  # of what was traced the other way
+            run = jax.checkpoint(partial(layer, quantizers=unnamed), policy=policy)
+            step = way(jax.grad(lambda *a, run=run: jnp.sum(run(*a)), (0, 1)))
+            counts.append(str(jax.make_jaxpr(step)(x, kernel)).count(what))
+        return tuple(counts)
 
-    assert products(jax.checkpoint_policies.nothing_saveable) == 4
-    assert products(policies.te_gemms_saveable) == 3
-    assert products(policies.dots_and_te_gemms_with_no_batch_dims) == 3
-    assert products(policies.checkpoint_dots_and_te_gemms) == 3
+    assert ran(jax.checkpoint_policies.nothing_saveable) == (4, 3)
+    assert ran(policies.te_gemms_saveable) == (3, 2)
+    assert ran(policies.dots_and_te_gemms_with_no_batch_dims) == (3, 2)
+    assert ran(policies.checkpoint_dots_and_te_gemms) == (3, 2)
     named = jax.checkpoint_policies.save_only_these_names("casts")
-    saved = jax.make_jaxpr(lambda *a: jax.vjp(jax.checkpoint(layer, policy=named), *a)[1])(
-        x, kernel
-    )
-    assert any(aval.dtype == jnp.float8_e4m3fn for aval in saved.out_avals)
+    run = jax.checkpoint(layer, policy=named)
+    for way, dtype in ((by_definition(run), jnp.float8_e4m3fn), (run, jnp.uint8)):
+        jax.clear_caches()
+        saved = jax.make_jaxpr(lambda *a, way=way: jax.vjp(way, *a)[1])(x, kernel)
+        assert any(aval.dtype == dtype for aval in saved.out_avals)
     plain = jax.jit(jax.grad(lambda *a: jnp.sum(layer(*a)), (0, 1)))(x, kernel)
     again = jax.jit(jax.grad(lambda *a: jnp.sum(jax.checkpoint(layer)(*a)), (0, 1)))(x, kernel)
     for found, expected in zip(again, plain, strict=True):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
@@ -28,6 +29,7 @@ from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
+from transformer_engine.jax.quantize.state import joined
 
 # ---- what runs as a plan -------------------------------------------------------------------------
 
@@ -149,7 +151,6 @@ def _plans_of(facts: _Facts) -> CallPlans:
 
 
 _FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2  # of a dense layer; the last one is that of what is returned
-_DELAYED = ScalingMode.DELAYED_TENSOR_SCALING
 
 
 def _scales(uses: Sequence[linear.Uses], backward: bool) -> list[Array]:
@@ -259,8 +260,12 @@ def forward(
     state = _state_of(plans.forward_state, uses, backward=False)
     made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
     saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
+    if plans.saves_packed:  # with it and the output nothing of the forward has to run again
+        name = layer.linears[0].x.name or linear.GEMM_NAME
+        saved = (checkpoint_name(saved[0], name), *saved[1:])
+    y = checkpoint_name(made.outputs[0], linear.GEMM_NAME)
     kept = facts, _Given(batch, tuple(listed)), saved, tuple(uses), _amaxes(made, _FORWARD_SLOTS)
-    return made.outputs[0].reshape(*batch, *features), Kept(*kept)
+    return y.reshape(*batch, *features), Kept(*kept)
 
 
 def backward(kept: Kept, grad: Array) -> Gradients:
@@ -278,18 +283,24 @@ def backward(kept: Kept, grad: Array) -> Gradients:
     of_x, *found = [None if of is None else a.reshape(of[0]).astype(of[1]) for a, of in listed]
     count = len(facts.kernels)
     amaxes = kept.amaxes, _amaxes(made, _BACKWARD_SLOTS)
-    uses = [_next(number, of, *amaxes) for number, of in enumerate(facts.layer.linears)]
+    uses = [
+        _next(number, *of, *amaxes)
+        for number, of in enumerate(zip(facts.layer.linears, kept.uses, strict=True))
+    ]
     return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), tuple(uses))
 
 
 def _next(
-    number: int, of: linear.LinearPlan, forward: Array | None, backward: Array | None
+    number: int,
+    of: linear.LinearPlan,
+    uses: linear.Uses,
+    forward: Array | None,
+    backward: Array | None,
 ) -> linear.Uses:
     """Gradients of the states of a dense layer."""
     operands = (of.x, forward, 0), (of.kernel, forward, 1), (of.grad, backward, 0)
-    return tuple(
-        linear.gradient_of_use(
-            amaxes[number, slot : slot + 1] if operand.mode is _DELAYED else None, operand
-        )
-        for operand, amaxes, slot in operands
-    )
+    made = []
+    for (operand, amaxes, slot), use in zip(operands, uses, strict=True):
+        amax = None if use is None else joined(amaxes[number, slot : slot + 1], use.scale)
+        made.append(linear.gradient_of_use(amax, operand))
+    return tuple(made)

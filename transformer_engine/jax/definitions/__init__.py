@@ -51,7 +51,11 @@ def are_custom_calls_on() -> bool:
 
 
 def by_definition(function: Callable) -> Callable:
-    """The same function with the functions of the table, whatever is in force."""
+    """The same function with the functions of the table, whatever is in force.
+
+    JAX keeps what it has traced, of `jit` and `checkpoint` too: give it functions that it has not
+    seen, or clear its caches.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ class Limits(NamedTuple):
     segments: tuple | None  # ((ids, positions) of queries, the same of keys), each [batch, length]
     mask: jax.Array | None  # [batch or 1, heads or 1, queries or 1, keys], True hides a key
     lengths: tuple | None = None
-    """Of queries and keys, int32 [batch], where segments are one sequence that its row begins with."""
+    """Of queries and keys, int32 [batch], where a row begins with its one sequence."""
 
 
 class Problem(NamedTuple):

@@ -120,6 +120,23 @@ def _recorded_in_batch(
     return recorded(values, scale), False
 
 
+@custom_vmap
+def joined(amax: Array, scale: Array) -> Array:
+    """An amax [1] that a call has seen; under `jax.vmap` as of `recorded`."""
+    del scale
+    return amax
+
+
+@joined.def_vmap
+def _joined_in_batch(
+    axis_size: int, in_batched: list[bool], amax: Array, scale: Array
+) -> tuple[Array, bool]:
+    of_amax, of_scale = in_batched
+    if of_scale:
+        return (amax if of_amax else jnp.broadcast_to(amax, (axis_size, *amax.shape))), True
+    return joined(jnp.max(amax, 0) if of_amax else amax, scale), False
+
+
 def tapped(amax: Array, slot: int) -> Use:
     """The gradient of a `Use`, by which the reading learns of an amax [1]."""
     tap = jnp.zeros((USES, 2), jnp.float32)
