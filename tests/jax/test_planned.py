@@ -15,6 +15,8 @@ from tols import tol
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
+from transformer_engine.common.operand_casts import quantization_of
+from transformer_engine.jax import linear, planned
 from transformer_engine.jax.definitions import by_definition
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -237,3 +239,16 @@ def test_over_a_mesh_definitions_run():
         of_parts = str(jax.make_jaxpr(cut)(x, kernel))
     assert "te_plan" in alone and "te_plan" not in spread and "te_plan" in of_parts
     assert jnp.array_equal(found, jax.jit(run)(x, kernel))
+
+
+def test_accumulation_is_that_of_the_recipe():
+    """The flags of the node are those of the PyTorch modules."""
+    precise = recipes.MMParams(use_split_accumulator=True)
+    for recipe in (
+        recipes.DelayedScaling(),
+        recipes.Float8CurrentScaling(),
+        recipes.Float8CurrentScaling(fp8_gemm_fprop=precise),
+        recipes.Float8BlockScaling(),
+    ):
+        (plan, _) = linear.plan_of_set(quantizers(recipe, 1)[0])
+        assert planned._quantization(plan) == quantization_of(recipe)

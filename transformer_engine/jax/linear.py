@@ -42,6 +42,7 @@ class LinearPlan(NamedTuple):
     kernel: OperandPlan = OperandPlan()
     grad: OperandPlan = OperandPlan()
     backward: str | None = None  # backward_override of the recipe
+    fast: int = 0  # ``_core.LINEAR_FAST_*``
 
     @property
     def is_quantized(self) -> bool:
@@ -65,7 +66,7 @@ def plan_of_set(quantizers: QuantizerSet) -> tuple[LinearPlan, Uses]:
     """Split a quantizer set into what is static and what is not."""
     made = [plan_of(q) for q in (quantizers.x, quantizers.kernel, quantizers.dgrad)]
     plans, uses = zip(*made, strict=True)
-    return LinearPlan(*plans, quantizers.backward_override), uses
+    return LinearPlan(*plans, quantizers.backward_override, quantizers.fast), uses
 
 
 class _Form(NamedTuple):

@@ -106,9 +106,7 @@ def _cast(cast: Cast | None) -> OperandCast:
 
 def _quantization(plan: linear.LinearPlan) -> Quantization:
     casts = [_cast(operand.cast) for operand in (plan.x, plan.kernel, plan.grad)]
-    # As the recipes have it for PyTorch: the forward's product, where it scales its result once.
-    fast = all(operand.mode.is_tensor_scaling() for operand in (plan.x, plan.kernel))
-    return Quantization(*casts, _core.LINEAR_FAST_OUTPUT if fast else 0, _BACKWARDS[plan.backward])
+    return Quantization(*casts, plan.fast, _BACKWARDS[plan.backward])
 
 
 # ---- plans ---------------------------------------------------------------------------------------

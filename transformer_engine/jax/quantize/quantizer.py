@@ -219,16 +219,19 @@ class QuantizerSet:
         Of the input, the weight and the gradient of the output.
     backward_override : {None, "high_precision", "dequantized"}
         Of the recipe: what the products of the backward multiply.
+    fast : int
+        Products with fast accumulation on CUDA, ``_core.LINEAR_FAST_*``.
     """
 
     x: Quantizer | None = None
     kernel: Quantizer | None = None
     dgrad: Quantizer | None = None
     backward_override: str | None = None
+    fast: int = 0
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """Split into leaves and the rest."""
-        return (self.x, self.kernel, self.dgrad), (self.backward_override,)
+        return (self.x, self.kernel, self.dgrad), (self.backward_override, self.fast)
 
     @classmethod
     def tree_unflatten(cls, rest: tuple, leaves: tuple) -> "QuantizerSet":
@@ -337,7 +340,7 @@ class QuantizerFactory:
                 QuantizerFactory._of(config, cast, meta, layout, n_groups, checkpoint_name)
                 for cast, meta in zip(config.casts, metas, strict=True)
             ]
-            made.append(QuantizerSet(*own, config.backward_override))
+            made.append(QuantizerSet(*own, config.backward_override, config.fast))
         return made[0] if n_quantizer_sets == 1 else tuple(made)
 
     @staticmethod

@@ -88,17 +88,20 @@ class QuantizeConfig:
         Of delayed scaling.
     backward_override : str or None
         Of the recipe.
+    fast : int
+        Products with fast accumulation, ``_core.LINEAR_FAST_*``.
     """
 
     def __init__(self, recipe: recipes.Recipe | None) -> None:
         self.recipe = recipe
         self.casts: tuple[Cast | None, ...] = (None, None, None)
         self.amax_history_len, self.amax_compute_algo = 0, "max"
-        self.backward_override = None
+        self.backward_override, self.fast = None, 0
         if recipe is None:
             return
         check_recipe(recipe)
-        self.casts = tuple(_cast_of(cast, recipe) for cast in quantization_of(recipe).casts)
+        found = quantization_of(recipe)
+        self.casts, self.fast = tuple(_cast_of(cast, recipe) for cast in found.casts), found.fast
         self.backward_override = recipe.backward_override
         if recipe.delayed():
             self.amax_history_len = recipe.amax_history_len
@@ -112,6 +115,7 @@ class QuantizeConfig:
             return made
         forward, backward = fwd_dtype or jnp.float8_e4m3fn, bwd_dtype or jnp.float8_e5m2
         made.casts = tuple(cast_of_mode(mode, d) for d in (forward, forward, backward))
+        made.fast = _core.LINEAR_FAST_OUTPUT if mode.is_tensor_scaling() else 0
         if mode is ScalingMode.DELAYED_TENSOR_SCALING:
             made.amax_history_len = 1024
         return made
