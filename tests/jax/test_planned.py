@@ -252,3 +252,46 @@ def test_accumulation_is_that_of_the_recipe():
     ):
         (plan, _) = linear.plan_of_set(quantizers(recipe, 1)[0])
         assert planned._quantization(plan) == quantization_of(recipe)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_nobody_wants_cost_nothing(kind):
+    """Products are counted; what is wanted has the bits that it has with all others."""
+    case = Case(kind, torch.bfloat16)
+    sets = quantizers(RECIPES["delayed"], case.layers)
+    grad = case.array(torch.randn(*LEADING, OUT if case.layers == 1 else IN, dtype=torch.bfloat16))
+    made = jax.block_until_ready(jax.jit(case.step)(case.arrays, sets, grad))
+    out, everything, following = made
+
+    def of(*names):
+        """Gradients of some arrays, or of the sets alone; how many products ran."""
+        given = {name: case.arrays[name] for name in names} or sets
+
+        @jax.jit
+        def step(given, grad):
+            def run(given):
+                return (
+                    case.run(case.arrays | given, sets) if names else case.run(case.arrays, given)
+                )
+
+            return jax.vjp(run, given)[1](grad)[0]
+
+        with te.counting() as ran:
+            found = jax.block_until_ready(step(given, grad))
+        return found, ran.fp8_gemms
+
+    weights = [name for name in case.arrays if name.endswith("weight") and "norm" not in name]
+    found, count = of(*weights)
+    assert count == 3 * case.layers - 1  # none for the gradient of the first layer's input
+    for name in weights:
+        assert jnp.array_equal(found[name], everything[name])
+    found, count = of("x")
+    assert count == 2 * case.layers and jnp.array_equal(found["x"], everything["x"])
+    states, count = of()
+    assert count == case.layers
+    for one, other in zip(states, following, strict=True):
+        for made, wanted in ((one.x, other.x), (one.kernel, other.kernel)):
+            assert jnp.array_equal(made.scale, wanted.scale)
+    with te.counting() as ran:
+        alone = jax.block_until_ready(jax.jit(case.run)(case.arrays, sets))
+    assert ran.fp8_gemms == case.layers and jnp.array_equal(alone, out)

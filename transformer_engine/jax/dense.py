@@ -93,24 +93,24 @@ def _dense(plan: _Plan, x: Array, kernel: Array, bias: Array | None, uses: linea
     return _forward(plan, x, kernel, bias, uses)[0]
 
 
-def _forward(
-    plan: _Plan, x: Array, kernel: Array, bias: Array | None, uses: linear.Uses
-) -> tuple[Array, Any]:
+def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
+    x, kernel, bias, uses = planned.values(given)
     layer = planned.Layer((plan.linear,))
     if planned.runs(layer, x, kernel):
-        return planned.forward(layer, x, (None, None), (kernel,), (bias,), (uses,), plan.depth)
+        x, *others = given
+        return planned.forward(layer, x, (None, None), *((a,) for a in others), plan.depth)
     y, saved = linear.linear_forward(x, kernel, plan.linear, uses, plan.depth)
     return linear.with_bias(y, bias, plan.linear.is_quantized, x.dtype), (saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, grad)
+        of = planned.backward(kept, planned.whole(grad))
         return of.x, *of.kernels, *of.biases, *of.uses
-    saved, bias, uses = kept
+    grad, (saved, bias, uses) = planned.whole(grad), kept
     made = linear.linear_backward(saved, grad, plan.linear, uses, plan.depth)
     of_x = made.x.astype(saved.dtypes[0].dtype)
     return of_x, made.kernel, linear.bias_gradient(grad, bias), made.uses
 
 
-_dense.defvjp(_forward, _backward)
+_dense.defvjp(_forward, _backward, symbolic_zeros=True)

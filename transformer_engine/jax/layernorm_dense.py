@@ -71,18 +71,12 @@ def _layernorm_dense(plan: _Plan, *args: Any) -> Array:
     return _forward(plan, *args)[0]
 
 
-def _forward(
-    plan: _Plan,
-    x: Array,
-    kernel: Array,
-    gamma: Array,
-    beta: Array | None,
-    bias: Array | None,
-    uses: linear.Uses,
-) -> tuple[Array, Any]:
+def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
+    x, kernel, gamma, beta, bias, uses = planned.values(given)
     layer = planned.Layer((plan.linear,), plan.norm)
     if planned.runs(layer, x, kernel, gamma):
-        return planned.forward(layer, x, (gamma, beta), (kernel,), (bias,), (uses,))
+        x, kernel, *affine, bias, uses = given
+        return planned.forward(layer, x, tuple(affine), (kernel,), (bias,), (uses,))
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linear, x.dtype), plan.axes)
     y, saved = linear.linear_forward(operand, kernel, plan.linear, uses)
@@ -91,12 +85,12 @@ def _forward(
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, grad)
+        of = planned.backward(kept, planned.whole(grad))
         return of.x, *of.kernels, *of.affine, *of.biases, *of.uses
-    norm, saved, bias, uses = kept
+    grad, (norm, saved, bias, uses) = planned.whole(grad), kept
     made = linear.linear_backward(saved, grad, plan.linear, uses)
     of_x, of_gamma, of_beta = norm_backward(plan.norm, norm, made.x.astype(norm.x.dtype))
     return of_x, made.kernel, of_gamma, of_beta, linear.bias_gradient(grad, bias), made.uses
 
 
-_layernorm_dense.defvjp(_forward, _backward)
+_layernorm_dense.defvjp(_forward, _backward, symbolic_zeros=True)

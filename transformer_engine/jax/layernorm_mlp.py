@@ -111,18 +111,12 @@ def _layernorm_mlp(plan: _Plan, *args: Any) -> Array:
     return _forward(plan, *args)[0]
 
 
-def _forward(
-    plan: _Plan,
-    x: Array,
-    gamma: Array,
-    beta: Array | None,
-    kernels: tuple[Array, Array],
-    biases: tuple[Array | None, Array | None],
-    uses: tuple[linear.Uses, linear.Uses],
-) -> tuple[Array, Any]:
+def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
+    x, gamma, beta, kernels, biases, uses = planned.values(given)
     layer = planned.Layer(plan.linears, plan.norm, plan.activation)
     if planned.runs(layer, x, gamma, *kernels):
-        y, kept = planned.forward(layer, x, (gamma, beta), kernels, biases, uses)
+        x, *affine, kernels, biases, uses = given
+        y, kept = planned.forward(layer, x, tuple(affine), kernels, biases, uses)
         return checkpoint_name(y, plan.names[1]), kept
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linears[0], x.dtype), plan.axes[0])
@@ -141,9 +135,9 @@ def _forward(
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, grad)
+        of = planned.backward(kept, planned.whole(grad))
         return of.x, *of.affine, of.kernels, of.biases, of.uses
-    norm, h, saved, biases, uses = kept
+    grad, (norm, h, saved, biases, uses) = planned.whole(grad), kept
     second = linear.linear_backward(saved[1], grad, plan.linears[1], uses[1])
     of_values = second.x.astype(h.dtype)
     of_h = chosen("activation_gradient")(of_values, h, *plan.activation)
@@ -155,4 +149,4 @@ def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     return of_x, of_gamma, of_beta, of_kernels, of_biases, (first.uses, second.uses)
 
 
-_layernorm_mlp.defvjp(_forward, _backward)
+_layernorm_mlp.defvjp(_forward, _backward, symbolic_zeros=True)

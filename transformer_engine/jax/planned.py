@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
@@ -121,17 +122,24 @@ class _Facts(NamedTuple):
     has_beta: bool
     kernels: tuple[tuple[int, int, int], ...]  # of each in, out, dtype
     biases: tuple[int | None, ...]  # dtypes
+    wanted: tuple[bool, tuple, tuple, tuple]
+    """Whether the gradients of input, gamma and beta, kernels, biases are."""
+
+
+def _parameter(wanted: bool) -> int:
+    return _core.VALUE_PARAMETER | _core.VALUE_GRADIENT * wanted
 
 
 @functools.lru_cache(maxsize=256)
 def _plans_of(facts: _Facts) -> CallPlans:
-    layer, parts, wanted = facts.layer, [], _core.VALUE_PARAMETER | _core.VALUE_GRADIENT
+    layer, parts = facts.layer, []
+    of_x, of_affine, of_kernels, of_biases = facts.wanted
     for i, (of_in, out, dtype) in enumerate(facts.kernels):
         flags = graphs.LinearFlags(
             node=_core.LINEAR_WEIGHT_TRANSPOSED,
-            input=_core.VALUE_GRADIENT,
-            weight=wanted,
-            bias=0 if facts.biases[i] is None else wanted,
+            input=_core.VALUE_GRADIENT * of_x,
+            weight=_parameter(of_kernels[i]),
+            bias=0 if facts.biases[i] is None else _parameter(of_biases[i]),
         )
         bias = facts.dtype if facts.biases[i] is None else facts.biases[i]
         dtypes = facts.dtype, dtype, bias, facts.dtype, dtype
@@ -139,8 +147,9 @@ def _plans_of(facts: _Facts) -> CallPlans:
     norm = activation = None
     if layer.norm is not None:
         kind, centered, epsilon = layer.norm
-        beta, node = wanted * facts.has_beta, _core.NODE_ZERO_CENTERED * centered
-        norm = graphs.Norm(_NORMS[kind], facts.norm, epsilon, wanted, beta, node)
+        gamma, beta = map(_parameter, of_affine)
+        flags = gamma, beta * facts.has_beta, _core.NODE_ZERO_CENTERED * centered
+        norm = graphs.Norm(_NORMS[kind], facts.norm, epsilon, *flags)
     if layer.activation is not None:
         kinds, numbers = layer.activation
         activation = graphs.Activation(_ACTIVATIONS[kinds], *numbers)
@@ -201,13 +210,34 @@ class Kept:
 
 
 class Gradients(NamedTuple):
-    """Gradients of a layer, of the shapes and dtypes of what they are of; None of what is not."""
+    """Gradients of a layer, as what they are of; None of what is absent or has none."""
 
-    x: Array
+    x: Array | None
     affine: tuple[Array | None, Array | None]
-    kernels: tuple[Array, ...]
+    kernels: tuple[Array | None, ...]
     biases: tuple[Array | None, ...]
     uses: tuple[linear.Uses, ...]
+
+
+def values(given: Any) -> Any:
+    """What a `custom_vjp` with ``symbolic_zeros`` gives its forward, as arrays."""
+    return jax.tree.map(lambda a: a.value if _is_primal(a) else a, given, is_leaf=_is_primal)
+
+
+def _is_primal(given: Any) -> bool:
+    return isinstance(given, CustomVJPPrimal)
+
+
+def _are_wanted(given: Any) -> Any:
+    """Whether gradients are, of what `values` takes."""
+    if isinstance(given, tuple):
+        return tuple(map(_are_wanted, given))
+    return _is_primal(given) and given.perturbed
+
+
+def whole(grad: Array | SymbolicZero) -> Array:
+    """The gradient that a `custom_vjp` with ``symbolic_zeros`` gives its backward, as an array."""
+    return jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad
 
 
 def _matrix(kernel: Array, depth: int, dtype: Any) -> Array:
@@ -221,19 +251,22 @@ def _vector(bias: Array | None, dtype: Any) -> Array | None:
 
 def forward(
     layer: Layer,
-    x: Array,
-    affine: tuple[Array | None, Array | None],
-    kernels: Sequence[Array],
-    biases: Sequence[Array | None],
-    uses: Sequence[linear.Uses],
+    x: Any,
+    affine: tuple,
+    kernels: tuple,
+    biases: tuple,
+    uses: tuple[linear.Uses, ...],
     depth: int = 1,
 ) -> tuple[Array, Kept]:
-    """Run a layer.
+    """Run a layer on what a `custom_vjp` with ``symbolic_zeros`` gives its forward, or on arrays.
 
     `x` is [batch.., in..], where in are `depth` dims, and `affine` are gamma and beta of the norm,
     [in]. The first kernel is [in.., out..], a second one [in, out..], biases are [out..]. Returns
-    [batch.., out..] in the dtype of `x`, and what `backward` needs.
+    [batch.., out..] in the dtype of `x`, and what `backward` needs: nothing for gradients that
+    nobody wants.
     """
+    wanted = _are_wanted((x, tuple(affine), tuple(kernels), tuple(biases)))
+    x, affine, kernels, biases, uses = values((x, affine, kernels, biases, uses))
     listed = [None if a is None else (a.shape, a.dtype) for a in (x, *kernels, *biases)]
     batch = x.shape[: x.ndim - depth]
     depths = (depth, 1)[: len(kernels)]
@@ -251,13 +284,16 @@ def forward(
         affine[1] is not None,
         tuple((*kernel.shape, code(kernel.dtype)) for kernel in kernels),
         tuple(None if bias is None else code(bias.dtype) for bias in biases),
+        wanted,
     )
     plans = _plans_of(facts)
     pairs = zip(kernels, biases, strict=True)
     tensors = (x, *(affine if layer.norm else ()), *itertools.chain.from_iterable(pairs))
     state = _state_of(plans.forward_state, uses, backward=False)
     made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
-    saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
+    saved = ()
+    if plans.backward is not None:
+        saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
     if plans.saves_packed:  # with it and the output nothing of the forward has to run again
         name = layer.linears[0].x.name or linear.GEMM_NAME
         saved = (checkpoint_name(saved[0], name), *saved[1:])
@@ -269,6 +305,9 @@ def forward(
 def backward(kept: Kept, grad: Array) -> Gradients:
     """Gradients, by that of the result."""
     facts, plans = kept.facts, _plans_of(kept.facts)
+    if plans.backward is None:  # the state alone goes on
+        nothing = (None,) * len(facts.kernels)
+        return Gradients(None, (None, None), nothing, nothing, _following(kept, None))
     packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
     state = _state_of(plans.backward_state, kept.uses, backward=True)
     grad = grad.reshape(*(kept.given.batch or (1,)), facts.kernels[-1][1])
@@ -278,14 +317,15 @@ def backward(kept: Kept, grad: Array) -> Gradients:
     if facts.layer.norm is not None:
         affine, others = tuple(others[:2]), others[2:]
     listed = zip((of_x, *others[::2], *others[1::2]), kept.given.tensors, strict=True)
-    of_x, *found = [None if of is None else a.reshape(of[0]).astype(of[1]) for a, of in listed]
-    count = len(facts.kernels)
-    amaxes = kept.amaxes, _amaxes(made, _BACKWARD_SLOTS)
-    uses = [
-        _next(number, *of, *amaxes)
-        for number, of in enumerate(zip(facts.layer.linears, kept.uses, strict=True))
-    ]
-    return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), tuple(uses))
+    of_x, *found = [None if a is None else a.reshape(of[0]).astype(of[1]) for a, of in listed]
+    count, uses = len(facts.kernels), _following(kept, _amaxes(made, _BACKWARD_SLOTS))
+    return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), uses)
+
+
+def _following(kept: Kept, of_gradients: Array | None) -> tuple[linear.Uses, ...]:
+    """Gradients of all states."""
+    pairs = enumerate(zip(kept.facts.layer.linears, kept.uses, strict=True))
+    return tuple(_next(number, *of, kept.amaxes, of_gradients) for number, of in pairs)
 
 
 def _next(
@@ -299,6 +339,8 @@ def _next(
     operands = (of.x, forward, 0), (of.kernel, forward, 1), (of.grad, backward, 0)
     made = []
     for (operand, amaxes, slot), use in zip(operands, uses, strict=True):
-        amax = None if use is None else joined(amaxes[number, slot : slot + 1], use.scale)
+        amax = None
+        if use is not None and amaxes is not None:
+            amax = joined(amaxes[number, slot : slot + 1], use.scale)
         made.append(linear.gradient_of_use(amax, operand))
     return tuple(made)
