@@ -235,6 +235,22 @@ def _are_wanted(given: Any) -> Any:
     return _is_primal(given) and given.perturbed
 
 
+def _wanted(x: Any, affine: tuple, kernels: tuple, biases: tuple, uses: tuple) -> tuple:
+    """Which gradients the plans make: also one that is not wanted, where a state needs the cast.
+
+    The gradient of a layer's output is cast for that of its kernel, or of what comes before it.
+    """
+    given = (x, tuple(affine), tuple(kernels), tuple(biases))
+    of_x, of_affine, of_kernels, of_biases = _are_wanted(given)
+    found: list[bool] = []
+    before = of_x or any(of_affine)
+    for i, (_, _, grad) in enumerate(uses):
+        state = grad is not None and any(map(_are_wanted, grad))
+        found.append(of_kernels[i] or (state and not before))
+        before |= found[i] or of_biases[i]
+    return of_x, of_affine, tuple(found), of_biases
+
+
 def whole(grad: Array | SymbolicZero) -> Array:
     """The gradient that a `custom_vjp` with ``symbolic_zeros`` gives its backward, as an array."""
     return jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad
@@ -265,7 +281,7 @@ def forward(
     [batch.., out..] in the dtype of `x`, and what `backward` needs: nothing for gradients that
     nobody wants.
     """
-    wanted = _are_wanted((x, tuple(affine), tuple(kernels), tuple(biases)))
+    wanted = _wanted(x, affine, kernels, biases, uses)
     x, affine, kernels, biases, uses = values((x, affine, kernels, biases, uses))
     listed = [None if a is None else (a.shape, a.dtype) for a in (x, *kernels, *biases)]
     batch = x.shape[: x.ndim - depth]
