@@ -361,7 +361,8 @@ static void check_heads(void)
 static void check_flags(void (*make)(graph *g))
 {
     static const uint32_t linear = (TE_NODE_ZERO_CENTERED - 1) | TE_LINEAR_MEASURE_OPERANDS |
-                                   TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED;
+                                   TE_LINEAR_MEASURE_GRAD | TE_LINEAR_MEASURE_RETURNED |
+                                   TE_LINEAR_WEIGHT_TRANSPOSED;
     static const uint32_t attention = TE_NODE_SEQUENCE_FIRST | TE_NODE_BOTTOM_RIGHT |
                                       TE_NODE_DETERMINISTIC | TE_LINEAR_NO_AMAX |
                                       TE_NODE_MAX_SCORES;

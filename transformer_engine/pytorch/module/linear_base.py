@@ -130,7 +130,7 @@ class LinearBase(LinearCallBase):
         """
         parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
         if name in parameters:
-            if not replaces(parameters, name, value):
+            if not replaces(self, name, value):
                 super().__setattr__(name, value)
             self._forget_casts_of(name)
             return

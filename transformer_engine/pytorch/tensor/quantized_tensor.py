@@ -241,10 +241,7 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
 
     # ---- as a part of a weight that FSDP2 has sharded -----------------------------------------
 
-    @property
-    def fsdp_pre_all_gather(self) -> BeforeGather:
-        """What `torch.distributed.fsdp` calls for what it gathers of this part of a weight."""
-        return BeforeGather(self)
+    fsdp_pre_all_gather = BeforeGather()
 
     def fsdp_post_all_gather(
         self,

@@ -49,15 +49,19 @@ class Sent(NamedTuple):
 
 
 class BeforeGather:
-    """``fsdp_pre_all_gather`` of a part of a weight.
+    """``fsdp_pre_all_gather`` of a class, and of a part of a weight.
 
     FSDP2 reads the signature before each call: that of a method takes longer than the call.
     """
 
     __slots__ = ("_mine",)
 
-    def __init__(self, mine: Any) -> None:
+    def __init__(self, mine: Any = None) -> None:
         self._mine = mine
+
+    def __get__(self, mine: Any, _: type) -> "BeforeGather":
+        """Return that of an instance, as a method is."""
+        return self if mine is None else BeforeGather(mine)
 
     def __call__(
         self,
@@ -76,7 +80,8 @@ class BeforeGather:
         return before_gather(self._mine, mesh, orig_size, dtype)
 
 
-BeforeGather.__signature__ = inspect.signature(BeforeGather(None))
+_CALL = inspect.signature(BeforeGather.__call__)
+BeforeGather.__signature__ = _CALL.replace(parameters=list(_CALL.parameters.values())[1:])
 
 
 def travels(kind: type, square: bool, forms: list[str], rows: int, ranks: int) -> bool:

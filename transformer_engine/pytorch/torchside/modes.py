@@ -500,18 +500,20 @@ def only_forwards(*modules: torch.nn.Module) -> bool:
     return _core.only_forward(modules, _CALL, _LIBRARY)
 
 
-def replaces(parameters: dict, name: str, value: Any) -> bool:
+def replaces(module: torch.nn.Module, name: str, value: Any) -> bool:
     """Put a parameter in the place of another one of a module; False where torch has to do it.
 
     Torch looks the name up in all that a module has, which FSDP2 would wait for many times a step.
+    A framework may have put a registration of its own in the place of torch's.
     """
     if (
         not isinstance(value, torch.nn.Parameter)
         or not value.is_leaf
         or _global_parameter_registration_hooks
+        or type(module).register_parameter.__module__ != torch.nn.Module.__module__
     ):
         return False
-    parameters[name] = value
+    module.__dict__["_parameters"][name] = value
     return True
 
 
