@@ -69,7 +69,7 @@ class Quantization(NamedTuple):
 HIGH_PRECISION = Quantization()
 """No recipe: GEMMs in the dtype of the operands."""
 
-_BACKWARDS = {
+BACKWARDS = {
     None: _core.BACKWARD_QUANTIZED,
     "high_precision": _core.BACKWARD_HIGH_PRECISION,
     "dequantized": _core.BACKWARD_DEQUANTIZED,
@@ -90,7 +90,7 @@ def quantization_of(recipe: Recipe) -> Quantization:
 
 def overridden(found: Quantization, recipe: Recipe) -> Quantization:
     """The same with a recipe's ``backward_override``."""
-    backward = _BACKWARDS[recipe.backward_override]
+    backward = BACKWARDS[recipe.backward_override]
     if backward == _core.BACKWARD_QUANTIZED:
         return found
     # Neither gradients nor column-wise forms are cast, of which these are said.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as the operators of the C library: one custom call forward, one backward."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,7 @@ _VECTOR, _MOST_CHANNELS = 8, 256
 
 
 def _runs(
-    problem: Problem,
-    heads: tuple[Array, Array, Array],
-    bias: Array | None,
-    sink: Array | None,
-    limits: Limits,
+    problem: Problem, heads: tuple[Array, ...], bias: Array | None, _: Any, limits: Limits
 ) -> bool:
     """Return whether the operators compute a call; asked while it is traced.
 
@@ -29,7 +26,6 @@ def _runs(
     256. A bias is added behind the scale, and its gradient is of all queries and keys; sequences of
     a batch are whole or have lengths. What they do not compute is by definition (docs/jax.md).
     """
-    del sink
     q, k, v = heads
     known = limits.segments is None or limits.lengths is not None
     if not are_custom_calls_on() or problem.max_logit or not known:
@@ -150,29 +146,30 @@ def attend(
     return _forward(problem, q, k, v, bias, sink, limits, key)[0]
 
 
-def _forward(
-    problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    sink: Array | None,
-    limits: Limits,
-    key: Array | None,
-) -> tuple:
-    given = (q, k, v), bias, sink, limits
+@partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("called",))
+@dataclass
+class _Kept:
+    """What the backward needs; `called`: the operators ran, whose backward it then is."""
+
+    arrays: tuple
+    called: bool
+
+
+def _forward(problem: Problem, *args: Any) -> tuple:
+    *heads, bias, sink, limits, key = args
+    given = tuple(heads), bias, sink, limits
     if _runs(problem, *given):
         pair = None if key is None else pair_of(key)
         made = _call(problem, *given, pair)
-        return (made[0], jnp.zeros(q.shape[2], jnp.float32)), (*given, pair, made)
+        top = jnp.zeros(made[0].shape[2], jnp.float32)  # which nobody wants
+        return (made[0], top), _Kept((*given, pair, made), True)
     *made, top = definition.forward(problem, *given, key)
-    return (made[0], top), (*given, key, tuple(made))
+    return (made[0], top), _Kept((*given, key, tuple(made)), False)
 
 
-def _backward(problem: Problem, saved: tuple, grads: tuple[Array, Array]) -> tuple:
-    heads, bias, sink, limits, drawn, made = saved
-    runs = _runs(problem, heads, bias, sink, limits)
-    gradients = _call_backward if runs else definition.backward
+def _backward(problem: Problem, kept: _Kept, grads: tuple[Array, Array]) -> tuple:
+    heads, bias, sink, limits, drawn, made = kept.arrays
+    gradients = _call_backward if kept.called else definition.backward
     found = gradients(problem, grads[0], heads, made, bias, sink, limits, drawn)
     return *found, None, None
 

@@ -22,7 +22,12 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from transformer_engine import _core
 from transformer_engine.common import graphs
-from transformer_engine.common.operand_casts import OperandCast, Quantization, flags_of
+from transformer_engine.common.operand_casts import (
+    BACKWARDS,
+    OperandCast,
+    Quantization,
+    flags_of,
+)
 from transformer_engine.common.plans import CallPlans, call_plans
 from transformer_engine.jax import linear
 from transformer_engine.jax.activation import ActivationPlan
@@ -83,11 +88,6 @@ _RECIPES = {
     ScalingMode.ROW_SCALING: _core.RECIPE_ROW,
     ScalingMode.MXFP8_1D_SCALING: _core.RECIPE_MXFP8,
 }
-_BACKWARDS = {
-    None: _core.BACKWARD_QUANTIZED,
-    "high_precision": _core.BACKWARD_HIGH_PRECISION,
-    "dequantized": _core.BACKWARD_DEQUANTIZED,
-}
 
 
 def _cast(cast: Cast | None) -> OperandCast:
@@ -107,7 +107,7 @@ def _cast(cast: Cast | None) -> OperandCast:
 
 def _quantization(plan: linear.LinearPlan) -> Quantization:
     casts = [_cast(operand.cast) for operand in (plan.x, plan.kernel, plan.grad)]
-    return Quantization(*casts, plan.fast, _BACKWARDS[plan.backward])
+    return Quantization(*casts, plan.fast, BACKWARDS[plan.backward])
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -292,14 +292,13 @@ def forward(
     kernels = tuple(map(_matrix, kernels, depths, dtypes))
     biases = tuple(map(_vector, biases, dtypes))
     x = x.reshape(*(batch or (1,)), kernels[0].shape[0])
-    code = code_of
     facts = _Facts(
         layer,
-        code(x.dtype),
-        code(x.dtype if affine[0] is None else affine[0].dtype),
+        code_of(x.dtype),
+        code_of(x.dtype if affine[0] is None else affine[0].dtype),
         affine[1] is not None,
-        tuple((*kernel.shape, code(kernel.dtype)) for kernel in kernels),
-        tuple(None if bias is None else code(bias.dtype) for bias in biases),
+        tuple((*kernel.shape, code_of(kernel.dtype)) for kernel in kernels),
+        tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
         wanted,
     )
     plans = _plans_of(facts)

@@ -180,6 +180,24 @@ def operand_dtype(kernel: Array, dtype: Any, quantizers: QuantizerSet) -> Array:
     return kernel if quantizers.kernel is not None else kernel.astype(dtype)
 
 
+def _dims_of(module: nn.Module, inputs: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Features of a linear layer, and the dims of its input that it sums over."""
+    axis = _normalize_axes(_canonicalize_tuple(module.axis), inputs.ndim)
+    return _canonicalize_tuple(module.features), axis
+
+
+def _operands_of(
+    module: nn.Module, inputs: Array, features: tuple[int, ...], axis: tuple[int, ...]
+) -> tuple[Array, Array | None, Initializer]:
+    """Kernel and bias of a linear layer, and how kernels are drawn."""
+    init = module.kernel_init or default_kernel_init()
+    shape = (*(inputs.shape[dim] for dim in axis), *features)
+    kernel = parameter(module, "kernel", init, module.kernel_axes, shape)
+    if not module.use_bias:
+        return kernel, None, init
+    return kernel, parameter(module, "bias", module.bias_init, module.bias_axes, features), init
+
+
 class DenseGeneral(TransformerEngineBase):
     """Linear layer over some dims of its input.
 
@@ -233,14 +251,8 @@ class DenseGeneral(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
         """Return [other dims of the input.., features..] in the dtype of the input."""
-        features = _canonicalize_tuple(self.features)
-        axis = _normalize_axes(_canonicalize_tuple(self.axis), inputs.ndim)
-        init = self.kernel_init or default_kernel_init()
-        shape = (*(inputs.shape[dim] for dim in axis), *features)
-        kernel = parameter(self, "kernel", init, self.kernel_axes, shape)
-        bias = None
-        if self.use_bias:
-            bias = parameter(self, "bias", self.bias_init, self.bias_axes, features)
+        features, axis = _dims_of(self, inputs)
+        kernel, bias, init = _operands_of(self, inputs, features, axis)
         quantizers = self.generate_quantizer_set(
             quantization_checkpoint_name=self.quantization_checkpoint_name
         )
@@ -311,19 +323,13 @@ low_rank_adaptation_dim, low_rank_adaptation_alpha
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
         """Return (result, what the norm made or None), both in the dtype of the input."""
-        features = _canonicalize_tuple(self.features)
-        axis = _normalize_axes(_canonicalize_tuple(self.axis), inputs.ndim)
+        features, axis = _dims_of(self, inputs)
         norm = canonicalize_norm_type(self.layernorm_type)
         if self.enable_layernorm:
             gamma, beta = norm_parameters(
                 self, inputs.shape[-1], inputs.dtype, self.ln_bias_init, self.ln_bias_axes
             )
-        init = self.kernel_init or default_kernel_init()
-        shape = (*(inputs.shape[dim] for dim in axis), *features)
-        kernel = parameter(self, "kernel", init, self.kernel_axes, shape)
-        bias = None
-        if self.use_bias:
-            bias = parameter(self, "bias", self.bias_init, self.bias_axes, features)
+        kernel, bias, init = _operands_of(self, inputs, features, axis)
         quantizers = self.generate_quantizer_set(
             quantization_checkpoint_name=self.quantization_checkpoint_name
         )
