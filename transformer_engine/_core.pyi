@@ -132,9 +132,9 @@ class Plan:
 
     id: Final[int]  # the same for the same graph in every process
 
-# The records are the structs of transformer_engine_plans.h, which says what each member means. Members
-# that are not given have the values that they have in C. Functions take any object with these attributes,
-# and dicts; an int is an Extent, too: that of so many.
+# The records are the structs of transformer_engine_graphs.h and transformer_engine_plans.h, which say
+# what each member means. Members that are not given have the values that they have in C. Functions
+# take any object with these attributes, and dicts; an int is an Extent, too: that of so many.
 
 def make_plan(direction: int, graph: Any, /) -> Plan:
     """A plan of a graph (see Graph). All who make it share what is native of it; DIRECTION_*.

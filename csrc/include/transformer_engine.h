@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * transformer_engine.h - public C API: FP8 operators, and through transformer_engine_plans.h the
- * operations composed of them (plans).
+ * transformer_engine.h - public C API: FP8 operators, and through transformer_engine_graphs.h and
+ * transformer_engine_plans.h the operations composed of them.
  *
  * C11, usable from C++, no Python. The library owns no device memory: every tensor, scratch buffer
  * and scaling state belongs to the caller and is borrowed for the call. Streams are the device's
@@ -384,7 +384,8 @@ TE_API void te_count_mixed(void);
 /* an attention, or its gradient, by the dtype of the queries. */
 TE_API void te_count_attention(te_device_type device, te_dtype dtype, int backward);
 
-#include "transformer_engine_plans.h" /* needs all of the above */
+#include "transformer_engine_graphs.h" /* needs all of the above */
+#include "transformer_engine_plans.h"
 #include "transformer_engine_records.h"
 #include "transformer_engine_updates.h"
 
