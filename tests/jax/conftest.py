@@ -19,7 +19,6 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS))
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-
 jax.config.update("jax_default_matmul_precision", "highest")  # fp32 on GPUs too
 
 

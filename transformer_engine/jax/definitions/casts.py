@@ -61,7 +61,7 @@ def product(a: Array, b: Array) -> Array:
 
 
 def quotient(a: Array | float, b: Array) -> Array:
-    """a / b in fp32, rounded to nearest even.
+    """Divide: a / b in fp32, rounded to nearest even.
 
     XLA divides fp32 so on CPUs; on GPUs the last bit may be wrong, but not that of float64.
     """
