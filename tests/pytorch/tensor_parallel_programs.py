@@ -142,6 +142,41 @@ def step(device, kind, recipe, options, problem, how):
     return {name: value.cpu() for name, value in found.items()}, sent
 
 
+def ways_to_run(device, kind, recipe, options, problem):
+    """Differences of a call's tensors from those of a plain one, by way: of evaluation,
+    recomputation, and with a frozen norm and an input that needs no gradient.
+    """
+    state, x, grads, ways = problem
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = of_rank(x, ways[0], ranks, rank).to(device)
+    grad = of_rank(grads[0], ways[1], ranks, rank).to(device)
+
+    def found(way):
+        with torch.device(device):
+            module = make(kind, ranks, dist.group.WORLD, **options)
+        take_part(module, kind, state, ranks, rank)
+        inp = x.detach().clone().requires_grad_(way != "frozen")
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(way != "frozen" or "norm" not in name)
+        call = module
+        if way.startswith("checkpoint"):
+            call = partial(te.checkpoint, module, use_reentrant=way == "checkpoint")
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            with torch.set_grad_enabled(way != "evaluated"):
+                out = call(inp)
+        if way != "evaluated":
+            out.backward(grad)
+        tensors = {"output": out.detach(), "input": inp.grad}
+        tensors |= {name: p.grad for name, p in module.named_parameters()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    plain = found("plain")
+    return {
+        way: sorted(name for name, t in found(way).items() if not torch.equal(t, plain[name]))
+        for way in ("evaluated", "checkpoint", "checkpoint, saved", "frozen")
+    }
+
+
 def marks(device, kind, options):
     """Attributes of parameters that frameworks read, and their shapes."""
     ranks = dist.get_world_size()

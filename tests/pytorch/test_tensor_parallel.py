@@ -240,6 +240,15 @@ def test_bf16(ranks):
             assert_nmse(mine, whole[name], 8 * tol("round", E5M2) + tol("layer", BF16, 1024), name)
 
 
+@pairs(kind=["ln_column", "mlp", "layer"], recipe=list(programs.RECIPES), sequence=[False, True])
+def test_ways_to_run(ranks, kind, recipe, sequence):
+    """Whatever gradients are wanted, a call has the bits of one that makes all."""
+    ways, options = KINDS[kind][sequence], {"dtype": torch.float32, "sequence": sequence}
+    _, problem = problem_of(kind, ways, 256 * ranks.size, {"dtype": torch.float32, "device": "cpu"})
+    for found in ranks.run(programs.ways_to_run, kind, recipe, options, problem):
+        assert found == dict.fromkeys(found, [])
+
+
 @four_too
 def test_marks(ranks):
     """What frameworks read on parameters; a rank's shapes."""

@@ -3,7 +3,7 @@
 
 A library that shards parameters by itself gives its weights the methods of `DistributedWeight`. The
 functions here are what a layer calls around its products; weights that are no such ones pass
-through. Modules of this library call none of them: their weights are parameters as they are.
+through. Modules of this library call none of them, and refuse such weights.
 """
 
 from collections.abc import Sequence
@@ -40,6 +40,16 @@ class DistributedWeight(Protocol):
 def is_distributed_weight(weight: Any) -> bool:
     """Return whether a weight has the methods of `DistributedWeight`."""
     return isinstance(weight, DistributedWeight)
+
+
+def refuse_distributed(kind: str, name: str, parameter: Any) -> None:
+    """Raise NotImplementedError for a `DistributedWeight` as a parameter of a module of a kind."""
+    # One name that no other tensor has is cheaper to ask for than the protocol.
+    if hasattr(parameter, "materialize_group_for_forward") and is_distributed_weight(parameter):
+        raise NotImplementedError(
+            f"{kind}: {name}: a DistributedWeight ({type(parameter).__name__}): modules do not "
+            "put weights together; shard them by FSDP2 (torch.distributed.fsdp.fully_shard)"
+        )
 
 
 def _leader(function: str, weights: Sequence[Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
+from transformer_engine.pytorch.distributed_weight import refuse_distributed
 from transformer_engine.pytorch.execution.stages import (
     Halves,
     Observer,
@@ -127,9 +128,11 @@ class LinearBase(LinearCallBase):
 
         A parameter that is assigned takes what was kept of the former one away: FSDP assigns the
         whole and the sharded one by turns, and their memory and versions do not tell their values.
+        NotImplementedError for a `DistributedWeight`.
         """
         parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
         if name in parameters:
+            refuse_distributed(type(self).__name__, name, value)
             if not replaces(self, name, value):
                 super().__setattr__(name, value)
             self._forget_casts_of(name)
