@@ -143,8 +143,9 @@ def step(device, kind, recipe, options, problem, how):
 
 
 def ways_to_run(device, kind, recipe, options, problem):
-    """Differences of a call's tensors from those of a plain one, by way: of evaluation,
-    recomputation, and with a frozen norm and an input that needs no gradient.
+    """Names of tensors that have other bits than those of a plain call, by way.
+
+    Ways: evaluation, recomputation, a frozen norm and an input that needs no gradient.
     """
     state, x, grads, ways = problem
     ranks, rank = dist.get_world_size(), dist.get_rank()
