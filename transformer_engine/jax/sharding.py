@@ -73,6 +73,12 @@ def global_mesh_resource() -> MeshResource:
     return _InForce.resource
 
 
+def data_axes() -> tuple[str, ...]:
+    """Axes along which batches alone are spread, and weights to save memory; () where none says."""
+    names = _InForce.resource or MeshResource()
+    return tuple(axis for axis in (names.dp_resource, names.fsdp_resource) if axis is not None)
+
+
 @contextmanager
 def global_shard_guard(resource: MeshResource) -> Iterator[None]:
     """Put names in force in the block."""
