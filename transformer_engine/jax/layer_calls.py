@@ -95,6 +95,11 @@ class _Ports(NamedTuple):
                 return None
         return self.plans.factors(buffer, self.batch)
 
+    def is_sum(self, buffer: _core.Buffer) -> bool:
+        """Return whether a result is a sum over rows: the gradient of a parameter."""
+        rows = any(extent.symbol == _core.SYMBOL_ROWS for extent in buffer.shape)
+        return buffer.role == "output" and not rows
+
     def flat(self, buffer: _core.Buffer) -> list[int]:
         """Shape of a buffer in the plan."""
         return shape_of(buffer, (None, None), [0, self.rows])
@@ -141,6 +146,8 @@ class _Cut(NamedTuple):
 
     axes: tuple[tuple[str, Axes], ...] = ()
     shape: tuple[tuple[str, int], ...] = ()  # of the mesh
+    scattered: tuple[tuple[tuple[int, Axes], ...], ...] = ()
+    """Of each result the dims of which a device keeps a part of the sum, and by which axes."""
 
     def of(self, factors: Sequence[str]) -> Axes:
         """Axes that cut any of these factors, or of those that begin with "b" for the name "b"."""
@@ -156,10 +163,14 @@ class _Cut(NamedTuple):
         sizes = dict(self.shape)
         return math.prod(sizes[axis] for axis in self.of(factors))
 
-    def spec(self, factors: Factors | None, ndim: int) -> PartitionSpec:
-        """The partition of an array."""
-        known = dict(self.axes)
-        return PartitionSpec(*(known.get(f) for f in factors or (None,) * ndim))
+    def spec(
+        self, factors: Factors | None, ndim: int, more: Sequence[tuple[int, Axes]] = ()
+    ) -> PartitionSpec:
+        """The partition of an array; by `more` axes are some of its dims cut too."""
+        known, others = dict(self.axes), dict(more)
+        dims = enumerate((None,) * ndim if factors is None else factors)
+        axes = ((*known.get(of, ()), *others.get(dim, ())) for dim, of in dims)
+        return PartitionSpec(*(of or None for of in axes))
 
     def facts(self, facts: Facts) -> Facts:
         """What one device has of a layer."""
@@ -214,18 +225,25 @@ def _outside(ports: _Ports, cut: _Cut, stage: _core.Stage, held: dict[int, Array
 def _together(ports: _Ports, cut: _Cut, made: PlanResults) -> tuple[Array, ...]:
     """What a device has of the results: parameters' gradients are summed, amaxes compared."""
     found = []
-    for buffer, array in zip(ports.made, (*made.outputs, *made.states, *made.saved), strict=True):
+    arrays = (*made.outputs, *made.states, *made.saved)
+    for at, (buffer, array) in enumerate(zip(ports.made, arrays, strict=True)):
         if buffer.role == "state":
             axes = cut.of([factor for factor, _ in cut.axes])
             found.append(jax.lax.pmax(array, axes) if axes else array)
             continue
         array = array.reshape(ports.shape(buffer))
-        factors = ports.factors(buffer)
-        if buffer.role == "output" and factors is not None and "b0" not in factors:
-            axes = cut.of(ports.batch)
-            array = jax.lax.psum(array, axes) if axes else array
+        if cut.axes and ports.is_sum(buffer):
+            array = _sum(array, cut.of(ports.batch), cut.scattered[at])
         found.append(array)
     return tuple(found)
+
+
+def _sum(array: Array, axes: Axes, scattered: Sequence[tuple[int, Axes]]) -> Array:
+    """The sum over axes of a mesh, of which a device keeps its part of some dims."""
+    for dim, of in scattered:
+        array = jax.lax.psum_scatter(array, of, scatter_dimension=dim, tiled=True)
+        axes = tuple(axis for axis in axes if axis not in of)
+    return jax.lax.psum(array, axes) if axes else array
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -345,16 +363,35 @@ def _partition(direction: Direction, mesh: Any, given: Sequence, made: Sequence)
             "a layer over several devices: no mesh is known: call it within `jax.set_mesh(mesh)`"
         )
     cut = _cut_of(direction, ports, mesh, _Seen(ports, given, made))
+    scattered = (_scattered(ports, cut, *pair) for pair in zip(ports.made, made, strict=True))
+    cut = cut._replace(scattered=tuple(scattered))
 
-    def shardings(buffers: Sequence, arrays: Sequence) -> tuple:
+    def shardings(buffers: Sequence, arrays: Sequence, more: Sequence) -> tuple:
         specs = (
-            cut.spec(ports.factors(buffer), len(array.shape))
-            for buffer, array in zip(buffers, arrays, strict=True)
+            cut.spec(ports.factors(buffer), len(array.shape), axes)
+            for buffer, array, axes in zip(buffers, arrays, more, strict=True)
         )
         return tuple(NamedSharding(mesh, spec) for spec in specs)
 
     run = functools.partial(_run, direction, cut)
-    return mesh, run, shardings(ports.made, made), shardings(ports.given, given)
+    results = shardings(ports.made, made, cut.scattered)
+    return mesh, run, results, shardings(ports.given, given, ((),) * len(given))
+
+
+def _scattered(
+    ports: _Ports, cut: _Cut, buffer: _core.Buffer, array: Any
+) -> tuple[tuple[int, Axes], ...]:
+    """Dims of a sum of which each device is to have a part, and the axes that cut them."""
+    factors, found = ports.factors(buffer), []
+    if not ports.is_sum(buffer) or factors is None:
+        return ()
+    over, sizes = cut.of(ports.batch), dict(cut.shape)
+    for dim, (factor, axes) in enumerate(zip(factors, _spec(array), strict=True)):
+        axes = tuple(axis for axis in axes if axis in over)
+        parts = cut.parts((factor,)) * math.prod(sizes[axis] for axis in axes)
+        if axes and ports.sizes[factor] % parts == 0:
+            found.append((dim, axes))
+    return tuple(found)
 
 
 layer_p = make_primitive(Primitive("te_layer"))
