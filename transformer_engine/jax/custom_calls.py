@@ -121,20 +121,28 @@ class PlanResults(NamedTuple):
     saved: list[jax.Array]  # what its backward reads, of a forward
 
 
+RESULTS = ("output", "state", "saved")
+"""Roles of the buffers of `PlanResults`."""
+
 Outside = Callable[[_core.Stage, dict[int, jax.Array]], dict[int, jax.Array]]
 """Computes an external stage: of the arrays that are there, by numbers of buffers, those that it
 writes."""
 
 
+def summary(plan: Plan) -> str:
+    """What is printed for a plan: its direction, and its dtypes of FP8."""
+    described = plan.described
+    found = {_SHORT[b.dtype] for b in described.buffers if b.dtype in _SHORT}
+    return f"<{', '.join((described.direction, *sorted(found)))}>"
+
+
 class _PlanParameter(NamedTuple):
-    """A plan as a parameter of the primitive, short in print: with its dtypes of FP8."""
+    """A plan as a parameter of the primitive, short in print."""
 
     plan: Plan
 
     def __repr__(self) -> str:
-        described = self.plan.described
-        found = {_SHORT[b.dtype] for b in described.buffers if b.dtype in _SHORT}
-        return f"<{', '.join((described.direction, *sorted(found)))}>"
+        return summary(self.plan)
 
 
 class _Part(NamedTuple):
@@ -225,10 +233,8 @@ def call_plan(
         else:
             held |= outside(step, held)
     roles = [(held[n], plan.described.buffers[n].role) for n in whole.made]
-    return PlanResults(*([a for a, of in roles if of == role] for role in _RESULTS))
+    return PlanResults(*([a for a, of in roles if of == role] for role in RESULTS))
 
-
-_RESULTS = ("output", "state", "saved")
 
 plan_p = make_primitive(Primitive("te_plan"))
 

@@ -31,11 +31,13 @@ from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.common.plans import shape_of
 from transformer_engine.jax.custom_calls import (
+    RESULTS,
     PlanResults,
     call_plan,
     dtype_of,
     make_primitive,
     register,
+    summary,
     whole_part,
 )
 from transformer_engine.jax.definitions import is_spread
@@ -66,8 +68,14 @@ class Direction(NamedTuple):
     backward: bool
     data: tuple[str, ...]  # axes of the mesh along which only rows are cut
 
+    @property
+    def plan(self) -> Plan:
+        """The plan of the whole layer."""
+        call = layer_plans(self.facts).call
+        return call.backward if self.backward else call.forward
+
     def __repr__(self) -> str:
-        return "backward" if self.backward else "forward"
+        return summary(self.plan)
 
 
 class _Ports(NamedTuple):
@@ -119,20 +127,16 @@ def _sizes(facts: Facts, batch: Sequence[int]) -> dict[str, int]:
     return found | {f"o{n}": size for n, size in enumerate(last.outside)}
 
 
-def _ports(facts: Facts, backward: bool, batch: Sequence[int]) -> _Ports:
-    plans = layer_plans(facts)
-    plan = plans.call.backward if backward else plans.call.forward
+def _ports_of(direction: Direction, arrays: Sequence) -> _Ports:
+    """The ports of a call with arrays of these shapes, of which the first one has rows."""
+    facts, plan, shape = direction.facts, direction.plan, arrays[0].shape
+    features = facts.kernels[-1].outside if direction.backward else facts.kernels[0].inside
     part, buffers = whole_part(plan), plan.described.buffers
     given = [buffers[n] for n in part.given if buffers[n].link != "history"]
-    made = [buffers[n] for role in ("output", "state", "saved") for n in part.made
-            if buffers[n].role == role]  # fmt: skip
-    return _Ports(plans, plan, _sizes(facts, batch), given, made)
-
-
-def _ports_of(direction: Direction, arrays: Sequence) -> _Ports:
-    facts, first = direction.facts, arrays[0]
-    kernel = facts.kernels[-1].outside if direction.backward else facts.kernels[0].inside
-    return _ports(facts, direction.backward, first.shape[: first.ndim - len(kernel)])
+    made = [buffers[n] for n in part.made]
+    made = [buffer for role in RESULTS for buffer in made if buffer.role == role]
+    sizes = _sizes(facts, shape[: len(shape) - len(features)])
+    return _Ports(layer_plans(facts), plan, sizes, given, made)
 
 
 # ---- cuts ----------------------------------------------------------------------------------------
@@ -437,6 +441,4 @@ def call_layer(direction: Direction, arrays: Sequence[Array]) -> PlanResults:
         made = layer_p.bind(*arrays, direction=direction)
     buffers = _ports_of(direction, arrays).made
     roles = [(array, of.role) for array, of in zip(made, buffers, strict=True)]
-    return PlanResults(
-        *([a for a, of in roles if of == role] for role in ("output", "state", "saved"))
-    )
+    return PlanResults(*([a for a, of in roles if of == role] for role in RESULTS))
