@@ -199,9 +199,10 @@ def _run(direction: Direction, cut: _Cut, *arrays: Array) -> tuple[Array, ...]:
     """Run a call on what a device has of its arrays."""
     facts = cut.facts(direction.facts)
     ports = _ports_of(direction._replace(facts=facts), arrays)
-    pairs = zip(ports.given, arrays, strict=True)
     given, saved = [], []
-    for buffer, array in pairs:
+    for buffer, array in zip(ports.given, arrays, strict=True):
+        if (buffer.link, buffer.of) == ports.plans.added:
+            array = _as_product_adds(array, facts)
         if buffer.link == "scale":
             given += [array, jnp.zeros((1, array.shape[0]), jnp.float32)]
         elif buffer.role == "saved":
@@ -211,6 +212,14 @@ def _run(direction: Direction, cut: _Cut, *arrays: Array) -> tuple[Array, ...]:
     outside = functools.partial(_outside, ports, cut)
     made = call_plan(ports.plan, given, saved, outside=outside)
     return _together(ports, cut, made)
+
+
+def _as_product_adds(bias: Array, facts: Facts) -> Array:
+    """A bias that is added behind a sum, as a product in FP8 would add it: of 16 bits."""
+    if facts.layer.linears[-1].x.cast is None:
+        return bias
+    short = jnp.float16 if dtype_of(facts.dtype) == jnp.float16 else jnp.bfloat16
+    return bias.astype(short).astype(bias.dtype)
 
 
 def _outside(ports: _Ports, cut: _Cut, stage: _core.Stage, held: dict[int, Array]) -> dict:

@@ -191,6 +191,8 @@ class LayerPlans:
         self.inside = (inside, between[1:])[:count]
         self.outside = (outside,) if count == 1 else (between, outside)
         self._of_values = self._values()
+        # The bias that is added behind a sum over devices; None: there is none.
+        self.added = self.call.graph.tensors[-1] if facts.ranks.behind else None
 
     def _values(self) -> dict[int, tuple[bool, Factors]]:
         """Of each value of the graph: whether it has rows, and its other factors."""
