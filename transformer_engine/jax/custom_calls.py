@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
@@ -108,6 +109,30 @@ def _lower(ctx: Any, target: str, operands: Sequence, scratch: int, aliases: dic
     results = [*ctx.avals_out, jax.core.ShapedArray((size,), jnp.dtype(jnp.uint8))]
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:-1]
+
+
+def varying(array: Any) -> frozenset[str]:
+    """Axes of `jax.shard_map` along which devices have different numbers, as far as is checked."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def made_alike(arrays: Sequence) -> list:
+    """The same arrays, each of which varies along the axes that any of them varies along."""
+    axes = frozenset().union(*map(varying, arrays))
+    missing = [tuple(sorted(axes - varying(array))) for array in arrays]
+    pairs = zip(arrays, missing, strict=True)
+    return [jax.lax.pcast(a, of, to="varying") if of else a for a, of in pairs]
+
+
+def result_of(given: Sequence, shape: Sequence[int], dtype: Any) -> jax.core.ShapedArray:
+    """A result of a call with these arguments, which are alike."""
+    if not given:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = given[0]
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    return like.update(
+        shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding
+    )
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -220,7 +245,7 @@ def call_plan(
     if (len(arrays), len(saved)) != (plan.given, len(whole.given) - plan.given):
         wanted = f"{plan.given} arrays and {len(whole.given) - plan.given} saved ones"
         raise TypeError(f"plan: expected {wanted}, got {len(arrays)} and {len(saved)}")
-    held = dict(zip(whole.given, (*arrays, *saved), strict=True))
+    held = dict(zip(whole.given, made_alike((*arrays, *saved)), strict=True))
     steps = [whole] if outside is None else _steps(plan)
     if len(steps) > 1:
         rows = sizes_of(plan, [array.shape for array in arrays], rows)[_core.SYMBOL_ROWS]
@@ -254,15 +279,11 @@ def _plan_results(*given: Any, plan: _PlanParameter, stages: tuple, rows: int, *
     leading, sizes = leading_dims(plan, shapes), sizes_of(plan, shapes, rows)
     known = dict(zip(part.given, given, strict=True))
     return [
-        known[n] if n in known else _like(given, shape_of(buffers[n], leading, sizes), buffers[n])
+        known[n]
+        if n in known
+        else result_of(given, shape_of(buffers[n], leading, sizes), dtype_of(buffers[n].dtype))
         for n in part.made
     ]
-
-
-def _like(given: Sequence, shape: Sequence[int], buffer: _core.Buffer) -> jax.core.ShapedArray:
-    """A result."""
-    del given
-    return jax.core.ShapedArray(tuple(shape), dtype_of(buffer.dtype))
 
 
 def _lower_plan(
@@ -352,7 +373,7 @@ def _bind_operator(name: str, results: dict, fields: dict) -> dict:
     made = [field for field in known if field in results or field in changed]
     shapes = tuple((field, tuple(of.shape), jnp.dtype(of.dtype)) for field, of in results.items())
     arrays = operator_p.bind(
-        *(jnp.asarray(fields[field]) for field in given),
+        *made_alike([jnp.asarray(fields[field]) for field in given]),
         name=name,
         given=tuple(given),
         made=tuple(made),
@@ -368,7 +389,7 @@ operator_p = make_primitive(Primitive("te_operator"))
 @operator_p.def_abstract_eval
 def _operator_results(*arrays: Any, given: tuple, made: tuple, shapes: tuple, **_: Any) -> list:
     known = dict(zip(given, arrays, strict=True))
-    known |= {field: jax.core.ShapedArray(shape, dtype) for field, shape, dtype in shapes}
+    known |= {field: result_of(arrays, shape, dtype) for field, shape, dtype in shapes}
     return [known[field] for field in made]
 
 

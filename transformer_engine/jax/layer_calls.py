@@ -35,8 +35,10 @@ from transformer_engine.jax.custom_calls import (
     PlanResults,
     call_plan,
     dtype_of,
+    made_alike,
     make_primitive,
     register,
+    result_of,
     summary,
     whole_part,
 )
@@ -417,7 +419,7 @@ def _results(*given: Any, direction: Direction) -> list:
     for buffer in ports.made:
         scales = [a for a, of in zip(given, ports.given, strict=True) if of.link == "scale"]
         shape = (1, *scales[0].shape) if buffer.link == "history" else ports.shape(buffer)
-        found.append(jax.core.ShapedArray(shape, dtype_of(buffer.dtype)))
+        found.append(result_of(given, shape, dtype_of(buffer.dtype)))
     return found
 
 
@@ -444,6 +446,7 @@ def call_layer(direction: Direction, arrays: Sequence[Array]) -> PlanResults:
     the scales alone, fp32 [slots]. The row of amaxes comes back as the one state.
     """
     register()
+    arrays = made_alike(arrays)
     if is_spread():
         made = sequential_vmap(functools.partial(_over_mesh, direction))(*arrays)
     else:

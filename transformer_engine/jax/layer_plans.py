@@ -261,4 +261,3 @@ class LayerPlans:
 def layer_plans(facts: Facts) -> LayerPlans:
     """Plans of a layer; those of the last ones are kept."""
     return LayerPlans(facts)
-

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from transformer_engine.jax import linear
-from transformer_engine.jax.custom_calls import PlanResults, code_of
+from transformer_engine.jax.custom_calls import PlanResults, code_of, varying
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.layer_calls import RECIPES_CUT, Direction, call_layer
 from transformer_engine.jax.layer_plans import (
@@ -71,10 +71,22 @@ def _amaxes(made: PlanResults, slots: int) -> Array | None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
+class _Given(NamedTuple):
+    """What a call was given; static."""
+
+    dtype: Any
+    varying: frozenset[str]  # axes along which devices have different numbers
+
+    def alike(self, grad: Array) -> Array:
+        """Its gradient in its dtype, summed over devices that share it."""
+        shared = tuple(sorted(varying(grad) - self.varying))
+        return (jax.lax.psum(grad, shared) if shared else grad).astype(self.dtype)
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("saved", "uses", "amaxes"),
-    meta_fields=("facts", "data", "dtypes"),
+    meta_fields=("facts", "data", "given"),
 )
 @dataclass
 class Kept:
@@ -82,7 +94,7 @@ class Kept:
 
     facts: Facts
     data: tuple[str, ...]
-    dtypes: tuple  # of input, kernels, biases, as they were given; None: absent
+    given: tuple[_Given | None, ...]  # input, gamma and beta, kernels, biases; None: absent
     saved: tuple  # what the plan saves, as one tuple, where there is that, and others
     uses: tuple  # of each dense layer
     amaxes: Array | None  # [dense layers, slots], of inputs and weights
@@ -153,12 +165,15 @@ def forward(
     """
     wanted = _wanted(x, affine, kernels, biases, uses)
     x, affine, kernels, biases, uses = values((x, affine, kernels, biases, uses))
-    given = tuple(None if a is None else a.dtype for a in (x, *kernels, *biases))
+    listed = (x, *affine, *kernels, *biases)
+    given = tuple(None if a is None else _Given(a.dtype, varying(a)) for a in listed)
     depths = (depth, 1)[: len(kernels)]
     # Without a recipe all that is multiplied has one dtype.
     dtypes = [None if each.is_quantized else x.dtype for each in layer.linears]
     kernels, biases = (
-        tuple(None if a is None else a.astype(to or a.dtype) for a, to in zip(of, dtypes, strict=True))
+        tuple(
+            None if a is None else a.astype(to or a.dtype) for a, to in zip(of, dtypes, strict=True)
+        )
         for of in (kernels, biases)
     )
     facts = Facts(
@@ -202,10 +217,16 @@ def backward(kept: Kept, grad: Array) -> Gradients:
     affine = (None, None)
     if facts.layer.norm is not None:
         affine, others = tuple(others[:2]), others[2:]
-    dtypes = zip((of_x, *others[::2], *others[1::2]), kept.dtypes, strict=True)
-    of_x, *found = [None if a is None else a.astype(dtype) for a, dtype in dtypes]
-    count, uses = len(facts.kernels), _following(kept, _amaxes(made, BACKWARD_SLOTS))
-    return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), uses)
+    count, listed = len(facts.kernels), (of_x, *affine, *others[::2], *others[1::2])
+    of_x, *found = (
+        None if a is None else of.alike(a) for a, of in zip(listed, kept.given, strict=True)
+    )
+    affine, kernels, biases = (
+        tuple(found[:2]),
+        tuple(found[2 : 2 + count]),
+        tuple(found[2 + count :]),
+    )
+    return Gradients(of_x, affine, kernels, biases, _following(kept, _amaxes(made, BACKWARD_SLOTS)))
 
 
 def _following(kept: Kept, of_gradients: Array | None) -> tuple[linear.Uses, ...]:
@@ -227,6 +248,8 @@ def _next(
     for (operand, amaxes, slot), use in zip(operands, uses, strict=True):
         amax = None
         if use is not None and amaxes is not None:
-            amax = joined(amaxes[number, slot : slot + 1], use.scale)
+            amax = amaxes[number, slot : slot + 1]
+            shared = tuple(sorted(varying(amax) - varying(use.scale)))
+            amax = joined(jax.lax.pmax(amax, shared) if shared else amax, use.scale)
         made.append(linear.gradient_of_use(amax, operand))
     return tuple(made)
