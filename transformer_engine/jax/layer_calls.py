@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
@@ -39,19 +39,20 @@ from transformer_engine.jax.custom_calls import (
     make_primitive,
     register,
     result_of,
-    summary,
-    whole_part,
 )
 from transformer_engine.jax.definitions import is_spread
 from transformer_engine.jax.definitions.scaling_modes import ScalingMode
-from transformer_engine.jax.layer_plans import (
-    Facts,
-    Factors,
-    Kernel,
-    LayerPlans,
-    Ranks,
-    layer_plans,
+from transformer_engine.jax.layer_cuts import (
+    Axes,
+    Cut,
+    Direction,
+    Ports,
+    cut_of,
+    listed,
+    never_cut,
+    ports_of,
 )
+from transformer_engine.jax.layer_plans import Dims, Facts, LayerPlans, Side, layer_plans
 
 RECIPES_CUT = (
     ScalingMode.NO_SCALING,
@@ -60,160 +61,48 @@ RECIPES_CUT = (
 )
 """How casts may scale over a mesh: with one scale for a tensor, which all devices agree on."""
 
-# ---- arrays of a call ----------------------------------------------------------------------------
+# ---- what a device runs --------------------------------------------------------------------------
 
 
-class Direction(NamedTuple):
-    """Which call of a layer; static."""
+class _Own(NamedTuple):
+    """What one device runs of a call."""
 
+    ports: Ports  # of the whole call
+    cut: Cut
     facts: Facts
-    backward: bool
-    data: tuple[str, ...]  # axes of the mesh along which only rows are cut
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the whole layer."""
-        call = layer_plans(self.facts).call
-        return call.backward if self.backward else call.forward
-
-    def __repr__(self) -> str:
-        return summary(self.plan)
-
-
-class _Ports(NamedTuple):
-    """The arrays of a call, in order, and the factors of their dims."""
-
     plans: LayerPlans
     plan: Plan
-    sizes: dict[str, int]  # of factors
-    given: list[_core.Buffer]  # all but the row of amaxes
-    made: list[_core.Buffer]
-
-    @property
-    def batch(self) -> Factors:
-        """Factors of rows."""
-        return tuple(factor for factor in self.sizes if factor.startswith("b"))
 
     @property
     def rows(self) -> int:
-        return math.prod(self.sizes[factor] for factor in self.batch)
-
-    def factors(self, buffer: _core.Buffer) -> Factors | None:
-        """As `LayerPlans.factors`; None too where rows are padded."""
-        for extent in buffer.shape:
-            if extent.symbol == _core.SYMBOL_ROWS and self.rows % extent.align:
-                return None
-        return self.plans.factors(buffer, self.batch)
-
-    def is_sum(self, buffer: _core.Buffer) -> bool:
-        """Return whether a result is a sum over rows: the gradient of a parameter."""
-        rows = any(extent.symbol == _core.SYMBOL_ROWS for extent in buffer.shape)
-        return buffer.role == "output" and not rows
+        """Rows of one rank, as the plan counts them."""
+        ranks = self.facts.ranks
+        parts = max(ranks.before * ranks.gathers, ranks.behind * ranks.scatters, 1)
+        return self.ports.rows // self.cut.parts(self.ports.batch) // parts
 
     def flat(self, buffer: _core.Buffer) -> list[int]:
         """Shape of a buffer in the plan."""
         return shape_of(buffer, (None, None), [0, self.rows])
 
-    def shape(self, buffer: _core.Buffer) -> tuple[int, ...]:
-        """The same with a dim for each factor."""
-        factors = self.factors(buffer)
-        return tuple(self.flat(buffer) if factors is None else map(self.sizes.get, factors))
 
-
-def _sizes(facts: Facts, batch: Sequence[int]) -> dict[str, int]:
-    first, last = facts.kernels[0], facts.kernels[-1]
-    found = {f"b{n}": size for n, size in enumerate(batch)}
-    found |= {f"i{n}": size for n, size in enumerate(first.inside)}
-    if len(facts.kernels) > 1:
-        found |= dict(zip(("m0", "m1"), first.outside, strict=True))
-    return found | {f"o{n}": size for n, size in enumerate(last.outside)}
-
-
-def _ports_of(direction: Direction, arrays: Sequence) -> _Ports:
-    """The ports of a call with arrays of these shapes, of which the first one has rows."""
-    facts, plan, shape = direction.facts, direction.plan, arrays[0].shape
-    features = facts.kernels[-1].outside if direction.backward else facts.kernels[0].inside
-    part, buffers = whole_part(plan), plan.described.buffers
-    given = [buffers[n] for n in part.given if buffers[n].link != "history"]
-    made = [buffers[n] for n in part.made]
-    made = [buffer for role in RESULTS for buffer in made if buffer.role == role]
-    sizes = _sizes(facts, shape[: len(shape) - len(features)])
-    return _Ports(layer_plans(facts), plan, sizes, given, made)
-
-
-# ---- cuts ----------------------------------------------------------------------------------------
-
-Axes = tuple[str, ...]
-"""Axes of a mesh."""
-
-
-class _Cut(NamedTuple):
-    """How a mesh cuts a layer: the axes of each factor that it cuts."""
-
-    axes: tuple[tuple[str, Axes], ...] = ()
-    shape: tuple[tuple[str, int], ...] = ()  # of the mesh
-    scattered: tuple[tuple[tuple[int, Axes], ...], ...] = ()
-    """Of each result the dims of which a device keeps a part of the sum, and by which axes."""
-
-    def of(self, factors: Sequence[str]) -> Axes:
-        """Axes that cut any of these factors, or of those that begin with "b" for the name "b"."""
-        return tuple(
-            axis
-            for factor, axes in self.axes
-            if factor in factors or (factor.startswith("b") and "b" in factors)
-            for axis in axes
-        )
-
-    def parts(self, factors: Sequence[str]) -> int:
-        """Into how many parts they cut these factors."""
-        sizes = dict(self.shape)
-        return math.prod(sizes[axis] for axis in self.of(factors))
-
-    def spec(
-        self, factors: Factors | None, ndim: int, more: Sequence[tuple[int, Axes]] = ()
-    ) -> PartitionSpec:
-        """The partition of an array; by `more` axes are some of its dims cut too."""
-        known, others = dict(self.axes), dict(more)
-        dims = enumerate((None,) * ndim if factors is None else factors)
-        axes = ((*known.get(of, ()), *others.get(dim, ())) for dim, of in dims)
-        return PartitionSpec(*(of or None for of in axes))
-
-    def facts(self, facts: Facts) -> Facts:
-        """What one device has of a layer."""
-        if not self.axes:
-            return facts
-        plans, kernels = layer_plans(facts), []
-        for kernel, *factors in zip(facts.kernels, plans.inside, plans.outside, strict=True):
-            dims = zip((kernel.inside, kernel.outside), factors, strict=True)
-            cut = [
-                tuple(size // self.parts((of,)) for size, of in zip(sizes, names, strict=True))
-                for sizes, names in dims
-            ]
-            kernels.append(Kernel(*cut, kernel.dtype))
-        before = self.parts(plans.outside[0])
-        behind = self.parts(plans.inside[-1])
-        measured = any(of.x.cast is not None for of in facts.layer.linears)
-        ranks = Ranks(before * (before > 1), behind * (behind > 1), measured)
-        return facts._replace(kernels=tuple(kernels), ranks=ranks)
-
-
-def _run(direction: Direction, cut: _Cut, *arrays: Array) -> tuple[Array, ...]:
+def _run(direction: Direction, cut: Cut, *arrays: Array) -> tuple[Array, ...]:
     """Run a call on what a device has of its arrays."""
     facts = cut.facts(direction.facts)
-    ports = _ports_of(direction._replace(facts=facts), arrays)
+    plan = direction._replace(facts=facts).plan
+    own = _Own(ports_of(direction, arrays, cut), cut, facts, layer_plans(facts), plan)
     given, saved = [], []
-    for buffer, array in zip(ports.given, arrays, strict=True):
-        if (buffer.link, buffer.of) == ports.plans.added:
+    triples = zip(own.ports.given, listed(plan)[0], arrays, strict=True)
+    for whole, buffer, array in triples:
+        if (buffer.link, buffer.of) == own.plans.added:
             array = _as_product_adds(array, facts)
         if buffer.link == "scale":
             given += [array, jnp.zeros((1, array.shape[0]), jnp.float32)]
         elif buffer.role == "saved":
-            saved.append(array.reshape(ports.flat(buffer)))
+            saved.append(_turned(whole, buffer, array.reshape(_matrix(own, whole))))
         else:
-            given.append(array.reshape(ports.flat(buffer)))
-    outside = functools.partial(_outside, ports, cut)
-    made = call_plan(ports.plan, given, saved, outside=outside)
-    return _together(ports, cut, made)
+            given.append(array.reshape(own.flat(buffer)))
+    made = call_plan(plan, given, saved, outside=functools.partial(_outside, own))
+    return _together(own, made)
 
 
 def _as_product_adds(bias: Array, facts: Facts) -> Array:
@@ -224,31 +113,85 @@ def _as_product_adds(bias: Array, facts: Facts) -> Array:
     return bias.astype(short).astype(bias.dtype)
 
 
-def _outside(ports: _Ports, cut: _Cut, stage: _core.Stage, held: dict[int, Array]) -> dict:
-    """A collective of the plan: all of them are in place."""
-    node = ports.plan.graph.nodes[stage.node]
+def _matrix(own: _Own, buffer: _core.Buffer) -> tuple[int, ...]:
+    """Shape of what a device has of a buffer, as the plan of the whole layer has its dims."""
+    dims = own.ports.dims(buffer)
+    if dims is None or len(buffer.shape) < 2:
+        return (-1,) if dims is not None else tuple(own.flat(buffer))
+    lengths, batch = own.cut.lengths(own.ports, dims), len(own.ports.batch)
+    first = batch if buffer.shape[0].symbol == _core.SYMBOL_ROWS else len(lengths) - batch
+    if not own.ports.has_rows(buffer):
+        return tuple(own.flat(buffer))
+    return math.prod(lengths[:first]), math.prod(lengths[first:])
+
+
+def _turned(of: _core.Buffer, wanted: _core.Buffer, matrix: Array) -> Array:
+    """A saved form as the other plan has it: rows of one rank are saved row-wise."""
+    return matrix if of.link == wanted.link else matrix.T
+
+
+def _outside(own: _Own, stage: _core.Stage, held: dict[int, Array]) -> dict:
+    """A collective of the plan."""
+    cut, node = own.cut, own.plan.graph.nodes[stage.node]
     if node.kind == _core.NODE_LINEAR:
-        axes = cut.of(ports.plans.operand_factors(stage.step, stage.node))
-        if not axes:
-            return {}
-        return {number: jax.lax.pmax(held[number], axes) for number in stage.buffers}
+        axes = cut.of(*own.plans.measured(stage, own.ports.batch))
+        return {n: jax.lax.pmax(held[n], axes) for n in stage.buffers} if axes else {}
+    forward = stage.step == _FORWARD
+    if node.variant == _core.COLLECTIVE_GATHER:
+        return (_gather if forward else _scatter)(own, Side.INPUT, stage.buffers, held)
+    if node.variant == _core.COLLECTIVE_REDUCE_SCATTER:
+        return (_scatter if forward else _gather)(own, Side.OUTPUT, stage.buffers, held)
     column = node.variant == _core.COLLECTIVE_COPY
-    axes = cut.of(ports.plans.outside[0] if column else ports.plans.inside[-1])
+    axes = cut.of(own.plans.outside[0] if column else own.plans.inside[-1])
     return {number: jax.lax.psum(held[number], axes) for number in stage.buffers}
 
 
-def _together(ports: _Ports, cut: _Cut, made: PlanResults) -> tuple[Array, ...]:
+_FORWARD = 0  # step of a collective
+
+
+def _with_rows(own: _Own, array: Array, side: Side) -> Array:
+    """A matrix with a dim for each factor of its rows."""
+    rows = own.cut.lengths(own.ports, Dims(own.ports.batch, side))
+    return array.reshape(*rows, *array.shape[1:])
+
+
+def _gather(own: _Own, side: Side, buffers: Sequence[int], held: dict[int, Array]) -> dict:
+    """Of pairs (part, whole): the rows of all devices."""
+    factor, axes = own.cut.at(side)
+    made = {}
+    for part, whole in zip(buffers[::2], buffers[1::2], strict=True):
+        array = held[part]
+        short = array.dtype.itemsize == 1
+        sent = jax.lax.bitcast_convert_type(array, jnp.uint8) if short else array
+        rows = _with_rows(own, sent, side)
+        rows = jax.lax.all_gather(rows, axes, axis=own.ports.batch.index(factor), tiled=True)
+        rows = rows.reshape(-1, *array.shape[1:])
+        made[whole] = jax.lax.bitcast_convert_type(rows, array.dtype) if short else rows
+    return made
+
+
+def _scatter(own: _Own, side: Side, buffers: Sequence[int], held: dict[int, Array]) -> dict:
+    """Of (whole, part): the rows that a device has of the sum."""
+    factor, axes = own.cut.at(side)
+    whole, part = buffers
+    dim, rows = own.ports.batch.index(factor), _with_rows(own, held[whole], Side.INNER)
+    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=dim, tiled=True)
+    return {part: rows.reshape(-1, *held[whole].shape[1:])}
+
+
+def _together(own: _Own, made: PlanResults) -> tuple[Array, ...]:
     """What a device has of the results: parameters' gradients are summed, amaxes compared."""
-    found = []
+    ports, cut, found = own.ports, own.cut, []
     arrays = (*made.outputs, *made.states, *made.saved)
-    for at, (buffer, array) in enumerate(zip(ports.made, arrays, strict=True)):
-        if buffer.role == "state":
-            axes = cut.of([factor for factor, _ in cut.axes])
-            found.append(jax.lax.pmax(array, axes) if axes else array)
-            continue
-        array = array.reshape(ports.shape(buffer))
-        if cut.axes and ports.is_sum(buffer):
-            array = _sum(array, cut.of(ports.batch), cut.scattered[at])
+    triples = zip(ports.made, listed(own.plan)[1], arrays, strict=True)
+    for at, (whole, buffer, array) in enumerate(triples):
+        dims = ports.dims(whole)
+        if buffer.role == "state" and cut.axes:
+            array = jax.lax.pmax(array, cut.all_axes())
+        if dims is not None:
+            array = _turned(whole, buffer, array).reshape(cut.lengths(ports, dims))
+        if cut.axes and ports.is_sum(whole) and dims is not None:
+            array = _sum(array, cut.of(ports.batch, dims.side), cut.scattered[at])
         found.append(array)
     return tuple(found)
 
@@ -266,147 +209,39 @@ def _sum(array: Array, axes: Axes, scattered: Sequence[tuple[int, Axes]]) -> Arr
 
 def _rule(direction: Direction, _: Any, given: Sequence, __: Sequence) -> SdyShardingRule:
     """Which dims go together."""
-    ports = _ports_of(direction, [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in given])
+    ports = ports_of(direction, given)
     unknown = iter(range(10**6))
 
     def mapping(buffer: _core.Buffer) -> ArrayMapping:
-        dims = ports.factors(buffer)
-        if dims is None:
-            count = len(buffer.shape)
-            dims = tuple(f"u{next(unknown)}" for _ in range(count))
-        return ArrayMapping(*dims)
+        dims = ports.dims(buffer)
+        return ArrayMapping(
+            *(dims.factors if dims else (f"u{next(unknown)}" for _ in buffer.shape))
+        )
 
     operands, results = (tuple(map(mapping, of)) for of in (ports.given, ports.made))
     known = {factor for array in (*operands, *results) for factor in array}
-    whole = () if direction.backward else tuple(sorted(_never_cut(ports.plans) & known))
+    whole = () if direction.backward else tuple(sorted(never_cut(ports.plans) & known))
     return SdyShardingRule(operands, results, need_replication_factors=whole)
-
-
-def _never_cut(plans: LayerPlans) -> set[str]:
-    """Factors that no device has a part of."""
-    found: set[str] = set()
-    if plans.facts.layer.norm is not None:
-        found |= set(plans.inside[0])
-    if len(plans.facts.kernels) > 1:
-        found |= {"m0", *plans.outside[-1]}
-    return found
-
-
-class _Seen:
-    """Where the axes of a mesh lie in the arrays of a call, as XLA would have them."""
-
-    def __init__(self, ports: _Ports, given: Sequence, made: Sequence) -> None:
-        self.places: dict[str, set[tuple[str, str]]] = {}  # of each axis: (kind of array, factor)
-        pairs = (*zip(ports.given, given, strict=True), *zip(ports.made, made, strict=True))
-        for buffer, array in pairs:
-            factors = ports.factors(buffer)
-            if factors is None:
-                continue
-            kind = "parameter" if not any(f.startswith("b") for f in factors) else buffer.role
-            for factor, axes in zip(factors, _spec(array), strict=True):
-                for axis in axes:
-                    self.places.setdefault(axis, set()).add((kind, factor))
-
-    def factors(self, axis: str, *kinds: str) -> list[str]:
-        """The factors that an axis cuts in arrays of these kinds; all kinds by default."""
-        places = sorted(self.places[axis])
-        return [factor for kind, factor in places if not kinds or kind in kinds]
-
-
-def _spec(array: Any) -> list[Axes]:
-    """Axes of each dim."""
-    spec = tuple(array.sharding.spec) + (None,) * (len(array.shape) - len(array.sharding.spec))
-    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
-
-
-def _choose(direction: Direction, ports: _Ports, seen: _Seen, axis: str) -> str | None:
-    """The factor that an axis cuts."""
-    plans, never = ports.plans, _never_cut(ports.plans)
-    results = "input" if direction.backward else "output"  # what has the factors of the result
-    rows = [f for f in seen.factors(axis, "input", "output") if f.startswith("b")]
-    if axis in direction.data:
-        return rows[0] if rows else None
-    columns = [f for f in seen.factors(axis) if f in plans.outside[0] and f not in never]
-    if len(plans.facts.kernels) == 1 and rows:  # else the kernel is spread as its rows are
-        columns = [f for f in seen.factors(axis, results) if f in plans.outside[0]]
-    if columns:
-        return columns[0]
-    inside = [f for f in seen.factors(axis) if f in plans.inside[0] and f not in never]
-    if rows or not direction.backward:
-        kinds = ("output",) if direction.backward else ("input",)
-        inside = [f for f in seen.factors(axis, *kinds) if f in plans.inside[0] and f not in never]
-    return (inside or rows or [None])[0]
-
-
-_MULTIPLE = 16
-"""Of the dims of a product in FP8."""
-
-
-def _cut_of(direction: Direction, ports: _Ports, mesh: Any, seen: _Seen) -> _Cut:
-    found: dict[str, Axes] = {}
-    for axis in mesh.axis_names:
-        if axis not in seen.places or mesh.shape[axis] == 1:
-            continue
-        factor = _choose(direction, ports, seen, axis)
-        if factor is None:
-            continue
-        more = {**found, factor: (*found.get(factor, ()), axis)}
-        if _fits(ports, _Cut(tuple(more.items()), tuple(mesh.shape.items()))):
-            found = more
-    return _Cut(tuple(sorted(found.items())), tuple(mesh.shape.items()))
-
-
-def _fits(ports: _Ports, cut: _Cut) -> bool:
-    """Return whether the parts are whole, and what products in FP8 multiply."""
-    if any(ports.sizes[factor] % cut.parts((factor,)) for factor, _ in cut.axes):
-        return False
-    if not any(of.x.cast is not None for of in ports.plans.facts.layer.linears):
-        return True
-    facts = ports.plans.facts
-    lengths = [ports.rows // cut.parts(ports.batch)] if cut.of(ports.batch) else []
-    for kernel, part in zip(facts.kernels, cut.facts(facts).kernels, strict=True):
-        pairs = zip(kernel.matrix, part.matrix, strict=True)
-        lengths += [size for size_of_all, size in pairs if size != size_of_all]
-    return all(length % _MULTIPLE == 0 for length in lengths)
 
 
 def _partition(direction: Direction, mesh: Any, given: Sequence, made: Sequence) -> tuple:
     """What each device computes, and how arrays are spread for it."""
-    ports = _ports_of(direction, given)
     if not isinstance(given[0].sharding, NamedSharding):
         raise NotImplementedError(
             "a layer over several devices: no mesh is known: call it within `jax.set_mesh(mesh)`"
         )
-    cut = _cut_of(direction, ports, mesh, _Seen(ports, given, made))
-    scattered = (_scattered(ports, cut, *pair) for pair in zip(ports.made, made, strict=True))
-    cut = cut._replace(scattered=tuple(scattered))
+    cut, ports = cut_of(direction, mesh, given, made), ports_of(direction, given)
 
     def shardings(buffers: Sequence, arrays: Sequence, more: Sequence) -> tuple:
         specs = (
-            cut.spec(ports.factors(buffer), len(array.shape), axes)
+            cut.spec(ports.dims(buffer), len(array.shape), axes)
             for buffer, array, axes in zip(buffers, arrays, more, strict=True)
         )
         return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-    run = functools.partial(_run, direction, cut)
     results = shardings(ports.made, made, cut.scattered)
-    return mesh, run, results, shardings(ports.given, given, ((),) * len(given))
-
-
-def _scattered(
-    ports: _Ports, cut: _Cut, buffer: _core.Buffer, array: Any
-) -> tuple[tuple[int, Axes], ...]:
-    """Dims of a sum of which each device is to have a part, and the axes that cut them."""
-    factors, found = ports.factors(buffer), []
-    if not ports.is_sum(buffer) or factors is None:
-        return ()
-    over, sizes = cut.of(ports.batch), dict(cut.shape)
-    for dim, (factor, axes) in enumerate(zip(factors, _spec(array), strict=True)):
-        axes = tuple(axis for axis in axes if axis in over)
-        parts = cut.parts((factor,)) * math.prod(sizes[axis] for axis in axes)
-        if axes and ports.sizes[factor] % parts == 0:
-            found.append((dim, axes))
-    return tuple(found)
+    operands = shardings(ports.given, given, ((),) * len(given))
+    return mesh, functools.partial(_run, direction, cut), results, operands
 
 
 layer_p = make_primitive(Primitive("te_layer"))
@@ -414,11 +249,15 @@ layer_p = make_primitive(Primitive("te_layer"))
 
 @layer_p.def_abstract_eval
 def _results(*given: Any, direction: Direction) -> list:
-    ports = _ports_of(direction, given)
+    ports = ports_of(direction, given)
     found = []
     for buffer in ports.made:
-        scales = [a for a, of in zip(given, ports.given, strict=True) if of.link == "scale"]
-        shape = (1, *scales[0].shape) if buffer.link == "history" else ports.shape(buffer)
+        dims, shape = ports.dims(buffer), shape_of(buffer, (None, None), [0, ports.rows])
+        if buffer.link == "history":
+            scales = [a for a, of in zip(given, ports.given, strict=True) if of.link == "scale"]
+            shape = (1, *scales[0].shape)
+        elif dims is not None:
+            shape = Cut().lengths(ports, dims)
         found.append(result_of(given, shape, dtype_of(buffer.dtype)))
     return found
 
@@ -426,7 +265,7 @@ def _results(*given: Any, direction: Direction) -> list:
 mlir.register_lowering(
     layer_p,
     mlir.lower_fun(
-        lambda *arrays, direction: _run(direction, _Cut(), *arrays), multiple_results=True
+        lambda *arrays, direction: _run(direction, Cut(), *arrays), multiple_results=True
     ),
 )
 
@@ -451,6 +290,6 @@ def call_layer(direction: Direction, arrays: Sequence[Array]) -> PlanResults:
         made = sequential_vmap(functools.partial(_over_mesh, direction))(*arrays)
     else:
         made = layer_p.bind(*arrays, direction=direction)
-    buffers = _ports_of(direction, arrays).made
+    buffers = ports_of(direction, arrays).made
     roles = [(array, of.role) for array, of in zip(made, buffers, strict=True)]
     return PlanResults(*([a for a, of in roles if of == role] for role in RESULTS))

@@ -10,6 +10,7 @@ features), "o0", .. the features of the result. A mesh cuts factors; all arrays 
 cut alike.
 """
 
+import enum
 import functools
 import math
 from typing import NamedTuple
@@ -109,6 +110,8 @@ class Ranks(NamedTuple):
 
     before: int = 0  # gradients of the input are sums over so many
     behind: int = 0  # results are
+    gathers: bool = False  # a device has a part of the rows of the input
+    scatters: bool = False  # it has a part of those of the result
     measured: bool = False  # amaxes of current scaling are those of all devices
 
 
@@ -161,14 +164,33 @@ def _graph_of(facts: Facts) -> graphs.Graph:
         kinds, numbers = layer.activation
         activation = graphs.Activation(ACTIVATIONS[kinds], *numbers)
     if ranks.before:
-        before = graphs.Collective(_core.COLLECTIVE_COPY, ranks.before)
+        kind = _core.COLLECTIVE_GATHER if ranks.gathers else _core.COLLECTIVE_COPY
+        forms = ranks.gathers and layer.linears[0].is_quantized
+        before = graphs.Collective(kind, ranks.before, forms)
     if ranks.behind:
-        behind = graphs.Collective(_core.COLLECTIVE_ALL_REDUCE, ranks.behind)
+        kind = _core.COLLECTIVE_REDUCE_SCATTER if ranks.scatters else _core.COLLECTIVE_ALL_REDUCE
+        forms = ranks.scatters and layer.linears[-1].is_quantized
+        behind = graphs.Collective(kind, ranks.behind, forms)
     names = ("",) if len(parts) == 1 else ("fc1_", "fc2_")
     spec = graphs.CallSpec(
         tuple(parts), norm, activation, names=names, before=before, behind=behind
     )
     return graphs.call_graph(spec)
+
+
+class Side(enum.Enum):
+    """Where in a layer rows are: they may be cut more often at its ends."""
+
+    INPUT = "input"
+    INNER = "inner"
+    OUTPUT = "output"
+
+
+class Dims(NamedTuple):
+    """What the dims of an array are."""
+
+    factors: Factors
+    side: Side
 
 
 # ---- dims ----------------------------------------------------------------------------------------
@@ -194,66 +216,74 @@ class LayerPlans:
         # The bias that is added behind a sum over devices; None: there is none.
         self.added = self.call.graph.tensors[-1] if facts.ranks.behind else None
 
-    def _values(self) -> dict[int, tuple[bool, Factors]]:
+    def _values(self) -> dict[int, tuple[bool, Dims]]:
         """Of each value of the graph: whether it has rows, and its other factors."""
-        graph = self.call.graph
-        found: dict[int, tuple[bool, Factors]] = {}
+        graph, count = self.call.graph, len(self.facts.kernels)
+        found: dict[int, tuple[bool, Dims]] = {}
         x, *others = graph.tensors
-        found[x[1]] = True, self.inside[0]
+        found[x[1]] = True, Dims(self.inside[0], Side.INPUT)
         if self.facts.layer.norm is not None:
             affine, others = others[:2], others[2:]
-            found |= {link[1]: (False, self.inside[0]) for link in affine if link is not None}
+            of = Dims(self.inside[0], Side.INPUT)
+            found |= {link[1]: (False, of) for link in affine if link is not None}
+        ends = (*(Side.INNER,) * (count - 1), Side.OUTPUT)  # of what each dense layer makes
         for part, (kernel, bias) in enumerate(zip(others[::2], others[1::2], strict=True)):
-            found[kernel[1]] = False, (*self.inside[part], *self.outside[part])
+            both = (*self.inside[part], *self.outside[part])
+            found[kernel[1]] = False, Dims(both, Side.INNER)
             if bias is not None:
-                found[bias[1]] = False, self.outside[part]
+                found[bias[1]] = False, Dims(self.outside[part], ends[part])
         part = 0
         for node in graph.nodes:
             rows, of = found[node.inputs[0]]
             if node.kind == _core.NODE_LINEAR:
-                of, part = self.outside[part], part + 1
+                of, part = Dims(self.outside[part], ends[part]), part + 1
             if node.kind == _core.NODE_ACTIVATION:
-                of = of[1:]
+                of = Dims(of.factors[1:], of.side)
             found[node.output] = rows, of
         return found
 
-    def factors(self, buffer: _core.Buffer, batch: Factors) -> Factors | None:
-        """The factors of a buffer's dims; None of one whose dims stand for no factors.
+    def dims(self, buffer: _core.Buffer, batch: Factors) -> Dims | None:
+        """What the dims of a buffer are; None of one whose dims stand for no factors.
 
-        `batch` are those of rows.
+        `batch` are the factors of rows.
         """
         link, of = buffer.link, buffer.of
         if link in ("value", "gradient"):
             rows, others = self._of_values[of]
-            return (*batch, *others) if rows else others
+            return Dims((*batch * rows, *others.factors), others.side)
         if link in ("mean", "rsigma"):
-            return batch
+            return Dims(batch, Side.INPUT)
         if link in ("row", "column"):
-            return self._factors_of_form(link, of, batch)
+            return self._dims_of_form(link, of, batch)
         return None
 
-    def _factors_of_form(self, link: str, of: int, batch: Factors) -> Factors | None:
-        first = of - of % _core.OPERAND_ROLES
-        part, role = self.call.graph.operands.index(first), of - first
+    def _dims_of_form(self, link: str, of: int, batch: Factors) -> Dims | None:
+        part, role = self._operand(of)
         inside, outside = self.inside[part], self.outside[part]
         pair = {0: (batch, inside), 1: (inside, outside)}.get(role)
         if pair is None:
             return None
-        rows, columns = pair
-        return (*rows, *columns) if link == "row" else (*columns, *rows)
+        rows, columns = pair if link == "row" else pair[::-1]
+        side = Side.INPUT if (part, role) == (0, 0) else Side.INNER
+        return Dims((*rows, *columns), side)
 
-    def operand_factors(self, step: int, node: int) -> set[str]:
-        """The factors of what a stage ``reduce_amax_*`` of a linear node has measured, but rows.
+    def _operand(self, of: int) -> tuple[int, int]:
+        """The dense layer, and which of its operands."""
+        first = of - of % _core.OPERAND_ROLES
+        return self.call.graph.operands.index(first), of - first
 
-        With rows among them "b".
-        """
-        part = self.call.graph.operands.index(node * _core.OPERAND_ROLES)
-        name = _core.LINEAR_STAGES[step]
+    def measured(self, stage: _core.Stage, batch: Factors) -> Dims:
+        """What a stage ``reduce_amax_*`` is about: the operand that was measured."""
+        part, _ = self._operand(stage.node * _core.OPERAND_ROLES)
+        name = _core.LINEAR_STAGES[stage.step]
         inside, outside = self.inside[part], self.outside[part]
+        last = part == len(self.inside) - 1
         return {
-            "reduce_amax_input": {"b", *inside},
-            "reduce_amax_weight": {*inside, *outside},
-            "reduce_amax_grad_output": {"b", *outside},
+            "reduce_amax_input": Dims((*batch, *inside), Side.INNER if part else Side.INPUT),
+            "reduce_amax_weight": Dims((*inside, *outside), Side.INNER),
+            "reduce_amax_grad_output": Dims(
+                (*batch, *outside), Side.OUTPUT if last else Side.INNER
+            ),
         }[name]
 
 

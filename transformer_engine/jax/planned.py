@@ -19,7 +19,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from transformer_engine.jax import linear
 from transformer_engine.jax.custom_calls import PlanResults, code_of, varying
 from transformer_engine.jax.definitions import are_custom_calls_on
-from transformer_engine.jax.layer_calls import RECIPES_CUT, Direction, call_layer
+from transformer_engine.jax.layer_calls import RECIPES_CUT, call_layer
+from transformer_engine.jax.layer_cuts import Direction
 from transformer_engine.jax.layer_plans import (
     ACTIVATIONS,
     BACKWARD_SLOTS,
