@@ -212,11 +212,15 @@ def _rule(direction: Direction, _: Any, given: Sequence, __: Sequence) -> SdySha
     ports = ports_of(direction, given)
     unknown = iter(range(10**6))
 
+    def name(factor: str, side: Side) -> str:
+        apart = direction.names.sequence and factor in ports.batch[1:] and side is not Side.INPUT
+        return f"{factor}_{side.value}" if apart else factor
+
     def mapping(buffer: _core.Buffer) -> ArrayMapping:
         dims = ports.dims(buffer)
-        return ArrayMapping(
-            *(dims.factors if dims else (f"u{next(unknown)}" for _ in buffer.shape))
-        )
+        if dims is None:
+            return ArrayMapping(*(f"u{next(unknown)}" for _ in buffer.shape))
+        return ArrayMapping(*(name(factor, dims.side) for factor in dims.factors))
 
     operands, results = (tuple(map(mapping, of)) for of in (ports.given, ports.made))
     known = {factor for array in (*operands, *results) for factor in array}

@@ -17,14 +17,15 @@ from transformer_engine.common.plan_text import Plan
 from transformer_engine.jax.custom_calls import RESULTS, summary, whole_part
 from transformer_engine.jax.layer_plans import (
     Dims,
-    Facts,
     Factors,
+    Facts,
     Kernel,
     LayerPlans,
     Ranks,
     Side,
     layer_plans,
 )
+from transformer_engine.jax.sharding import AxesInForce
 
 Axes = tuple[str, ...]
 """Axes of a mesh."""
@@ -37,7 +38,7 @@ class Direction(NamedTuple):
 
     facts: Facts
     backward: bool
-    data: Axes  # along which only rows are cut
+    names: AxesInForce
 
     @property
     def plan(self) -> Plan:
@@ -242,7 +243,7 @@ def _choose(direction: Direction, ports: Ports, seen: _Seen, axis: str) -> str |
     plans, never = ports.plans, never_cut(ports.plans)
     results = "input" if direction.backward else "output"  # what has the factors of the result
     rows = [f for f in seen.factors(axis, "input", "output") if f.startswith("b")]
-    if axis in direction.data:
+    if axis in direction.names.data:
         return rows[0] if rows else None
     columns = [f for f in seen.factors(axis) if f in plans.outside[0] and f not in never]
     if len(plans.facts.kernels) == 1 and rows:  # else the kernel is spread as its rows are

@@ -31,7 +31,7 @@ from transformer_engine.jax.layer_plans import (
     layer_plans,
 )
 from transformer_engine.jax.quantize.state import joined
-from transformer_engine.jax.sharding import data_axes
+from transformer_engine.jax.sharding import AxesInForce, axes_in_force
 
 # ---- what runs as a plan -------------------------------------------------------------------------
 
@@ -87,14 +87,14 @@ class _Given(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("saved", "uses", "amaxes"),
-    meta_fields=("facts", "data", "given"),
+    meta_fields=("facts", "names", "given"),
 )
 @dataclass
 class Kept:
     """What a backward needs of its forward."""
 
     facts: Facts
-    data: tuple[str, ...]
+    names: AxesInForce
     given: tuple[_Given | None, ...]  # input, gamma and beta, kernels, biases; None: absent
     saved: tuple  # what the plan saves, as one tuple, where there is that, and others
     uses: tuple  # of each dense layer
@@ -189,11 +189,11 @@ def forward(
         tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
         wanted,
     )
-    plans, data = layer_plans(facts).call, data_axes()
+    plans, names = layer_plans(facts).call, axes_in_force()
     pairs = zip(kernels, biases, strict=True)
     tensors = (x, *(affine if layer.norm else ()), *chain.from_iterable(pairs))
     scales = [_scales(uses, backward=False)] if plans.forward_state else []
-    made = call_layer(Direction(facts, False, data), [*plans.pick_inputs(tensors), *scales])
+    made = call_layer(Direction(facts, False, names), [*plans.pick_inputs(tensors), *scales])
     saved = ()
     if plans.backward is not None:
         saved = plans.pick_saved((*made.outputs, tuple(made.saved), *tensors))
@@ -201,7 +201,7 @@ def forward(
         name = layer.linears[0].x.name or linear.GEMM_NAME
         saved = (tuple(checkpoint_name(a, name) for a in saved[0]), *saved[1:])
     y = checkpoint_name(made.outputs[0], linear.GEMM_NAME)
-    return y, Kept(facts, data, given, saved, tuple(uses), _amaxes(made, FORWARD_SLOTS))
+    return y, Kept(facts, names, given, saved, tuple(uses), _amaxes(made, FORWARD_SLOTS))
 
 
 def backward(kept: Kept, grad: Array) -> Gradients:
@@ -213,7 +213,7 @@ def backward(kept: Kept, grad: Array) -> Gradients:
     packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
     scales = [_scales(kept.uses, backward=True)] if plans.backward_state else []
     arrays = [*plans.pick_grads((grad,)), *saved, *scales, *chain.from_iterable(packed)]
-    made = call_layer(Direction(facts, True, kept.data), arrays)
+    made = call_layer(Direction(facts, True, kept.names), arrays)
     of_x, *others = [None if at < 0 else made.outputs[at] for at in plans.places]
     affine = (None, None)
     if facts.layer.norm is not None:

@@ -8,6 +8,7 @@ collectives; constraints say which way is wanted, and results are the same witho
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -73,10 +74,19 @@ def global_mesh_resource() -> MeshResource:
     return _InForce.resource
 
 
-def data_axes() -> tuple[str, ...]:
-    """Axes along which batches alone are spread, and weights to save memory; () where none says."""
+class AxesInForce(NamedTuple):
+    """What a layer has to know of the names in force; static."""
+
+    data: tuple[str, ...]  # axes along which batches alone are spread, and weights to save memory
+    sequence: bool  # tensor parallel layers spread sequences at their ends
+
+
+def axes_in_force() -> AxesInForce:
+    """Return what the names in force say; where there are none, that nothing is said."""
     names = _InForce.resource or MeshResource()
-    return tuple(axis for axis in (names.dp_resource, names.fsdp_resource) if axis is not None)
+    data = (names.dp_resource, names.fsdp_resource)
+    found = tuple(axis for axis in data if axis is not None)
+    return AxesInForce(found, names.tpsp_resource is not None)
 
 
 @contextmanager
