@@ -42,16 +42,6 @@ def is_distributed_weight(weight: Any) -> bool:
     return isinstance(weight, DistributedWeight)
 
 
-def refuse_distributed(kind: str, name: str, parameter: Any) -> None:
-    """Raise NotImplementedError for a `DistributedWeight` as a parameter of a module of a kind."""
-    # One name that no other tensor has is cheaper to ask for than the protocol.
-    if hasattr(parameter, "materialize_group_for_forward") and is_distributed_weight(parameter):
-        raise NotImplementedError(
-            f"{kind}: {name}: a DistributedWeight ({type(parameter).__name__}): modules do not "
-            "put weights together; shard them by FSDP2 (torch.distributed.fsdp.fully_shard)"
-        )
-
-
 def _leader(function: str, weights: Sequence[Any]) -> Any:
     """The weight that acts for a group; None where none is distributed.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformer_engine import _core
 from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.pytorch.distributed_weight import refuse_distributed
 from transformer_engine.pytorch.execution.stages import (
     Halves,
     Observer,
@@ -26,7 +25,11 @@ from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall, KeptPlans
 from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
-from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
+from transformer_engine.pytorch.module.parameters import (
+    add_grad,
+    refuse_distributed,
+    reset_linear,
+)
 from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.torchside.modes import replaces, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
