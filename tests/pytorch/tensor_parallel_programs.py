@@ -2,6 +2,7 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+import io
 from functools import partial
 from unittest import mock
 
@@ -229,7 +230,7 @@ _SHOWN = ("gemm_output", "gather", "exchange", "gemm_grad_input")
 
 
 def stages(device, kind, recipe):
-    """Names of stages of a linear layer with GEMMs in pieces, forward and backward."""
+    """Names of stages of a linear layer with GEMMs in pieces, forward and backward; a text."""
     with torch.device(device):
         overlap = {"ub_overlap_ag": True, "ub_overlap_rs": True, "bias": False}
         options = {"dtype": torch.bfloat16, "sequence": True, **overlap}
@@ -244,7 +245,10 @@ def stages(device, kind, recipe):
             stage.name.replace("y_", "").replace("gather_input", "gather") for stage in plan.stages
         ]
         found.append([name for name in names if name.startswith(_SHOWN)])
-    return found
+    text = io.StringIO()
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        te.explain(module, x, file=text)
+    return *found, text.getvalue()
 
 
 def chosen_overlaps(device):

@@ -5,7 +5,10 @@ import pytest
 import torch
 from pytorch import context_parallel_programs as programs
 
+from transformer_engine.common.recipe import DelayedScaling
+
 OPTIONS = {"num_attention_heads": 4, "kv_channels": 8, "qkv_format": "sbhd"}
+FP8 = {**OPTIONS, "kv_channels": 16}
 SHAPE = (8, 2, 4, 8)
 LENGTHS = torch.tensor([0, 8, 16], dtype=torch.int32)
 EVERY = ("p2p", "all_gather", "a2a")
@@ -39,6 +42,18 @@ def test_refusals(ranks, name, way):
     ):
         assert kind == "NotImplementedError"
         assert f"with cp_comm_type={way!r} over several ranks is not there yet" in text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_gathered_codes_of_scales_of_a_rank_alone(ranks, apart):
+    """Keys of all ranks are read with one scale."""
+    if ranks.size == 1:
+        pytest.skip("one rank has one scale")
+    made = DelayedScaling(fp8_dpa=True, reduce_amax=apart)
+    call = [[(16, 2, 4, 16)] * 3] * 2
+    for found in ranks.run(programs.said, "all_gather", FP8, {}, call, made, apart):
+        kind, text = found
+        assert kind == "NotImplementedError" and "whose amaxes are not those of all ranks" in text
 
 
 def test_sizes(ranks):
