@@ -136,6 +136,24 @@ def said(device, way, options, call, shapes, recipe=None, apart=False):
     return None
 
 
+def said_later(device, options, calls, shape, checks):
+    """What the second of two calls of a rank says, whose kinds all ranks have made before."""
+    module = te.DotProductAttention(**options).to(device)
+    spread(module, "p2p")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
+    own = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in c.items()} for c in calls]
+    for call in own[:-1]:
+        module(*tensors, **call)
+    with MonkeyPatch.context() as patch:
+        patch.setenv("TE_CHECK_RANKS", str(int(checks)))
+        try:
+            module(*tensors, **own[-1] if dist.get_rank() == 0 else own[0])
+        except ValueError as error:
+            return str(error)
+    return None
+
+
 def layer(device, kind, way, options, state, x, grad, angles):
     """Output, gradient of the input and of the parameters of a layer, of this rank's tokens."""
     module = getattr(te, kind)(**options, device=device)

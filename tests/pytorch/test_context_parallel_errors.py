@@ -98,3 +98,24 @@ def test_ranks_that_differ(ranks):
     shapes = [[SHAPE] * 3, [(7, 2, 4, 8)] * 3]
     found = ranks.run(programs.said, "p2p", OPTIONS, {}, shapes)
     assert [kind for kind, _ in found] == ["ValueError"] * 2
+
+
+def test_ranks_that_differ_later(ranks):
+    """In calls of kinds that are known: compared with TE_CHECK_RANKS; lengths are read again."""
+    if ranks.size == 1:
+        pytest.skip("one rank agrees with itself")
+    causal, whole = ({"attn_mask_type": kind} for kind in ("causal", "no_mask"))
+    calls = [causal, whole, whole]
+    for text in ranks.run(programs.said_later, OPTIONS, calls, SHAPE, True):
+        assert "do not make the same call: rank 0: " in text
+        assert "mask 'no_mask'" in text and "mask 'causal'" in text
+    packed = {"max_seqlen_q": 16, "max_seqlen_kv": 16}
+    good, bad = (
+        {**packed, "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32)}
+        for starts in ([0, 8, 16], [0, 6, 16])
+    )
+    options = {**OPTIONS, "qkv_format": "thd"}
+    for calls, refused in (([good, good], False), ([good, bad], True)):
+        found = ranks.run(programs.said_later, options, calls, (8, 4, 8), True)
+        assert [text is not None for text in found] == [refused] * ranks.size
+        assert not refused or all("refused" in text for text in found)

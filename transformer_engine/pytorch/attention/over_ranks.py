@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed as dist
 
+from transformer_engine.common import config
 from transformer_engine.pytorch.attention import backends, fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
@@ -219,12 +220,15 @@ def _agree(groups: _Groups, said: str) -> None:
 def _choice_of(
     core: Any, heads: Heads, options: AttentionOptions, form: str, more: CoreOptions
 ) -> Choice:
-    """Backend of a call. Checks of a new kind of call are made once, by all ranks together."""
+    """Backend of a call. Checks of a new kind of call are made once, by all ranks together.
+
+    With `TE_CHECK_RANKS` they are made in each call.
+    """
     groups, said = _groups(core), None
     try:
         key, said, find = _question(core, heads, options, form, more, groups)
         known = core._agreed.get(key)
-        if known is not None:
+        if known is not None and not config.TE_CHECK_RANKS.get():
             return known
         found = find()
     except (TypeError, ValueError, NotImplementedError):
