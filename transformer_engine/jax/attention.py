@@ -20,6 +20,7 @@ from transformer_engine.jax.sequences import (
     get_seqlens_and_offsets,
     inverse_reorder_causal_load_balancing,
     make_swa_mask,
+    packed_rows,
     reorder_causal_load_balancing,
     run_length_fill,
 )
@@ -222,8 +223,8 @@ def _check_shapes(q, k, v, bias, bias_type):
         raise ValueError(f"a bias of {list(bias.shape)} does not broadcast to {list(full)}")
 
 
-def _limits(sequences, mask_type, layout, lengths):
-    """What of the sequences a mask of this type reads."""
+def _limits(sequences, mask_type, layout, lengths, most):
+    """What of the sequences, `most` a row, a mask of this type reads."""
     if not mask_type.is_padding():
         if layout.is_thd():
             raise ValueError(f"{layout.value} has sequences of their own lengths: the mask type is "
@@ -232,7 +233,9 @@ def _limits(sequences, mask_type, layout, lengths):
     if sequences is None:
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
-        return Limits(sequences.segments(lengths), None, sequences.lengths(layout.is_thd()))
+        segments, alone = sequences.segments(lengths), sequences.lengths(layout.is_thd())
+        packed = None if alone else packed_rows(*segments, sequences.count(most))
+        return Limits(segments, None, alone, packed)
     if isinstance(sequences, Limits):
         return sequences
     warnings.warn("a mask for fused_attn is deprecated: pass a SequenceDescriptor",
@@ -378,7 +381,8 @@ def fused_attn(
         dropout=rate,
         max_logit=return_max_logit,
     )
-    limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, (q.shape[1], k.shape[1]))
+    lengths = (q.shape[1], k.shape[1])
+    limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, lengths, max_segments_per_seq)
     sink = _sink(softmax_type, softmax_offset, q.shape[2])
     key = _dropout_key(seed, rate)
     output, max_logit = attend(problem, q, k, v, bias, sink, limits, key)

@@ -23,11 +23,13 @@ def _runs(
     """Return whether the operators compute a call; asked while it is traced.
 
     They do on all devices what cuDNN's kernels do: 16-bit heads of multiples of 8 channels up to
-    256. A bias is added behind the scale, and its gradient is of all queries and keys; sequences of
-    a batch are whole or have lengths. What they do not compute is by definition (docs/jax.md).
+    256. A bias is added behind the scale, and its gradient is of all queries and keys; rows are
+    whole, have a length, or are packed, without a bias then. What they do not compute is by
+    definition (docs/jax.md).
     """
     q, k, v = heads
     known = limits.segments is None or limits.lengths is not None
+    known |= limits.packed is not None and bias is None
     if not are_custom_calls_on() or problem.max_logit or not known:
         return False
     channels = (q.shape[-1], v.shape[-1])
@@ -54,7 +56,29 @@ def _fields(
     if limits.lengths is not None:
         lengths = [jnp.maximum(each, 0) for each in limits.lengths]  # below 0: no sequence
         fields |= dict(zip(("query_lengths", "key_lengths"), lengths, strict=True))
+    elif limits.packed is not None:
+        names = ("query_lengths", "key_lengths", "query_offsets", "key_offsets")
+        fields |= dict(zip(names, limits.packed, strict=True))
     return fields
+
+
+def _is_packed(limits: Limits) -> bool:
+    """Return whether operators see rows as one, in which many sequences lie."""
+    return limits.lengths is None and limits.packed is not None
+
+
+def _seen(heads: tuple[Array, ...], packed: bool) -> dict[str, Any]:
+    """Queries, keys and values as operators see them, and bounds of sequences in packed rows."""
+    names = ("query", "key", "value")
+    if not packed:
+        return dict(zip(names, heads, strict=True))
+    bounds = {"max_queries": heads[0].shape[1], "max_keys": heads[1].shape[1]}
+    return dict(zip(names, map(_joined, heads), strict=True)) | bounds
+
+
+def _joined(array: Array) -> Array:
+    """Rows as one: [1, batch length, ..]."""
+    return array.reshape(1, -1, *array.shape[2:])
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:
@@ -74,15 +98,20 @@ def _call(
     limits: Limits,
     pair: Array | None,
 ) -> tuple[Array, Array]:
-    """Output [batch, queries, heads, channels] and statistics fp32 [batch, heads, queries]."""
-    q, k, v = heads
+    """Output [batch, queries, heads, channels]; statistics fp32 [batch, heads, queries], or packed
+    [1, batch queries, heads].
+    """
+    packed = _is_packed(limits)
+    seen = _seen(heads, packed)
+    batch, tokens, count, _ = seen["query"].shape
+    sums = (batch, tokens, count) if packed else (batch, count, tokens)
     results = {
-        "output": jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
-        "statistics": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+        "output": jax.ShapeDtypeStruct((batch, tokens, count, heads[2].shape[3]), heads[0].dtype),
+        "statistics": jax.ShapeDtypeStruct(sums, jnp.float32),
     }
-    fields = _fields(problem, bias, sink, limits, pair)
-    made = call_operator("attention", results, query=q, key=k, value=v, **fields)
-    return made["output"], made["statistics"]
+    made = call_operator("attention", results, **seen, **_fields(problem, bias, sink, limits, pair))
+    output = made["output"].reshape(*heads[0].shape[:3], -1)
+    return output, made["statistics"]
 
 
 def _call_backward(
@@ -96,15 +125,19 @@ def _call_backward(
     pair: Array | None,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Gradients of queries, keys, values, bias and sink."""
-    (q, k, v), (output, statistics) = heads, made
-    results = {"grad_query": _like(q), "grad_key": _like(k), "grad_value": _like(v)}
-    wanted = {"grad_bias": bias, "grad_sink": sink}
-    results |= {name: _like(of) for name, of in wanted.items() if of is not None}
+    packed = _is_packed(limits)
+    seen = _seen(heads, packed)
+    of = {"query": seen["query"], "key": seen["key"], "value": seen["value"]}
+    of |= {"bias": bias, "sink": sink}
+    results = {f"grad_{name}": _like(one) for name, one in of.items() if one is not None}
+    grad, output = (_joined(one) if packed else one for one in (grad, made[0]))
+    read = {"grad_output": grad, "output": output, "statistics": made[1], **seen}
     fields = _fields(problem, bias, sink, limits, pair)
-    read = {"grad_output": grad, "query": q, "key": k, "value": v}
-    read |= {"output": output, "statistics": statistics}
     found = call_operator("attention_backward", results, **read, **fields)
-    return tuple(found.get(f"grad_{of}") for of in ("query", "key", "value", "bias", "sink"))
+    grads = (found[f"grad_{name}"] for name in ("query", "key", "value"))
+    pairs = zip(grads, heads, strict=True)
+    shaped = (one.reshape(like.shape) for one, like in pairs)
+    return *shaped, found.get("grad_bias"), found.get("grad_sink")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
