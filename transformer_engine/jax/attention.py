@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: `fused_attn`, the kinds of masks, biases and layouts that it takes.
 
-What is computed is in `definitions/attention.py`, what a sequence is in `sequences.py`.
+What is computed is in `definitions/attention.py`, what a sequence is in `sequences.py`, and how
+sequences over several devices attend in `context_parallel.py`.
 """
 
 import warnings
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine.jax.attention_calls import attend
+from transformer_engine.jax.context_parallel import Asked, attend_over, spread_over
 from transformer_engine.jax.definitions.attention import Limits, Problem
 from transformer_engine.jax.sequences import (
     ReorderStrategy,
@@ -234,7 +236,8 @@ def _limits(sequences, mask_type, layout, lengths, most):
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
         segments, alone = sequences.segments(lengths), sequences.lengths(layout.is_thd())
-        packed = None if alone else packed_rows(*segments, sequences.count(most))
+        apart = alone or sequences.is_reordered
+        packed = None if apart else packed_rows(*segments, sequences.count(most))
         return Limits(segments, None, alone, packed)
     if isinstance(sequences, Limits):
         return sequences
@@ -259,15 +262,6 @@ def _dropout_key(seed, rate):
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed.reshape(-1)[0]
     return seed.reshape(-1, seed.shape[-1])[0]
-
-
-def check_context_parallel(axis: str) -> None:
-    """Refuse sequences that are spread over a mesh axis of several devices."""
-    devices = jax.sharding.get_abstract_mesh().shape.get(axis, 1) if axis else 1
-    if devices > 1:
-        raise NotImplementedError(
-            f"fused_attn: sequences over {devices} devices (context_parallel_axis={axis!r})"
-        )
 
 
 def _sink(softmax_type, offset, heads):
@@ -368,7 +362,6 @@ def fused_attn(
     """
     if score_mod is not None:
         raise NotImplementedError("fused_attn: score_mod")
-    check_context_parallel(context_parallel_axis)
     q, k, v = _separate(qkv, qkv_layout)
     _check_shapes(q, k, v, bias, attn_bias_type)
     rate = float(dropout_probability) if is_training else 0.0
@@ -385,6 +378,23 @@ def fused_attn(
     limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, lengths, max_segments_per_seq)
     sink = _sink(softmax_type, softmax_offset, q.shape[2])
     key = _dropout_key(seed, rate)
-    output, max_logit = attend(problem, q, k, v, bias, sink, limits, key)
+    described = isinstance(sequence_descriptor, SequenceDescriptor)
+    asked = Asked(
+        axis=context_parallel_axis,
+        ring=context_parallel_strategy is CPStrategy.RING,
+        balanced=context_parallel_causal_load_balanced,
+        striped=qkv_layout.is_thd(),
+        stripe=stripe_size or 1,
+        by_name=bool(context_parallel_axis)
+        or context_parallel_causal_load_balanced
+        or context_parallel_strategy is not CPStrategy.DEFAULT,
+    )
+    most = sequence_descriptor.count(max_segments_per_seq) if described else 1
+    spread = spread_over(asked, problem, (q, k, v), bias, limits, most)
+    if spread is None:
+        output, max_logit = attend(problem, q, k, v, bias, sink, limits, key)
+    else:
+        tokens = spread.tokens(limits, described and sequence_descriptor.is_reordered, lengths)
+        output, max_logit = attend_over(problem, spread, q, k, v, sink, tokens, key)
     output = checkpoint_name(output, context_checkpoint_name)
     return (output, max_logit) if return_max_logit else output

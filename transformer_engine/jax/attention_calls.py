@@ -17,8 +17,8 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _VECTOR, _MOST_CHANNELS = 8, 256
 
 
-def _runs(
-    problem: Problem, heads: tuple[Array, ...], bias: Array | None, _: Any, limits: Limits
+def runs(
+    problem: Problem, heads: tuple[Array, ...], bias: Array | None, limits: Limits
 ) -> bool:
     """Return whether the operators compute a call; asked while it is traced.
 
@@ -98,8 +98,9 @@ def _call(
     limits: Limits,
     pair: Array | None,
 ) -> tuple[Array, Array]:
-    """Output [batch, queries, heads, channels]; statistics fp32 [batch, heads, queries], or packed
-    [1, batch queries, heads].
+    """Output [batch, queries, heads, channels] and statistics.
+
+    These are fp32 [batch, heads, queries], of packed rows [1, batch queries, heads].
     """
     packed = _is_packed(limits)
     seen = _seen(heads, packed)
@@ -181,8 +182,8 @@ def attend(
 
 @partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("called",))
 @dataclass
-class _Kept:
-    """What the backward needs; `called`: the operators ran, whose backward it then is."""
+class Kept:
+    """What a backward needs; `called`: the operators ran, whose backward it then is."""
 
     arrays: tuple
     called: bool
@@ -191,16 +192,16 @@ class _Kept:
 def _forward(problem: Problem, *args: Any) -> tuple:
     *heads, bias, sink, limits, key = args
     given = tuple(heads), bias, sink, limits
-    if _runs(problem, *given):
+    if runs(problem, tuple(heads), bias, limits):
         pair = None if key is None else pair_of(key)
         made = _call(problem, *given, pair)
         top = jnp.zeros(made[0].shape[2], jnp.float32)  # which nobody wants
-        return (made[0], top), _Kept((*given, pair, made), True)
+        return (made[0], top), Kept((*given, pair, made), True)
     *made, top = definition.forward(problem, *given, key)
-    return (made[0], top), _Kept((*given, key, tuple(made)), False)
+    return (made[0], top), Kept((*given, key, tuple(made)), False)
 
 
-def _backward(problem: Problem, kept: _Kept, grads: tuple[Array, Array]) -> tuple:
+def _backward(problem: Problem, kept: Kept, grads: tuple[Array, Array]) -> tuple:
     heads, bias, sink, limits, drawn, made = kept.arrays
     gradients = _call_backward if kept.called else definition.backward
     found = gradients(problem, grads[0], heads, made, bias, sink, limits, drawn)
@@ -208,3 +209,65 @@ def _backward(problem: Problem, kept: _Kept, grads: tuple[Array, Array]) -> tupl
 
 
 attend.defvjp(_forward, _backward)
+
+
+# ---- steps of an attention over several devices --------------------------------------------------
+
+
+def step(
+    called: bool,
+    problem: Problem,
+    heads: tuple[Array, Array, Array],
+    sink: Array | None,
+    limits: Limits,
+    key: Array | None,
+) -> tuple[Array, Array, Array]:
+    """Attend to some of the keys, by the operators or by definition, without a gradient.
+
+    Returns the output, the logarithms of sums [batch, queries, heads, 1], as the operator
+    `attention_merge` reads them, and the largest scores fp32 [heads].
+    """
+    if called:
+        pair = None if key is None else pair_of(key)
+        output, sums = _call(problem, heads, None, sink, limits, pair)
+        top = jnp.zeros(output.shape[2], jnp.float32)  # which nobody wants
+    else:
+        output, sums, top = definition.forward(problem, heads, None, sink, limits, key)
+    shape = (*output.shape[:3], 1)
+    by_row = sums if _is_packed(limits) and called else sums.swapaxes(1, 2)
+    return output, by_row.reshape(shape), top
+
+
+def step_backward(
+    called: bool,
+    problem: Problem,
+    grad: Array,
+    heads: tuple[Array, Array, Array],
+    made: tuple[Array, Array],
+    sink: Array | None,
+    limits: Limits,
+    key: Array | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of queries, keys, values and sink; `made` are output and logarithms of all steps."""
+    output, sums = made
+    sums = sums[..., 0].swapaxes(1, 2) if not (called and _is_packed(limits)) else _joined(sums[..., 0])
+    if called:
+        pair = None if key is None else pair_of(key)
+        found = _call_backward(problem, grad, heads, (output, sums), None, sink, limits, pair)
+    else:
+        found = definition.backward(problem, grad, heads, (output, sums), None, sink, limits, key)
+    return *found[:3], found[4]
+
+
+def merge(
+    called: bool, total: tuple[Array, Array], step: tuple[Array, Array], dtype: Any
+) -> tuple[Array, Array]:
+    """Join output and logarithms of what attended to some of the keys, and to others."""
+    if not called:
+        output, sums = definition.merge(total, step)
+        return output.astype(dtype), sums
+    results = {"output": jax.ShapeDtypeStruct(total[0].shape, dtype), "statistics": _like(total[1])}
+    fields = {"total": total[0], "total_statistics": total[1]}
+    fields |= {"step": step[0], "step_statistics": step[1]}
+    made = call_operator("attention_merge", results, **fields)
+    return made["output"], made["statistics"]

@@ -194,10 +194,10 @@ def _positions(segment_ids):
 def _runs(
     ids: jax.Array, places: jax.Array, segments: int, step: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lengths and first tokens of the segments from 1 on, and which rows are in order, bool [batch].
+    """Lengths and first tokens of the segments from 1 on; which rows are in order, bool [batch].
 
     In order: segments ascend, each lies in one piece, and its positions advance by `step`; with
-    None they count from 0.
+    None they count from 0, with 0 they mean nothing.
     """
     length = ids.shape[1]
     mine = ids[:, None, :] == jnp.arange(1, segments + 1, dtype=ids.dtype)[:, None]
@@ -205,6 +205,8 @@ def _runs(
     first = jnp.min(jnp.where(mine, jnp.arange(length, dtype=jnp.int32), length), axis=-1)
     starts = jax.lax.cummin(first, axis=1, reverse=True)  # of what is not there: the next one's
     right = jnp.all(_ids_of_lengths(lengths, starts, length) == ids, axis=-1)
+    if step == 0:
+        return lengths, starts, right
     if step is None:
         return lengths, starts, right & jnp.all((places == _positions(ids)) | (ids == 0), axis=-1)
     joined = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != 0)
@@ -228,7 +230,8 @@ def packed_rows(
     segments : int
         Segments of a row at most.
     step : int, optional
-        By how much positions advance from token to token; by default they count from 0.
+        By how much positions advance from token to token (0: they mean nothing); by default they
+        count from 0.
     seen : bool, default False
         Keys behind the last query of their sequence are left out. What a causal mask lets a query
         see is then aligned with the last query and key, wherever the first ones stand.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled dot-product attention in plain JAX, with the gradient written out.
 
-Scores, probabilities and sums are fp32 (float64, where inputs are). The forward saves its output and
-one number a query (the logarithm of the sum of exponentials, -inf where no key is seen); the
+Scores, probabilities and sums are fp32 (float64, where inputs are). The forward saves its output
+and one number a query (the logarithm of the sum of exponentials, -inf where no key is seen); the
 backward computes probabilities, mask and dropped elements again, so nothing of the size queries x
 keys lives between the two.
 """
@@ -132,6 +132,19 @@ def forward(
     weights = weights.reshape(batch, groups, heads // groups, queries, -1).astype(v.dtype)
     output = _einsum("bgrqk,bkgd->bqgrd", weights, v).astype(q.dtype)
     return output.reshape(batch, queries, heads, -1), log_sum, max_logit
+
+
+def merge(
+    total: tuple[jax.Array, jax.Array], step: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Output and logarithms of sums of one attention to the keys of two.
+
+    Outputs are [batch, queries, heads, channels], logarithms [batch, queries, heads, 1].
+    """
+    top = finite(jnp.maximum(total[1], step[1]))
+    log_sum = top + jnp.log(jnp.exp(total[1] - top) + jnp.exp(step[1] - top))
+    parts = (part * jnp.exp(own - finite(log_sum)) for part, own in (total, step))
+    return sum(parts), log_sum
 
 
 def _sum_to(grad, like):
