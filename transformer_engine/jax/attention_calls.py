@@ -17,9 +17,7 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _VECTOR, _MOST_CHANNELS = 8, 256
 
 
-def runs(
-    problem: Problem, heads: tuple[Array, ...], bias: Array | None, limits: Limits
-) -> bool:
+def runs(problem: Problem, heads: tuple[Array, ...], bias: Array | None, limits: Limits) -> bool:
     """Return whether the operators compute a call; asked while it is traced.
 
     They do on all devices what cuDNN's kernels do: 16-bit heads of multiples of 8 channels up to
@@ -250,7 +248,11 @@ def step_backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of queries, keys, values and sink; `made` are output and logarithms of all steps."""
     output, sums = made
-    sums = sums[..., 0].swapaxes(1, 2) if not (called and _is_packed(limits)) else _joined(sums[..., 0])
+    sums = (
+        sums[..., 0].swapaxes(1, 2)
+        if not (called and _is_packed(limits))
+        else _joined(sums[..., 0])
+    )
     if called:
         pair = None if key is None else pair_of(key)
         found = _call_backward(problem, grad, heads, (output, sums), None, sink, limits, pair)

@@ -454,18 +454,6 @@ def _cut(spread: Spread, body: Callable, given: tuple, specs: tuple, results: An
     """Call `body` on each device, with the parts of what is given; within `jax.shard_map` at once."""
     if not spread.enters:
         return body(*given)
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is AxisType.Explicit
-    }
-    if explicit:
-        placed = [
-            jax.tree.map(partial(_placed, spec=spec, axes=explicit), one)
-            for one, spec in zip(given, specs, strict=True)
-        ]
-        given = tuple(placed)
     cut = jax.shard_map(
         body,
         in_specs=specs,
@@ -476,10 +464,20 @@ def _cut(spread: Spread, body: Callable, given: tuple, specs: tuple, results: An
     return jax.jit(cut)(*given)
 
 
-def _placed(array: Array, spec: PartitionSpec, axes: set[str]) -> Array:
-    """An array whose axes are explicit, as the partition says."""
-    kept = [axis if axis in axes else None for axis in spec[: array.ndim]]
-    return jax.reshard(array, PartitionSpec(*kept))
+def _placed(spread: Spread, given: tuple) -> tuple:
+    """What is given, where explicit axes of the mesh, types of arrays, have to be as it is cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind is AxisType.Explicit}
+    if not explicit.intersection(spread.enters):
+        return given
+
+    def place(spec: PartitionSpec, array: Array) -> Array:
+        kept = (axis if axis in explicit else None for axis in spec[: array.ndim])
+        return jax.reshard(array, PartitionSpec(*kept))
+
+    pairs = zip(_specs(spread), given, strict=True)
+    return tuple(jax.tree.map(partial(place, spec), one) for spec, one in pairs)
 
 
 def _drawn(spread: Spread, key: Array | None) -> Array | None:
@@ -499,7 +497,6 @@ def _specs(spread: Spread) -> tuple:
     return *(spread.rows(),) * 3, by_head, tokens, PartitionSpec()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_over(
     problem: Problem,
     spread: Spread,
@@ -529,7 +526,14 @@ def attend_over(
     tuple of Array
         Output, largest score of each head, as of `attention_calls.attend`.
     """
-    return _forward(problem, spread, q, k, v, sink, tokens, key)[0]
+    given = _placed(spread, (q, k, v, sink, tokens, key))
+    return _attend(problem, spread, *given)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(problem: Problem, spread: Spread, *given: Any) -> tuple[Array, Array]:
+    """Attend, with the gradient of the same schedule."""
+    return _forward(problem, spread, *given)[0]
 
 
 def _forward(problem: Problem, spread: Spread, *given: Any) -> tuple:
@@ -572,4 +576,4 @@ def _backward(problem: Problem, spread: Spread, saved: tuple, grads: tuple[Array
     return *found, None, None
 
 
-attend_over.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
