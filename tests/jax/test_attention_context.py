@@ -6,6 +6,7 @@ counters count. One body runs on devices of the CPU and, with the mark `multigpu
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import torch
 from comparators import assert_nmse
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_arrays import normal, to_torch, wide
-from thinning import pairs
+from thinning import chosen
 from tols import BF16, tol
 
 import transformer_engine.jax as te
@@ -69,6 +70,18 @@ FORMS = {
 }
 DEFINED = {("causal lengths", RING), ("causal packed", GATHER), ("causal stripes", RING)}
 """What has no operators where tokens are dealt out: masks that are no diagonal."""
+SCHEDULES = [
+    (form, strategy, balanced)
+    for form, strategy, balanced in itertools.product(FORMS, (GATHER, RING), (True, False))
+    if balanced or form != "causal stripes"
+]
+DEALT = [("causal", GATHER, True), ("causal", RING, True), ("causal", RING, False)]
+DEALT += [("causal packed", RING, True), *((form, way, True) for form, way in DEFINED)]
+"""Of them those that differ by definition."""
+APART = [("full", GATHER, False), ("full", RING, False), ("causal", GATHER, False)]
+APART += [("causal packed", way, False) for way in (GATHER, RING)]
+APART += [("causal lengths", GATHER, True), ("causal stripes", GATHER, True), *DEALT]
+"""And by operators; the others are nightly."""
 MESHES = [{"cp": 4}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}]
 
 
@@ -111,18 +124,24 @@ def described(form):
     return SequenceDescriptor.from_seqlens(jnp.asarray(form.lengths))
 
 
+@functools.cache
+def defined(form, options):
+    """A step of this form by definition, which is compiled once."""
+    return jax.jit(by_definition(functools.partial(step, FORMS[form], dict(options))))
+
+
 def on_one_device(form, options, grad, sink, *qkv):
     """Output and gradients by definition in float64, as arrays of numpy."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         given = [jnp.asarray(np.asarray(one), jnp.float64) for one in (grad, *qkv)]
         sink = None if sink is None else jnp.asarray(np.asarray(sink))
-        call = jax.jit(by_definition(functools.partial(step, form, options)))
-        return jax.tree.map(np.asarray, call(described(form), given[0], sink, *given[1:]))
+        call, lengths = defined(form, tuple(options.items())), described(FORMS[form])
+        return jax.tree.map(np.asarray, call(lengths, given[0], sink, *given[1:]))
 
 
 def over_devices(mesh, form, options, grad, sink, *qkv):
     """The same over a mesh, of arrays that are dealt out and spread; in the order that was."""
-    size = mesh.shape["cp"]
+    form, size = FORMS[form], mesh.shape["cp"]
     if options.get("context_parallel_causal_load_balanced"):
         strategy, stripe = form.order()
         deal, undo = (
@@ -145,27 +164,27 @@ def over_devices(mesh, form, options, grad, sink, *qkv):
         return jax.tree.map(undo, out), (of_sink, *map(undo, grads))
 
 
-@pairs(
-    form=list(FORMS),
-    strategy=[GATHER, RING],
-    balanced=[True, False],
-    shape=MESHES,
-    groups=[4, 2, 1],
-    windowed=[False, True],
-    sunk=[False, True],
-)
-def test_definitions(rng, form, strategy, balanced, shape, groups, windowed, sunk):
+def among(rng, values):
+    """One of them."""
+    return values[rng.integers(len(values))]
+
+
+@chosen([(one,) for one in DEALT], schedule=SCHEDULES)
+def test_definitions(rng, schedule):
     """In float64 a schedule differs from one device by roundings alone."""
+    form, strategy, balanced = schedule
+    windowed, sunk = rng.integers(2, size=2)
+    groups, shape = among(rng, [4, 2, 1]), among(rng, MESHES)
     causal = FORMS[form].mask.is_causal()
     options = {"window_size": (WINDOW if causal else (9, 5)) if windowed else None}
     grad, *qkv = fresh(rng, groups=groups)
     sink = normal(rng, (1, HEADS, 1, 1)) if sunk else None
-    wanted = on_one_device(FORMS[form], options, grad, sink, *qkv)
+    wanted = on_one_device(form, options, grad, sink, *qkv)
     options["context_parallel_strategy"] = strategy
     options["context_parallel_causal_load_balanced"] = balanced
     with jax.enable_x64(True):
         grad, *qkv = (np.asarray(one).astype(np.float64) for one in (grad, *qkv))
-        found = over_devices(mesh_of(shape), FORMS[form], options, grad, sink, *qkv)
+        found = over_devices(mesh_of(shape), form, options, grad, sink, *qkv)
         leaves = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
         for one, other in ((np.asarray(one), other) for one, other in leaves):
             assert one.dtype == other.dtype
@@ -191,11 +210,11 @@ def calls_of(form, strategy, balanced, shape):
 def check_operators(rng, counters, devices, form, strategy, balanced, shape, dtype, **options):
     """Results of the operators, and how many of them ran."""
     grad, *qkv = fresh(rng, dtype)
-    wanted = on_one_device(FORMS[form], options, grad, None, *qkv)
+    wanted = on_one_device(form, options, grad, None, *qkv)
     options["context_parallel_strategy"] = strategy
     options["context_parallel_causal_load_balanced"] = balanced
     mesh = mesh_of(shape, devices)
-    found = over_devices(mesh, FORMS[form], options, grad, None, *qkv)
+    found = over_devices(mesh, form, options, grad, None, *qkv)
     ran = {name: n for name, n in counters().items() if name.startswith("attention")}
     assert sum(ran.values()) == calls_of(form, strategy, balanced, shape), ran
     leaves = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
@@ -204,32 +223,27 @@ def check_operators(rng, counters, devices, form, strategy, balanced, shape, dty
         assert_nmse(to_torch(one), wide(other), bound, f"result {number}")
 
 
-@pairs(
-    form=list(FORMS),
-    strategy=[GATHER, RING],
-    balanced=[True, False],
-    shape=MESHES,
-    softmax=[AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.OFF_BY_ONE_SOFTMAX],
-    dtype=[BF16, torch.float16],
-)
-def test_operators(rng, counters, form, strategy, balanced, shape, softmax, dtype):
-    given = (form, strategy, balanced, shape, dtype)
+@chosen([(one,) for one in APART], schedule=SCHEDULES)
+def test_operators(rng, counters, schedule):
+    shape, dtype = among(rng, MESHES), among(rng, [BF16, torch.float16])
+    softmax = among(rng, list(AttnSoftmaxType)[:2])
+    given = (*schedule, shape, dtype)
     check_operators(rng, counters, None, *given, softmax_type=softmax)
 
 
-@pytest.mark.parametrize("form", ["causal", "causal packed", "causal stripes"])
-@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize(
+    ("form", "balanced"),
+    [("causal", True), ("causal packed", False), ("causal stripes", True)],
+)
 def test_operators_with_a_window(rng, counters, form, balanced):
-    if balanced and (form, GATHER) in DEFINED:
-        form = "causal lengths"
     given = (form, GATHER, balanced, {"cp": 2}, BF16)
     check_operators(rng, counters, None, *given, window_size=WINDOW)
 
 
 @pytest.mark.multigpu
-@pairs(form=list(FORMS), strategy=[GATHER, RING], balanced=[True, False], dtype=[BF16])
-def test_operators_of_gpus(rng, counters, form, strategy, balanced, dtype):
-    given = (form, strategy, balanced, {"cp": 2}, dtype)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_operators_of_gpus(rng, counters, schedule):
+    given = (*schedule, {"cp": 2}, among(rng, [BF16, torch.float16]))
     check_operators(rng, counters, jax.devices("gpu"), *given)
 
 
@@ -297,17 +311,18 @@ def test_dropout(rng, seed, strategy):
     assert np.abs(heads[:, :32] - heads[:, 32:]).max() > 0  # another part draws others
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("strategy", [GATHER, RING])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(AxisType.Auto, GATHER), (AxisType.Explicit, RING)], ids=str
+)
 def test_kinds_of_axes(rng, kind, strategy):
     """Arrays that are spread otherwise, or not, and a call without `jax.jit`."""
-    form, options = CAUSAL, {"context_parallel_strategy": strategy}
+    options = {"context_parallel_strategy": strategy}
     grad, *qkv = fresh(rng, BF16)
-    exact = on_one_device(form, {}, grad, None, *qkv)[1][1:]
+    exact = on_one_device("causal", {}, grad, None, *qkv)[1][1:]
     mesh = mesh_of({"dp": 2, "cp": 2}, kind=kind)
 
     def loss(*qkv):
-        out = jax.checkpoint(functools.partial(attend, form, None, None, **options))(*qkv)
+        out = jax.checkpoint(functools.partial(attend, CAUSAL, None, None, **options))(*qkv)
         return jnp.sum(out.astype(jnp.float32) * np.asarray(grad).astype(np.float32))
 
     with te.autocast(mesh_resource=RESOURCE), jax.set_mesh(mesh):
@@ -321,7 +336,7 @@ def test_kinds_of_axes(rng, kind, strategy):
 def test_within_shard_map(rng, counters):
     """Of rows that are whole a device may call it with its part."""
     grad, *qkv = fresh(rng, BF16)
-    wanted = on_one_device(CAUSAL, {}, grad, None, *qkv)[0]
+    wanted = on_one_device("causal", {}, grad, None, *qkv)[0]
     options = {"context_parallel_axis": "cp", "context_parallel_strategy": RING}
     parts = PartitionSpec(None, "cp")
     call = jax.shard_map(
@@ -348,7 +363,7 @@ def test_the_flax_module(rng, counters):
     mesh = mesh_of({"cp": 2, "tp": 2})
     found = outputs(mesh, functools.partial(module.apply, {}), q, k, v)
     assert sum(n for name, n in counters().items() if name.startswith("attention")) == 4
-    wanted = on_one_device(CAUSAL, {}, grad, None, q, k, v)[0]
+    wanted = on_one_device("causal", {}, grad, None, q, k, v)[0]
     assert_nmse(to_torch(found), wide(wanted), tol("attention_steps", BF16, TOKENS))
 
 

@@ -246,13 +246,9 @@ def step_backward(
     limits: Limits,
     key: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of queries, keys, values and sink; `made` are output and logarithms of all steps."""
-    output, sums = made
-    sums = (
-        sums[..., 0].swapaxes(1, 2)
-        if not (called and _is_packed(limits))
-        else _joined(sums[..., 0])
-    )
+    """Gradients of queries, keys, values and sink; `made`: output and logarithms of all steps."""
+    output, sums = made[0], made[1][..., 0]
+    sums = _joined(sums) if called and _is_packed(limits) else sums.swapaxes(1, 2)
     if called:
         pair = None if key is None else pair_of(key)
         found = _call_backward(problem, grad, heads, (output, sums), None, sink, limits, pair)

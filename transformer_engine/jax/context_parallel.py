@@ -227,7 +227,7 @@ class _Gathered:
         *self.keys, self._of_keys = everything
 
     def scatter(self, grad: Array, like: Array) -> Array:
-        """This device's tokens of the sum of all devices' gradients."""
+        """Tokens of this device, of the sum of all devices' gradients."""
         grad = self._spread.dealt(grad) if self._sorts else grad
         grad = lax.psum_scatter(grad, self._spread.axis, scatter_dimension=1, tiled=True)
         return grad.astype(like.dtype)
@@ -426,7 +426,7 @@ def _ring_backward(
     tokens: Any,
     key: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """As `_gather_backward`. Sums of gradients follow the keys that they are of, to their device."""
+    """As `_gather_backward`; sums of gradients follow the keys that they are of to their device."""
     ring = _Ring(problem, spread, called)
     turned = jax.tree.map(ring.turned, (grad, heads[0], made))
     for number, step in enumerate(ring.steps(heads, tokens, key)):
@@ -451,7 +451,7 @@ def _ring_backward(
 
 
 def _cut(spread: Spread, body: Callable, given: tuple, specs: tuple, results: Any) -> Any:
-    """Call `body` on each device, with the parts of what is given; within `jax.shard_map` at once."""
+    """Call `body` on each device with its parts of what is given; in `jax.shard_map` at once."""
     if not spread.enters:
         return body(*given)
     cut = jax.shard_map(
