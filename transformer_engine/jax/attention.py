@@ -332,17 +332,23 @@ def fused_attn(
     is_training : bool
         Whether there is dropout.
     max_segments_per_seq : int, default 1
-        Sequences of a row at most; the lengths say how many there are.
+        Sequences of a row at most, where segments are given; lengths say how many there are.
     window_size : tuple of int, optional
         Keys before and after a query's own that it sees; -1 is all of them.
-    context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis
-        Sequences over several devices; the axis has one device, or is not in the mesh.
+    context_parallel_strategy : CPStrategy, default DEFAULT
+        What goes from device to device where sequences are spread: by default `ALL_GATHER`.
+    context_parallel_causal_load_balanced : bool, default False
+        The tokens of all arrays have been dealt out by `reorder_causal_load_balancing`: packed rows
+        (THD) in stripes, others in chunks.
+    context_parallel_axis : str, default ""
+        Axis of the mesh that sequences are spread over; by default `cp_resource` of the
+        `MeshResource` in force. Nothing is spread where it has one device.
     context_checkpoint_name : str, default "context"
         Name of the output for `jax.checkpoint` policies.
     softmax_offset : jax.Array, optional
         Score of no key, [1, heads, 1, 1], of the learnable softmax.
     stripe_size : int, optional
-        Tokens of a stripe of sequences that are spread over devices.
+        Tokens of a stripe, 1 by default.
     score_mod : optional
         Not there yet.
     return_max_logit : bool, default False
@@ -358,7 +364,7 @@ def fused_attn(
     ValueError
         Arguments that do not fit together.
     NotImplementedError
-        Sequences over several devices; `score_mod`.
+        `score_mod`; what has no way over several devices (`context_parallel.spread_over`).
     """
     if score_mod is not None:
         raise NotImplementedError("fused_attn: score_mod")
