@@ -130,8 +130,8 @@ def _parameter(wanted: bool) -> int:
     return _core.VALUE_PARAMETER | _core.VALUE_GRADIENT * wanted
 
 
-@functools.lru_cache(maxsize=256)
-def _plans_of(facts: _Facts) -> CallPlans:
+def _spec_of(facts: _Facts) -> graphs.CallSpec:
+    """The call whose plans run a layer."""
     layer, parts = facts.layer, []
     of_x, of_affine, of_kernels, of_biases = facts.wanted
     for i, (of_in, out, dtype) in enumerate(facts.kernels):
@@ -154,7 +154,12 @@ def _plans_of(facts: _Facts) -> CallPlans:
         kinds, numbers = layer.activation
         activation = graphs.Activation(_ACTIVATIONS[kinds], *numbers)
     names = ("",) if len(parts) == 1 else ("fc1_", "fc2_")
-    return call_plans(graphs.CallSpec(tuple(parts), norm, activation, names=names))
+    return graphs.CallSpec(tuple(parts), norm, activation, names=names)
+
+
+@functools.lru_cache(maxsize=256)
+def _plans_of(facts: _Facts) -> CallPlans:
+    return call_plans(_spec_of(facts))
 
 
 _FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2  # of a dense layer; the last one is that of what is returned

@@ -257,10 +257,12 @@ context_checkpoint_name, stripe_size, score_mod
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
             context_parallel_axis=self.context_parallel_axis,
             context_checkpoint_name=self.context_checkpoint_name, softmax_offset=offset,
-            stripe_size=self.stripe_size, score_mod=self.score_mod, return_max_logit=True,
+            stripe_size=self.stripe_size, score_mod=self.score_mod,
+            return_max_logit=self.return_max_logit,
         )  # fmt: skip
-        output = made[0].swapaxes(0, 1) if self.transpose_batch_sequence else made[0]
-        return (output, made[1]) if self.return_max_logit else output
+        output, *others = made if self.return_max_logit else (made,)
+        output = output.swapaxes(0, 1) if self.transpose_batch_sequence else output
+        return (output, *others) if self.return_max_logit else output
 
 
 class MultiHeadAttention(nn.Module):
