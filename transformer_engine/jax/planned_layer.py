@@ -3,7 +3,7 @@
 
 Its graph is that of `transformer_engine.pytorch.TransformerLayer`, made of those of its three
 modules (`planned`): the projection of queries, keys and values with the norm before it, that of
-the attention's output, and the MLP. The biases of the last two are added with the residual.
+the attention's output, and the MLP.
 """
 
 import functools
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -22,7 +23,7 @@ from transformer_engine.common.attention_graphs import AttentionSpec, add_dropou
 from transformer_engine.common.plans import CallPlans, plans_of
 from transformer_engine.jax import linear, planned
 from transformer_engine.jax.activation import ActivationPlan
-from transformer_engine.jax.custom_calls import call_plan, code_of
+from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
 from transformer_engine.jax.layernorm import NormPlan
 
 
@@ -62,18 +63,14 @@ class _Module(NamedTuple):
     name: str
     norm: int | None  # its number
     linears: slice
-    joins: bool  # what it makes joins the residual
 
 
 _MODULES = (
-    _Module("qkv_", 0, slice(0, 1), False),
-    _Module("attention_", None, slice(1, 2), True),
-    _Module("mlp_", 1, slice(2, 4), True),
+    _Module("qkv_", 0, slice(0, 1)),  # which the attention reads
+    _Module("attention_", None, slice(1, 2)),  # this one and the next one join the residual
+    _Module("mlp_", 1, slice(2, 4)),
 )
-_FORWARD_SLOTS, _BACKWARD_SLOTS = [
-    tuple(module.linears.start * slots for module in _MODULES)
-    for slots in (planned._FORWARD_SLOTS, planned._BACKWARD_SLOTS)
-]
+_SLOTS = (0,) * len(_MODULES)  # the first one of each in its own states
 
 
 class _Facts(NamedTuple):
@@ -82,46 +79,45 @@ class _Facts(NamedTuple):
     plan: LayerPlan
     dtype: int
     modules: tuple[planned._Facts, ...]
-    added: tuple[int, ...]  # of each module, flags of the bias that joins the residual; 0: none
     wanted: bool  # the gradient of the input is
 
 
 @functools.lru_cache(maxsize=64)
 def _plans_of(facts: _Facts) -> CallPlans:
-    plan, dtype, modules, added, wanted = facts
+    plan, dtype, modules, wanted = facts
     hidden = modules[0].kernels[0][0]
     graph = graphs.Graph()
     residual = x = graph.tensor("input", dtype, (graphs.ROWS, hidden), graphs.input_flags(wanted))
-    for number, (name, _, _, joins) in enumerate(_MODULES):
+    for number, (name, *_) in enumerate(_MODULES):
         own = graphs.call_graph(planned._spec_of(modules[number]))
         x = graph.append(own, x, name, f"{name}made", number)[own.results[0][1]]
-        if not joins:
+        if number == 0:
             x = attend(graph, plan.attention, [x], ((), {}, ()), "", 0)
             continue
-        graph.tensors.pop()  # its own bias, which it has not
-        bias, flags = -1, added[number]
-        if flags:
-            bias = graph.tensor(f"{name}added_bias", dtype, (hidden,), flags)
-        else:
-            graph.absent()
-        rates = plan.dropout, 0.0
-        x = add_dropout(graph, (x, bias, residual), f"{name}output", name, rates)
-        residual = x
+        inputs, rates = (x, -1, residual), (plan.dropout, 0.0)
+        residual = x = add_dropout(graph, inputs, f"{name}output", name, rates)
     graph.returns([x])
     return plans_of(graph.ordered(graph.tensors))
 
 
+def _states_of(links: Sequence, uses: Sequence, backward: bool) -> list[Array]:
+    """What a plan is given of state: scales and amaxes of each module."""
+    known = [planned._scales(uses[module.linears], backward) for module in _MODULES]
+    return [known[owner][what == "history"] for what, owner in links]
+
+
+def _amaxes(made: PlanResults, slots: int) -> Array | None:
+    """The amaxes of a call [linear layers, slots]."""
+    rows = [state.reshape(-1, slots) for state in made.states]
+    return jnp.concatenate(rows) if rows else None
+
+
 def _facts_of(plan: LayerPlan, x: Array, wanted: Any, tensors: Parameters) -> _Facts:
     """Facts of a call; `wanted`: which gradients of input and parameters are."""
-    dtype, (of_x, of_parameters) = code_of(x.dtype), wanted
-    modules, added = [], []
-    for _, norm, own, joins in _MODULES:
+    dtype, (of_x, of_parameters), modules = code_of(x.dtype), wanted, []
+    for _, norm, own in _MODULES:
         affine = (None, None) if norm is None else tensors.affine[norm]
         of_affine = (False, False) if norm is None else of_parameters.affine[norm]
-        biases = [None if bias is None else code_of(bias.dtype) for bias in tensors.biases[own]]
-        of_biases = of_parameters.biases[own]
-        there = joins and biases[-1] is not None
-        added.append(planned._parameter(of_biases[-1]) if there else 0)
         linears = plan.linears[own]
         layer = planned.Layer(
             linears,
@@ -135,11 +131,11 @@ def _facts_of(plan: LayerPlan, x: Array, wanted: Any, tensors: Parameters) -> _F
                 dtype,
                 affine[1] is not None,
                 tuple((*kernel.shape, code_of(kernel.dtype)) for kernel in tensors.kernels[own]),
-                (*biases[:-1], None) if joins else tuple(biases),
-                (False, of_affine, of_parameters.kernels[own], of_biases),
+                tuple(None if b is None else code_of(b.dtype) for b in tensors.biases[own]),
+                (False, of_affine, of_parameters.kernels[own], of_parameters.biases[own]),
             )
         )
-    return _Facts(plan, dtype, tuple(modules), tuple(added), of_x)
+    return _Facts(plan, dtype, tuple(modules), of_x)
 
 
 @partial(
@@ -199,20 +195,19 @@ def _forward(plan: LayerPlan, *given: Any) -> tuple[Array, _Kept]:
     states = any(jax.tree.leaves(of_uses))
     of_kernels = tuple(wanted or states for wanted in of_parameters.kernels)
     wanted = of_x, of_parameters._replace(kernels=of_kernels)
-    # Without a recipe all that is multiplied has one dtype, and so has all that is added.
+    # Without a recipe all that is multiplied has one dtype.
     dtypes = [None if each.is_quantized else x.dtype for each in plan.linears]
-    added = [x.dtype if i in (1, 3) else dtype for i, dtype in enumerate(dtypes)]
     tensors = Parameters(
         parameters.affine,
         tuple(map(planned._matrix, parameters.kernels, (1,) * len(dtypes), dtypes)),
-        tuple(map(planned._vector, parameters.biases, added)),
+        tuple(map(planned._vector, parameters.biases, dtypes)),
     )
     facts = _facts_of(plan, x, wanted, tensors)
     plans = _plans_of(facts)
     arrays = (x, *tensors.in_order())
-    state = planned._state_of(plans.forward_state, uses, backward=False)
+    state = _states_of(plans.forward_state, uses, backward=False)
     inputs = plans.pick_inputs((*arrays, *pairs))
-    made = call_plan(plans.forward, [*inputs, *state], slots=_FORWARD_SLOTS)
+    made = call_plan(plans.forward, [*inputs, *state], slots=_SLOTS)
     saved = ()
     if plans.backward is not None:
         saved = plans.pick_saved((*made.outputs, made.saved, *arrays, *pairs))
@@ -220,7 +215,7 @@ def _forward(plan: LayerPlan, *given: Any) -> tuple[Array, _Kept]:
         saved = (checkpoint_name(saved[0], linear.GEMM_NAME), *saved[1:])
     ordered = (x, *parameters.in_order())
     listed = tuple(None if each is None else (each.shape, each.dtype) for each in ordered)
-    amaxes = planned._amaxes(made, planned._FORWARD_SLOTS)
+    amaxes = _amaxes(made, planned._FORWARD_SLOTS)
     y = checkpoint_name(made.outputs[0], linear.GEMM_NAME)
     return y, _Kept(facts, listed, saved, uses, amaxes)
 
@@ -230,12 +225,10 @@ def _backward(plan: LayerPlan, kept: _Kept, grad: Array) -> tuple:
     of_gradients = None
     if plans.backward is not None:
         packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
-        state = planned._state_of(plans.backward_state, kept.uses, backward=True)
+        state = _states_of(plans.backward_state, kept.uses, backward=True)
         grads = plans.pick_grads((planned.whole(grad),))
-        made = call_plan(
-            plans.backward, [*grads, *saved, *state], *packed, slots=_BACKWARD_SLOTS
-        )
-        of_gradients = planned._amaxes(made, planned._BACKWARD_SLOTS)
+        made = call_plan(plans.backward, [*grads, *saved, *state], *packed, slots=_SLOTS)
+        of_gradients = _amaxes(made, planned._BACKWARD_SLOTS)
         for i, (at, of) in enumerate(zip(plans.places, kept.given, strict=True)):
             if at >= 0:
                 found[i] = made.outputs[at].reshape(of[0]).astype(of[1])

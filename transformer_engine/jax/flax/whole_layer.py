@@ -43,7 +43,10 @@ def runs(module: Any, x: Array, dropped: bool) -> bool:
     Others run module by module: what a plan does not hold, and what programs see modules of
     (`init`, captured results). `dropped`: there is dropout.
     """
-    heads, mask = module.num_attention_heads, canonicalize_attn_mask_type(module.self_attn_mask_type)
+    heads, mask = (
+        module.num_attention_heads,
+        canonicalize_attn_mask_type(module.self_attn_mask_type),
+    )
     rates = (module.hidden_dropout, module.attention_dropout) if dropped else ()
     others = (
         module.output_layernorm, module.apply_residual_connection_post_layernorm,
