@@ -35,6 +35,7 @@ from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
+from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES, NORMS
 from transformer_engine.jax.quantize.state import joined
 
 # ---- what runs as a plan -------------------------------------------------------------------------
@@ -48,24 +49,6 @@ class Layer(NamedTuple):
     activation: ActivationPlan | None = None
 
 
-_DTYPES = tuple(jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat16))
-_ACTIVATIONS = {
-    ("gelu",): _core.ACTIVATION_GELU,
-    ("gelu", "linear"): _core.ACTIVATION_GEGLU,
-    ("quick_gelu",): _core.ACTIVATION_QGELU,
-    ("quick_gelu", "linear"): _core.ACTIVATION_QGEGLU,
-    ("relu",): _core.ACTIVATION_RELU,
-    ("relu", "linear"): _core.ACTIVATION_REGLU,
-    ("squared_relu",): _core.ACTIVATION_SRELU,
-    ("squared_relu", "linear"): _core.ACTIVATION_SREGLU,
-    ("silu",): _core.ACTIVATION_SILU,
-    ("silu", "linear"): _core.ACTIVATION_SWIGLU,
-    ("sigmoid", "linear"): _core.ACTIVATION_GLU,
-    ("clamped_silu", "clamped_linear"): _core.ACTIVATION_CLAMPED_SWIGLU,
-}
-_NORMS = {"layernorm": _core.NORM_LAYERNORM, "rmsnorm": _core.NORM_RMSNORM}
-
-
 def runs(layer: Layer, *arrays: Array) -> bool:
     """Return whether a layer runs as a plan; asked while a call is traced.
 
@@ -74,8 +57,8 @@ def runs(layer: Layer, *arrays: Array) -> bool:
     """
     if not are_custom_calls_on():
         return False
-    known = layer.activation is None or layer.activation.kinds in _ACTIVATIONS
-    return known and all(array.dtype in _DTYPES for array in arrays)
+    known = layer.activation is None or layer.activation.kinds in ACTIVATIONS
+    return known and all(array.dtype in DTYPES for array in arrays)
 
 
 # ---- casts ---------------------------------------------------------------------------------------
@@ -149,10 +132,10 @@ def _spec_of(facts: _Facts) -> graphs.CallSpec:
         kind, centered, epsilon = layer.norm
         gamma, beta = map(_parameter, of_affine)
         flags = gamma, beta * facts.has_beta, _core.NODE_ZERO_CENTERED * centered
-        norm = graphs.Norm(_NORMS[kind], facts.norm, epsilon, *flags)
+        norm = graphs.Norm(NORMS[kind], facts.norm, epsilon, *flags)
     if layer.activation is not None:
         kinds, numbers = layer.activation
-        activation = graphs.Activation(_ACTIVATIONS[kinds], *numbers)
+        activation = graphs.Activation(ACTIVATIONS[kinds], *numbers)
     names = ("",) if len(parts) == 1 else ("fc1_", "fc2_")
     return graphs.CallSpec(tuple(parts), norm, activation, names=names)
 

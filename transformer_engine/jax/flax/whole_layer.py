@@ -4,18 +4,18 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
 from transformer_engine.common.attention_graphs import AttentionSpec
-from transformer_engine.jax import linear, planned
+from transformer_engine.jax import linear
 from transformer_engine.jax.activation import activation_plan
 from transformer_engine.jax.attention import canonicalize_attn_mask_type
 from transformer_engine.jax.attention_calls import pair_of
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.layernorm import norm_plan
+from transformer_engine.jax.operator_calls import ACTIVATIONS, is_on_one_device
 from transformer_engine.jax.planned_layer import LayerPlan, Parameters, transformer_layer
 from transformer_engine.jax.quantize import (
     NVTE_FP8_COLLECTION_NAME,
@@ -30,11 +30,6 @@ _LINEARS = (("attention/qkv", ""), ("attention/out", ""), ("mlp", "_0"), ("mlp",
 _NORMS = ("attention/qkv", "mlp")
 _KERNELS = ("attention/qkv/kernel", "attention/out/kernel", "mlp/wi_kernel", "mlp/wo_kernel")
 _BIASES = ("attention/qkv/bias", "attention/out/bias", "mlp/wi_bias", "mlp/wo_bias")
-
-
-def _is_on_one_device() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return all(mesh.shape[axis] == 1 for axis in mesh.auto_axes)
 
 
 def runs(module: Any, x: Array, dropped: bool) -> bool:
@@ -58,8 +53,8 @@ def runs(module: Any, x: Array, dropped: bool) -> bool:
     )  # fmt: skip
     channels = module.hidden_size // heads
     return (
-        are_custom_calls_on() and _is_on_one_device() and not any(others)
-        and tuple(module.mlp_activations) in planned._ACTIVATIONS
+        are_custom_calls_on() and is_on_one_device() and not any(others)
+        and tuple(module.mlp_activations) in ACTIVATIONS
         and all(rate < 1.0 for rate in rates)
         and x.dtype in (jnp.float16, jnp.bfloat16) and x.ndim == 3
         and channels % 8 == 0 and channels <= 256

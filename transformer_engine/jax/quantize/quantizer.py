@@ -186,8 +186,13 @@ class DelayedScaleQuantizer(Quantizer):
         self._reading[2] += 1
         return made, slot
 
-    def _scale(self, x: Array) -> Array:
+    def usable_scale(self) -> Array:
+        """The scale, fp32 [1], to cast with; ValueError or NaN where the state is a sum."""
         return state.usable_scale(self.scale, self.amax_history, self._rule)
+
+    def _scale(self, x: Array) -> Array:
+        del x
+        return self.usable_scale()
 
     def quantize(self, x: Array, *args: Any, **kwargs: Any) -> ScaledTensor:
         """Cast a tensor with the scale, as `Quantizer.quantize`; then `update` with its amax."""
