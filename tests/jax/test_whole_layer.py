@@ -28,6 +28,7 @@ RECIPES = {
     "current": recipes.Float8CurrentScaling(),
     "block": recipes.Float8BlockScaling(),
     "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "intermediate_dropout": 0.0}
 OPTIONS = {
@@ -104,7 +105,7 @@ def step_of(module):
     [("none", "window", F16, False), ("delayed", "layernorm", BF16, False),
      ("delayed", "gated", BF16, True), ("current", "rmsnorm", BF16, True),
      ("block", "no-bias", F16, False), ("mxfp8", "full", BF16, False),
-     ("current", "centered", F16, False)],
+     ("current", "centered", F16, False), ("nvfp4", "layernorm", BF16, True)],
     recipe=RECIPES, options=OPTIONS, dtype=[F16, BF16], transposed=[False, True],
 )  # fmt: skip
 def test_bits_are_those_of_the_module(rng, key, recipe, options, dtype, transposed):

@@ -17,7 +17,7 @@ from transformer_engine.jax.definitions import casts, chosen
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.operator_calls import Into, Made
 from transformer_engine.jax.quantize.quantizer import Quantizer, QuantizerSet
-from transformer_engine.jax.quantize.state import Use, joined, recorded, tapped
+from transformer_engine.jax.quantize.state import Drawn, Use, joined, recorded, tapped
 from transformer_engine.jax.quantize.tensor import turned
 
 GEMM_NAME = "te_gemm"
@@ -52,7 +52,7 @@ class LinearPlan(NamedTuple):
         return self.x.cast is not None
 
 
-Uses = tuple[Use | None, Use | None, Use | None]
+Uses = tuple[Use | None, Use | None, Use | Drawn | None]
 """State of input, weight and gradient, of those that have one."""
 
 

@@ -36,7 +36,7 @@ from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
 from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES, NORMS
-from transformer_engine.jax.quantize.state import joined
+from transformer_engine.jax.quantize.state import Drawn, joined
 
 # ---- what runs as a plan -------------------------------------------------------------------------
 
@@ -76,6 +76,8 @@ _RECIPES = {
 def _cast(cast: Cast | None) -> OperandCast:
     if cast is None:
         return OperandCast()
+    if cast.mode.is_nvfp4_scaling:
+        return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=cast.options)
     options = flags_of(
         (
             (_core.CAST_POWER_2, cast.power_2),
@@ -169,6 +171,28 @@ def _state_of(links: Sequence, uses: Sequence, backward: bool) -> list[Array]:
 def _amaxes(made: PlanResults, slots: int) -> Array | None:
     """The amaxes of a call [dense layers, slots]."""
     return made.states[-1].reshape(-1, slots) if made.states else None
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def drawn_by(linears: Sequence[linear.LinearPlan], uses: Sequence[linear.Uses]) -> list:
+    """Of each dense layer that rounds stochastically its `Drawn`; None: it has none."""
+    rounding = (plan.grad.cast is not None and plan.grad.cast.rounds_at_random for plan in linears)
+    return [grad for (*_, grad), rounds in zip(uses, rounding, strict=True) if rounds]
+
+
+def pairs_of(plans: CallPlans, drawn: Sequence[Drawn | None]) -> tuple[Array, ...]:
+    """Random pairs that the plans of a call read; `drawn` are those of its graph, in order."""
+    known = dict(zip(plans.graph.drawn, drawn, strict=True))
+    if any(known[link] is None for link in plans.drawn):
+        raise ValueError(
+            "gradients are rounded stochastically, and a quantizer has no random state: give "
+            'modules of Flax a stream "sr_rng" (rngs={"sr_rng": key}), functions a '
+            "QuantizeMeta(stochastic_rounding_rng_state=) for grad, or use "
+            "NVFP4BlockScaling(disable_stochastic_rounding=True)"
+        )
+    return tuple(known[link].pair for link in plans.drawn)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -292,6 +316,7 @@ def forward(
     plans = _plans_of(facts)
     pairs = zip(kernels, biases, strict=True)
     tensors = (x, *(affine if layer.norm else ()), *itertools.chain.from_iterable(pairs))
+    tensors += pairs_of(plans, drawn_by(layer.linears, uses))
     state = _state_of(plans.forward_state, uses, backward=False)
     made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
     saved = ()

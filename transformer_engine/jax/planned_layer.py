@@ -25,6 +25,7 @@ from transformer_engine.jax import linear, planned
 from transformer_engine.jax.activation import ActivationPlan
 from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
 from transformer_engine.jax.layernorm import NormPlan
+from transformer_engine.jax.quantize.state import Drawn
 
 
 class LayerPlan(NamedTuple):
@@ -102,7 +103,8 @@ def _plans_of(facts: _Facts) -> CallPlans:
 
 def _states_of(links: Sequence, uses: Sequence, backward: bool) -> list[Array]:
     """What a plan is given of state: scales and amaxes of each module."""
-    known = [planned._scales(uses[module.linears], backward) for module in _MODULES]
+    owners = {owner: uses[_MODULES[owner].linears] for _, owner in links}
+    known = {owner: planned._scales(own, backward) for owner, own in owners.items()}
     return [known[owner][what == "history"] for what, owner in links]
 
 
@@ -160,7 +162,7 @@ def transformer_layer(
     x: Array,
     parameters: Parameters,
     uses: tuple[linear.Uses, ...],
-    pairs: tuple[Array, ...],
+    pairs: tuple[Array | None, ...],
 ) -> Array:
     """Run a layer.
 
@@ -175,9 +177,9 @@ def transformer_layer(
         In fp32, fp16 or bf16.
     uses : tuple of linear.Uses
         States of the linear layers.
-    pairs : tuple of Array
-        Random pairs (seed, offset), uint32 [4]: of the attention, where it drops, then of both
-        residuals, where they do.
+    pairs : tuple of Array or None
+        Random pairs (seed, offset), uint32 [4]: of the attention and of both residuals; None
+        where nothing is dropped.
 
     Returns
     -------
@@ -206,11 +208,16 @@ def _forward(plan: LayerPlan, *given: Any) -> tuple[Array, _Kept]:
     plans = _plans_of(facts)
     arrays = (x, *tensors.in_order())
     state = _states_of(plans.forward_state, uses, backward=False)
-    inputs = plans.pick_inputs((*arrays, *pairs))
+    drawn = []
+    for module, pair in zip(_MODULES, pairs, strict=True):
+        drawn += planned.drawn_by(plan.linears[module.linears], uses[module.linears])
+        drawn += [] if pair is None else [Drawn(pair)]
+    arrays += planned.pairs_of(plans, drawn)
+    inputs = plans.pick_inputs(arrays)
     made = call_plan(plans.forward, [*inputs, *state], slots=_SLOTS)
     saved = ()
     if plans.backward is not None:
-        saved = plans.pick_saved((*made.outputs, made.saved, *arrays, *pairs))
+        saved = plans.pick_saved((*made.outputs, made.saved, *arrays))
     if plans.saves_packed:
         saved = (checkpoint_name(saved[0], linear.GEMM_NAME), *saved[1:])
     ordered = (x, *parameters.in_order())

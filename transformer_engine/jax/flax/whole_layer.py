@@ -14,6 +14,7 @@ from transformer_engine.jax.activation import activation_plan
 from transformer_engine.jax.attention import canonicalize_attn_mask_type
 from transformer_engine.jax.attention_calls import pair_of
 from transformer_engine.jax.definitions import are_custom_calls_on
+from transformer_engine.jax.flax.linear import random_metas
 from transformer_engine.jax.layernorm import norm_plan
 from transformer_engine.jax.operator_calls import ACTIVATIONS, is_on_one_device
 from transformer_engine.jax.planned_layer import LayerPlan, Parameters, transformer_layer
@@ -72,13 +73,14 @@ def _quantizer_sets(module: nn.Module) -> list:
     """Those of the linear layers, as the modules would make them."""
     config, made = get_quantize_config(), []
     for path, postfix in _LINEARS:
-        metas = None
         if config.has_state:
             own = _leaf(module.variables[NVTE_FP8_COLLECTION_NAME], path)
             names = [f"{name}{postfix}" for name in ("x", "kernel", "grad")]
             metas = QuantizeMetaSet(
                 *(QuantizeMeta(own[f"{n}_scale"], own[f"{n}_amax_history"]) for n in names)
             )
+        else:
+            metas = random_metas(module, config)
         made.append(QuantizerFactory.create_set(quantize_meta_set=metas))
     return made
 
@@ -113,9 +115,8 @@ def run(module: Any, x: Array, dropped: bool) -> Array:
     ]
     attention, rate = _attention(module, dropped), module.hidden_dropout if dropped else 0.0
     pairs = [
-        pair_of(module.make_rng(module.dropout_rng_name))
+        pair_of(module.make_rng(module.dropout_rng_name)) if each else None
         for each in (attention.dropout, rate, rate)
-        if each
     ]
     activation = activation_plan(module.mlp_activations, module.mlp_activation_params)
     plan = LayerPlan(tuple(norms), plans, activation, attention, rate)
