@@ -53,7 +53,7 @@ def to_jax(tensor):
     if tensor.dtype is torch.int64:
         shape = (*shape[:-1], shape[-1] * 2)
     device = jax.devices(tensor.device.type)[0]
-    if device == jax.devices()[0]:
+    if device == (jax.config.jax_default_device or jax.devices()[0]):
         return jnp.asarray(host.reshape(shape))  # which programs may move
     return jax.device_put(host.reshape(shape), device)
 

@@ -144,7 +144,7 @@ def torch_twin(kind, params, gated):
     """A module of PyTorch with these parameters, and where each of them stands in it."""
     flat = {name: np.asarray(value) for name, value in params.items()}
     if kind == "dense":
-        made = te_torch.Linear(HIDDEN, FEATURES)
+        made = te_torch.Linear(HIDDEN, FEATURES, device="cpu")
         own = {"weight": flat["kernel"].T, "bias": flat["bias"]}
         return made, own, {"weight": ("kernel", lambda g: g.T), "bias": ("bias", lambda g: g)}
     norm = {"layer_norm_weight": flat["scale"], "layer_norm_bias": flat["ln_bias"]}
@@ -153,11 +153,12 @@ def torch_twin(kind, params, gated):
         "layer_norm_bias": ("ln_bias", lambda g: g),
     }
     if kind == "norm-dense":
-        made = te_torch.LayerNormLinear(HIDDEN, FEATURES, eps=1e-6)
+        made = te_torch.LayerNormLinear(HIDDEN, FEATURES, eps=1e-6, device="cpu")
         own = {"weight": flat["kernel"].T, "bias": flat["bias"]}
         places |= {"weight": ("kernel", lambda g: g.T), "bias": ("bias", lambda g: g)}
         return made, norm | own, places
-    made = te_torch.LayerNormMLP(HIDDEN, INNER, eps=1e-6, activation="geglu" if gated else "gelu")
+    activation = "geglu" if gated else "gelu"
+    made = te_torch.LayerNormMLP(HIDDEN, INNER, eps=1e-6, activation=activation, device="cpu")
     own = {
         "fc1_weight": flat["wi_kernel"].reshape(HIDDEN, -1).T, "fc1_bias": flat["wi_bias"].ravel(),
         "fc2_weight": flat["wo_kernel"].T, "fc2_bias": flat["wo_bias"],

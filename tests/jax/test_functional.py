@@ -231,7 +231,7 @@ def assert_same(found, wanted, what, roundings):
 @pytest.mark.parametrize("name", RECIPES)
 def test_dense_as_in_pytorch(name, rng):
     """The same casts: outputs and gradients differ by the order of fp32 sums alone."""
-    module = te_pytorch.Linear(128, 64, params_dtype=F32)
+    module = te_pytorch.Linear(128, 64, params_dtype=F32, device="cpu")
     x, grad = normal(rng, 32, 128), normal(rng, 32, 64)
     output, wanted = in_pytorch(module, name, x, grad)
     quantizers = tq.QuantizerFactory.create_set(fp8_recipe=RECIPES[name])
@@ -250,7 +250,7 @@ def test_dense_as_in_pytorch(name, rng):
 def test_mlp_as_in_pytorch(name, kind, rng):
     """Norm and activation are fp32 functions that differ in the last bits, casts hardly do."""
     module = te_pytorch.LayerNormMLP(128, 256, normalization=kind, activation="swiglu",
-                                     params_dtype=F32)  # fmt: skip
+                                     params_dtype=F32, device="cpu")  # fmt: skip
     x, grad = normal(rng, 32, 128), normal(rng, 32, 128)
     output, wanted = in_pytorch(module, name, x, grad)
     sets = [tq.QuantizerFactory.create_set(fp8_recipe=RECIPES[name]) for _ in range(2)]

@@ -51,8 +51,8 @@ class Case:
     whose weights are the other way round.
     """
 
-    def __init__(self, kind, dtype, activation="gelu"):
-        name, common = NAMES[dtype], {"params_dtype": dtype, "device": "cpu"}
+    def __init__(self, device, kind, dtype, activation="gelu"):
+        name, common = NAMES[dtype], {"params_dtype": dtype, "device": device}
         if kind == "dense":
             self.module, self.layers = te.Linear(IN, OUT, **common), 1
         elif kind == "layernorm_dense":
@@ -64,7 +64,7 @@ class Case:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(torch.randn_like(parameter))
-        self.x = torch.randn(*LEADING, IN, dtype=dtype)
+        self.x = torch.randn(*LEADING, IN, dtype=dtype, device=device)
         self.kinds = ACTIVATIONS[activation]
         self.arrays = {"x": self.array(self.x)}
         for key, parameter in self.module.named_parameters():
@@ -75,7 +75,7 @@ class Case:
     @staticmethod
     def array(tensor):
         """The numbers of a tensor, whose dtype has a name in NAMES."""
-        return jnp.asarray(tensor.detach().float().numpy()).astype(NAMES[tensor.dtype])
+        return jnp.asarray(tensor.detach().cpu().float().numpy()).astype(NAMES[tensor.dtype])
 
     @staticmethod
     def turned(key, tensor):
@@ -122,15 +122,15 @@ KINDS = ["dense", "layernorm_dense", "layernorm_mlp"]
 
 
 @pairs(kind=KINDS, recipe=list(RECIPES), dtype=DTYPES, activation=list(ACTIVATIONS))
-def test_bits_are_those_of_the_module(kind, recipe, dtype, activation):
+def test_bits_are_those_of_the_module(device, kind, recipe, dtype, activation):
     """Of several steps, in which scales move."""
-    case, quantized = Case(kind, dtype, activation), recipe != "none"
+    case, quantized = Case(device, kind, dtype, activation), recipe != "none"
     recipe = RECIPES[recipe]
     sets, step = quantizers(recipe, case.layers), jax.jit(case.step)
     for _ in range(3):
         case.x = torch.randn_like(case.x) * 3.0
         case.arrays["x"] = case.array(case.x)
-        grad = torch.randn(*LEADING, OUT if case.layers == 1 else IN, dtype=dtype)
+        grad = torch.randn_like(case.x[..., :1].expand(*LEADING, OUT if case.layers == 1 else IN))
         wanted, gradients = step_of_torch(case, recipe, grad)
         with te.counting() as ran:
             out, found, sets = jax.block_until_ready(step(case.arrays, sets, case.array(grad)))
@@ -145,9 +145,9 @@ def test_bits_are_those_of_the_module(kind, recipe, dtype, activation):
 
 
 @pairs(kind=KINDS, recipe=list(RECIPES), dtype=DTYPES)
-def test_definitions_agree(kind, recipe, dtype):
+def test_definitions_agree(device, kind, recipe, dtype):
     """The oracle in jax.numpy has the next scales to the bit, and results within roundings."""
-    case = Case(kind, dtype)
+    case = Case(device, kind, dtype)
     sets = quantizers(RECIPES[recipe], case.layers)
     grad = case.array(torch.randn(*LEADING, OUT if case.layers == 1 else IN, dtype=dtype))
     out, found, following = jax.jit(case.step)(case.arrays, sets, grad)
@@ -162,7 +162,7 @@ def test_definitions_agree(kind, recipe, dtype):
 
 
 def test_the_jaxpr_tells_fp8():
-    case = Case("layernorm_dense", torch.bfloat16)
+    case = Case("cpu", "layernorm_dense", torch.bfloat16)
     sets = quantizers(RECIPES["delayed"], 1)
     grad = jnp.ones((*LEADING, OUT), jnp.bfloat16)
     text = str(jax.make_jaxpr(case.step)(case.arrays, sets, grad))
@@ -189,9 +189,9 @@ def test_dims_that_are_summed_over(recipe):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transforms_change_no_bit(kind):
+def test_transforms_change_no_bit(device, kind):
     """A rematerialized layer, and one in a scan."""
-    case = Case(kind, torch.bfloat16)
+    case = Case(device, kind, torch.bfloat16)
     sets = quantizers(RECIPES["current"], case.layers)
     shape = (*LEADING, OUT if case.layers == 1 else IN)
     grad = case.array(torch.randn(shape, dtype=torch.bfloat16))
@@ -255,9 +255,9 @@ def test_accumulation_is_that_of_the_recipe():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_nobody_wants_cost_nothing(kind):
+def test_gradients_that_nobody_wants_cost_nothing(device, kind):
     """Products are counted; what is wanted has the bits that it has with all others."""
-    case = Case(kind, torch.bfloat16)
+    case = Case(device, kind, torch.bfloat16)
     sets = quantizers(RECIPES["delayed"], case.layers)
     grad = case.array(torch.randn(*LEADING, OUT if case.layers == 1 else IN, dtype=torch.bfloat16))
     made = jax.block_until_ready(jax.jit(case.step)(case.arrays, sets, grad))

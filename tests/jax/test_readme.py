@@ -19,7 +19,7 @@ STEPS = 4
 
 
 @pytest.fixture
-def steps(rng, key):
+def steps(device, rng, key):
     """Run some steps of one layer; return their inputs, and what each gave."""
 
     def run(context, keeps_state):

@@ -55,7 +55,7 @@ def step(x, kernel, grad, quantizer_set):
 
 
 @pairs(algorithm=("max", "most_recent"), margin=(0, 2), length=(1, LENGTH))
-def test_the_rule(algorithm, margin, length, rng):
+def test_the_rule(device, algorithm, margin, length, rng):
     """Scales and histories of several steps, with amaxes of 0, tiny, Inf and NaN among them."""
     made = quantizers(length, amax_compute_algo=algorithm, margin=margin)
     wanted = states(made)

@@ -17,9 +17,12 @@ pytestmark = pytest.mark.skipif(
     reason="needs the source tree and a C compiler",
 )
 
+HEADERS = Path(jax.ffi.include_dir())
+RENAMED = "InternalExtension" in (HEADERS / "xla/ffi/api/c_api.h").read_text()  # in JAX 0.11
+
 # Our struct, theirs, and the members of both.
 STRUCTS = [
-    ("extension", "Extension_Base", "type next", "type next"),
+    ("extension", "InternalExtension" if RENAMED else "Extension_Base", "type next", "type next"),
     ("version", "Api_Version", "major minor", "major_version minor_version"),
     ("metadata", "Metadata", "version traits", "api_version traits"),
     ("metadata_extension", "Metadata_Extension", "base metadata", "extension_base metadata"),
@@ -76,7 +79,7 @@ def compile_with(lines, folder):
     source = folder / "headers.c"
     head = ["#include <xla/ffi/api/c_api.h>", "#include <xla/ffi.h>"]
     source.write_text("\n".join([*head, *lines]) + "\n")
-    folders = [f"-I{jax.ffi.include_dir()}", f"-I{ROOT / 'csrc'}"]
+    folders = [f"-I{HEADERS}", f"-I{ROOT / 'csrc'}"]
     command = [CC, "-std=c11", "-fsyntax-only", *folders, str(source)]
     return subprocess.run(command, capture_output=True, text=True)
 

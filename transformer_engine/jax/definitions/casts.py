@@ -11,6 +11,7 @@ found among bits, and `product` multiplies them.
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -59,17 +60,26 @@ def product(a: Array, b: Array) -> Array:
     return jnp.where((bits > 0) & (bits < _SMALLEST_NORMAL), small, a * b)
 
 
+def quotient(a: Array | float, b: Array) -> Array:
+    """Divide: a / b in fp32, rounded to nearest even.
+
+    XLA divides fp32 so on CPUs; on GPUs the last bit may be wrong, but not that of float64.
+    """
+    with jax.enable_x64(True):
+        return (jnp.asarray(a, jnp.float64) / b.astype(jnp.float64)).astype(jnp.float32)
+
+
 def reciprocal(scale: Array) -> Array:
     """1 / scale, rounded to nearest even; it is subnormal above 2^126."""
     mantissa = _bits(scale) & 0x7FFFFF | 0x800000
-    near = jnp.round(2.0**126 / scale * 2.0**23).astype(jnp.int32)
+    near = jnp.round(quotient(2.0**126, scale) * 2.0**23).astype(jnp.int32)
     # 2^45 or 2^46 divided by the mantissa leaves so little that it fits 32 bits, which wrap.
     twice = -2 * near * mantissa
     odd = near & 1
     up = (twice > mantissa) | ((twice == mantissa) & (odd == 1))
     down = (-twice > mantissa) | ((-twice == mantissa) & (odd == 1))
     small = _number(near + up.astype(jnp.int32) - down.astype(jnp.int32))
-    return jnp.where(scale > 2.0**126, small, 1.0 / scale)
+    return jnp.where(scale > 2.0**126, small, quotient(1.0, scale))
 
 
 def encode(values: Array, dtype: Any) -> Array:
@@ -87,7 +97,7 @@ def scale_of_amax(amax: Array, cast: Cast, top: float = LARGEST_F32) -> Array:
     """
     amax = jnp.where(amax < cast.epsilon, jnp.float32(cast.epsilon), amax)
     bits = _bits(amax)
-    scale = jnp.float32(cast.largest) / amax
+    scale = quotient(cast.largest, amax)
     scale = jnp.where(jnp.isfinite(scale), scale, top)
     scale = jnp.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
     return _number(_bits(scale) & _EXPONENT) if cast.power_2 else scale
@@ -206,7 +216,7 @@ def next_scale(amax: Array, old_scale: Array, largest: float, margin: int) -> Ar
 
     An infinite quotient becomes the largest number.
     """
-    scale = jnp.float32(largest) / amax / jnp.float32(2.0**margin)
+    scale = quotient(largest, amax) * jnp.float32(2.0**-margin)
     scale = jnp.minimum(scale, LARGEST_F32)
     return jnp.where(jnp.isfinite(amax) & (amax > 0.0), scale, old_scale)
 
