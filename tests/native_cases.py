@@ -367,6 +367,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "plan_count": lambda core: Case([]),
     "plan_describe": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD)]),
     "plan_infer": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD), ROWS]),
+    "plan_ports": lambda core: Case([linear_plan(core, core.DIRECTION_FORWARD), 0, 1]),
     "plan_scratch": lambda core: Case(
         [linear_plan(core, core.DIRECTION_FORWARD), ROWS, core.DEVICE_CPU, 0]
     ),

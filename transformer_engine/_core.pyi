@@ -165,6 +165,13 @@ def plan_infer(plan: Plan, rows: int | tuple[int, ...], /) -> tuple[int, int, tu
     Offsets count within the packed saved or scratch buffer; -1 for buffers of other roles.
     """
 
+def plan_ports(plan: Plan, first: int, end: int, /) -> bytes:
+    """What a run of the stages from `first` to before `end` does with each buffer, a byte each.
+
+    PORT_GIVEN: it reads or changes what was there before. PORT_MADE: who runs other stages, or the
+    plan, reads what it leaves there. Views have neither.
+    """
+
 def plan_scratch(
     plan: Plan, rows: int | tuple[int, ...], device_type: int, device_index: int = 0, /
 ) -> int:

@@ -200,12 +200,21 @@ typedef enum te_stage_event {
 typedef te_status (*te_stage_function)(void *self, int32_t stage, te_stage_event event,
                                        te_tensor *buffers);
 
+/* What a run of the stages from `first` to before `end` has to do with each buffer that is no view,
+ * at buffer_count places: it reads or changes what was there before; who runs other stages reads
+ * what it leaves there. With all stages arguments are given, and outputs, what a forward saves and
+ * the state that is written are made. */
+enum { TE_PORT_GIVEN = 1, TE_PORT_MADE = 2 };
+TE_API te_status te_plan_ports(const te_plan *plan, int32_t first, int32_t end,
+                               unsigned char *ports);
+
 typedef struct te_plan_call {
     size_t size;
     const te_plan *plan;
     te_sizes sizes;
     const te_tensor *buffers; /* buffer_count entries in plan order, matrices flattened to 2-D;
-                                 those of SAVED, SCRATCH and VIEW buffers are ignored */
+                                 those of VIEW buffers are ignored, and of SAVED and SCRATCH ones
+                                 unless `apart` is set */
     void *saved;              /* packed saved buffer, 16-byte aligned */
     void *scratch;            /* packed scratch, 256-byte aligned */
     size_t scratch_size;
@@ -216,6 +225,10 @@ typedef struct te_plan_call {
     int32_t consumes_saved; /* nobody reads `saved` after this run: scratch lies in members that no
                                stage reads any more. Of a later plan, where no other one follows */
     const te_selection *selection; /* whom operators ask first; NULL: nobody else */
+    int32_t apart; /* SAVED and SCRATCH buffers whose entry of `buffers` has data lie there; entries
+                      that no stage of the run uses need not be there */
+    int32_t first_stage, end_stage; /* the run is of the stages from the first to before the end;
+                                       an end of 0: of all */
 } te_plan_call;
 
 /* Bytes of scratch for the buffers of one call: a misaligned or strided one may need a copy that

@@ -130,8 +130,7 @@ void te_plan_clear(te_plan *plan)
 
 /* ---- the last steps ------------------------------------------------------------------------ */
 
-/* The buffer whose memory a use reads or writes. */
-static int32_t memory_of(const te_plan *plan, const te_use *use)
+int32_t te_plan_memory_of(const te_plan *plan, const te_use *use)
 {
     const te_buffer_info *info;
     if (use->buffer == TE_NO_BUFFER) return TE_NO_BUFFER;
@@ -143,10 +142,10 @@ static int32_t memory_of(const te_plan *plan, const te_use *use)
 static int depend(const te_plan *plan, const te_stage *a, const te_stage *b)
 {
     for (int32_t i = 0; i < a->use_count; i++) {
-        const int32_t memory = memory_of(plan, &a->uses[i]);
+        const int32_t memory = te_plan_memory_of(plan, &a->uses[i]);
         for (int32_t j = 0; memory != TE_NO_BUFFER && j < b->use_count; j++) {
             if (!a->uses[i].written && !b->uses[j].written) continue;
-            if (memory_of(plan, &b->uses[j]) == memory) return 1;
+            if (te_plan_memory_of(plan, &b->uses[j]) == memory) return 1;
         }
     }
     return 0;

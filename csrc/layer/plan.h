@@ -90,6 +90,8 @@ void te_stage_hand(te_plan *plan, te_stage *stage, int32_t buffer, int written);
 /* Lets a buffer fill a field, from an element on; TE_NO_BUFFER: a size, see te_use. */
 void te_stage_use_at(te_plan *plan, te_stage *stage, int field, int32_t buffer, int32_t element,
                      int32_t chunk);
+/* The buffer whose memory a use reads or writes; TE_NO_BUFFER: none. */
+int32_t te_plan_memory_of(const te_plan *plan, const te_use *use);
 /* Releases what the plan owns, and not the plan. */
 void te_plan_clear(te_plan *plan);
 /* Puts the buffers into the order of a call's arguments, finds lifetimes and sizes. */

@@ -28,6 +28,7 @@ typedef struct run_state {
     te_tensor *buffers;
     te_tensor few[FEW_BUFFERS];
     const int32_t *slots; /* two per owner */
+    int32_t first, end;   /* stages that run */
     void *workspace;
     size_t workspace_size;
 } run_state;
@@ -46,6 +47,11 @@ static te_status begin(run_state *run, te_context *context, const te_plan_call *
     TE_TRY(te_context_check(context));
     TE_TRY(te_plan_check(call->plan));
     run->plan = call->plan;
+    run->first = call->first_stage;
+    run->end = call->end_stage == 0 ? run->plan->stage_count : call->end_stage;
+    TE_FAIL_IF(run->first < 0 || run->end < run->first || run->end > run->plan->stage_count,
+               TE_ERROR_INVALID, "plan: stages %d to %d, of %d", (int)run->first, (int)run->end,
+               (int)run->plan->stage_count);
     run->context = context;
     run->table = te_op_table_acquire(te_context_device(context).type);
     TE_TRY(te_plan_layout(run->plan, te_context_device(context), &call->sizes,
@@ -132,7 +138,7 @@ static te_status check_buffer(const te_buffer *buffer, const te_tensor *expected
 /* The slots of each owner must lie inside every chunk that its stages use. */
 static te_status check_slots(const run_state *run)
 {
-    for (int32_t s = 0; s < run->plan->stage_count; s++) {
+    for (int32_t s = run->first; s < run->end; s++) {
         const te_stage *stage = &run->plan->stages[s];
         for (int32_t u = 0; u < stage->use_count; u++) {
             const te_use *use = &stage->uses[u];
@@ -193,14 +199,33 @@ static te_status place_views(run_state *run)
     return TE_OK;
 }
 
+/* Of buffers that lie apart, those that the stages of the run use must be there. */
+static te_status check_used(const run_state *run)
+{
+    for (int32_t s = run->first; s < run->end; s++) {
+        const te_stage *stage = &run->plan->stages[s];
+        for (int32_t u = 0; u < stage->use_count; u++) {
+            const int32_t at = te_plan_memory_of(run->plan, &stage->uses[u]);
+            TE_FAIL_IF(at != TE_NO_BUFFER && run->buffers[at].data == NULL &&
+                           te_tensor_numel(&run->buffers[at]) > 0,
+                       TE_ERROR_INVALID, "plan: %s: stage %s uses it, and it was not given",
+                       run->plan->buffers[at].name, stage->name);
+        }
+    }
+    return TE_OK;
+}
+
 static te_status resolve_buffers(run_state *run, const te_plan_call *call)
 {
     for (int32_t i = 0; i < run->plan->buffer_count; i++) {
         const te_buffer *buffer = &run->plan->buffers[i];
         te_tensor *tensor = &run->buffers[i];
+        const int packed = te_is_packed(buffer->info.role);
         void *base = run->layout->in_saved[i] ? call->saved : call->scratch;
         if (buffer->info.role == TE_ROLE_VIEW) break; /* they come last */
-        if (!te_is_packed(buffer->info.role)) {
+        if (call->apart && call->buffers[i].data == NULL && (!packed || base == NULL)) {
+            tensor->data = NULL;
+        } else if (!packed || (call->apart && call->buffers[i].data != NULL)) {
             TE_TRY(check_buffer(buffer, tensor, &call->buffers[i]));
             *tensor = call->buffers[i];
         } else if (base != NULL) {
@@ -212,6 +237,7 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
             tensor->data = NULL;
         }
     }
+    if (call->apart) TE_TRY(check_used(run));
     TE_TRY(place_views(run));
     return check_slots(run);
 }
@@ -238,7 +264,7 @@ static void abandon(run_state *run, const te_plan_call *call, int32_t succeeded,
 {
     char text[TE_ERROR_TEXT_BYTES];
     (void)snprintf(text, sizeof text, "%s", te_last_error());
-    for (int32_t s = 0; s < succeeded; s++) {
+    for (int32_t s = run->first; s < succeeded; s++) {
         const int32_t finish = run->plan->stages[s].half;
         if (finish >= tried) (void)tell(run, call, finish, TE_STAGE_ABANDON);
     }
@@ -247,9 +273,9 @@ static void abandon(run_state *run, const te_plan_call *call, int32_t succeeded,
 
 static te_status run_stages(run_state *run, const te_plan_call *call, void *stream)
 {
-    int32_t succeeded = 0, tried = 0;
+    int32_t succeeded = run->first, tried = run->first;
     te_status st = TE_OK;
-    for (int32_t s = 0; s < run->plan->stage_count; s++) {
+    for (int32_t s = run->first; s < run->end; s++) {
         if (call->observed) TE_TRY_DONE(tell(run, call, s, TE_STAGE_BEFORE));
         tried = s + 1;
         TE_TRY_DONE(run_stage(run, call, s, stream));

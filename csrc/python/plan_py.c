@@ -183,6 +183,27 @@ PyObject *tepy_plan_infer(PyObject *module, PyObject *const *args, Py_ssize_t na
                          tuple);
 }
 
+PyObject *tepy_plan_ports(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const tepy_plan *plan = tepy_plan_of(tepy_state_of(module), args[0], "plan_ports");
+    unsigned char *ports;
+    int64_t first, end;
+    PyObject *made;
+    te_status st;
+    if (plan == NULL ||
+        tepy_int(args[1], (tepy_site){"plan_ports", "first"}, 0, INT32_MAX, &first) != 0 ||
+        tepy_int(args[2], (tepy_site){"plan_ports", "end"}, 0, INT32_MAX, &end) != 0) {
+        return NULL;
+    }
+    ports = PyMem_Calloc((size_t)plan->info.buffer_count + 1, sizeof *ports);
+    if (ports == NULL) return PyErr_NoMemory();
+    st = te_plan_ports(plan->plan, (int32_t)first, (int32_t)end, ports);
+    made = st == TE_OK ? PyBytes_FromStringAndSize((const char *)ports, plan->info.buffer_count)
+                       : tepy_raise(st);
+    PyMem_Free(ports);
+    return made;
+}
+
 PyObject *tepy_plan_scratch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     tepy_state *state = tepy_state_of(module);

@@ -291,6 +291,7 @@ PyObject *tepy_call_operator(PyObject *module, te_op op, tepy_slot_call by, PyOb
     X(make_plan, 0, 2, 2, "direction, graph, /")                                                   \
     X(write_graph, 0, 2, 2, "direction, graph, /")                                                 \
     X(plan_infer, 0, 2, 2, "plan, rows, /")                                                        \
+    X(plan_ports, 0, 3, 3, "plan, first, end, /")                                                  \
     X(plan_scratch, 0, 3, 4, "plan, rows, device_type, device_index=0, /")                         \
     X(op_workspace, 0, 3, 4, "name, fields, device_type, device_index=0, /")                       \
     X(lie_in, 1, 3, 3, "tensor, parts, rows, /")                                                   \

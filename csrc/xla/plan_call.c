@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * plan_call.c - the custom call te_plan: one run of a plan.
+ * plan_call.c - the custom call te_plan: a run of a plan, or of some of its stages.
  *
  * Attributes: `graph`, its text (te_graph_write), and `id`, the plan's, by which it is found again;
- * `slots`, the first slot of each owner in its chunk, int32; `rows`, where no input says them.
- * Arguments are the buffers of the roles INPUT, PARAMETER and STATE in the order of the plan, then,
- * where the plan reads what a forward has saved, the packed saved buffer. Results are the outputs,
- * the states that the plan writes, the packed saved buffer where the plan makes one, and scratch:
- * XLA gives no other memory.
+ * `first` and `end`, the stages from the first to before the end; `slots`, the first slot of each
+ * owner in its chunk, int32; `rows`, where no input says them, and of a run of some stages.
+ * Arguments are the buffers that the run is given, results those that it makes (te_plan_ports), in
+ * the order of the plan, then scratch: XLA gives no other memory. So what a forward saves, and what
+ * one run of a plan leaves to the next, are arrays of XLA.
  *
- * State is never changed behind XLA's back. A state that the plan writes is a result too, which
+ * State is never changed behind XLA's back. What a run is given and changes is a result too, which
  * shares the memory of its argument; XLA copies the argument first where somebody still reads it.
  * JAX keeps a scale [1] and a history [length] for each quantizer, here both are columns of a chunk
  * of slots. A plan only reads scales, and of a history writes row 0 alone, the amaxes of this step:
@@ -116,15 +116,41 @@ static te_status hold_plan(const te_xla_attributes *attributes, te_plan **plan, 
     return st;
 }
 
+/* The stages that a call runs. */
+static te_status take_stages(const te_xla_attributes *attributes, const te_plan_info *info,
+                             int32_t stages[2])
+{
+    int64_t first = 0, end = 0;
+    TE_TRY(te_xla_integer(attributes, "first", &first));
+    TE_TRY(te_xla_integer(attributes, "end", &end));
+    TE_FAIL_IF(first < 0 || end < first || end > info->stage_count, TE_ERROR_INVALID,
+               "custom call: stages %lld to %lld, of %d", (long long)first, (long long)end,
+               (int)info->stage_count);
+    stages[0] = (int32_t)first;
+    stages[1] = (int32_t)end;
+    return TE_OK;
+}
+
+static te_status check_stages(const te_xla_attributes *attributes, const te_plan_info *info)
+{
+    int32_t stages[2] = {0, 0};
+    TE_TRY(take_stages(attributes, info, stages));
+    for (int32_t s = stages[0]; s < stages[1]; s++) {
+        TE_FAIL_IF(info->stages[s].external, TE_ERROR_UNSUPPORTED,
+                   "custom call: a function of the program runs stage %s", info->stages[s].name);
+    }
+    return TE_OK;
+}
+
 static te_status check(const te_xla_attributes *attributes)
 {
     te_plan *plan = NULL;
     te_plan_info info;
+    te_status st;
     TE_TRY(hold_plan(attributes, &plan, &info));
+    st = check_stages(attributes, &info);
     te_plan_release(plan);
-    if (!info.external) return TE_OK;
-    return TE_FAIL(TE_ERROR_UNSUPPORTED,
-                   "custom call: the plan has stages that a function of the program runs");
+    return st;
 }
 
 /* ---- a run ---- */
@@ -138,9 +164,12 @@ typedef struct plan_run {
     te_plan_call call;
     te_xla_cursor arguments, results;
     te_leading leading[TE_SEQUENCES];
+    int whole; /* all stages run */
     te_tensor *buffers;
     int32_t *slots;
+    unsigned char *ports; /* te_plan_ports */
     int32_t few_slots[2 * FEW_OWNERS];
+    unsigned char few_ports[FEW_BUFFERS];
     te_tensor few_buffers[FEW_BUFFERS]; /* what a run begins with is 0 up to here */
 } plan_run;
 
@@ -160,12 +189,13 @@ static void note_leading(const te_xla_buffer *buffer, int32_t inner, te_leading 
 static te_status take_arguments(plan_run *run)
 {
     const te_plan_info *info = &run->info;
-    for (int32_t i = 0; i < info->argument_count; i++) {
+    for (int32_t i = 0; i < info->buffer_count; i++) {
         const te_buffer_info *buffer = &info->buffers[i];
         const te_xla_buffer *own = NULL;
+        if ((run->ports[i] & TE_PORT_GIVEN) == 0) continue;
         TE_TRY(te_xla_take(&run->arguments, buffer->name, dims_to_join(buffer), &run->buffers[i],
                            &own));
-        for (int s = 0; s < TE_SEQUENCES; s++) {
+        for (int s = 0; s < TE_SEQUENCES && run->whole; s++) {
             if (i != info->sized_by[s]) continue;
             TE_FAIL_IF(run->buffers[i].ndim != buffer->ndim, TE_ERROR_INVALID,
                        "custom call: %s: %lld dims, expected %d", buffer->name,
@@ -176,36 +206,30 @@ static te_status take_arguments(plan_run *run)
     return TE_OK;
 }
 
-static te_status take_saved(plan_run *run, te_xla_cursor *cursor)
+static te_status take_results(plan_run *run)
 {
-    int64_t bytes = 0;
-    te_tensor saved;
-    for (int s = 0; s < TE_SEQUENCES; s++) {
-        bytes += te_extent_value(&run->info.saved_bytes[s], &run->call.sizes);
+    for (int32_t i = 0; i < run->info.buffer_count; i++) {
+        const te_buffer_info *buffer = &run->info.buffers[i];
+        if ((run->ports[i] & TE_PORT_MADE) == 0) continue;
+        if (run->ports[i] & TE_PORT_GIVEN) {
+            TE_TRY(te_xla_take_updated(&run->results, buffer->name, &run->buffers[i]));
+        } else {
+            TE_TRY(te_xla_take(&run->results, buffer->name, dims_to_join(buffer), &run->buffers[i],
+                               NULL));
+        }
     }
-    TE_TRY(te_xla_take(cursor, "saved", 0, &saved, NULL));
-    TE_FAIL_IF(saved.dtype != TE_DTYPE_U8 || saved.ndim != 1 || saved.shape[0] < bytes,
-               TE_ERROR_INVALID, "custom call: saved: expected a vector of %lld bytes",
-               (long long)bytes);
-    run->call.saved = saved.data;
     return TE_OK;
 }
 
-static te_status take_results(plan_run *run)
+/* All stages find sizes in the shapes of arguments; some of them are told the rows, and there is no
+ * other size. */
+static te_status take_sizes(plan_run *run, const te_xla_attributes *attributes)
 {
-    const te_plan_info *info = &run->info;
-    for (int32_t i = 0; i < info->output_count; i++) {
-        const int32_t at = info->argument_count + i;
-        const te_buffer_info *buffer = &info->buffers[at];
-        TE_TRY(te_xla_take(&run->results, buffer->name, dims_to_join(buffer), &run->buffers[at],
-                           NULL));
-    }
-    for (int32_t i = 0; i < info->argument_count; i++) {
-        const te_buffer_info *buffer = &info->buffers[i];
-        if (!buffer->written) continue;
-        TE_TRY(te_xla_take_updated(&run->results, buffer->name, &run->buffers[i]));
-    }
-    return TE_OK;
+    int64_t *rows = &run->call.sizes.of[TE_SYMBOL_ROWS];
+    if (run->whole && run->info.sized_by[0] >= 0) return TE_OK;
+    TE_FAIL_IF(!run->whole && run->info.symbols >> (TE_SYMBOL_ROWS + 1) != 0, TE_ERROR_UNSUPPORTED,
+               "custom call: the plan has sizes besides its rows, so all its stages run together");
+    return te_xla_integer(attributes, "rows", rows);
 }
 
 static te_status take_slots(plan_run *run, const te_xla_attributes *attributes)
@@ -223,22 +247,24 @@ static te_status take_slots(plan_run *run, const te_xla_attributes *attributes)
     return TE_OK;
 }
 
-static te_status run_whole(plan_run *run, const te_xla_call *call)
+static te_status run_stages(plan_run *run, const te_xla_call *call)
 {
     const te_xla_attributes *attributes = &call->frame->attributes;
-    const int makes_saved = run->info.direction == TE_DIRECTION_FORWARD;
+    int32_t stages[2] = {0, 0};
     run->arguments = te_xla_arguments(call);
     run->results = te_xla_results(call);
-    if (run->info.sized_by[0] < 0) {
-        TE_TRY(te_xla_integer(attributes, "rows", &run->call.sizes.of[TE_SYMBOL_ROWS]));
-    }
+    TE_TRY(take_stages(attributes, &run->info, stages));
+    run->call.first_stage = stages[0];
+    run->call.end_stage = stages[1];
+    run->whole = stages[0] == 0 && stages[1] == run->info.stage_count;
+    TE_TRY(te_plan_ports(run->call.plan, stages[0], stages[1], run->ports));
+    TE_TRY(take_sizes(run, attributes));
     TE_TRY(take_slots(run, attributes));
     TE_TRY(take_arguments(run));
-    TE_TRY(te_plan_take_sizes(&run->info, run->buffers, run->leading, &run->call.sizes));
-    TE_TRY(take_results(run));
-    if (run->info.has_saved) {
-        TE_TRY(take_saved(run, makes_saved ? &run->results : &run->arguments));
+    if (run->whole) {
+        TE_TRY(te_plan_take_sizes(&run->info, run->buffers, run->leading, &run->call.sizes));
     }
+    TE_TRY(take_results(run));
     TE_TRY(te_xla_take_scratch(&run->results, &run->call.scratch, &run->call.scratch_size));
     TE_TRY(te_xla_no_more(&run->arguments));
     TE_TRY(te_xla_no_more(&run->results));
@@ -253,20 +279,26 @@ static te_status run(const te_xla_call *call)
     memset(&run, 0, offsetof(plan_run, few_buffers));
     run.buffers = run.few_buffers;
     run.slots = run.few_slots;
+    run.ports = run.few_ports;
     TE_TRY(hold_plan(&call->frame->attributes, &plan, &run.info));
     if (run.info.buffer_count > FEW_BUFFERS || run.info.owners > FEW_OWNERS) {
         const size_t buffers = (size_t)run.info.buffer_count * sizeof *run.buffers;
-        run.buffers = calloc(1, buffers + 2 * (size_t)run.info.owners * sizeof *run.slots);
+        const size_t slots = 2 * (size_t)run.info.owners * sizeof *run.slots;
+        run.buffers = calloc(1, buffers + slots + (size_t)run.info.buffer_count);
         if (run.buffers == NULL) {
             st = TE_FAIL(TE_ERROR_MEMORY, "no memory for a run");
             goto done;
         }
         run.slots = (int32_t *)(void *)((char *)run.buffers + buffers);
+        run.ports = (unsigned char *)run.buffers + buffers + slots;
+    } else {
+        memset(run.buffers, 0, (size_t)run.info.buffer_count * sizeof *run.buffers);
     }
     run.call.size = sizeof run.call;
     run.call.plan = plan;
     run.call.buffers = run.buffers;
-    st = run_whole(&run, call);
+    run.call.apart = 1;
+    st = run_stages(&run, call);
 done:
     if (run.buffers != run.few_buffers) free(run.buffers);
     te_plan_release(plan);

@@ -231,66 +231,192 @@ static size_t bytes_of(const te_tensor *tensor)
     return bytes;
 }
 
-/* A call with the arguments of the run, scaling state of its own, and leading dims 2 x 3. */
-static void plan_start(fake_call *call, te_context *context, int backward, float *history)
-{
-    static const int32_t dtypes[] = {
-        [TE_DTYPE_F32] = TE_XLA_F32, [TE_DTYPE_E4M3] = TE_XLA_F8E4M3FN, [TE_DTYPE_U8] = TE_XLA_U8};
+/* A call of some stages: the arguments of the direct run with leading dims 2 x 3, scaling state of
+ * its own, and what calls of other stages have left. */
+typedef struct plan_part {
+    fake_call call;
     te_plan_info info;
+    unsigned char ports[FAKE_BUFFERS];
+    float history[PLAN_HISTORY * PLAN_SLOTS];
+    void *held[FAKE_BUFFERS]; /* what calls have made, by buffer */
+} plan_part;
+
+static int32_t dtype_in_xla(te_dtype dtype)
+{
+    static const int32_t dtypes[] = {[TE_DTYPE_F32] = TE_XLA_F32,
+                                     [TE_DTYPE_BF16] = TE_XLA_BF16,
+                                     [TE_DTYPE_E4M3] = TE_XLA_F8E4M3FN,
+                                     [TE_DTYPE_E5M2] = TE_XLA_F8E5M2};
+    return dtypes[dtype];
+}
+
+/* Where a buffer lies that a call is given. */
+static void *given_data(plan_part *part, int32_t at, int backward)
+{
+    const te_buffer_info *buffer = &part->info.buffers[at];
+    int64_t offsets[FAKE_BUFFERS];
     te_plan_sizes sizes;
+    if (part->held[at] != NULL) return part->held[at];
+    if (buffer->written) return part->history;
+    if (buffer->role <= TE_ROLE_STATE) return plan_view(&direct, buffer, backward).data;
+    EXPECT(backward && buffer->role == TE_ROLE_SAVED, "%s: nobody has made it", buffer->name);
+    OK(te_plan_infer(linear.plans[1], &direct.sizes, &sizes, offsets));
+    return (char *)direct.saved + offsets[at];
+}
+
+static void add_buffer(plan_part *part, int32_t at, fake_buffers *to, void *data, int apart)
+{
+    const te_buffer_info *buffer = &part->info.buffers[at];
+    const te_tensor view = plan_dense(&direct, buffer);
+    const int leads = !apart && buffer->leading && view.ndim == 2;
+    const int64_t dims[FAKE_DIMS] = {2, TOKENS / 2, view.shape[1]};
+    (void)fake_add(to, dtype_in_xla(buffer->dtype), bytes_of(&view), data, view.ndim + leads,
+                   leads ? dims : view.shape);
+}
+
+static void plan_start(plan_part *part, te_context *context, int backward, int32_t first,
+                       int32_t end)
+{
+    fake_call *call = &part->call;
     size_t scratch = 0;
+    int apart;
     memset(call, 0, sizeof *call);
-    OK(te_plan_describe(linear.plans[backward], &info));
-    OK(te_plan_infer(linear.plans[backward], &direct.sizes, &sizes, NULL));
+    OK(te_plan_describe(linear.plans[backward], &part->info));
+    OK(te_plan_ports(linear.plans[backward], first, end, part->ports));
     OK(te_plan_scratch(context, linear.plans[backward], &direct.sizes, &scratch));
-    for (int32_t i = 0; i < info.argument_count + info.output_count; i++) {
-        const te_buffer_info *buffer = &info.buffers[i];
-        const int output = buffer->role == TE_ROLE_OUTPUT;
-        te_tensor view = plan_dense(&direct, buffer);
-        int64_t dims[FAKE_DIMS] = {2, TOKENS / 2, view.shape[1]};
+    apart = first > 0 || end < part->info.stage_count;
+    for (int32_t i = 0; i < part->info.buffer_count; i++) {
         void *data = NULL;
-        if (!output) data = plan_view(&direct, buffer, backward).data;
-        if (buffer->written) {
-            memset(history, 0, bytes_of(&view));
-            data = history;
+        if (part->ports[i] & TE_PORT_GIVEN) {
+            data = given_data(part, i, backward);
+            add_buffer(part, i, &call->arguments, data, apart);
         }
-        (void)fake_add(output ? &call->results : &call->arguments, dtypes[buffer->dtype],
-                       bytes_of(&view), data, view.ndim + (buffer->leading && view.ndim == 2),
-                       buffer->leading && view.ndim == 2 ? dims : view.shape);
+        if ((part->ports[i] & TE_PORT_MADE) == 0) continue;
+        if (data == NULL) {
+            const te_tensor view = plan_dense(&direct, &part->info.buffers[i]);
+            data = part->held[i] = plan_allocate(bytes_of(&view));
+        }
+        add_buffer(part, i, &call->results, data, apart);
     }
-    for (int32_t i = 0; i < info.argument_count; i++) {
-        if (!info.buffers[i].written) continue;
-        (void)fake_add(&call->results, TE_XLA_F32, 0, history, 2, call->arguments.dims[i]);
-    }
-    EXPECT(info.has_saved && sizes.saved_bytes > 0, "something is saved");
-    (void)fake_vector(backward ? &call->arguments : &call->results, TE_XLA_U8,
-                      backward ? direct.saved : NULL, sizes.saved_bytes, 1);
     fake_scratch(call, scratch);
     fake_text(&call->attributes, "graph", texts[backward]);
-    fake_integer(&call->attributes, "id", info.id);
-    fake_integer(&call->attributes, "rows", -1);
+    fake_integer(&call->attributes, "id", part->info.id);
+    fake_integer(&call->attributes, "first", first);
+    fake_integer(&call->attributes, "end", end);
+    fake_integer(&call->attributes, "rows", apart ? TOKENS : -1);
     fake_array(&call->attributes, "slots", slots, 1);
 }
 
+static void plan_end(plan_part *part)
+{
+    fake_end(&part->call);
+    for (int i = 0; i < FAKE_BUFFERS; i++) free(part->held[i]);
+    memset(part->held, 0, sizeof part->held);
+    memset(part->history, 0, sizeof part->history);
+}
+
+/* What calls have made is what the direct run has. */
+static void check_results(plan_part *part, int backward)
+{
+    int64_t offsets[FAKE_BUFFERS];
+    te_plan_sizes sizes;
+    OK(te_plan_infer(linear.plans[backward], &direct.sizes, &sizes, offsets));
+    for (int32_t i = 0; i < part->info.buffer_count; i++) {
+        const te_buffer_info *buffer = &part->info.buffers[i];
+        const te_tensor view = plan_dense(&direct, buffer);
+        const void *wanted = NULL;
+        if (buffer->role == TE_ROLE_OUTPUT) {
+            wanted = plan_find(&direct, buffer->link, buffer->of)->data;
+        } else if (buffer->role == TE_ROLE_SAVED && !backward) {
+            wanted = (const char *)direct.saved + offsets[i];
+        }
+        if (wanted == NULL) continue;
+        EXPECT(memcmp(wanted, part->held[i], bytes_of(&view)) == 0, "%s", buffer->name);
+        plan_check_guard(part->held[i], bytes_of(&view), buffer->name);
+    }
+    EXPECT(memcmp(part->history, direct.history[0][backward], sizeof part->history) == 0,
+           "history");
+    EXPECT(part->history[SLOT] > 0.0F, "an amax");
+}
+
+static _Thread_local plan_part part;
+
 static void check_plan(te_context *context, int backward)
 {
-    static _Thread_local fake_call call;
-    float history[PLAN_HISTORY * PLAN_SLOTS];
     te_plan_info info;
     OK(te_plan_describe(linear.plans[backward], &info));
-    plan_start(&call, context, backward, history);
-    fake_stage(&call, te_xla_plan_cpu, TE_XLA_INSTANTIATE);
-    EXPECT(call.error == NULL, "%s", call.error->text);
-    for (int again = 0; again < 3; again++) fake_run(&call, te_xla_plan_cpu);
-    for (int32_t i = 0; i < info.output_count; i++) {
-        const te_buffer_info *buffer = &info.buffers[info.argument_count + i];
-        const plan_member *member = plan_find(&direct, buffer->link, buffer->of);
-        EXPECT(memcmp(member->data, call.results.all[i].data, member->bytes) == 0, "%s",
-               buffer->name);
+    plan_start(&part, context, backward, 0, info.stage_count);
+    fake_stage(&part.call, te_xla_plan_cpu, TE_XLA_INSTANTIATE);
+    EXPECT(part.call.error == NULL, "%s", part.call.error->text);
+    for (int again = 0; again < 3; again++) fake_run(&part.call, te_xla_plan_cpu);
+    check_results(&part, backward);
+    plan_end(&part);
+}
+
+/* A plan in two calls, cut at each of its stages; each has what it is given, and no more. */
+static void check_parts(te_context *context, int backward)
+{
+    te_plan_info info;
+    OK(te_plan_describe(linear.plans[backward], &info));
+    EXPECT(info.stage_count >= 3, "%d stages", info.stage_count);
+    for (int32_t cut = 1; cut < info.stage_count; cut++) {
+        for (int second = 0; second < 2; second++) {
+            plan_start(&part, context, backward, second ? cut : 0, second ? info.stage_count : cut);
+            fake_run(&part.call, te_xla_plan_cpu);
+            if (second == 0) fake_end(&part.call);
+        }
+        check_results(&part, backward);
+        plan_end(&part);
     }
-    EXPECT(memcmp(history, direct.history[0][backward], sizeof history) == 0, "history");
-    EXPECT(history[SLOT] > 0.0F, "an amax");
-    fake_end(&call);
+}
+
+/* Ports of a range: bits of each buffer by what the stages say of it. */
+static void check_ports(void)
+{
+    unsigned char ports[FAKE_BUFFERS], parts[2][FAKE_BUFFERS];
+    for (int backward = 0; backward < 2; backward++) {
+        const te_plan *plan = linear.plans[backward];
+        te_plan_info info;
+        OK(te_plan_describe(plan, &info));
+        OK(te_plan_ports(plan, 0, info.stage_count, ports));
+        OK(te_plan_ports(plan, 0, 1, parts[0]));
+        OK(te_plan_ports(plan, 1, info.stage_count, parts[1]));
+        for (int32_t i = 0; i < info.buffer_count; i++) {
+            const te_buffer_role role = info.buffers[i].role;
+            const int saved = role == TE_ROLE_SAVED;
+            const int given = role <= TE_ROLE_STATE || (saved && backward);
+            const int made = role == TE_ROLE_OUTPUT || (saved && !backward) ||
+                             (role == TE_ROLE_STATE && info.buffers[i].written);
+            EXPECT(ports[i] == given * TE_PORT_GIVEN + made * TE_PORT_MADE, "%s: %d",
+                   info.buffers[i].name, ports[i]);
+            EXPECT((parts[0][i] & TE_PORT_MADE) || !(parts[1][i] & TE_PORT_GIVEN) || given,
+                   "%s is given to a part, and none makes it", info.buffers[i].name);
+        }
+        EXPECT(te_plan_ports(plan, 2, 1, ports) == TE_ERROR_INVALID, "2 to 1");
+        EXPECT(te_plan_ports(plan, -1, 1, ports) == TE_ERROR_INVALID, "-1 to 1");
+        EXPECT(te_plan_ports(plan, 0, info.stage_count + 1, ports) == TE_ERROR_INVALID, "too many");
+    }
+    EXPECT(te_plan_ports(NULL, 0, 0, ports) == TE_ERROR_INVALID, "NULL");
+}
+
+/* What is not handed over is named. */
+static void check_missing(te_context *context)
+{
+    te_tensor none[FAKE_BUFFERS];
+    te_plan_call call = {.size = sizeof call, .plan = linear.plans[0], .buffers = none};
+    memset(none, 0, sizeof none);
+    call.sizes = direct.sizes;
+    call.slots = direct.slots;
+    call.apart = 1;
+    call.end_stage = 1;
+    OK(te_plan_scratch(context, call.plan, &call.sizes, &call.scratch_size));
+    call.scratch = plan_allocate(call.scratch_size);
+    EXPECT(te_plan_run(context, &call, NULL) == TE_ERROR_INVALID, "nothing was given");
+    EXPECT(strstr(te_last_error(), "uses it, and it was not given") != NULL, "%s", te_last_error());
+    call.end_stage = 99;
+    EXPECT(te_plan_run(context, &call, NULL) == TE_ERROR_INVALID, "stages to 99");
+    EXPECT(strstr(te_last_error(), "stages 0 to 99") != NULL, "%s", te_last_error());
+    free(call.scratch);
 }
 
 static void *check_both(void *context)
@@ -313,49 +439,54 @@ static void check_refused_plans(te_context *context)
 {
     const int32_t invalid = TE_XLA_INVALID_ARGUMENT;
     const te_xla_handler run = te_xla_plan_cpu;
-    static fake_call call;
-    static float history[PLAN_HISTORY * PLAN_SLOTS];
+    fake_call *call = &part.call;
     char damaged[TEXT_BYTES];
-    plan_start(&call, context, 0, history);
+    te_plan_info info;
+    OK(te_plan_describe(linear.plans[0], &info));
+    plan_start(&part, context, 0, 0, info.stage_count);
     memcpy(damaged, texts[0], sizeof damaged);
     damaged[strlen(damaged) - 1] = '\0';
-    fake_text(&call.attributes, "graph", damaged);
-    fake_refused(&call, run, TE_XLA_INSTANTIATE, invalid, "graph");
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "graph");
-    fake_integer(&call.attributes, "graph", 1);
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "expected the attribute graph");
-    fake_text(&call.attributes, "graph", texts[0]);
-    fake_array(&call.attributes, "slots", slots, 0);
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "slots: expected 1");
-    fake_array(&call.attributes, "slots", slots, 1);
-    call.arguments.dims[0][2]++;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid,
-                 "plan: input: dim 1 has size 41, expected 40");
-    call.arguments.dims[0][2]--;
-    call.arguments.dims[1][0]++;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "plan: weight: dim 0");
-    call.arguments.dims[1][0]--;
-    call.arguments.all[1].dtype = TE_XLA_BF16;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "plan: weight: dtype bf16, expected f32");
-    call.arguments.all[1].dtype = TE_XLA_F32;
-    call.results.all[0].rank = 1;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "plan: output: dim 0 has size 1");
-    call.results.all[0].rank = 3;
-    call.results.dims[2][0]--;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "saved: expected a vector of");
-    call.results.dims[2][0]++;
-    call.results.all[1].data = call.results.all[2].data;
-    fake_refused(&call, run, TE_XLA_EXECUTE, TE_XLA_FAILED_PRECONDITION, "must share memory");
-    call.results.all[1].data = history;
-    call.arguments.count--;
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "arguments, expected one more");
-    call.arguments.count++;
-    for (int i = 0; i < PLAN_HISTORY * PLAN_SLOTS; i++) EXPECT(history[i] == 0.0F, "history");
-    fake_refused(&call, te_xla_plan_CUDA, TE_XLA_EXECUTE, TE_XLA_UNIMPLEMENTED, "a fake stream");
-    fake_run(&call, run);
-    call.results.dims[3][0]--; /* so it may be a later stage that has too little */
-    fake_refused(&call, run, TE_XLA_EXECUTE, invalid, "bytes");
-    fake_end(&call);
+    fake_text(&call->attributes, "graph", damaged);
+    fake_refused(call, run, TE_XLA_INSTANTIATE, invalid, "graph");
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "graph");
+    fake_integer(&call->attributes, "graph", 1);
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "expected the attribute graph");
+    fake_text(&call->attributes, "graph", texts[0]);
+    fake_integer(&call->attributes, "end", info.stage_count + 1);
+    fake_refused(call, run, TE_XLA_INSTANTIATE, invalid, "custom call: stages 0 to");
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "custom call: stages 0 to");
+    fake_integer(&call->attributes, "end", info.stage_count);
+    fake_array(&call->attributes, "slots", slots, 0);
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "slots: expected 1");
+    fake_array(&call->attributes, "slots", slots, 1);
+    call->arguments.dims[0][2]++;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "plan: input: dim 1 has size 41, expected 40");
+    call->arguments.dims[0][2]--;
+    call->arguments.dims[1][0]++;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "plan: weight: dim 0");
+    call->arguments.dims[1][0]--;
+    call->arguments.all[1].dtype = TE_XLA_BF16;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "plan: weight: dtype bf16, expected f32");
+    call->arguments.all[1].dtype = TE_XLA_F32;
+    /* Results: the history, the output, what is saved, scratch. */
+    call->results.all[1].rank = 1;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "plan: output: dim 0 has size 1");
+    call->results.all[1].rank = 3;
+    call->results.dims[2][0]--;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "plan: input_scales: dim 0 has size 1");
+    call->results.dims[2][0]++;
+    call->results.all[0].data = call->results.all[2].data;
+    fake_refused(call, run, TE_XLA_EXECUTE, TE_XLA_FAILED_PRECONDITION, "must share memory");
+    call->results.all[0].data = part.history;
+    call->arguments.count--;
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "arguments, expected one more");
+    call->arguments.count++;
+    for (int i = 0; i < PLAN_HISTORY * PLAN_SLOTS; i++) EXPECT(part.history[i] == 0.0F, "history");
+    fake_refused(call, te_xla_plan_CUDA, TE_XLA_EXECUTE, TE_XLA_UNIMPLEMENTED, "a fake stream");
+    fake_run(call, run);
+    call->results.dims[call->results.count - 1][0]--; /* so a later stage may have too little */
+    fake_refused(call, run, TE_XLA_EXECUTE, invalid, "bytes");
+    plan_end(&part);
 }
 
 int main(void)
@@ -368,6 +499,9 @@ int main(void)
     check_pairs();
     linear_start(context);
     check_threads(context); /* first: so threads make the plans */
+    check_ports();
+    for (int backward = 0; backward < 2; backward++) check_parts(context, backward);
+    check_missing(context);
     check_refused_plans(context);
     plan_memory_end(&direct);
     te_context_destroy(context);

@@ -88,12 +88,12 @@ def run_torch(plan, memory, packed=None, slot=0, rows=()):
     return made
 
 
-def run_jax(plan, memory, packed=None, slot=0, rows=-1):
-    """The same on arrays, under jit; new states replace the old ones."""
+def run_jax(plan, memory, saved=(), slot=0, rows=-1):
+    """The same on arrays, under jit; new states replace the old ones. Returns what it saves."""
     given = [memory[link] for link in links_of(plan, "input", "parameter", "state")]
     reads = plan.described.direction != "forward" and links_of(plan, "saved")
     call = jax.jit(lambda given, saved: call_plan(plan, given, saved, rows=rows, slots=(slot,)))
-    results = call(given, packed if reads else None)
+    results = call(given, saved if reads else ())
     memory.update(zip(links_of(plan, "output"), results.outputs, strict=True))
     memory.update(zip(links_of(plan, "state", written=True), results.states, strict=True))
     return results.saved
@@ -105,15 +105,15 @@ def check_both(graph, leading, device, slot=0):
     for _ in BOTH:
         states.append(fresh_state(device))
     arrays = {link: to_jax(tensor) for link, tensor in memory.items()}
-    packed = packed_array = None
+    packed, saved = None, ()
     for direction, state in zip(BOTH, states, strict=True):
         plan = graph.make(direction)
         memory |= state
         arrays |= {link: to_jax(tensor) for link, tensor in state.items()}
         made = run_torch(plan, memory, packed, slot)
-        made_array = run_jax(plan, arrays, packed_array, slot)
+        made_arrays = run_jax(plan, arrays, saved, slot)
         if direction == _core.DIRECTION_FORWARD:
-            packed, packed_array = made, made_array
+            packed, saved = made, made_arrays
         for link in (*links_of(plan, "output"), *links_of(plan, "state", written=True)):
             assert_same(arrays[link], memory[link])
     return arrays
@@ -157,9 +157,9 @@ def test_attention_and_dropout():
     memory[names["add_rng"]] = torch.tensor([2**40 + 3, 12])
     memory |= fresh_state()
     arrays = {link: to_jax(tensor) for link, tensor in memory.items()}
-    packed, packed_array = run_torch(forward, memory), run_jax(forward, arrays)
+    packed, saved = run_torch(forward, memory), run_jax(forward, arrays)
     run_torch(backward, memory, packed)
-    run_jax(backward, arrays, packed_array)
+    run_jax(backward, arrays, saved)
     for link in (*links_of(forward, "output"), *links_of(backward, "output"), ("history", 0)):
         assert_same(arrays[link], memory[link])
 
@@ -172,10 +172,10 @@ def test_a_plan_that_is_told_its_rows():
     plans = [make_plan(d, graph) for d in (*BOTH, _core.DIRECTION_DEFERRED)]
     memory = fresh_memory(graph, (2, 3))
     arrays = {link: to_jax(tensor) for link, tensor in memory.items()}
-    packed, packed_array = run_torch(plans[0], memory), run_jax(plans[0], arrays)
+    packed, saved = run_torch(plans[0], memory), run_jax(plans[0], arrays)
     for plan, rows in zip(plans[1:], ((), (6,)), strict=True):
         run_torch(plan, memory, packed, rows=rows)
-        run_jax(plan, arrays, packed_array, rows=rows[0] if rows else -1)
+        run_jax(plan, arrays, saved, rows=rows[0] if rows else -1)
     (link,) = links_of(plans[2], "output")
     assert_same(arrays[link], memory[link])
 
@@ -281,10 +281,10 @@ def test_programs_share_a_plan_with_the_process():
 
 def test_wrong_numbers_of_arrays():
     plan, arrays = delayed_call()
-    with pytest.raises(TypeError, match="expected 5 arrays and no saved tensor, got 4 and none"):
+    with pytest.raises(TypeError, match="expected 5 arrays and 0 saved ones, got 4 and 0"):
         call_plan(plan, arrays[:-1])
-    with pytest.raises(TypeError, match="got 5 and one"):
-        call_plan(plan, arrays, jnp.zeros(4, jnp.uint8))
+    with pytest.raises(TypeError, match="got 5 and 1"):
+        call_plan(plan, arrays, [jnp.zeros(4, jnp.uint8)])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tols import tol
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.operand_casts import quantization_of
-from transformer_engine.jax import linear, planned
+from transformer_engine.jax import layer_plans, linear
 from transformer_engine.jax.definitions import by_definition
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -251,7 +251,7 @@ def test_accumulation_is_that_of_the_recipe():
         recipes.Float8BlockScaling(),
     ):
         (plan, _) = linear.plan_of_set(quantizers(recipe, 1)[0])
-        assert planned._quantization(plan) == quantization_of(recipe)
+        assert layer_plans._quantization(plan) == quantization_of(recipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -104,6 +104,18 @@ def extent_value(extent: _core.Extent, sizes: Sequence) -> Any:
     return size + extent.add
 
 
+def shape_of(buffer: _core.Buffer, leading: Sequence, sizes: Sequence) -> list:
+    """Shape of a buffer, with the leading dims of the call where it has them.
+
+    `leading` as `leading_dims` gives them, `sizes` as `sizes_of`.
+    """
+    shape, first = [extent_value(extent, sizes) for extent in buffer.shape], buffer.shape[0]
+    dims = leading[is_of_source(first)] if buffer.leading and len(buffer.shape) < 3 else None
+    if dims is not None:
+        shape[:1] = [first.multiply * dims[0], *dims[1:]] if dims else []
+    return shape
+
+
 def result_shapes(plan: Plan, inputs: Sequence, rows: Any = -1) -> tuple[list, Any]:
     """Shapes of what a plan makes, on integers or symbolic ones; arguments as of `sizes_of`.
 
@@ -111,17 +123,8 @@ def result_shapes(plan: Plan, inputs: Sequence, rows: Any = -1) -> tuple[list, A
     saved tensor; 0: none.
     """
     leading, sizes = leading_dims(plan, inputs), sizes_of(plan, inputs, rows)
-    outputs = []
-    for buffer in plan.described.buffers:
-        if buffer.role != "output":
-            continue
-        shape, first = [extent_value(extent, sizes) for extent in buffer.shape], buffer.shape[0]
-        dims = None
-        if buffer.leading and len(buffer.shape) < 3:
-            dims = leading[is_of_source(first)]
-        if dims is not None:
-            shape[:1] = [first.multiply * dims[0], *dims[1:]] if dims else []
-        outputs.append((buffer.dtype, shape))
+    buffers = plan.described.buffers
+    outputs = [(b.dtype, shape_of(b, leading, sizes)) for b in buffers if b.role == "output"]
     if plan.described.direction != "forward":
         return outputs, 0
     return outputs, sum(extent_value(each, sizes) for each in plan.described.saved_bytes)

@@ -8,7 +8,7 @@ pairs the plans of a module.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 from transformer_engine import _core
 from transformer_engine.common.plan_text import Plan
-from transformer_engine.common.plans import lead_of, result_shapes, sizes_of
+from transformer_engine.common.plans import lead_of, leading_dims, shape_of, sizes_of
 
 _PLATFORMS = {"cpu": _core.DEVICE_CPU, "cuda": _core.DEVICE_CUDA}
 
@@ -76,7 +77,7 @@ def register() -> None:
         raise RuntimeError(f"a custom call on {jax.default_backend()} gave {filled}, not 1")
 
 
-def _made(primitive: Primitive) -> Primitive:
+def make_primitive(primitive: Primitive) -> Primitive:
     """Make a primitive run by itself, and in batches one by one."""
     primitive.multiple_results = True
 
@@ -110,118 +111,204 @@ def _lower(ctx: Any, target: str, operands: Sequence, scratch: int, aliases: dic
     return rule(ctx.replace(avals_out=results), *operands, **attributes)[:-1]
 
 
+def varying(array: Any) -> frozenset[str]:
+    """Axes of `jax.shard_map` along which devices have different numbers, as far as is checked."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def made_alike(arrays: Sequence) -> list:
+    """The same arrays, each of which varies along the axes that any of them varies along."""
+    axes = frozenset().union(*map(varying, arrays))
+    missing = [tuple(sorted(axes - varying(array))) for array in arrays]
+    pairs = zip(arrays, missing, strict=True)
+    return [jax.lax.pcast(a, of, to="varying") if of else a for a, of in pairs]
+
+
+def result_of(given: Sequence, shape: Sequence[int], dtype: Any) -> jax.core.ShapedArray:
+    """A result of a call with these arguments, which are alike."""
+    if not given:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = given[0]
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    return like.update(
+        shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding
+    )
+
+
 # ---- plans ---------------------------------------------------------------------------------------
 
 
 class PlanResults(NamedTuple):
-    """What a plan gives."""
+    """What a plan gives, each in plan order."""
 
-    outputs: list[jax.Array]  # in plan order
-    states: list[jax.Array]  # the new ones of those that it writes, in plan order
-    saved: jax.Array | None  # what its backward reads: uint8 [bytes], of a forward that saves
+    outputs: list[jax.Array]
+    states: list[jax.Array]  # the new ones of those that it writes
+    saved: list[jax.Array]  # what its backward reads, of a forward
+
+
+RESULTS = ("output", "state", "saved")
+"""Roles of the buffers of `PlanResults`."""
+
+Outside = Callable[[_core.Stage, dict[int, jax.Array]], dict[int, jax.Array]]
+"""Computes an external stage: of the arrays that are there, by numbers of buffers, those that it
+writes."""
+
+
+def summary(plan: Plan) -> str:
+    """What is printed for a plan: its direction, and its dtypes of FP8."""
+    described = plan.described
+    found = {_SHORT[b.dtype] for b in described.buffers if b.dtype in _SHORT}
+    return f"<{', '.join((described.direction, *sorted(found)))}>"
 
 
 class _PlanParameter(NamedTuple):
-    """A plan as a parameter of the primitive, short in print: with its dtypes of FP8."""
+    """A plan as a parameter of the primitive, short in print."""
 
     plan: Plan
 
     def __repr__(self) -> str:
-        described = self.plan.described
-        found = {_SHORT[b.dtype] for b in described.buffers if b.dtype in _SHORT}
-        return f"<{', '.join((described.direction, *sorted(found)))}>"
+        return summary(self.plan)
 
 
-def _writes(plan: Plan) -> list[int]:
-    """Numbers of the states that a plan writes, which are numbers of arguments."""
-    buffers = enumerate(plan.described.buffers)
-    return [i for i, buffer in buffers if buffer.role == "state" and buffer.written]
+class _Part(NamedTuple):
+    """Stages of a plan that run together."""
+
+    first: int
+    end: int
+    given: tuple[int, ...]  # numbers of buffers, in plan order
+    made: tuple[int, ...]
 
 
-def _saves(plan: Plan, makes: bool) -> bool:
-    """Return whether a plan makes a saved tensor, or is given one."""
-    forward = plan.described.direction == "forward"
-    return forward == makes and any(buffer.role == "saved" for buffer in plan.described.buffers)
+@functools.lru_cache(maxsize=512)
+def _part(plan: Plan, first: int, end: int) -> _Part:
+    ports = list(enumerate(_core.plan_ports(plan.native, first, end)))
+    found = [tuple(n for n, port in ports if port & of) for of in _PORTS]
+    return _Part(first, end, *found)
+
+
+_PORTS = (_core.PORT_GIVEN, _core.PORT_MADE)
+
+
+def whole_part(plan: Plan) -> _Part:
+    """All stages of a plan."""
+    return _part(plan, 0, len(plan.stages))
+
+
+def _steps(plan: Plan) -> list[_Part | _core.Stage]:
+    """What a run does in turn: stages of the library, and those of the caller."""
+    found: list[_Part | _core.Stage] = []
+    first = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.external:
+            found += [_part(plan, first, number)] * (first < number)
+            found.append(stage)
+            first = number + 1
+    if found and first == len(plan.stages):
+        return found
+    return [*found, _part(plan, first, len(plan.stages))]
 
 
 def call_plan(
     plan: Plan,
     arrays: Sequence[jax.Array],
-    saved: jax.Array | None = None,
+    saved: Sequence[jax.Array] = (),
     *,
     rows: int = -1,
     slots: Sequence[int] = (0,),
+    outside: Outside | None = None,
 ) -> PlanResults:
     """Run a plan.
 
     Parameters
     ----------
     plan
-        Without external stages.
+        What its stages between two external ones do is one custom call.
     arrays
         Inputs, parameters and states, in plan order, of any number of leading dims where a buffer
-        has them. Of delayed scaling the states are the scales, float32 [n], and the amaxes,
-        float32 [1, n], zero before the call, by slots. Pairs of a seed and an offset, int64 [2],
-        may be given as uint32 [4], the low half of each first.
+        has them; of one where a stage is external. Of delayed scaling the states are the scales,
+        float32 [n], and the amaxes, float32 [1, n], zero before the call, by slots. Pairs of a seed
+        and an offset, int64 [2], may be given as uint32 [4], the low half of each first.
     saved
         What the forward has saved, for a plan that reads it.
     rows
         The number of tokens, for a plan of which no input has them.
     slots
         The first slot of each module that the plan is of, in the states of its direction.
+    outside
+        What computes external stages.
 
     TypeError for another number of arrays. Whatever else is wrong with them is an error of XLA
     when the call runs (`jax.errors.JaxRuntimeError`), with the text of the C library.
     """
     register()
-    reads = _saves(plan, makes=False)
-    if len(arrays) != plan.given or reads != (saved is not None):
-        wanted = f"{plan.given} arrays and {'the' if reads else 'no'} saved tensor"
-        got = f"{len(arrays)} and {'one' if saved is not None else 'none'}"
-        raise TypeError(f"plan: expected {wanted}, got {got}")
-    given = (*arrays, saved) if reads else arrays
-    slots = tuple(slots)
-    made = plan_p.bind(*given, plan=_PlanParameter(plan), rows=rows, slots=slots)
-    packed = made.pop() if _saves(plan, makes=True) else None
-    count = len(made) - len(_writes(plan))
-    return PlanResults(made[:count], made[count:], packed)
+    whole = whole_part(plan)
+    if (len(arrays), len(saved)) != (plan.given, len(whole.given) - plan.given):
+        wanted = f"{plan.given} arrays and {len(whole.given) - plan.given} saved ones"
+        raise TypeError(f"plan: expected {wanted}, got {len(arrays)} and {len(saved)}")
+    held = dict(zip(whole.given, made_alike((*arrays, *saved)), strict=True))
+    steps = [whole] if outside is None else _steps(plan)
+    if len(steps) > 1:
+        rows = sizes_of(plan, [array.shape for array in arrays], rows)[_core.SYMBOL_ROWS]
+    how = {"plan": _PlanParameter(plan), "rows": rows, "slots": tuple(slots)}
+    for step in steps:
+        if isinstance(step, _Part):
+            given = (held[number] for number in step.given)
+            made = plan_p.bind(*given, stages=(step.first, step.end), **how)
+            held |= dict(zip(step.made, made, strict=True))
+        else:
+            held |= outside(step, held)
+    roles = [(held[n], plan.described.buffers[n].role) for n in whole.made]
+    return PlanResults(*([a for a, of in roles if of == role] for role in RESULTS))
 
 
-plan_p = _made(Primitive("te_plan"))
+plan_p = make_primitive(Primitive("te_plan"))
 
 
 @plan_p.def_abstract_eval
-def _plan_results(*given: Any, plan: _PlanParameter, rows: int, slots: Sequence[int]) -> list:
-    del slots
+def _plan_results(*given: Any, plan: _PlanParameter, stages: tuple, rows: int, **_: Any) -> list:
     plan = plan.plan
+    part, buffers = _part(plan, *stages), plan.described.buffers
     for at in (lead_of(plan, False), lead_of(plan, True)):
-        wanted = len(plan.described.buffers[at].shape) if at >= 0 else 0
-        if at >= 0 and (given[at].ndim < 1 or wanted > 2 and given[at].ndim != wanted):
-            name = plan.described.buffers[at].name
+        wanted = len(buffers[at].shape) if at in part.given else 0
+        array = given[part.given.index(at)] if wanted else None
+        if wanted and (array.ndim < 1 or wanted > 2 and array.ndim != wanted):
             least = wanted if wanted > 2 else "at least 1"
-            raise ValueError(f"plan: {name}: {given[at].ndim} dims, expected {least}")
-    outputs, packed = result_shapes(plan, [array.shape for array in given], rows)
-    made = [jax.core.ShapedArray(tuple(shape), dtype_of(code)) for code, shape in outputs]
-    made += [given[at] for at in _writes(plan)]
-    if _saves(plan, makes=True):
-        made.append(jax.core.ShapedArray((packed,), jnp.dtype(jnp.uint8)))
-    return made
+            name = buffers[at].name
+            raise ValueError(f"plan: {name}: {array.ndim} dims, expected {least}")
+    shapes = [array.shape for array in given] if part == whole_part(plan) else ()
+    leading, sizes = leading_dims(plan, shapes), sizes_of(plan, shapes, rows)
+    known = dict(zip(part.given, given, strict=True))
+    return [
+        known[n]
+        if n in known
+        else result_of(given, shape_of(buffers[n], leading, sizes), dtype_of(buffers[n].dtype))
+        for n in part.made
+    ]
 
 
 def _lower_plan(
-    ctx: Any, *operands: Any, device: int, plan: _PlanParameter, rows: int, slots: Sequence[int]
+    ctx: Any,
+    *operands: Any,
+    device: int,
+    plan: _PlanParameter,
+    stages: tuple[int, int],
+    rows: int,
+    slots: Sequence[int],
 ) -> Sequence:
     plan = plan.plan
-    sizes = sizes_of(plan, [array.shape for array in ctx.avals_in], rows)
+    part = _part(plan, *stages)
+    shapes = [array.shape for array in ctx.avals_in] if part == whole_part(plan) else ()
+    sizes = sizes_of(plan, shapes, rows)
     scratch = _core.plan_scratch(plan.native, tuple(size or 0 for size in sizes[1:]), device)
-    writes, outputs = _writes(plan), sum(b.role == "output" for b in plan.described.buffers)
     attributes = {
         "graph": plan.text,
         "id": np.int64(plan.native.id),
+        "first": np.int64(part.first),
+        "end": np.int64(part.end),
         "rows": np.int64(rows),
         "slots": np.array(slots, np.int32),
     }
-    aliases = {at: outputs + i for i, at in enumerate(writes)}
+    aliases = {i: part.made.index(n) for i, n in enumerate(part.given) if n in part.made}
     return _lower(ctx, "te_plan", operands, scratch, aliases, **attributes)
 
 
@@ -286,7 +373,7 @@ def _bind_operator(name: str, results: dict, fields: dict) -> dict:
     made = [field for field in known if field in results or field in changed]
     shapes = tuple((field, tuple(of.shape), jnp.dtype(of.dtype)) for field, of in results.items())
     arrays = operator_p.bind(
-        *(jnp.asarray(fields[field]) for field in given),
+        *made_alike([jnp.asarray(fields[field]) for field in given]),
         name=name,
         given=tuple(given),
         made=tuple(made),
@@ -296,13 +383,13 @@ def _bind_operator(name: str, results: dict, fields: dict) -> dict:
     return dict(zip(made, arrays, strict=True))
 
 
-operator_p = _made(Primitive("te_operator"))
+operator_p = make_primitive(Primitive("te_operator"))
 
 
 @operator_p.def_abstract_eval
 def _operator_results(*arrays: Any, given: tuple, made: tuple, shapes: tuple, **_: Any) -> list:
     known = dict(zip(given, arrays, strict=True))
-    known |= {field: jax.core.ShapedArray(shape, dtype) for field, shape, dtype in shapes}
+    known |= {field: result_of(arrays, shape, dtype) for field, shape, dtype in shapes}
     return [known[field] for field in made]
 
 

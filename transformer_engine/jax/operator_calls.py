@@ -42,17 +42,11 @@ DTYPES = tuple(jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat
 _PADDING = 16  # columns of transposed FP8 are a multiple of it
 
 
-def is_on_one_device() -> bool:
-    """Return whether XLA spreads no arrays over a mesh here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return all(mesh.shape[axis] == 1 for axis in mesh.auto_axes)
-
-
 def run_on(*arrays: Array | None) -> bool:
     """Return whether operators compute on such arrays; asked while a call is traced."""
     there = [array for array in arrays if array is not None]
     known = all(array.dtype in DTYPES and array.size for array in there)
-    return known and are_custom_calls_on() and is_on_one_device()
+    return known and are_custom_calls_on()
 
 
 class Into(NamedTuple):

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers as plans of the C library: one custom call forward, one backward.
+"""Layers as plans of the C library: one call forward, one backward.
 
-A layer is a norm, one or two dense layers and the activation between them, in this order. Its graph
-is that of the PyTorch modules (`common.graphs`), with kernels that are [in, out]. Scales are
-arguments of a call, and the amaxes that it has seen a result.
+Kernels are [in, out]. Scales are arguments of a call, and the amaxes that it has seen a result.
 """
 
-import functools
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -20,152 +16,51 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from transformer_engine import _core
-from transformer_engine.common import graphs
-from transformer_engine.common.operand_casts import (
-    BACKWARDS,
-    OperandCast,
-    Quantization,
-    flags_of,
-)
-from transformer_engine.common.plans import CallPlans, call_plans
+from transformer_engine.common.plans import CallPlans
 from transformer_engine.jax import linear
-from transformer_engine.jax.activation import ActivationPlan
-from transformer_engine.jax.custom_calls import PlanResults, call_plan, code_of
+from transformer_engine.jax.custom_calls import PlanResults, code_of, varying
 from transformer_engine.jax.definitions import are_custom_calls_on
-from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
-from transformer_engine.jax.layernorm import NormPlan
-from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES, NORMS
+from transformer_engine.jax.layer_calls import RECIPES_CUT, call_layer
+from transformer_engine.jax.layer_cuts import Direction
+from transformer_engine.jax.layer_plans import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    Facts,
+    Kernel,
+    Layer,
+    layer_plans,
+)
+from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES
 from transformer_engine.jax.quantize.state import Drawn, joined
+from transformer_engine.jax.sharding import AxesInForce, axes_in_force
 
 # ---- what runs as a plan -------------------------------------------------------------------------
-
-
-class Layer(NamedTuple):
-    """How a layer computes; static."""
-
-    linears: tuple[linear.LinearPlan, ...]  # one, or two with the activation between them
-    norm: NormPlan | None = None
-    activation: ActivationPlan | None = None
 
 
 def runs(layer: Layer, *arrays: Array) -> bool:
     """Return whether a layer runs as a plan; asked while a call is traced.
 
     What no plan computes is by definition (docs/jax.md): arrays of other dtypes than fp32, fp16 and
-    bf16, and a gated activation whose linear part comes first.
+    bf16, a gated activation whose linear part comes first, and over a mesh scales of less than a
+    tensor.
     """
-    if not are_custom_calls_on():
+    casts = (cast for of in layer.linears for cast in (of.x.mode, of.kernel.mode, of.grad.mode))
+    if not are_custom_calls_on(cut=all(mode in RECIPES_CUT for mode in casts)):
         return False
     known = layer.activation is None or layer.activation.kinds in ACTIVATIONS
     return known and all(array.dtype in DTYPES for array in arrays)
 
 
-# ---- casts ---------------------------------------------------------------------------------------
-
-_RECIPES = {
-    ScalingMode.DELAYED_TENSOR_SCALING: _core.RECIPE_DELAYED,
-    ScalingMode.CURRENT_TENSOR_SCALING: _core.RECIPE_CURRENT,
-    ScalingMode.BLOCK_1D_SCALING: _core.RECIPE_BLOCK,
-    ScalingMode.BLOCK_2D_SCALING: _core.RECIPE_BLOCK,
-    ScalingMode.ROW_SCALING: _core.RECIPE_ROW,
-    ScalingMode.MXFP8_1D_SCALING: _core.RECIPE_MXFP8,
-}
+# ---- state ---------------------------------------------------------------------------------------
 
 
-def _cast(cast: Cast | None) -> OperandCast:
-    if cast is None:
-        return OperandCast()
-    if cast.mode.is_nvfp4_scaling:
-        return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=cast.options)
-    options = flags_of(
-        (
-            (_core.CAST_POWER_2, cast.power_2),
-            (_core.CAST_TILES_2D, cast.square or cast.mode is ScalingMode.BLOCK_2D_SCALING),
-        )
-    )
-    # The margin of delayed scaling is that of its updates.
-    margin = cast.margin if cast.mode is ScalingMode.MXFP8_1D_SCALING else 0
-    dtype = code_of(cast.dtype)
-    return OperandCast(_RECIPES[cast.mode], dtype, cast.epsilon, options, margin)
-
-
-def _quantization(plan: linear.LinearPlan) -> Quantization:
-    casts = [_cast(operand.cast) for operand in (plan.x, plan.kernel, plan.grad)]
-    return Quantization(*casts, plan.fast, BACKWARDS[plan.backward])
-
-
-# ---- plans ---------------------------------------------------------------------------------------
-
-
-class _Facts(NamedTuple):
-    """What the plans of a layer depend on."""
-
-    layer: Layer
-    dtype: int  # of input and output
-    norm: int  # dtype of gamma and beta
-    has_beta: bool
-    kernels: tuple[tuple[int, int, int], ...]  # of each in, out, dtype
-    biases: tuple[int | None, ...]  # dtypes
-    wanted: tuple[bool, tuple, tuple, tuple]
-    """Whether the gradients of input, gamma and beta, kernels, biases are."""
-
-
-def _parameter(wanted: bool) -> int:
-    return _core.VALUE_PARAMETER | _core.VALUE_GRADIENT * wanted
-
-
-def _spec_of(facts: _Facts) -> graphs.CallSpec:
-    """The call whose plans run a layer."""
-    layer, parts = facts.layer, []
-    of_x, of_affine, of_kernels, of_biases = facts.wanted
-    for i, (of_in, out, dtype) in enumerate(facts.kernels):
-        flags = graphs.LinearFlags(
-            node=_core.LINEAR_WEIGHT_TRANSPOSED,
-            input=_core.VALUE_GRADIENT * of_x,
-            weight=_parameter(of_kernels[i]),
-            bias=0 if facts.biases[i] is None else _parameter(of_biases[i]),
-        )
-        bias = facts.dtype if facts.biases[i] is None else facts.biases[i]
-        dtypes = facts.dtype, dtype, bias, facts.dtype, dtype
-        parts.append(graphs.LinearSpec(of_in, out, *dtypes, _quantization(layer.linears[i]), flags))
-    norm = activation = None
-    if layer.norm is not None:
-        kind, centered, epsilon = layer.norm
-        gamma, beta = map(_parameter, of_affine)
-        flags = gamma, beta * facts.has_beta, _core.NODE_ZERO_CENTERED * centered
-        norm = graphs.Norm(NORMS[kind], facts.norm, epsilon, *flags)
-    if layer.activation is not None:
-        kinds, numbers = layer.activation
-        activation = graphs.Activation(ACTIVATIONS[kinds], *numbers)
-    names = ("",) if len(parts) == 1 else ("fc1_", "fc2_")
-    return graphs.CallSpec(tuple(parts), norm, activation, names=names)
-
-
-@functools.lru_cache(maxsize=256)
-def _plans_of(facts: _Facts) -> CallPlans:
-    return call_plans(_spec_of(facts))
-
-
-_FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2  # of a dense layer; the last one is that of what is returned
-
-
-def _scales(uses: Sequence[linear.Uses], backward: bool) -> list[Array]:
-    """The scales of a direction, fp32 [n], and amaxes, fp32 [1, n]; by slots."""
+def _scales(uses: Sequence[linear.Uses], backward: bool) -> Array:
+    """The scales of a direction, fp32 [n], by slots."""
     found = []
     for x, kernel, grad in uses:
         slots = (grad, None) if backward else (x, kernel, None)
         found += [jnp.ones(1, jnp.float32) if use is None else use.scale for use in slots]
-    scales = jnp.concatenate(found)
-    return [scales, jnp.zeros((1, scales.shape[0]), jnp.float32)]
-
-
-def _state_of(links: Sequence, uses: Sequence, backward: bool) -> list[Array]:
-    """What a plan is given of state."""
-    if not links:
-        return []
-    known = dict(zip(("scale", "history"), _scales(uses, backward), strict=True))
-    return [known[what] for what, _ in links]
+    return jnp.concatenate(found)
 
 
 def _amaxes(made: PlanResults, slots: int) -> Array | None:
@@ -199,24 +94,30 @@ def pairs_of(plans: CallPlans, drawn: Sequence[Drawn | None]) -> tuple[Array, ..
 
 
 class _Given(NamedTuple):
-    """What a call was given, in the shapes that it had; static."""
+    """What a call was given; static."""
 
-    batch: tuple[int, ...]
-    tensors: tuple[tuple | None, ...]  # shape and dtype of input, kernels, biases; None: absent
+    dtype: Any
+    varying: frozenset[str]  # axes along which devices have different numbers
+
+    def alike(self, grad: Array) -> Array:
+        """Its gradient in its dtype, summed over devices that share it."""
+        shared = tuple(sorted(varying(grad) - self.varying))
+        return (jax.lax.psum(grad, shared) if shared else grad).astype(self.dtype)
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("saved", "uses", "amaxes"),
-    meta_fields=("facts", "given"),
+    meta_fields=("facts", "names", "given"),
 )
 @dataclass
 class Kept:
     """What a backward needs of its forward."""
 
-    facts: _Facts
-    given: _Given
-    saved: tuple  # the packed tensor, where there is one, and others
+    facts: Facts
+    names: AxesInForce
+    given: tuple[_Given | None, ...]  # input, gamma and beta, kernels, biases; None: absent
+    saved: tuple  # what the plan saves, as one tuple, where there is that, and others
     uses: tuple  # of each dense layer
     amaxes: Array | None  # [dense layers, slots], of inputs and weights
 
@@ -268,15 +169,6 @@ def whole(grad: Array | SymbolicZero) -> Array:
     return jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad
 
 
-def _matrix(kernel: Array, depth: int, dtype: Any) -> Array:
-    """A kernel [in.., out..] as [in, out]; `depth` is how many dims of in."""
-    return kernel.reshape(math.prod(kernel.shape[:depth]), -1).astype(dtype or kernel.dtype)
-
-
-def _vector(bias: Array | None, dtype: Any) -> Array | None:
-    return None if bias is None else bias.reshape(-1).astype(dtype or bias.dtype)
-
-
 def forward(
     layer: Layer,
     x: Any,
@@ -295,59 +187,69 @@ def forward(
     """
     wanted = _wanted(x, affine, kernels, biases, uses)
     x, affine, kernels, biases, uses = values((x, affine, kernels, biases, uses))
-    listed = [None if a is None else (a.shape, a.dtype) for a in (x, *kernels, *biases)]
-    batch = x.shape[: x.ndim - depth]
+    listed = (x, *affine, *kernels, *biases)
+    given = tuple(None if a is None else _Given(a.dtype, varying(a)) for a in listed)
     depths = (depth, 1)[: len(kernels)]
-    features = kernels[-1].shape[depths[-1] :]
     # Without a recipe all that is multiplied has one dtype.
     dtypes = [None if each.is_quantized else x.dtype for each in layer.linears]
-    kernels = tuple(map(_matrix, kernels, depths, dtypes))
-    biases = tuple(map(_vector, biases, dtypes))
-    x = x.reshape(*(batch or (1,)), kernels[0].shape[0])
-    facts = _Facts(
+    kernels, biases = (
+        tuple(
+            None if a is None else a.astype(to or a.dtype) for a, to in zip(of, dtypes, strict=True)
+        )
+        for of in (kernels, biases)
+    )
+    facts = Facts(
         layer,
         code_of(x.dtype),
         code_of(x.dtype if affine[0] is None else affine[0].dtype),
         affine[1] is not None,
-        tuple((*kernel.shape, code_of(kernel.dtype)) for kernel in kernels),
+        tuple(
+            Kernel(kernel.shape[:of], kernel.shape[of:], code_of(kernel.dtype))
+            for kernel, of in zip(kernels, depths, strict=True)
+        ),
         tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
         wanted,
     )
-    plans = _plans_of(facts)
+    plans, names = layer_plans(facts).call, axes_in_force()
     pairs = zip(kernels, biases, strict=True)
-    tensors = (x, *(affine if layer.norm else ()), *itertools.chain.from_iterable(pairs))
+    tensors = (x, *(affine if layer.norm else ()), *chain.from_iterable(pairs))
     tensors += pairs_of(plans, drawn_by(layer.linears, uses))
-    state = _state_of(plans.forward_state, uses, backward=False)
-    made = call_plan(plans.forward, [*plans.pick_inputs(tensors), *state])
+    scales = [_scales(uses, backward=False)] if plans.forward_state else []
+    made = call_layer(Direction(facts, False, names), [*plans.pick_inputs(tensors), *scales])
     saved = ()
     if plans.backward is not None:
-        saved = plans.pick_saved((*made.outputs, made.saved, *tensors))
+        saved = plans.pick_saved((*made.outputs, tuple(made.saved), *tensors))
     if plans.saves_packed:  # with it and the output nothing of the forward has to run again
         name = layer.linears[0].x.name or linear.GEMM_NAME
-        saved = (checkpoint_name(saved[0], name), *saved[1:])
+        saved = (tuple(checkpoint_name(a, name) for a in saved[0]), *saved[1:])
     y = checkpoint_name(made.outputs[0], linear.GEMM_NAME)
-    kept = facts, _Given(batch, tuple(listed)), saved, tuple(uses), _amaxes(made, _FORWARD_SLOTS)
-    return y.reshape(*batch, *features), Kept(*kept)
+    return y, Kept(facts, names, given, saved, tuple(uses), _amaxes(made, FORWARD_SLOTS))
 
 
 def backward(kept: Kept, grad: Array) -> Gradients:
     """Gradients, by that of the result."""
-    facts, plans = kept.facts, _plans_of(kept.facts)
+    facts, plans = kept.facts, layer_plans(kept.facts).call
     if plans.backward is None:  # the state alone goes on
         nothing = (None,) * len(facts.kernels)
         return Gradients(None, (None, None), nothing, nothing, _following(kept, None))
     packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
-    state = _state_of(plans.backward_state, kept.uses, backward=True)
-    grad = grad.reshape(*(kept.given.batch or (1,)), facts.kernels[-1][1])
-    made = call_plan(plans.backward, [*plans.pick_grads((grad,)), *saved, *state], *packed)
+    scales = [_scales(kept.uses, backward=True)] if plans.backward_state else []
+    arrays = [*plans.pick_grads((grad,)), *saved, *scales, *chain.from_iterable(packed)]
+    made = call_layer(Direction(facts, True, kept.names), arrays)
     of_x, *others = [None if at < 0 else made.outputs[at] for at in plans.places]
     affine = (None, None)
     if facts.layer.norm is not None:
         affine, others = tuple(others[:2]), others[2:]
-    listed = zip((of_x, *others[::2], *others[1::2]), kept.given.tensors, strict=True)
-    of_x, *found = [None if a is None else a.reshape(of[0]).astype(of[1]) for a, of in listed]
-    count, uses = len(facts.kernels), _following(kept, _amaxes(made, _BACKWARD_SLOTS))
-    return Gradients(of_x, affine, tuple(found[:count]), tuple(found[count:]), uses)
+    count, listed = len(facts.kernels), (of_x, *affine, *others[::2], *others[1::2])
+    of_x, *found = (
+        None if a is None else of.alike(a) for a, of in zip(listed, kept.given, strict=True)
+    )
+    affine, kernels, biases = (
+        tuple(found[:2]),
+        tuple(found[2 : 2 + count]),
+        tuple(found[2 + count :]),
+    )
+    return Gradients(of_x, affine, kernels, biases, _following(kept, _amaxes(made, BACKWARD_SLOTS)))
 
 
 def _following(kept: Kept, of_gradients: Array | None) -> tuple[linear.Uses, ...]:
@@ -369,6 +271,8 @@ def _next(
     for (operand, amaxes, slot), use in zip(operands, uses, strict=True):
         amax = None
         if use is not None and amaxes is not None:
-            amax = joined(amaxes[number, slot : slot + 1], use.scale)
+            amax = amaxes[number, slot : slot + 1]
+            shared = tuple(sorted(varying(amax) - varying(use.scale)))
+            amax = joined(jax.lax.pmax(amax, shared) if shared else amax, use.scale)
         made.append(linear.gradient_of_use(amax, operand))
     return tuple(made)

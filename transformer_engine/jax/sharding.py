@@ -8,6 +8,7 @@ collectives; constraints say which way is wanted, and results are the same witho
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -71,6 +72,21 @@ def global_mesh_resource() -> MeshResource:
             )
         return MeshResource()
     return _InForce.resource
+
+
+class AxesInForce(NamedTuple):
+    """What a layer has to know of the names in force; static."""
+
+    data: tuple[str, ...]  # axes along which batches alone are spread, and weights to save memory
+    sequence: bool  # tensor parallel layers spread sequences at their ends
+
+
+def axes_in_force() -> AxesInForce:
+    """Return what the names in force say; where there are none, that nothing is said."""
+    names = _InForce.resource or MeshResource()
+    data = (names.dp_resource, names.fsdp_resource)
+    found = tuple(axis for axis in data if axis is not None)
+    return AxesInForce(found, names.tpsp_resource is not None)
 
 
 @contextmanager

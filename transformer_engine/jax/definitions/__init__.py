@@ -39,15 +39,22 @@ def chosen(name: str) -> Callable:
     return FUNCTIONS[name]
 
 
-def are_custom_calls_on() -> bool:
-    """Return whether layers run as custom calls; asked for while a call is traced.
+def is_spread() -> bool:
+    """Return whether XLA spreads the program that is traced along axes of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
-    XLA knows no partition of them: over axes that it spreads a program along, definitions run.
+
+def are_custom_calls_on(cut: bool = False) -> bool:
+    """Return whether something runs as custom calls; asked for while a call is traced.
+
+    Over axes that XLA spreads a program along those alone do for which it knows a partition
+    (`cut`), and where all axes are such; definitions run in place of others.
     """
     if not config.TE_JAX_CUSTOM_CALLS.get() or _ALWAYS.get():
         return False
     mesh = jax.sharding.get_abstract_mesh()
-    return all(mesh.shape[axis] == 1 for axis in mesh.auto_axes)
+    return not is_spread() or (cut and len(mesh.auto_axes) == len(mesh.axis_names))
 
 
 def by_definition(function: Callable) -> Callable:

@@ -4,6 +4,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
@@ -16,15 +17,19 @@ from transformer_engine.jax.attention_calls import pair_of
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.flax.linear import random_metas
 from transformer_engine.jax.layernorm import norm_plan
-from transformer_engine.jax.operator_calls import ACTIVATIONS, is_on_one_device
-from transformer_engine.jax.planned_layer import LayerPlan, Parameters, transformer_layer
+from transformer_engine.jax.operator_calls import ACTIVATIONS
+from transformer_engine.jax.planned_layer import (
+    LayerPlan,
+    Parameters,
+    States,
+    transformer_layer,
+)
 from transformer_engine.jax.quantize import (
     NVTE_FP8_COLLECTION_NAME,
-    QuantizeMeta,
-    QuantizeMetaSet,
-    QuantizerFactory,
+    QuantizeConfig,
     get_quantize_config,
 )
+from transformer_engine.jax.quantize.state import Drawn, Rule, usable_scale
 
 _LINEARS = (("attention/qkv", ""), ("attention/out", ""), ("mlp", "_0"), ("mlp", "_1"))
 """Path of each linear layer, and how the names of its scales end."""
@@ -54,7 +59,7 @@ def runs(module: Any, x: Array, dropped: bool) -> bool:
     )  # fmt: skip
     channels = module.hidden_size // heads
     return (
-        are_custom_calls_on() and is_on_one_device() and not any(others)
+        are_custom_calls_on() and not any(others)
         and tuple(module.mlp_activations) in ACTIVATIONS
         and all(rate < 1.0 for rate in rates)
         and x.dtype in (jnp.float16, jnp.bfloat16) and x.ndim == 3
@@ -69,20 +74,21 @@ def _leaf(tree: Any, path: str) -> Any:
     return tree
 
 
-def _quantizer_sets(module: nn.Module) -> list:
-    """Those of the linear layers, as the modules would make them."""
-    config, made = get_quantize_config(), []
+def _states_of(module: nn.Module, config: QuantizeConfig) -> tuple[States, tuple[Rule, ...]]:
+    """States of delayed scaling, from the variables of the modules, and how they follow."""
+    rules = tuple(Rule(cast, config.amax_compute_algo) for cast in config.casts)
+    scales, histories = [], []
     for path, postfix in _LINEARS:
-        if config.has_state:
-            own = _leaf(module.variables[NVTE_FP8_COLLECTION_NAME], path)
-            names = [f"{name}{postfix}" for name in ("x", "kernel", "grad")]
-            metas = QuantizeMetaSet(
-                *(QuantizeMeta(own[f"{n}_scale"], own[f"{n}_amax_history"]) for n in names)
-            )
-        else:
-            metas = random_metas(module, config)
-        made.append(QuantizerFactory.create_set(quantize_meta_set=metas))
-    return made
+        own = _leaf(module.variables[NVTE_FP8_COLLECTION_NAME], path)
+        for name, rule in zip(("x", "kernel", "grad"), rules, strict=True):
+            pair = own[f"{name}{postfix}_scale"], own[f"{name}{postfix}_amax_history"]
+            if not isinstance(pair[0], jax.core.Tracer):
+                usable_scale(*pair, rule)  # raises where that is no state
+            scales.append(pair[0])
+            histories.append(pair[1])
+    return States(
+        jnp.concatenate(scales).reshape(-1, 3), jnp.stack(histories).reshape(len(_LINEARS), 3, -1)
+    ), rules
 
 
 def _attention(module: Any, dropped: bool) -> AttentionSpec:
@@ -104,7 +110,13 @@ def _attention(module: Any, dropped: bool) -> AttentionSpec:
 def run(module: Any, x: Array, dropped: bool) -> Array:
     """Run a layer of which `runs` is true."""
     params = nn.unbox(module.variables["params"])
-    plans, uses = zip(*map(linear.plan_of_set, _quantizer_sets(module)), strict=True)
+    config, states, rules = get_quantize_config(), None, None
+    if config.has_state:
+        states, rules = _states_of(module, config)
+    casts = (linear.OperandPlan(cast) for cast in config.casts)
+    own = linear.LinearPlan(*casts, config.backward_override, config.fast)
+    metas = [random_metas(module, config) for _ in _LINEARS]
+    drawn = [m and Drawn(m.grad.stochastic_rounding_rng_state) for m in metas]
     affine = []
     for path in _NORMS:
         pair = _leaf(params, f"{path}/scale"), _leaf(params, f"{path}/ln_bias")
@@ -119,7 +131,7 @@ def run(module: Any, x: Array, dropped: bool) -> Array:
         for each in (attention.dropout, rate, rate)
     ]
     activation = activation_plan(module.mlp_activations, module.mlp_activation_params)
-    plan = LayerPlan(tuple(norms), plans, activation, attention, rate)
+    plan = LayerPlan(tuple(norms), (own,) * len(_LINEARS), activation, attention, rate, rules)
     kernels, biases = (tuple(_leaf(params, p) for p in ps) for ps in (_KERNELS, _BIASES))
     given = Parameters(tuple(affine), kernels, biases)
-    return transformer_layer(plan, x, given, uses, tuple(pairs))
+    return transformer_layer(plan, x, given, states, tuple(drawn), tuple(pairs))
