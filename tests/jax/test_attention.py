@@ -393,20 +393,13 @@ def test_what_is_refused(rng):
 
 
 def test_sequences_over_devices(rng):
-    """Of a mesh axis of one device, or of none, nothing is spread; of more it is refused."""
+    """Of a mesh axis of one device, or of none, nothing is spread."""
     qkv = random_qkv(rng, 4, 4)
     expected = attend(qkv)
     options = {"context_parallel_strategy": CPStrategy.RING, "context_parallel_axis": "cp"}
     np.testing.assert_array_equal(attend(qkv, **options), expected)
-    for devices in (1, 2):
-        if len(jax.devices()) < devices:
-            continue
-        with jax.set_mesh(jax.make_mesh((devices,), ("cp",))):
-            if devices == 1:
-                np.testing.assert_array_equal(attend(qkv, **options), expected)
-                continue
-            with pytest.raises(NotImplementedError, match="over 2 devices"):
-                attend(qkv, **options)
+    with jax.set_mesh(jax.make_mesh((1,), ("cp",))):
+        np.testing.assert_array_equal(attend(qkv, **options), expected)
 
 
 def test_questions():

@@ -2,6 +2,7 @@
 """Attention as custom calls: results of the definition, and which calls are custom ones."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from comparators import assert_nmse
-from jax_arrays import normal, to_torch, wide
+from jax_arrays import assert_same, normal, to_torch, wide
+from thinning import pairs
 from tols import tol
 
+import transformer_engine.jax.flax as te_flax
+from transformer_engine import _core
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -20,6 +24,7 @@ from transformer_engine.jax.attention import (
     SequenceDescriptor,
     fused_attn,
 )
+from transformer_engine.jax.attention_calls import pair_of
 from transformer_engine.jax.definitions import by_definition
 
 BATCH, QUERIES, KEYS, HEADS, CHANNELS = 2, 24, 40, 4, 16
@@ -121,3 +126,121 @@ def test_what_is_by_definition(change, seed):
     given = fresh(rng, name, torch.bfloat16, HEADS)
     assert "te_operator" not in str(jax.make_jaxpr(functools.partial(run, change))(*given))
     assert "te_operator" in str(jax.make_jaxpr(functools.partial(run, CASES[name]))(*given))
+
+
+# ---- packed rows ---------------------------------------------------------------------------------
+
+
+SEGMENTS = 3
+
+
+def packed_lengths(rng, tokens):
+    """Lengths of the sequences of each row and where they begin, with gaps; one is not there."""
+    cuts = np.sort(rng.choice(np.arange(1, tokens), (BATCH, 2 * SEGMENTS - 1), replace=False))
+    cuts = np.concatenate([np.zeros((BATCH, 1), int), cuts], axis=1).astype(np.int32)
+    cuts = np.array([np.sort(row) for row in cuts])
+    starts, ends = cuts[:, ::2], cuts[:, 1::2]
+    lengths = np.ascontiguousarray(ends - starts)
+    lengths[1, 1] = -1
+    return lengths, np.ascontiguousarray(starts)
+
+
+def described(lengths, starts, tokens, by):
+    """A `SequenceDescriptor` of queries and keys."""
+    if by == "offsets":
+        return SequenceDescriptor.from_seqlens_and_offsets(tuple(lengths), tuple(starts))
+    ids = [np.zeros((BATCH, count), np.int32) for count in tokens]
+    places = [np.zeros_like(one) for one in ids]
+    for side, row, number in itertools.product(range(2), range(BATCH), range(SEGMENTS)):
+        start, length = starts[side][row, number], lengths[side][row, number]
+        span = slice(start, start + max(length, 0))
+        ids[side][row, span] = number + 1
+        places[side][row, span] = np.arange(max(length, 0))
+    given = (tuple(ids), tuple(places)) if by == "positions" else (tuple(ids),)
+    return SequenceDescriptor.from_segment_ids_and_pos(*given)
+
+
+def by_operators(options, lengths, starts, grad, pair, *heads):
+    """Output and gradients of the operators, called as PyTorch modules call them."""
+    q, k, v = (to_torch(each).flatten(0, 1)[None] for each in heads)
+    grad = to_torch(grad).flatten(0, 1)[None]
+    mask, window = options["attn_mask_type"], options.get("window_size", (-1, -1))
+    fields = {"scale": PLAIN["scaling_factor"], "window_left": window[0]}
+    fields |= {"window_right": 0 if mask.is_causal() else window[1]}
+    fields |= {"bottom_right": mask.is_bottom_right(), "rng": pair}
+    fields |= {"dropout": options.get("dropout_probability", 0.0)}
+    for name, side, array in (("query", 0, heads[0]), ("key", 1, heads[1])):
+        count = array.shape[1]
+        begin = starts[side] + count * np.arange(BATCH, dtype=np.int32)[:, None]
+        offsets = torch.tensor([*begin.reshape(-1), BATCH * count], dtype=torch.int32)
+        fields[f"{name}_offsets"] = offsets
+        fields[f"{name}_lengths"] = torch.tensor(lengths[side]).clamp(min=0).reshape(-1)
+    fields |= {"max_queries": heads[0].shape[1], "max_keys": heads[1].shape[1]}
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    statistics = torch.empty(q.shape[:3])
+    _core.obeying("attention")(q, k, v, out, statistics=statistics, **fields)
+    names = ("grad_query", "grad_key", "grad_value")
+    grads = {name: torch.empty_like(each) for name, each in zip(names, (q, k, v), strict=True)}
+    _core.obeying("attention_backward")(grad, q, k, v, out, statistics, **grads, **fields)
+    shaped = zip((out, *grads.values()), (heads[0], *heads), strict=True)
+    return [one.reshape(*like.shape[:3], -1) for one, like in shaped]
+
+
+@pairs(
+    kind=[kind for kind in AttnMaskType if kind.is_padding()],
+    window=[None, (6, -1)],
+    itself=[True, False],
+    groups=[4, 2],
+    dropout=[0.0, 0.3],
+    by=["offsets", "segments", "positions"],
+    dtype=[torch.bfloat16, torch.float16],
+)
+def test_packed_rows_have_the_bits_of_the_operators(
+    rng, seed, counters, kind, window, itself, groups, dropout, by, dtype
+):
+    """Of attention to itself and of queries to keys of other lengths, with gaps between them."""
+    *_, q, k, v = fresh(rng, "plain", dtype, groups)
+    tokens = (QUERIES, QUERIES if itself else KEYS)
+    k, v = k[:, : tokens[1]], v[:, : tokens[1]]
+    lengths, starts = zip(*(packed_lengths(rng, count) for count in tokens), strict=True)
+    lengths[1][0, 2] = 0  # of queries that see no key
+    if itself:
+        lengths, starts = (lengths[0],) * 2, (starts[0],) * 2
+    options = {"attn_mask_type": kind, "qkv_layout": QKVLayout.THD_THD_THD}
+    options |= {"window_size": window} if window else {}
+    options |= {"max_segments_per_seq": SEGMENTS, "dropout_probability": dropout}
+    key = jax.random.key(seed)
+    grad = normal(rng, (BATCH, QUERIES, HEADS, 2 * CHANNELS), dtype)
+    sequences = described(lengths, starts, tokens, by)
+    call = functools.partial(step, options | {"seed": key})
+    made = jax.block_until_ready(jax.jit(call)(grad, sequences, None, None, q, k, v))
+    out, (*_, of_q, of_k, of_v) = made
+    ran = {name: count for name, count in counters().items() if name.startswith("attention")}
+    assert sum(ran.values()) == 2, ran
+    pair = torch.from_numpy(np.array(pair_of(key)).view(np.int64)) if dropout else None
+    wanted = by_operators(options, lengths, starts, grad, pair, q, k, v)
+    for one, other in zip((out, of_q, of_k, of_v), wanted, strict=True):
+        assert_same(one, other)
+
+
+def test_rows_that_are_not_as_said(rng):
+    """More segments than said, one in two pieces and positions of another order are errors."""
+    q = normal(rng, (1, 12, HEADS, CHANNELS), torch.bfloat16)
+    options = {"attn_mask_type": AttnMaskType.PADDING_MASK, "max_segments_per_seq": 2}
+    ids, places = np.repeat([1, 2, 3], 4), np.arange(12) % 4
+    for given in ([ids], [[1, 1, 2, 2, 1, 1, 0, 0, 0, 0, 0, 0]], [ids % 3, places[::-1]]):
+        given = [np.asarray(one, np.int32)[None] for one in given]
+        sequences = SequenceDescriptor.from_segment_ids_and_pos(*given)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="-1 of sequence 0"):
+            jax.block_until_ready(run(options, sequences, None, None, q, q, q))
+    with pytest.raises(ValueError, match="segment_pos"):
+        SequenceDescriptor.from_segment_ids_and_pos(given[0], is_segment_ids_reordered=True)
+
+
+def test_the_flax_module_runs_custom_calls(rng):
+    """Unless the largest scores are wanted, which the kernels of a GPU do not write."""
+    *_, q, k, v = fresh(rng, "plain", torch.bfloat16, HEADS)
+    for wants_largest in (False, True):
+        module = te_flax.DotProductAttention(CHANNELS, HEADS, return_max_logit=wants_largest)
+        text = str(jax.make_jaxpr(functools.partial(module.apply, {}))(q, k, v))
+        assert ("te_operator" in text) is not wants_largest

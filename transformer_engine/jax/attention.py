@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention: `fused_attn`, the kinds of masks, biases and layouts that it takes.
 
-What is computed is in `definitions/attention.py`, what a sequence is in `sequences.py`.
+What is computed is in `definitions/attention.py`, what a sequence is in `sequences.py`, and how
+sequences over several devices attend in `context_parallel.py`.
 """
 
 import warnings
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine.jax.attention_calls import attend
+from transformer_engine.jax.context_parallel import Asked, attend_over, spread_over
 from transformer_engine.jax.definitions.attention import Limits, Problem
 from transformer_engine.jax.sequences import (
     ReorderStrategy,
@@ -20,6 +22,7 @@ from transformer_engine.jax.sequences import (
     get_seqlens_and_offsets,
     inverse_reorder_causal_load_balancing,
     make_swa_mask,
+    packed_rows,
     reorder_causal_load_balancing,
     run_length_fill,
 )
@@ -222,8 +225,8 @@ def _check_shapes(q, k, v, bias, bias_type):
         raise ValueError(f"a bias of {list(bias.shape)} does not broadcast to {list(full)}")
 
 
-def _limits(sequences, mask_type, layout, lengths):
-    """What of the sequences a mask of this type reads."""
+def _limits(sequences, mask_type, layout, lengths, most):
+    """What of the sequences, `most` a row, a mask of this type reads."""
     if not mask_type.is_padding():
         if layout.is_thd():
             raise ValueError(f"{layout.value} has sequences of their own lengths: the mask type is "
@@ -232,7 +235,10 @@ def _limits(sequences, mask_type, layout, lengths):
     if sequences is None:
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
-        return Limits(sequences.segments(lengths), None, sequences.lengths(layout.is_thd()))
+        segments, alone = sequences.segments(lengths), sequences.lengths(layout.is_thd())
+        apart = alone or sequences.is_reordered
+        packed = None if apart else packed_rows(*segments, sequences.count(most))
+        return Limits(segments, None, alone, packed)
     if isinstance(sequences, Limits):
         return sequences
     warnings.warn("a mask for fused_attn is deprecated: pass a SequenceDescriptor",
@@ -256,15 +262,6 @@ def _dropout_key(seed, rate):
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed.reshape(-1)[0]
     return seed.reshape(-1, seed.shape[-1])[0]
-
-
-def check_context_parallel(axis: str) -> None:
-    """Refuse sequences that are spread over a mesh axis of several devices."""
-    devices = jax.sharding.get_abstract_mesh().shape.get(axis, 1) if axis else 1
-    if devices > 1:
-        raise NotImplementedError(
-            f"fused_attn: sequences over {devices} devices (context_parallel_axis={axis!r})"
-        )
 
 
 def _sink(softmax_type, offset, heads):
@@ -335,17 +332,23 @@ def fused_attn(
     is_training : bool
         Whether there is dropout.
     max_segments_per_seq : int, default 1
-        Sequences of a row at most; the lengths say how many there are.
+        Sequences of a row at most, where segments are given; lengths say how many there are.
     window_size : tuple of int, optional
         Keys before and after a query's own that it sees; -1 is all of them.
-    context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis
-        Sequences over several devices; the axis has one device, or is not in the mesh.
+    context_parallel_strategy : CPStrategy, default DEFAULT
+        What goes from device to device where sequences are spread: by default `ALL_GATHER`.
+    context_parallel_causal_load_balanced : bool, default False
+        The tokens of all arrays have been dealt out by `reorder_causal_load_balancing`: packed rows
+        (THD) in stripes, others in chunks.
+    context_parallel_axis : str, default ""
+        Axis of the mesh that sequences are spread over; by default `cp_resource` of the
+        `MeshResource` in force. Nothing is spread where it has one device.
     context_checkpoint_name : str, default "context"
         Name of the output for `jax.checkpoint` policies.
     softmax_offset : jax.Array, optional
         Score of no key, [1, heads, 1, 1], of the learnable softmax.
     stripe_size : int, optional
-        Tokens of a stripe of sequences that are spread over devices.
+        Tokens of a stripe, 1 by default.
     score_mod : optional
         Not there yet.
     return_max_logit : bool, default False
@@ -361,11 +364,10 @@ def fused_attn(
     ValueError
         Arguments that do not fit together.
     NotImplementedError
-        Sequences over several devices; `score_mod`.
+        `score_mod`; what has no way over several devices (`context_parallel.spread_over`).
     """
     if score_mod is not None:
         raise NotImplementedError("fused_attn: score_mod")
-    check_context_parallel(context_parallel_axis)
     q, k, v = _separate(qkv, qkv_layout)
     _check_shapes(q, k, v, bias, attn_bias_type)
     rate = float(dropout_probability) if is_training else 0.0
@@ -378,9 +380,27 @@ def fused_attn(
         dropout=rate,
         max_logit=return_max_logit,
     )
-    limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, (q.shape[1], k.shape[1]))
+    lengths = (q.shape[1], k.shape[1])
+    limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, lengths, max_segments_per_seq)
     sink = _sink(softmax_type, softmax_offset, q.shape[2])
     key = _dropout_key(seed, rate)
-    output, max_logit = attend(problem, q, k, v, bias, sink, limits, key)
+    described = isinstance(sequence_descriptor, SequenceDescriptor)
+    asked = Asked(
+        axis=context_parallel_axis,
+        ring=context_parallel_strategy is CPStrategy.RING,
+        balanced=context_parallel_causal_load_balanced,
+        striped=qkv_layout.is_thd(),
+        stripe=stripe_size or 1,
+        by_name=bool(context_parallel_axis)
+        or context_parallel_causal_load_balanced
+        or context_parallel_strategy is not CPStrategy.DEFAULT,
+    )
+    most = sequence_descriptor.count(max_segments_per_seq) if described else 1
+    spread = spread_over(asked, problem, (q, k, v), bias, limits, most)
+    if spread is None:
+        output, max_logit = attend(problem, q, k, v, bias, sink, limits, key)
+    else:
+        tokens = spread.tokens(limits, described and sequence_descriptor.is_reordered, lengths)
+        output, max_logit = attend_over(problem, spread, q, k, v, sink, tokens, key)
     output = checkpoint_name(output, context_checkpoint_name)
     return (output, max_logit) if return_max_logit else output

@@ -17,17 +17,17 @@ _DTYPES = (jnp.float16, jnp.bfloat16)
 _VECTOR, _MOST_CHANNELS = 8, 256
 
 
-def _runs(
-    problem: Problem, heads: tuple[Array, ...], bias: Array | None, _: Any, limits: Limits
-) -> bool:
+def runs(problem: Problem, heads: tuple[Array, ...], bias: Array | None, limits: Limits) -> bool:
     """Return whether the operators compute a call; asked while it is traced.
 
     They do on all devices what cuDNN's kernels do: 16-bit heads of multiples of 8 channels up to
-    256. A bias is added behind the scale, and its gradient is of all queries and keys; sequences of
-    a batch are whole or have lengths. What they do not compute is by definition (docs/jax.md).
+    256. A bias is added behind the scale, and its gradient is of all queries and keys; rows are
+    whole, have a length, or are packed, without a bias then. What they do not compute is by
+    definition (docs/jax.md).
     """
     q, k, v = heads
     known = limits.segments is None or limits.lengths is not None
+    known |= limits.packed is not None and bias is None
     if not are_custom_calls_on() or problem.max_logit or not known:
         return False
     channels = (q.shape[-1], v.shape[-1])
@@ -54,7 +54,29 @@ def _fields(
     if limits.lengths is not None:
         lengths = [jnp.maximum(each, 0) for each in limits.lengths]  # below 0: no sequence
         fields |= dict(zip(("query_lengths", "key_lengths"), lengths, strict=True))
+    elif limits.packed is not None:
+        names = ("query_lengths", "key_lengths", "query_offsets", "key_offsets")
+        fields |= dict(zip(names, limits.packed, strict=True))
     return fields
+
+
+def _is_packed(limits: Limits) -> bool:
+    """Return whether operators see rows as one, in which many sequences lie."""
+    return limits.lengths is None and limits.packed is not None
+
+
+def _seen(heads: tuple[Array, ...], packed: bool) -> dict[str, Any]:
+    """Queries, keys and values as operators see them, and bounds of sequences in packed rows."""
+    names = ("query", "key", "value")
+    if not packed:
+        return dict(zip(names, heads, strict=True))
+    bounds = {"max_queries": heads[0].shape[1], "max_keys": heads[1].shape[1]}
+    return dict(zip(names, map(_joined, heads), strict=True)) | bounds
+
+
+def _joined(array: Array) -> Array:
+    """Rows as one: [1, batch length, ..]."""
+    return array.reshape(1, -1, *array.shape[2:])
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:
@@ -74,15 +96,21 @@ def _call(
     limits: Limits,
     pair: Array | None,
 ) -> tuple[Array, Array]:
-    """Output [batch, queries, heads, channels] and statistics fp32 [batch, heads, queries]."""
-    q, k, v = heads
+    """Output [batch, queries, heads, channels] and statistics.
+
+    These are fp32 [batch, heads, queries], of packed rows [1, batch queries, heads].
+    """
+    packed = _is_packed(limits)
+    seen = _seen(heads, packed)
+    batch, tokens, count, _ = seen["query"].shape
+    sums = (batch, tokens, count) if packed else (batch, count, tokens)
     results = {
-        "output": jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
-        "statistics": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+        "output": jax.ShapeDtypeStruct((batch, tokens, count, heads[2].shape[3]), heads[0].dtype),
+        "statistics": jax.ShapeDtypeStruct(sums, jnp.float32),
     }
-    fields = _fields(problem, bias, sink, limits, pair)
-    made = call_operator("attention", results, query=q, key=k, value=v, **fields)
-    return made["output"], made["statistics"]
+    made = call_operator("attention", results, **seen, **_fields(problem, bias, sink, limits, pair))
+    output = made["output"].reshape(*heads[0].shape[:3], -1)
+    return output, made["statistics"]
 
 
 def _call_backward(
@@ -96,15 +124,19 @@ def _call_backward(
     pair: Array | None,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Gradients of queries, keys, values, bias and sink."""
-    (q, k, v), (output, statistics) = heads, made
-    results = {"grad_query": _like(q), "grad_key": _like(k), "grad_value": _like(v)}
-    wanted = {"grad_bias": bias, "grad_sink": sink}
-    results |= {name: _like(of) for name, of in wanted.items() if of is not None}
+    packed = _is_packed(limits)
+    seen = _seen(heads, packed)
+    of = {"query": seen["query"], "key": seen["key"], "value": seen["value"]}
+    of |= {"bias": bias, "sink": sink}
+    results = {f"grad_{name}": _like(one) for name, one in of.items() if one is not None}
+    grad, output = (_joined(one) if packed else one for one in (grad, made[0]))
+    read = {"grad_output": grad, "output": output, "statistics": made[1], **seen}
     fields = _fields(problem, bias, sink, limits, pair)
-    read = {"grad_output": grad, "query": q, "key": k, "value": v}
-    read |= {"output": output, "statistics": statistics}
     found = call_operator("attention_backward", results, **read, **fields)
-    return tuple(found.get(f"grad_{of}") for of in ("query", "key", "value", "bias", "sink"))
+    grads = (found[f"grad_{name}"] for name in ("query", "key", "value"))
+    pairs = zip(grads, heads, strict=True)
+    shaped = (one.reshape(like.shape) for one, like in pairs)
+    return *shaped, found.get("grad_bias"), found.get("grad_sink")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,8 +180,8 @@ def attend(
 
 @partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("called",))
 @dataclass
-class _Kept:
-    """What the backward needs; `called`: the operators ran, whose backward it then is."""
+class Kept:
+    """What a backward needs; `called`: the operators ran, whose backward it then is."""
 
     arrays: tuple
     called: bool
@@ -158,16 +190,16 @@ class _Kept:
 def _forward(problem: Problem, *args: Any) -> tuple:
     *heads, bias, sink, limits, key = args
     given = tuple(heads), bias, sink, limits
-    if _runs(problem, *given):
+    if runs(problem, tuple(heads), bias, limits):
         pair = None if key is None else pair_of(key)
         made = _call(problem, *given, pair)
         top = jnp.zeros(made[0].shape[2], jnp.float32)  # which nobody wants
-        return (made[0], top), _Kept((*given, pair, made), True)
+        return (made[0], top), Kept((*given, pair, made), True)
     *made, top = definition.forward(problem, *given, key)
-    return (made[0], top), _Kept((*given, key, tuple(made)), False)
+    return (made[0], top), Kept((*given, key, tuple(made)), False)
 
 
-def _backward(problem: Problem, kept: _Kept, grads: tuple[Array, Array]) -> tuple:
+def _backward(problem: Problem, kept: Kept, grads: tuple[Array, Array]) -> tuple:
     heads, bias, sink, limits, drawn, made = kept.arrays
     gradients = _call_backward if kept.called else definition.backward
     found = gradients(problem, grads[0], heads, made, bias, sink, limits, drawn)
@@ -175,3 +207,65 @@ def _backward(problem: Problem, kept: _Kept, grads: tuple[Array, Array]) -> tupl
 
 
 attend.defvjp(_forward, _backward)
+
+
+# ---- steps of an attention over several devices --------------------------------------------------
+
+
+def step(
+    called: bool,
+    problem: Problem,
+    heads: tuple[Array, Array, Array],
+    sink: Array | None,
+    limits: Limits,
+    key: Array | None,
+) -> tuple[Array, Array, Array]:
+    """Attend to some of the keys, by the operators or by definition, without a gradient.
+
+    Returns the output, the logarithms of sums [batch, queries, heads, 1], as the operator
+    `attention_merge` reads them, and the largest scores fp32 [heads].
+    """
+    if called:
+        pair = None if key is None else pair_of(key)
+        output, sums = _call(problem, heads, None, sink, limits, pair)
+        top = jnp.zeros(output.shape[2], jnp.float32)  # which nobody wants
+    else:
+        output, sums, top = definition.forward(problem, heads, None, sink, limits, key)
+    shape = (*output.shape[:3], 1)
+    by_row = sums if _is_packed(limits) and called else sums.swapaxes(1, 2)
+    return output, by_row.reshape(shape), top
+
+
+def step_backward(
+    called: bool,
+    problem: Problem,
+    grad: Array,
+    heads: tuple[Array, Array, Array],
+    made: tuple[Array, Array],
+    sink: Array | None,
+    limits: Limits,
+    key: Array | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of queries, keys, values and sink; `made`: output and logarithms of all steps."""
+    output, sums = made[0], made[1][..., 0]
+    sums = _joined(sums) if called and _is_packed(limits) else sums.swapaxes(1, 2)
+    if called:
+        pair = None if key is None else pair_of(key)
+        found = _call_backward(problem, grad, heads, (output, sums), None, sink, limits, pair)
+    else:
+        found = definition.backward(problem, grad, heads, (output, sums), None, sink, limits, key)
+    return *found[:3], found[4]
+
+
+def merge(
+    called: bool, total: tuple[Array, Array], step: tuple[Array, Array], dtype: Any
+) -> tuple[Array, Array]:
+    """Join output and logarithms of what attended to some of the keys, and to others."""
+    if not called:
+        output, sums = definition.merge(total, step)
+        return output.astype(dtype), sums
+    results = {"output": jax.ShapeDtypeStruct(total[0].shape, dtype), "statistics": _like(total[1])}
+    fields = {"total": total[0], "total_statistics": total[1]}
+    fields |= {"step": step[0], "step_statistics": step[1]}
+    made = call_operator("attention_merge", results, **fields)
+    return made["output"], made["statistics"]

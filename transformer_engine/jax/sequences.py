@@ -47,20 +47,31 @@ class SequenceDescriptor:
         Segment of each token, int32 [batch, length]; 0 is padding.
     segment_pos : pair of jax.Array, optional
         Position of each token in its segment, int32 [batch, length].
+    is_reordered : bool, default False
+        Tokens stand in the order in which devices have them, not in that of their positions.
     """
 
-    def __init__(self, seqlens=None, seq_offsets=None, segment_ids=None, segment_pos=None) -> None:
+    def __init__(
+        self,
+        seqlens=None,
+        seq_offsets=None,
+        segment_ids=None,
+        segment_pos=None,
+        is_reordered: bool = False,
+    ) -> None:
         self.seqlens, self.seq_offsets = _pair(seqlens), _pair(seq_offsets)
         self.segment_ids, self.segment_pos = _pair(segment_ids), _pair(segment_pos)
+        self.is_reordered = is_reordered
 
     def tree_flatten(self):
         """Return the arrays, for `jax.tree_util`."""
-        return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
+        arrays = (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
+        return arrays, self.is_reordered
 
     @classmethod
-    def tree_unflatten(cls, aux: None, children: Any) -> "SequenceDescriptor":
+    def tree_unflatten(cls, aux: bool, children: Any) -> "SequenceDescriptor":
         """Make one of what `tree_flatten` gave."""
-        return cls(*children)
+        return cls(*children, is_reordered=aux)
 
     @classmethod
     def from_seqlens(cls, seqlens: Any) -> "SequenceDescriptor":
@@ -109,7 +120,8 @@ class SequenceDescriptor:
             if is_segment_ids_reordered:
                 raise ValueError("reordered segment_ids need their segment_pos")
             segment_pos = tuple(map(_positions, _pair(segment_ids)))
-        return cls(segment_ids=segment_ids, segment_pos=segment_pos)
+        made = {"segment_ids": segment_ids, "segment_pos": segment_pos}
+        return cls(**made, is_reordered=is_segment_ids_reordered)
 
     def segments(self, lengths: tuple[int, int]):
         """Return ((segment ids, positions) of queries, the same of keys), each [batch, length].
@@ -130,6 +142,12 @@ class SequenceDescriptor:
         """
         alone = self.segment_ids[0] is None and self.seq_offsets[0] is None and not packed
         return self.seqlens if alone and all(n.ndim == 1 for n in self.seqlens) else None
+
+    def count(self, most: int) -> int:
+        """Return how many sequences a row has at most; `most` where segments are given."""
+        if self.segment_ids[0] is not None:
+            return most
+        return max(1 if lengths.ndim == 1 else lengths.shape[1] for lengths in self.seqlens)
 
     def get_seqlens_and_offsets(
         self, attn_mask_type: Any, qkv_layout: Any, window_size: Any, max_segments_per_seq: int
@@ -171,6 +189,75 @@ def _positions(segment_ids):
     """Position of each token in its run."""
     length = segment_ids.shape[-1]
     return jnp.arange(length, dtype=jnp.int32) - _run_starts(segment_ids)
+
+
+def _runs(
+    ids: jax.Array, places: jax.Array, segments: int, step: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lengths and first tokens of the segments from 1 on; which rows are in order, bool [batch].
+
+    In order: segments ascend, each lies in one piece, and its positions advance by `step`; with
+    None they count from 0, with 0 they mean nothing.
+    """
+    length = ids.shape[1]
+    mine = ids[:, None, :] == jnp.arange(1, segments + 1, dtype=ids.dtype)[:, None]
+    lengths = jnp.sum(mine, axis=-1, dtype=jnp.int32)
+    first = jnp.min(jnp.where(mine, jnp.arange(length, dtype=jnp.int32), length), axis=-1)
+    starts = jax.lax.cummin(first, axis=1, reverse=True)  # of what is not there: the next one's
+    right = jnp.all(_ids_of_lengths(lengths, starts, length) == ids, axis=-1)
+    if step == 0:
+        return lengths, starts, right
+    if step is None:
+        return lengths, starts, right & jnp.all((places == _positions(ids)) | (ids == 0), axis=-1)
+    joined = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != 0)
+    advance = places[:, 1:] - places[:, :-1] == step
+    return lengths, starts, right & jnp.all(advance | ~joined, axis=-1)
+
+
+def packed_rows(
+    queries: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array, jax.Array],
+    segments: int,
+    step: int | None = None,
+    seen: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return how the operators of attention find the sequences of rows that lie one behind another.
+
+    Parameters
+    ----------
+    queries, keys : pair of jax.Array
+        Segment ids and positions, int32 [batch, length].
+    segments : int
+        Segments of a row at most.
+    step : int, optional
+        By how much positions advance from token to token (0: they mean nothing); by default they
+        count from 0.
+    seen : bool, default False
+        Keys behind the last query of their sequence are left out. What a causal mask lets a query
+        see is then aligned with the last query and key, wherever the first ones stand.
+
+    Returns
+    -------
+    tuple of jax.Array
+        Lengths of queries and of keys, int32 [batch segments]; where sequences of queries and of
+        keys begin, int32 [batch segments + 1]. Lengths of a row that is not as said are -1, of
+        which the operators make an error (CPU) or NaN (CUDA).
+    """
+    of_queries, of_keys = (_runs(*side, segments, step) for side in (queries, keys))
+    ordered = (of_queries[2] & of_keys[2])[:, None]
+    lengths = [of_queries[0], of_keys[0]]
+    if seen:
+        numbers = jnp.arange(1, segments + 1)[:, None]
+        ids, places = (each[:, None, :] for each in queries)
+        last = jnp.max(jnp.where(ids == numbers, places, -1), axis=-1, initial=-1, keepdims=True)
+        ids, places = (each[:, None, :] for each in keys)
+        lengths[1] = jnp.sum((ids == numbers) & (places <= last), axis=-1, dtype=jnp.int32)
+    offsets = []
+    for starts, (ids, _) in ((of_queries[1], queries), (of_keys[1], keys)):
+        rows, length = ids.shape
+        begin = starts + length * jnp.arange(rows, dtype=jnp.int32)[:, None]
+        offsets.append(jnp.append(begin.reshape(-1), jnp.int32(rows * length)))
+    return *(jnp.where(ordered, one, -1).reshape(-1) for one in lengths), *offsets
 
 
 def run_length_fill(segment_ids: jax.Array) -> jax.Array:
@@ -247,8 +334,10 @@ class ReorderStrategy(Enum):
     """Device i of n has every n-th stripe of tokens."""
 
 
-def _order(strategy, cp_size, length, stripe_size):
-    """Index of the token that stands at each place."""
+def order_of(
+    strategy: ReorderStrategy, cp_size: int, length: int, stripe_size: int | None
+) -> jax.Array:
+    """Return the index of the token that stands at each place, int32 [length]; see below."""
     stripe_size = stripe_size or 1
     parts = 2 * cp_size if strategy is ReorderStrategy.DualChunkSwap else cp_size * stripe_size
     if length % parts:
@@ -287,7 +376,7 @@ def reorder_causal_load_balancing(
     ValueError
         The tokens do not divide.
     """
-    order = _order(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
+    order = order_of(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
 
 
@@ -299,5 +388,5 @@ def inverse_reorder_causal_load_balancing(
     stripe_size: int | None = None,
 ) -> jax.Array:
     """Undo `reorder_causal_load_balancing`, which has the same parameters and errors."""
-    order = _order(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
+    order = order_of(strategy, cp_size, tensor.shape[seq_dim], stripe_size)
     return jnp.take(tensor, jnp.argsort(order), axis=seq_dim)

@@ -142,6 +142,17 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
     }
 
 
+def attention_axes() -> tuple[str | None, str | None, str | None]:
+    """Return the axes of the mesh for batches, sequences and heads of attention.
+
+    None where there is none, and for all three where no names are in force.
+    """
+    if _InForce.resource is None:
+        return None, None, None
+    found = get_sharding_map_logic_axis_to_mesh_axis()
+    return found[BATCH_AXES], found[SEQLEN_CP_AXES], found[HEAD_AXES]
+
+
 def _rules() -> dict[str, str | tuple[str, ...] | None]:
     """Axes of the mesh by names of axes: those of Flax where a program has set them, and ours."""
     from flax.linen import get_logical_axis_rules

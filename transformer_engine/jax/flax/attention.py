@@ -260,9 +260,9 @@ context_checkpoint_name, stripe_size, score_mod
             stripe_size=self.stripe_size, score_mod=self.score_mod,
             return_max_logit=self.return_max_logit,
         )  # fmt: skip
-        output, *others = made if self.return_max_logit else (made,)
+        output, *largest = made if self.return_max_logit else (made,)
         output = output.swapaxes(0, 1) if self.transpose_batch_sequence else output
-        return (output, *others) if self.return_max_logit else output
+        return (output, *largest) if self.return_max_logit else output
 
 
 class MultiHeadAttention(nn.Module):
