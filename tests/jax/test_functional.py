@@ -356,7 +356,7 @@ def test_checkpoints_and_their_names(rng):
     def ran(policy):
         """Products by definition, and plans."""
         counts = []
-        for way, what in ((by_definition, "dot_general"), (lambda f: f, "te_plan")):
+        for way, what in ((by_definition, "dot_general"), (lambda f: f, "te_layer")):
             jax.clear_caches()  # of what was traced the other way
             run = jax.checkpoint(partial(layer, quantizers=unnamed), policy=policy)
             step = way(jax.grad(lambda *a, run=run: jnp.sum(run(*a)), (0, 1)))

@@ -5,16 +5,18 @@ import functools
 import re
 from collections import Counter
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparators import assert_nmse
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_arrays import bits, normal, to_torch
-from thinning import one_each
 from tols import BF16, F32, tol
 
 import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
 import transformer_engine.pytorch as te_torch
 from transformer_engine.common import recipe as recipes
 from transformer_engine.jax.dense import dense
@@ -30,6 +32,7 @@ RECIPES = {
 }
 AXES = ("data", "model")
 RESOURCE = te.MeshResource(dp_resource="data", tp_resource="model")
+SEQUENCE = te.MeshResource(dp_resource="data", tpsp_resource="model")
 FSDP = te.MeshResource(fsdp_resource="data")
 
 
@@ -87,19 +90,19 @@ def output_of(layer, rows):
 
 
 CUTS = {
-    # name: (data parallel, the rest is tensor parallel; names of axes; partition of arrays)
+    # name: (devices of data parallelism of 4, names of axes, partition of a layer's arrays)
     "data": (4, RESOURCE, lambda _: {"x": P("data"), "y": P("data")}),
     "column": (1, RESOURCE, lambda of: {**COLUMN, "y": output_of(of, (None,))}),
     "row": (1, RESOURCE, lambda _: {**ROW, "y": P()}),
     "both": (2, RESOURCE, lambda of: {"x": P("data"), **COLUMN, "y": output_of(of, ("data",))}),
-    "sequence": (
-        2, RESOURCE, lambda of: {"x": P(*AXES), **COLUMN, "y": output_of(of, AXES)},
-    ),
+    "sequence": (2, SEQUENCE, lambda of: {"x": P(*AXES), **COLUMN, "y": output_of(of, AXES)}),
     "sequence_row": (
-        2, RESOURCE, lambda _: {"x": P("data", None, "model"), "kernel": P("model"), "y": P(*AXES)},
+        2,
+        SEQUENCE,
+        lambda _: {"x": P("data", None, "model"), "kernel": P("model"), "y": P(*AXES)},
     ),
     "fsdp": (4, FSDP, lambda _: {"x": P("data"), **SPREAD, "y": P("data")}),
-}  # fmt: skip
+}
 
 
 # ---- a step on one device and on a mesh ----------------------------------------------------------
@@ -197,24 +200,169 @@ def gpus():
     return jax.devices("cuda")[:2]
 
 
-CASES = [
-    ("dense", "none", F32, "data"),
-    ("dense", "delayed", BF16, "data"),
-    ("dense", "delayed", F32, "column"),
-    ("dense", "current", BF16, "row"),
-    ("dense", "delayed", BF16, "both"),
-    ("dense", "current", F32, "sequence_row"),
-    ("dense", "current", BF16, "fsdp"),
-    ("layernorm_dense", "current", F32, "both"),
-    ("layernorm_dense", "delayed", BF16, "sequence"),
-    ("layernorm_mlp", "delayed", BF16, "both"),
-    ("layernorm_mlp", "current", BF16, "data"),
-    ("layernorm_mlp", "none", F32, "sequence"),
-    ("layernorm_mlp", "delayed", F32, "fsdp"),
-    ("layernorm_mlp", "delayed", F32, "column"),
-]
+# Arrays that go through collectives. Of all layers: gradients of parameters, where rows are cut;
+# that of the input of a column parallel layer, the result of a row parallel one; a row of amaxes
+# forward and one backward of delayed scaling, of current scaling each operand that is cut.
+CASES = {
+    ("dense", "none", F32, "data"): {"all-reduce": 2},
+    ("dense", "delayed", BF16, "data"): {"all-reduce": 4},
+    ("dense", "delayed", F32, "column"): {"all-reduce": 3},
+    ("dense", "current", BF16, "row"): {"all-reduce": 3},
+    ("dense", "delayed", BF16, "both"): {"all-reduce": 5},
+    ("dense", "current", F32, "sequence_row"): {
+        "all-reduce": 5, "all-gather": 1, "reduce-scatter": 1,
+    },
+    ("dense", "current", BF16, "fsdp"): {"all-gather": 2, "all-reduce": 2, "reduce-scatter": 2},
+    ("layernorm_dense", "current", F32, "both"): {"all-reduce": 8},
+    ("layernorm_dense", "delayed", BF16, "sequence"): {
+        "all-gather": 2, "reduce-scatter": 1, "all-reduce": 6,
+    },
+    ("layernorm_mlp", "delayed", BF16, "both"): {"all-reduce": 10},
+    ("layernorm_mlp", "current", BF16, "data"): {"all-reduce": 10},
+    ("layernorm_mlp", "none", F32, "sequence"): {
+        "all-gather": 3, "reduce-scatter": 2, "all-reduce": 6,
+    },
+    ("layernorm_mlp", "delayed", F32, "fsdp"): {
+        "all-gather": 6, "reduce-scatter": 6, "all-reduce": 2,
+    },
+    ("layernorm_mlp", "delayed", F32, "column"): {"all-reduce": 4},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "recipe", "dtype", "cut"), CASES)
-def test_four_devices(rng, cpus, layer, recipe, dtype, cut):
-    print(check(rng, layer, recipe, dtype, cut, cpus))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
+def test_four_devices(rng, cpus, case):
+    layer, recipe, dtype, cut = case
+    assert check(rng, layer, recipe, dtype, cut, cpus) == CASES[case]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("cut", ["data", "column", "fsdp"])
+def test_two_gpus(rng, gpus, layer, recipe, cut):
+    check(rng, layer, recipe, BF16, cut, gpus)
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+def test_what_products_can_not_multiply_is_gathered(rng, cpus):
+    """Parts of 8 rows, where FP8 takes 16: each device runs the whole layer."""
+    mesh = mesh_of(cpus, 4)
+    arrays = {name: normal(rng, shape, F32) for name, shape in _ONE.items()}
+    arrays["x"] = arrays["x"][:, :8]
+    run = jax.jit(lambda a: run_dense(a, quantizers(RECIPES["current"], 1)))
+    alone = jax.sharding.SingleDeviceSharding(cpus[0])
+    wanted = run(jax.device_put(arrays, alone))
+    with jax.set_mesh(mesh), te.autocast(mesh_resource=RESOURCE):
+        sharding = NamedSharding(mesh, P())
+        arrays = jax.device_put(
+            arrays, {**dict.fromkeys(arrays, sharding), "x": sharding.update(spec=P("data"))}
+        )
+        found = run(arrays)
+        text = run.lower(arrays).compile().as_text()
+    assert np.array_equal(bits(found), bits(wanted))
+    assert set(reduced(text)) == {"all-gather"}
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_scales_of_parts_of_a_tensor_run_by_definition(cpus, recipe):
+    made = {"block": recipes.Float8BlockScaling, "mxfp8": recipes.MXFP8BlockScaling}[recipe]()
+    arrays = {name: jnp.ones(shape) for name, shape in _ONE.items()}
+    run = lambda a: run_dense(a, quantizers(made, 1))  # noqa: E731
+    assert "te_layer" in str(jax.make_jaxpr(run)(arrays))
+    with jax.set_mesh(mesh_of(cpus, 4)):
+        assert "custom_partitioning" not in str(jax.make_jaxpr(run)(arrays))
+
+
+def test_batches_over_a_mesh(rng, cpus):
+    """Each of a batch is a call of its own, over all devices."""
+    arrays = {name: normal(rng, shape, F32) for name, shape in _ONE.items()}
+    run = jax.jit(jax.vmap(lambda a, x: run_dense({**a, "x": x}, [noop_quantizer_set]), (None, 0)))
+    given = jax.device_put((arrays, arrays["x"][None] * 2), cpus[0])
+    wanted = run(*given)
+    mesh = mesh_of(cpus, 4)
+    with jax.set_mesh(mesh):
+        found = run(*jax.device_put(given, NamedSharding(mesh, P())))
+    assert np.array_equal(bits(found), bits(wanted))
+
+
+def test_without_a_mesh_in_force_nothing_is_cut(rng, cpus):
+    """XLA then runs the whole layer on each device."""
+    mesh = mesh_of(cpus, 4)
+    arrays = {name: normal(rng, shape, F32) for name, shape in _ONE.items()}
+    run = jax.jit(lambda a: run_dense(a, [noop_quantizer_set]))
+    wanted = run(jax.device_put(arrays, jax.sharding.SingleDeviceSharding(cpus[0])))
+    found = run(jax.device_put(arrays, NamedSharding(mesh, P())))
+    assert np.array_equal(bits(found), bits(wanted))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_shard_map(rng, cpus, recipe, checked):
+    """Each device has a call; where axes are checked, gradients of what is shared are sums."""
+    mesh, sets = mesh_of(cpus, 4), quantizers(RECIPES[recipe], 1)
+    arrays = {name: normal(rng, shape, F32) for name, shape in _ONE.items()}
+
+    def step(arrays, sets, add):
+        y, back = jax.vjp(run_dense, arrays, sets)
+        of_arrays, sets = back(y)
+        return y, of_arrays | {name: add(of_arrays[name]) for name in ("kernel", "bias")}, sets
+
+    specs = {**dict.fromkeys(arrays, P()), "x": P("data")}
+    add = (lambda a: a) if checked else (lambda a: jax.lax.psum(a, "data"))
+    spread = jax.shard_map(
+        functools.partial(step, add=add), mesh=mesh, in_specs=(specs, P()),
+        out_specs=(P("data"), specs, P()), check_vma=checked,
+    )  # fmt: skip
+    found = jax.jit(spread)(arrays, sets)
+    assert "te_layer" in str(jax.make_jaxpr(spread)(arrays, sets))
+    alone = jax.jit(functools.partial(step, add=lambda a: a))
+    wanted = alone(*jax.device_put((arrays, sets), cpus[0]))
+    count = 2 + checked  # where they are not, each device has a state of its own
+    for a, b in zip(*(jax.tree.leaves(each[:count]) for each in (found, wanted)), strict=True):
+        assert_close(a, b, 4, F32)
+
+
+# ---- Flax ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sequence"), [("none", False), ("delayed", True), ("current", False)]
+)
+def test_a_transformer_layer(rng, seed, cpus, recipe, sequence):
+    """Data and tensor parallel: parameters are spread by the names of their axes."""
+    layer = te_flax.TransformerLayer(
+        hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0,
+        attention_dropout=0.0, intermediate_dropout=0.0, enable_relative_embedding=False,
+        enable_sequence_parallel=sequence, mlp_activations=("silu", "linear"),
+    )  # fmt: skip
+    x, grad = (normal(rng, (4, 32, 64), F32) for _ in range(2))
+    fp8 = {"enabled": recipe != "none", "recipe": RECIPES[recipe]}
+    mesh = mesh_of(cpus, 2)
+    keys = {"params": jax.random.key(seed), "dropout": jax.random.key(seed + 1)}
+
+    def step(variables, x, grad):
+        y, back = jax.vjp(layer.apply, variables, x)
+        return (y, *back(grad))
+
+    with te.autocast(**fp8):
+        boxed = jax.jit(layer.init)(keys, x)
+        variables = nn.unbox(boxed)
+        wanted = jax.jit(step)(*jax.device_put((variables, x, grad), cpus[0]))
+    resource = SEQUENCE if sequence else RESOURCE
+    with jax.set_mesh(mesh), te.autocast(**fp8, mesh_resource=resource):
+        rules = te_flax.extend_logical_axis_rules(())
+        spread = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+        rows = NamedSharding(mesh, P("data"))
+        given = jax.device_put((variables, x, grad), (spread, rows, rows))
+        with nn.logical_axis_rules(rules):
+            compiled = jax.jit(step).lower(*given).compile()
+        with te_torch.counting() as ran:
+            found = jax.block_until_ready(compiled(*given))
+    products = 4 * 3 * 4  # query, key and value in one, output, two of the MLP; on four devices
+    assert ran.fp8_gemms == (0 if recipe == "none" else products)
+    assert compiled.as_text().count("te_plan") > 0
+    bound = tol("layer", F32, 128)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_nmse(to_torch(a), to_torch(b).double(), bound)

@@ -59,6 +59,6 @@ from transformer_engine.jax.dense import dense
 given = jnp.ones((2, 4)), jnp.ones((4, 8))
 for text, runs in (("1", True), ("false", False)):
     os.environ["NVTE_JAX_CUSTOM_CALLS"] = text
-    assert ("te_plan" in str(jax.make_jaxpr(lambda *a: dense(*a))(*given))) == runs, text
+    assert ("te_layer" in str(jax.make_jaxpr(lambda *a: dense(*a))(*given))) == runs, text
 """
     assert run(code) == (0, "")
