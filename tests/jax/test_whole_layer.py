@@ -222,6 +222,30 @@ def test_scan_remat_and_frozen_parameters(rng, key):
     jax.tree.map(np.testing.assert_array_equal, of_state, own[0]["fp8_metas"])
 
 
+def test_states(rng, key):
+    """A batch has one amax; a forward alone changes nothing; a sum of states is an error."""
+    module, shape = layer(dtype=jnp.bfloat16), (3, BATCH, LENGTH, HIDDEN)
+    xs = normal(rng, shape, BF16) * jnp.asarray([1, 2, 4], jnp.bfloat16)[:, None, None, None]
+    with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        params, metas = drawn(module, key, rng, xs[0])
+
+        def loss(metas, xs):
+            call = jax.vmap(lambda x: module.apply({"params": params, **metas}, x))
+            return jnp.sum(call(xs).astype(jnp.float32) ** 2)
+
+        of_state = jax.jit(jax.grad(loss))
+        together = of_state(metas, xs)
+        alone = [of_state(metas, x[None]) for x in xs]
+        for got, *each in zip(*map(jax.tree.leaves, (together, *alone)), strict=True):
+            wanted = np.min(each, 0) if got.shape == (1,) else np.max(each, 0)
+            np.testing.assert_array_equal(got, wanted)
+        summed = jax.tree.map(jnp.add, alone[0], alone[1])
+        assert np.isnan(jax.jit(loss)(summed, xs))
+        with pytest.raises(ValueError, match="sum of several"):
+            module.apply({"params": params, **summed}, xs[0])
+        assert np.isnan(of_state(summed, xs)["fp8_metas"]["mlp"]["x_0_scale"])
+
+
 def test_what_runs_by_modules(rng, key):
     """Captured results are those of modules; what no plan holds, and wide inputs, are too."""
     x = normal(rng, (BATCH, LENGTH, HIDDEN), BF16)
