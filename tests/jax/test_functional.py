@@ -369,10 +369,10 @@ def test_checkpoints_and_their_names(rng):
     assert ran(policies.checkpoint_dots_and_te_gemms) == (3, 2)
     named = jax.checkpoint_policies.save_only_these_names("casts")
     run = jax.checkpoint(layer, policy=named)
-    for way, dtype in ((by_definition(run), jnp.float8_e4m3fn), (run, jnp.uint8)):
+    for way in (by_definition(run), run):
         jax.clear_caches()
         saved = jax.make_jaxpr(lambda *a, way=way: jax.vjp(way, *a)[1])(x, kernel)
-        assert any(aval.dtype == dtype for aval in saved.out_avals)
+        assert any(aval.dtype == jnp.float8_e4m3fn for aval in saved.out_avals)
     plain = jax.jit(jax.grad(lambda *a: jnp.sum(layer(*a)), (0, 1)))(x, kernel)
     again = jax.jit(jax.grad(lambda *a: jnp.sum(jax.checkpoint(layer)(*a)), (0, 1)))(x, kernel)
     for found, expected in zip(again, plain, strict=True):

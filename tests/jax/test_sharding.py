@@ -18,11 +18,14 @@ from tols import BF16, F32, tol
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 import transformer_engine.pytorch as te_torch
+from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
+from transformer_engine.jax.custom_calls import call_operator
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import QuantizerFactory, noop_quantizer_set
+from transformer_engine.jax.row_cuts import Rows, by_rows
 
 BATCH, LENGTH, IN, OUT, INNER = 4, 32, 64, 128, 128
 RECIPES = {
@@ -241,6 +244,47 @@ def test_four_devices(rng, cpus, case):
 @pytest.mark.parametrize("cut", ["data", "column", "fsdp"])
 def test_two_gpus(rng, gpus, layer, recipe, cut):
     check(rng, layer, recipe, BF16, cut, gpus)
+
+
+# ---- operators by rows ---------------------------------------------------------------------------
+
+
+def gradients_of_norm(grad, x, gamma, *statistics):
+    """Of x, and of gamma and beta, and the largest gradient of x, by one operator."""
+    rows, columns = np.prod(x.shape[:-1]), x.shape[-1]
+    like = {"grad_input": (rows, columns), "gamma_grad": (columns,), "beta_grad": (columns,)}
+    results = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in like.items()}
+    mean, rsigma = (array.reshape(rows) for array in statistics)
+    made = call_operator(
+        "norm_backward", results, grad_output=grad.reshape(rows, columns),
+        input=x.reshape(rows, columns), kind=_core.NORM_LAYERNORM, gamma=gamma,
+        mean=mean, rsigma=rsigma,
+    )  # fmt: skip
+    of_x = made["grad_input"].reshape(x.shape)
+    return of_x, made["gamma_grad"], made["beta_grad"], jnp.abs(of_x).max()
+
+
+@pytest.mark.parametrize("spec", [P(AXES), P(*AXES), P("data", None, "model"), P()], ids=str)
+def test_operators_by_rows(rng, cpus, spec):
+    """Rows are cut as they lie; features are gathered, and sums over rows are joined."""
+    shape, mesh = (4, 32, 64), mesh_of(cpus, 2)
+    dims = shape, shape, shape[-1:], shape[:-1], shape[:-1]
+    arrays = [normal(rng, each, F32) for each in dims]
+    rows = Rows((2, 2, 0, 2, 2), (2, "sum", "sum", "max"))
+    run = jax.jit(lambda *given: by_rows(gradients_of_norm, rows)(*given))
+    wanted = run(*jax.device_put(arrays, cpus[0]))
+    with jax.set_mesh(mesh):
+        spread = NamedSharding(mesh, spec)
+        given = jax.device_put(arrays, [spread] * 2 + [NamedSharding(mesh, P())] * 3)
+        compiled = run.lower(*given).compile()
+        found = compiled(*given)
+    assert np.array_equal(bits(found[0]), bits(wanted[0]))
+    assert float(found[3]) == float(wanted[3])
+    for a, b in zip(found[1:3], wanted[1:3], strict=True):
+        assert_close(a, b, 4, F32)
+    text, cut = compiled.as_text(), spec != P()
+    assert reduced(text).get("all-reduce", 0) == 3 * cut and "te_operator" in text
+    assert ("all-gather" in text) == (len(spec) == 3)
 
 
 # ---- rules ---------------------------------------------------------------------------------------

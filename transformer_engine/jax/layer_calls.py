@@ -41,7 +41,6 @@ from transformer_engine.jax.custom_calls import (
     result_of,
 )
 from transformer_engine.jax.definitions import is_spread
-from transformer_engine.jax.definitions.scaling_modes import ScalingMode
 from transformer_engine.jax.layer_cuts import (
     Axes,
     Cut,
@@ -53,13 +52,6 @@ from transformer_engine.jax.layer_cuts import (
     ports_of,
 )
 from transformer_engine.jax.layer_plans import Dims, Facts, LayerPlans, Side, layer_plans
-
-RECIPES_CUT = (
-    ScalingMode.NO_SCALING,
-    ScalingMode.DELAYED_TENSOR_SCALING,
-    ScalingMode.CURRENT_TENSOR_SCALING,
-)
-"""How casts may scale over a mesh: with one scale for a tensor, which all devices agree on."""
 
 # ---- what a device runs --------------------------------------------------------------------------
 

@@ -266,6 +266,9 @@ def _fits(ports: Ports, cut: Cut) -> bool:
     ends = [(f, side) for side in Side for f in ports.sizes]
     if any(ports.sizes[f] % cut.parts((f,), side) for f, side in ends):
         return False
+    forms = (b for b in (*ports.given, *ports.made) if ports.has_rows(b) and ports.dims(b) is None)
+    if any(cut.of(ports.batch, side) for side in Side) and any(forms):
+        return False  # rows of padded forms
     facts = ports.plans.facts
     if not any(of.x.cast is not None for of in facts.layer.linears):
         return True

@@ -40,6 +40,19 @@ class Layer(NamedTuple):
     activation: ActivationPlan | None = None
 
 
+WHOLE_TENSORS = {
+    ScalingMode.NO_SCALING,
+    ScalingMode.DELAYED_TENSOR_SCALING,
+    ScalingMode.CURRENT_TENSOR_SCALING,
+}
+"""How casts may scale over a mesh: with one scale for a tensor, which all devices agree on."""
+
+
+def modes_of(layer: Layer) -> set[ScalingMode]:
+    """How a layer scales."""
+    return {operand.mode for of in layer.linears for operand in (of.x, of.kernel, of.grad)}
+
+
 # ---- casts ---------------------------------------------------------------------------------------
 
 _RECIPES = {
@@ -241,19 +254,24 @@ class LayerPlans:
             return Dims((*batch * rows, *others.factors), others.side)
         if link in ("mean", "rsigma"):
             return Dims(batch, Side.INPUT)
-        if link in ("row", "column") and buffer.dtype != _core.DTYPE_U8:  # two numbers to a byte
-            return self._dims_of_form(link, of, batch)
+        if link in ("row", "column"):
+            return self._dims_of_form(buffer, batch)
         return None
 
-    def _dims_of_form(self, link: str, of: int, batch: Factors) -> Dims | None:
-        part, role = self._operand(of)
+    def _dims_of_form(self, buffer: _core.Buffer, batch: Factors) -> Dims | None:
+        part, role = self._operand(buffer.of)
+        if role > 1 or modes_of(self.facts.layer) - WHOLE_TENSORS:
+            return None  # it lies otherwise
+        (size, out), side = self.facts.kernels[part].matrix, Side.INNER
         inside, outside = self.inside[part], self.outside[part]
-        pair = {0: (batch, inside), 1: (inside, outside)}.get(role)
-        if pair is None:
-            return None
-        rows, columns = pair if link == "row" else pair[::-1]
-        side = Side.INPUT if (part, role) == (0, 0) else Side.INNER
-        return Dims((*rows, *columns), side)
+        pair, lengths = (inside, outside), [size, out]
+        if role == 0:
+            pair, lengths = (batch, inside), [None, size]
+            side = side if part else Side.INPUT
+        if buffer.link == "column":
+            pair, lengths = pair[::-1], lengths[::-1]
+        found = [None if e.symbol == _core.SYMBOL_ROWS else e.add for e in buffer.shape]
+        return Dims((*pair[0], *pair[1]), side) if found == lengths else None  # else padded
 
     def _operand(self, of: int) -> tuple[int, int]:
         """The dense layer, and which of its operands."""

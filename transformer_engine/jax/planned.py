@@ -20,15 +20,17 @@ from transformer_engine.common.plans import CallPlans
 from transformer_engine.jax import linear
 from transformer_engine.jax.custom_calls import PlanResults, code_of, varying
 from transformer_engine.jax.definitions import are_custom_calls_on
-from transformer_engine.jax.layer_calls import RECIPES_CUT, call_layer
+from transformer_engine.jax.layer_calls import call_layer
 from transformer_engine.jax.layer_cuts import Direction
 from transformer_engine.jax.layer_plans import (
     BACKWARD_SLOTS,
     FORWARD_SLOTS,
+    WHOLE_TENSORS,
     Facts,
     Kernel,
     Layer,
     layer_plans,
+    modes_of,
 )
 from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES
 from transformer_engine.jax.quantize.state import Drawn, joined
@@ -44,8 +46,7 @@ def runs(layer: Layer, *arrays: Array) -> bool:
     bf16, a gated activation whose linear part comes first, and over a mesh scales of less than a
     tensor.
     """
-    casts = (cast for of in layer.linears for cast in (of.x.mode, of.kernel.mode, of.grad.mode))
-    if not are_custom_calls_on(cut=all(mode in RECIPES_CUT for mode in casts)):
+    if not are_custom_calls_on(cut=modes_of(layer) <= WHOLE_TENSORS):
         return False
     known = layer.activation is None or layer.activation.kinds in ACTIVATIONS
     return known and all(array.dtype in DTYPES for array in arrays)
