@@ -94,6 +94,19 @@ def test_xla_call(tmp_path):
     assert named["operator"]["limit_us"] == 15 and math.isfinite(named["plan"]["over_us"])
 
 
+@pytest.mark.nightly
+def test_jax_layer(device, tmp_path):
+    """Layers of both packages run on the device, with the products of the recipe."""
+    _, content = figures("jax_layer", device, tmp_path)
+    layers, plain = content["tables"].values()
+    assert [(row["way"], row["fp8_gemms"]) for row in layers] == [("PyTorch", 12), ("JAX", 12)]
+    ways = [f"plain, {way}" for way in ("cudnn", "xla")[device == "cpu" :]]
+    assert [row["way"] for row in plain] == [*ways, "ours, delayed"]
+    assert [row["fp8_gemms"] for row in plain] == [*[0] * len(ways), 12]
+    for row in (*layers, *plain):
+        assert positive(row, "ms", "low", "high", "single_ms", "ratio", "limit_ms")
+
+
 def kept_goals(heading):
     """Goal of each figure that RESULTS.md keeps of a benchmark, by its name in the report."""
     page = (ROOT / "benchmarks/RESULTS.md").read_text()

@@ -143,8 +143,9 @@ def test_activations(dtype, rng):
     grad = normal(rng, len(kinds), 7, 16, dtype=dtype)
     check64(run, definition, arrays, grad, tol("chain", dtype, 1))
     x = to_jax(normal(rng, 3, 2, 8))
-    swapped = activation(x[:, ::-1], ("linear", "silu"))
-    assert_bits(to_torch(swapped), to_torch(activation(x, ("silu", "linear"))))
+    swapped = to_torch(activation(x[:, ::-1], ("linear", "silu")))
+    exact = to_torch(activation(x, ("silu", "linear"))).double()
+    assert_nmse(swapped, exact, tol("chain", F32, 1))
 
 
 def test_numbers_of_activations(rng):
@@ -467,14 +468,12 @@ def test_single_operations(rng):
         found, total = tex.quantize_dact_dbias(dz, x, kinds, True, made)
         y, back = jax.vjp(lambda x: activation(x, kinds), x)
         of_x = tex.dact_lu(dz, x, kinds).data
-        alike = (
-            (tex.act_lu(x, kinds).data, y),
-            (of_x, back(dz)[0]),
-            (tex._jax_act_lu(x, kinds).data, y),
-        )
-        return alike, found.dequantize(), total, of_x
+        alike = (tex.act_lu(x, kinds).data, y), (of_x, back(dz)[0])
+        near = tex._jax_act_lu(x, kinds).data, y
+        return alike, near, found.dequantize(), total, of_x
 
-    alike, found, total, wide = activations(x, dz)
+    alike, near, found, total, wide = activations(x, dz)
+    assert_nmse(to_torch(near[0]), to_torch(near[1]).double(), tol("chain", F32, 1))
     for one, other in alike:
         assert_bits(to_torch(one), to_torch(other))
     assert total.shape == (2, 32)

@@ -460,10 +460,6 @@ JAX: mixtures of experts
         jax.moe*: moe get_moe_recv_capacity_per_rank
         jax.flax jax.flax.module: make_grouped_dense_cls _MoEBlock
         jax.ep*: ep_bootstrap ep_prepare ep_dispatch ep_combine
-JAX: NVFP4
-    reason: casts to FP4 have no definition in jax.numpy
-    instead: QuantizerFactory.create with a mode of FP8
-    names: jax.quantize.quantizer jax.quantize: NVFP4Quantizer
 JAX: products that overlap collectives
     reason: collectives are those that XLA inserts
     instead: a mesh and MeshResource

@@ -2,13 +2,14 @@
 """Activations as a function."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
-from transformer_engine.jax import linear
+from transformer_engine.jax import linear, operator_calls
 from transformer_engine.jax.definitions import activations, chosen
 from transformer_engine.jax.quantize import Quantizer
 
@@ -78,16 +79,39 @@ def _activation(plans: _Plans, x: Array, use: Any) -> Array:
     return _forward(plans, x, use)[0]
 
 
-def _forward(plans: _Plans, x: Array, use: Any) -> tuple[Array, Any]:
-    values = chosen("activate")(x, *plans[0])
-    y, amax = linear.as_cast(values, plans[1], use, x.dtype)
-    return y, (x, amax)
+def is_operator(plan: ActivationPlan, *arrays: Array) -> bool:
+    """Return whether an activation of such arrays is an operator of the C library."""
+    return plan.kinds in operator_calls.ACTIVATIONS and operator_calls.run_on(*arrays)
 
 
-def _backward(plans: _Plans, kept: Any, grad: Array) -> tuple:
-    x, amax = kept
-    made = chosen("activation_gradient")(grad, x, *plans[0]).astype(x.dtype)
-    return made, linear.gradient_of_use(amax, plans[1])
+@partial(jax.tree_util.register_dataclass, data_fields=("x", "amax"), meta_fields=("called",))
+@dataclass
+class _Kept:
+    """What the backward needs; `called`: the operator ran, whose backward it then is."""
+
+    x: Array
+    amax: Array | None
+    called: bool
+
+
+def _forward(plans: _Plans, x: Array, use: Any) -> tuple[Array, _Kept]:
+    plan, operand = plans
+    if called := is_operator(plan, x):
+        made = operator_calls.activate(x, *plan, linear.into(operand, use, x))
+        y, amax = linear.as_made(made, operand, use, x.dtype)
+    else:
+        y, amax = linear.as_cast(chosen("activate")(x, *plan), operand, use, x.dtype)
+    return y, _Kept(x, amax, called)
+
+
+def _backward(plans: _Plans, kept: _Kept, grad: Array) -> tuple:
+    x = kept.x
+    if kept.called:
+        to = operator_calls.Into(x.dtype)
+        made = operator_calls.activation_gradient(grad, x, *plans[0], to)[0].wide
+    else:
+        made = chosen("activation_gradient")(grad, x, *plans[0]).astype(x.dtype)
+    return made, linear.gradient_of_use(kept.amax, plans[1])
 
 
 _activation.defvjp(_forward, _backward)

@@ -91,6 +91,8 @@ def _run(direction: Direction, cut: Cut, *arrays: Array) -> tuple[Array, ...]:
             given += [array, jnp.zeros((1, array.shape[0]), jnp.float32)]
         elif buffer.role == "saved":
             saved.append(_turned(whole, buffer, array.reshape(_matrix(own, whole))))
+        elif buffer.dtype == _core.DTYPE_I64:  # a random pair
+            given.append(array)
         else:
             given.append(array.reshape(own.flat(buffer)))
     made = call_plan(plan, given, saved, outside=functools.partial(_outside, own))

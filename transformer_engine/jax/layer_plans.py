@@ -29,6 +29,7 @@ from transformer_engine.jax.activation import ActivationPlan
 from transformer_engine.jax.custom_calls import code_of
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.layernorm import NormPlan
+from transformer_engine.jax.operator_calls import ACTIVATIONS, NORMS
 
 
 class Layer(NamedTuple):
@@ -38,22 +39,6 @@ class Layer(NamedTuple):
     norm: NormPlan | None = None
     activation: ActivationPlan | None = None
 
-
-ACTIVATIONS = {
-    ("gelu",): _core.ACTIVATION_GELU,
-    ("gelu", "linear"): _core.ACTIVATION_GEGLU,
-    ("quick_gelu",): _core.ACTIVATION_QGELU,
-    ("quick_gelu", "linear"): _core.ACTIVATION_QGEGLU,
-    ("relu",): _core.ACTIVATION_RELU,
-    ("relu", "linear"): _core.ACTIVATION_REGLU,
-    ("squared_relu",): _core.ACTIVATION_SRELU,
-    ("squared_relu", "linear"): _core.ACTIVATION_SREGLU,
-    ("silu",): _core.ACTIVATION_SILU,
-    ("silu", "linear"): _core.ACTIVATION_SWIGLU,
-    ("sigmoid", "linear"): _core.ACTIVATION_GLU,
-    ("clamped_silu", "clamped_linear"): _core.ACTIVATION_CLAMPED_SWIGLU,
-}
-_NORMS = {"layernorm": _core.NORM_LAYERNORM, "rmsnorm": _core.NORM_RMSNORM}
 
 WHOLE_TENSORS = {
     ScalingMode.NO_SCALING,
@@ -83,6 +68,8 @@ _RECIPES = {
 def _cast(cast: Cast | None) -> OperandCast:
     if cast is None:
         return OperandCast()
+    if cast.mode.is_nvfp4_scaling:
+        return OperandCast(_core.RECIPE_NVFP4, _core.DTYPE_U8, options=cast.options)
     options = flags_of(
         (
             (_core.CAST_POWER_2, cast.power_2),
@@ -153,7 +140,8 @@ _REDUCED = frozenset(
 )
 
 
-def _graph_of(facts: Facts) -> graphs.Graph:
+def graph_of(facts: Facts) -> graphs.Graph:
+    """The graph of a layer."""
     layer, ranks, parts = facts.layer, facts.ranks, []
     of_x, of_affine, of_kernels, of_biases = facts.wanted
     for i, kernel in enumerate(facts.kernels):
@@ -172,7 +160,7 @@ def _graph_of(facts: Facts) -> graphs.Graph:
         kind, centered, epsilon = layer.norm
         gamma, beta = map(_parameter, of_affine)
         flags = gamma, beta * facts.has_beta, _core.NODE_ZERO_CENTERED * centered
-        norm = graphs.Norm(_NORMS[kind], facts.norm, epsilon, *flags)
+        norm = graphs.Norm(NORMS[kind], facts.norm, epsilon, *flags)
     if layer.activation is not None:
         kinds, numbers = layer.activation
         activation = graphs.Activation(ACTIVATIONS[kinds], *numbers)
@@ -217,7 +205,7 @@ class LayerPlans:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.call: CallPlans = plans_of(_graph_of(facts))
+        self.call: CallPlans = plans_of(graph_of(facts))
         count = len(facts.kernels)
         inside = tuple(f"i{n}" for n in range(len(facts.kernels[0].inside)))
         outside = tuple(f"o{n}" for n in range(len(facts.kernels[-1].outside)))
@@ -261,7 +249,7 @@ class LayerPlans:
         `batch` are the factors of rows.
         """
         link, of = buffer.link, buffer.of
-        if link in ("value", "gradient"):
+        if link in ("value", "gradient") and of in self._of_values:  # no random pair
             rows, others = self._of_values[of]
             return Dims((*batch * rows, *others.factors), others.side)
         if link in ("mean", "rsigma"):

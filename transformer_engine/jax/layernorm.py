@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm as a function."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
-from transformer_engine.jax import linear
+from transformer_engine.jax import linear, operator_calls
 from transformer_engine.jax.definitions import chosen, norms
 from transformer_engine.jax.quantize import Quantizer
 
@@ -108,16 +109,38 @@ def _layernorm(plans: _Plans, x: Array, gamma: Array, beta: Array | None, use: A
     return _forward(plans, x, gamma, beta, use)[0]
 
 
-def _forward(plans: _Plans, x: Array, gamma: Array, beta: Array | None, use: Any) -> tuple:
-    values, saved = norm_forward(plans[0], x, gamma, beta)
-    y, amax = linear.as_cast(values, plans[1], use, x.dtype)
-    return y, (saved, amax)
+@partial(jax.tree_util.register_dataclass, data_fields=("saved", "amax"), meta_fields=("called",))
+@dataclass
+class _Kept:
+    """What the backward needs; `called`: the operators ran, whose backward it then is."""
+
+    saved: NormSaved
+    amax: Array | None
+    called: bool
 
 
-def _backward(plans: _Plans, kept: Any, grad: Array) -> tuple:
-    saved, amax = kept
-    made = norm_backward(plans[0], saved, grad)
-    return *made, linear.gradient_of_use(amax, plans[1])
+def _forward(
+    plans: _Plans, x: Array, gamma: Array, beta: Array | None, use: Any
+) -> tuple[Array, _Kept]:
+    plan, operand = plans
+    if called := operator_calls.are_norms_on(x, gamma, beta):
+        made, statistics = operator_calls.norm(plan, x, gamma, beta, linear.into(operand, use, x))
+        saved = NormSaved(x, gamma, beta, statistics)
+        y, amax = linear.as_made(made, operand, use, x.dtype)
+    else:
+        values, saved = norm_forward(plan, x, gamma, beta)
+        y, amax = linear.as_cast(values, operand, use, x.dtype)
+    return y, _Kept(saved, amax, called)
+
+
+def _backward(plans: _Plans, kept: _Kept, grad: Array) -> tuple:
+    if kept.called:
+        x, gamma, beta, statistics = kept.saved
+        made = operator_calls.norm_gradient(plans[0], grad, x, gamma, statistics)
+        made = (*made[:2], None if beta is None else made[2])
+    else:
+        made = norm_backward(plans[0], kept.saved, grad)
+    return *made, linear.gradient_of_use(kept.amax, plans[1])
 
 
 _layernorm.defvjp(_forward, _backward)

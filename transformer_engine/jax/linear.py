@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer_engine.jax import operator_calls
 from transformer_engine.jax.definitions import casts, chosen
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
+from transformer_engine.jax.operator_calls import Into, Made
 from transformer_engine.jax.quantize.quantizer import Quantizer, QuantizerSet
-from transformer_engine.jax.quantize.state import Use, recorded, tapped
+from transformer_engine.jax.quantize.state import Drawn, Use, joined, recorded, tapped
 from transformer_engine.jax.quantize.tensor import turned
 
 GEMM_NAME = "te_gemm"
@@ -50,7 +52,7 @@ class LinearPlan(NamedTuple):
         return self.x.cast is not None
 
 
-Uses = tuple[Use | None, Use | None, Use | None]
+Uses = tuple[Use | None, Use | None, Use | Drawn | None]
 """State of input, weight and gradient, of those that have one."""
 
 
@@ -91,7 +93,12 @@ def cast_lines(x: Array, plan: OperandPlan, use: Use | None, depth: int) -> Any:
     made = chosen("quantize")(x, plan.cast, None if use is None else use.scale, depth)
     if plan.name is None:
         return made
-    return casts.Quantized(*(checkpoint_name(leaf, plan.name) for leaf in made))
+    return _named(made, plan.name)
+
+
+def _named(made: casts.Quantized, name: str) -> casts.Quantized:
+    """A cast with a name for the policies of `jax.checkpoint`."""
+    return casts.Quantized(*(checkpoint_name(leaf, name) for leaf in made))
 
 
 def amax_of(x: Array, use: Use | None) -> Array | None:
@@ -204,6 +211,19 @@ def as_cast(
         return values.astype(dtype), None
     made = cast_lines(values, plan, use, 1)
     return chosen("dequantize")(made, plan.mode, dtype), amax_of(values, use)
+
+
+def into(plan: OperandPlan, use: Use | None, x: Array) -> Into:
+    """What the values of an operator over `x` become."""
+    return operator_calls.into(x.dtype, plan.cast, None if use is None else use.scale)
+
+
+def as_made(made: Made, plan: OperandPlan, use: Use | None, dtype: Any) -> tuple:
+    """As `as_cast`, of what an operator made."""
+    if made.row is None:
+        return as_cast(made.wide, plan, use, dtype)
+    row = made.row if plan.name is None else _named(made.row, plan.name)
+    return chosen("dequantize")(row, plan.mode, dtype), joined(made.amax, use.scale)
 
 
 def operand_of(values: Array, plan: LinearPlan, dtype: Any) -> Array:

@@ -16,13 +16,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from transformer_engine.common.plans import CallPlans
 from transformer_engine.jax import linear
 from transformer_engine.jax.custom_calls import PlanResults, code_of, varying
 from transformer_engine.jax.definitions import are_custom_calls_on
 from transformer_engine.jax.layer_calls import call_layer
 from transformer_engine.jax.layer_cuts import Direction
 from transformer_engine.jax.layer_plans import (
-    ACTIVATIONS,
     BACKWARD_SLOTS,
     FORWARD_SLOTS,
     WHOLE_TENSORS,
@@ -32,12 +32,11 @@ from transformer_engine.jax.layer_plans import (
     layer_plans,
     modes_of,
 )
-from transformer_engine.jax.quantize.state import joined
+from transformer_engine.jax.operator_calls import ACTIVATIONS, DTYPES
+from transformer_engine.jax.quantize.state import Drawn, joined
 from transformer_engine.jax.sharding import AxesInForce, axes_in_force
 
 # ---- what runs as a plan -------------------------------------------------------------------------
-
-_DTYPES = tuple(jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 
 def runs(layer: Layer, *arrays: Array) -> bool:
@@ -50,7 +49,7 @@ def runs(layer: Layer, *arrays: Array) -> bool:
     if not are_custom_calls_on(cut=modes_of(layer) <= WHOLE_TENSORS):
         return False
     known = layer.activation is None or layer.activation.kinds in ACTIVATIONS
-    return known and all(array.dtype in _DTYPES for array in arrays)
+    return known and all(array.dtype in DTYPES for array in arrays)
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -68,6 +67,28 @@ def _scales(uses: Sequence[linear.Uses], backward: bool) -> Array:
 def _amaxes(made: PlanResults, slots: int) -> Array | None:
     """The amaxes of a call [dense layers, slots]."""
     return made.states[-1].reshape(-1, slots) if made.states else None
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def drawn_by(linears: Sequence[linear.LinearPlan], uses: Sequence[linear.Uses]) -> list:
+    """Of each dense layer that rounds stochastically its `Drawn`; None: it has none."""
+    rounding = (plan.grad.cast is not None and plan.grad.cast.rounds_at_random for plan in linears)
+    return [grad for (*_, grad), rounds in zip(uses, rounding, strict=True) if rounds]
+
+
+def pairs_of(plans: CallPlans, drawn: Sequence[Drawn | None]) -> tuple[Array, ...]:
+    """Random pairs that the plans of a call read; `drawn` are those of its graph, in order."""
+    known = dict(zip(plans.graph.drawn, drawn, strict=True))
+    if any(known[link] is None for link in plans.drawn):
+        raise ValueError(
+            "gradients are rounded stochastically, and a quantizer has no random state: give "
+            'modules of Flax a stream "sr_rng" (rngs={"sr_rng": key}), functions a '
+            "QuantizeMeta(stochastic_rounding_rng_state=) for grad, or use "
+            "NVFP4BlockScaling(disable_stochastic_rounding=True)"
+        )
+    return tuple(known[link].pair for link in plans.drawn)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -193,6 +214,7 @@ def forward(
     plans, names = layer_plans(facts).call, axes_in_force()
     pairs = zip(kernels, biases, strict=True)
     tensors = (x, *(affine if layer.norm else ()), *chain.from_iterable(pairs))
+    tensors += pairs_of(plans, drawn_by(layer.linears, uses))
     scales = [_scales(uses, backward=False)] if plans.forward_state else []
     made = call_layer(Direction(facts, False, names), [*plans.pick_inputs(tensors), *scales])
     saved = ()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled and masked softmax as a function."""
 
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_engine.jax import operator_calls
 from transformer_engine.jax.definitions import chosen
 
 
@@ -50,26 +52,44 @@ def softmax(
     """
     if (mask is not None) != (softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED):
         raise ValueError(f"softmax: {softmax_fusion_type}, and mask is {type(mask).__name__}")
-    hidden = None if mask is None else mask != 0
-    if softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
-        queries, keys = logits.shape[-2:]
-        hidden = jnp.arange(keys) > jnp.arange(queries)[:, None]
-    return _softmax(scale_factor, logits, hidden)
+    causal = softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
+    return _softmax((float(scale_factor), causal), logits, mask)
+
+
+_Plan = tuple[float, bool]  # scale, and whether keys that come later are hidden
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(scale: float, logits: Array, hidden: Array | None) -> Array:
-    return chosen("softmax")(logits, hidden, scale).astype(logits.dtype)
+def _softmax(plan: _Plan, logits: Array, mask: Array | None) -> Array:
+    return _forward(plan, logits, mask)[0]
 
 
-def _forward(scale: float, logits: Array, hidden: Array | None) -> tuple[Array, Array]:
-    probabilities = _softmax(scale, logits, hidden)
-    return probabilities, probabilities
+@partial(jax.tree_util.register_dataclass, data_fields=("probabilities",), meta_fields=("called",))
+@dataclass
+class _Kept:
+    """What the backward needs; `called`: the operator ran, whose backward it then is."""
+
+    probabilities: Array
+    called: bool
 
 
-def _backward(scale: float, probabilities: Array, grad: Array) -> tuple[Array, None]:
-    made = chosen("softmax_gradient")(grad, probabilities, scale)
-    return made.astype(probabilities.dtype), None
+def _forward(plan: _Plan, logits: Array, mask: Array | None) -> tuple[Array, _Kept]:
+    (scale, causal), queries = plan, logits.shape[-2:-1]
+    if called := 2 <= logits.ndim <= 4 and operator_calls.run_on(logits):
+        made = operator_calls.softmax(logits, mask, scale, causal)
+    else:
+        hidden = None if mask is None else mask != 0
+        if causal:
+            hidden = jnp.arange(logits.shape[-1]) > jnp.arange(*queries)[:, None]
+        made = chosen("softmax")(logits, hidden, scale).astype(logits.dtype)
+    return made, _Kept(made, called)
+
+
+def _backward(plan: _Plan, kept: _Kept, grad: Array) -> tuple[Array, None]:
+    if kept.called:
+        return operator_calls.softmax_gradient(grad, kept.probabilities, plan[0]), None
+    made = chosen("softmax_gradient")(grad, kept.probabilities, plan[0])
+    return made.astype(kept.probabilities.dtype), None
 
 
 _softmax.defvjp(_forward, _backward)

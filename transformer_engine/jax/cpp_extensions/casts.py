@@ -7,9 +7,56 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_engine.jax.activation import activation_plan
+from transformer_engine.jax import operator_calls
+from transformer_engine.jax.activation import activation_plan, is_operator
 from transformer_engine.jax.definitions import activations, chosen
-from transformer_engine.jax.quantize import NoScaleTensor, Quantizer, ScaledTensor
+from transformer_engine.jax.operator_calls import Into, Made
+from transformer_engine.jax.quantize import (
+    DelayedScaleQuantizer,
+    NoScaleTensor,
+    Quantizer,
+    ScaledTensor,
+    ScaledTensor2x,
+    ScaledTensorFactory,
+)
+from transformer_engine.jax.quantize.quantizer import named
+
+
+def into(quantizer: Quantizer | None, dtype: Any) -> Into:
+    """What the values of an operator become that a quantizer, or none, is to have."""
+    if quantizer is None:
+        return Into(dtype)
+    layout = quantizer.q_layout
+    forms = layout.has_rowwise, layout.has_colwise
+    scale = quantizer.usable_scale() if isinstance(quantizer, DelayedScaleQuantizer) else None
+    return operator_calls.into(dtype, quantizer.cast, scale, forms)
+
+
+def delivered(
+    values: Array, quantizer: Quantizer | None, dtype: Any, flatten_axis: int = -1
+) -> ScaledTensor | NoScaleTensor:
+    """Fp32 values, cast, or rounded to a dtype."""
+    if quantizer is None:
+        return NoScaleTensor(values.astype(dtype))
+    return quantizer.quantize(values, dq_dtype=dtype, flatten_axis=flatten_axis)
+
+
+def made_tensor(
+    made: Made, quantizer: Quantizer | None, dtype: Any, flatten_axis: int = -1
+) -> ScaledTensor | NoScaleTensor:
+    """What an operator made `into` a dtype or a cast, as `delivered`."""
+    if made.wide is not None:
+        return delivered(made.wide, quantizer, dtype, flatten_axis)
+    quantizer.update(made.amax)
+    forms = [
+        named(ScaledTensorFactory.create_1x(
+            *form, scaling_mode=quantizer.scaling_mode, dq_dtype=dtype, is_colwise=is_column,
+            data_layout="T" if is_column else "N", flatten_axis=flatten_axis,
+        ), quantizer)
+        for form, is_column in ((made.row, False), (made.column, True))
+        if form is not None
+    ]  # fmt: skip
+    return forms[0] if len(forms) == 1 else ScaledTensor2x(*forms)
 
 
 def quantize(
@@ -76,13 +123,15 @@ def quantize_dact_dbias(
         [functions, columns] in that dtype, or None.
     """
     plan = activation_plan(activation_type, act_params)
+    if is_operator(plan, x, dz):
+        to = into(quantizer, x.dtype)
+        made, total = operator_calls.activation_gradient(dz, x, *plan, to, is_dbias)
+        return made_tensor(made, quantizer, x.dtype, x.ndim - 2), total
     values = chosen("activation_gradient")(dz, x, *plan)
     total = None
     if is_dbias:
         total = jnp.sum(values, tuple(range(x.ndim - 2))).astype(x.dtype)
-    if quantizer is None:
-        return NoScaleTensor(values.astype(x.dtype)), total
-    return quantizer.quantize(values, dq_dtype=x.dtype, flatten_axis=-2), total
+    return delivered(values, quantizer, x.dtype, -2), total
 
 
 def dequantize(x: ScaledTensor | NoScaleTensor, dq_dtype: Any = None) -> Array:

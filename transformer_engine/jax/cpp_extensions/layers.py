@@ -7,10 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_engine.jax.activation import activation_plan
+from transformer_engine.jax import operator_calls
+from transformer_engine.jax.activation import activation_plan, is_operator
+from transformer_engine.jax.cpp_extensions.casts import (
+    delivered,
+    into,
+    made_tensor,
+    quantize_dact_dbias,
+)
 from transformer_engine.jax.definitions import activations, casts, chosen
 from transformer_engine.jax.definitions.scaling_modes import ScalingMode
-from transformer_engine.jax.layernorm import canonicalize_norm_type
+from transformer_engine.jax.layernorm import norm_plan
 from transformer_engine.jax.linear import with_bias
 from transformer_engine.jax.quantize import (
     NoScaleTensor,
@@ -100,15 +107,6 @@ def _scaled_operand(
     return casts.Quantized(data, scale_inv), tensor.scaling_mode, tensor.dq_dtype
 
 
-def _delivered(
-    values: Array, quantizer: Quantizer | None, dtype: Any
-) -> ScaledTensor | NoScaleTensor:
-    """Fp32 values, cast, or rounded to a dtype."""
-    if quantizer is None:
-        return NoScaleTensor(values.astype(dtype))
-    return quantizer.quantize(values, dq_dtype=dtype)
-
-
 def act_lu(
     x: Array,
     activation_type: Sequence[str],
@@ -120,7 +118,10 @@ def act_lu(
     Arguments as of `transformer_engine.jax.activation.activation`.
     """
     plan = activation_plan(activation_type, act_params)
-    return _delivered(chosen("activate")(x, *plan), quantizer, x.dtype)
+    if is_operator(plan, x):
+        made = operator_calls.activate(x, *plan, into(quantizer, x.dtype))
+        return made_tensor(made, quantizer, x.dtype)
+    return delivered(chosen("activate")(x, *plan), quantizer, x.dtype)
 
 
 def dact_lu(
@@ -131,8 +132,6 @@ def dact_lu(
     act_params: Mapping | activations.Limits | None = None,
 ) -> ScaledTensor | NoScaleTensor:
     """Gradient of the input of an activation, x [.., functions, columns], by dz [.., columns]."""
-    from transformer_engine.jax.cpp_extensions.casts import quantize_dact_dbias
-
     return quantize_dact_dbias(dz, x, activation_type, False, quantizer, act_params)[0]
 
 
@@ -152,10 +151,12 @@ def normalization_fwd(
     tuple
         The result; mean (None of an RMSNorm) and rsigma of rows, fp32 [..].
     """
-    kind = canonicalize_norm_type(norm_type)
-    norm = chosen("norm")
-    values, mean, rsigma = norm(kind, x, gamma, beta, zero_centered_gamma, epsilon)
-    return _delivered(values, quantizer, x.dtype), mean, rsigma
+    plan = norm_plan(norm_type, zero_centered_gamma, epsilon, beta)
+    if operator_calls.are_norms_on(x, gamma, beta):
+        made, statistics = operator_calls.norm(plan, x, gamma, beta, into(quantizer, x.dtype))
+        return made_tensor(made, quantizer, x.dtype), *statistics
+    values, mean, rsigma = chosen("norm")(plan.kind, x, gamma, beta, zero_centered_gamma, epsilon)
+    return delivered(values, quantizer, x.dtype), mean, rsigma
 
 
 def normalization_bwd(
@@ -169,10 +170,12 @@ def normalization_bwd(
     norm_type: str,
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of x, gamma and beta (None of an RMSNorm) by that of the result."""
-    del epsilon  # rsigma has it
-    kind, gradient = canonicalize_norm_type(norm_type), chosen("norm_gradient")
-    made = gradient(kind, dz, x, gamma, zero_centered_gamma, (mu, rsigma))
-    of_beta = made[2].astype(gamma.dtype) if kind == "layernorm" else None
+    plan = norm_plan(norm_type, zero_centered_gamma, epsilon, None)
+    if operator_calls.are_norms_on(x, gamma, dz):
+        return operator_calls.norm_gradient(plan, dz, x, gamma, (mu, rsigma))
+    gradient = chosen("norm_gradient")
+    made = gradient(plan.kind, dz, x, gamma, zero_centered_gamma, (mu, rsigma))
+    of_beta = made[2].astype(gamma.dtype) if plan.kind == "layernorm" else None
     return made[0].astype(x.dtype), made[1].astype(gamma.dtype), of_beta
 
 
@@ -227,6 +230,6 @@ def rmsnorm_bwd(
 
 
 def is_softmax_kernel_available(*args: Any, **kwargs: Any) -> bool:
-    """Return False: a softmax runs by its definition, of which XLA makes one kernel."""
+    """Return whether a softmax is an operator of the C library; of any sizes it is."""
     del args, kwargs
-    return False
+    return operator_calls.run_on()

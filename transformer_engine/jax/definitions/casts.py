@@ -137,7 +137,9 @@ def quantize(x: Array, cast: Cast, scale: Array | None = None, depth: int = 1) -
         Dims at the end that are summed over.
     """
     if cast.mode not in TILES:
-        raise NotImplementedError(f"{cast.mode.name}: no cast of JAX arrays is built")
+        raise NotImplementedError(
+            f"{cast.mode.name}: casts are those within custom calls of dense layers (docs/jax.md)"
+        )
     values = x.astype(jnp.float32)
     if cast.mode.is_tensor_scaling():
         if scale is None:

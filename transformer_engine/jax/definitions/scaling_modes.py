@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from transformer_engine import _core
+
 
 class ScalingMode(Enum):
     """Which elements share a scale, and where scales come from.
@@ -67,6 +69,12 @@ class Cast(NamedTuple):
     epsilon: float = 0.0  # smallest amax
     margin: int = 0  # of MXFP8
     square: bool = False  # of MXFP8: one scale for 32 x 32 values
+    options: int = 0  # of NVFP4: ``_core.CAST_*``
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether it rounds stochastically."""
+        return bool(self.options & _core.CAST_STOCHASTIC)
 
     @property
     def largest(self) -> float:

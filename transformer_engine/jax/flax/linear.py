@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax import Array
 
 from transformer_engine.common import recipe as recipes
+from transformer_engine.jax.attention_calls import pair_of
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.parameters import (
     _canonicalize_tuple,
@@ -22,6 +23,7 @@ from transformer_engine.jax.layernorm import canonicalize_norm_type, layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.quantize import (
     NVTE_FP8_COLLECTION_NAME,
+    QuantizeConfig,
     QuantizeMeta,
     QuantizeMetaSet,
     QuantizerFactory,
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 Initializer = Callable[..., Array]
+_STREAM = "sr_rng"  # of random keys, of stochastic rounding
 
 
 class Softmax(nn.Module):
@@ -78,6 +81,14 @@ class Softmax(nn.Module):
         return softmax(logits, mask, 1.0, self.softmax_fusion_type)
 
 
+def random_metas(module: nn.Module, config: QuantizeConfig) -> QuantizeMetaSet | None:
+    """State of the rounding of gradients; None where it needs none, or there is no stream."""
+    if not config.rounds_at_random or not module.has_rng(_STREAM):
+        return None
+    pair = pair_of(module.make_rng(_STREAM))
+    return QuantizeMetaSet(grad=QuantizeMeta(stochastic_rounding_rng_state=pair))
+
+
 class TransformerEngineBase(nn.Module):
     """Base of modules that cast operands: it makes their quantizers."""
 
@@ -93,7 +104,7 @@ class TransformerEngineBase(nn.Module):
 
         Variables are ``x``, ``kernel`` and ``grad``, each with `postfix` and ``_scale`` fp32 [1]
         or ``_amax_history`` fp32 [length]. They are only read: their "gradient" is their next
-        value.
+        value. Under NVFP4 gradients are rounded by numbers of the stream ``sr_rng``.
 
         Parameters
         ----------
@@ -109,13 +120,14 @@ class TransformerEngineBase(nn.Module):
             Not there yet.
         """
         config = get_quantize_config_with_recipe(fp8_recipe or get_global_quantize_recipe())
-        metas = None
         if config.has_state:
             collection = variable_collection or NVTE_FP8_COLLECTION_NAME
             length = config.amax_history_len
             metas = QuantizeMetaSet(
                 *(self._meta(collection, f"{n}{postfix}", length) for n in ("x", "kernel", "grad"))
             )
+        else:
+            metas = random_metas(self, config)
         return QuantizerFactory.create_set(
             fp8_recipe=config.recipe,
             checkpoint_name=quantization_checkpoint_name,
@@ -126,7 +138,7 @@ class TransformerEngineBase(nn.Module):
     def _meta(self, collection, name, length):
         """Scale and history of one operand."""
         fresh = QuantizeMeta.fresh(length)
-        names = zip(("scale", "amax_history"), fresh, strict=True)
+        names = zip(("scale", "amax_history"), fresh, strict=False)
         return QuantizeMeta(
             *(self.variable(collection, f"{name}_{of}", lambda v=v: v).value for of, v in names)
         )

@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen as nn
 from jax import Array
 
+from transformer_engine.jax.flax import whole_layer
 from transformer_engine.jax.flax.attention import (
     DotProductAttention,
     LoRAScope,
@@ -357,6 +358,9 @@ enable_sequence_parallel, scale_attn_logits, scaled_query_init, window_size, sof
             return branch + (normed if post else residual)
 
         inputs = with_sharding_constraint_by_logical_axes(inputs, (*axes, HIDDEN_AXES))
+        alone = not (decoder or decode or self.enable_relative_embedding)
+        if alone and whole_layer.runs(self, inputs, not deterministic):
+            return whole_layer.run(self, inputs, not deterministic)
         bias = self._bias(inputs.shape[dim], decode, max_decode_length)
         x, normed = self._attention(
             "self_attention" if decoder else "attention",

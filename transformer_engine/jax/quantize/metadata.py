@@ -10,8 +10,11 @@ from jax import Array
 class QuantizeMeta(NamedTuple):
     """State of one operand."""
 
-    scale: Array  # fp32 [1]
-    amax_history: Array  # fp32 [length]
+    scale: Array | None = None  # fp32 [1], of delayed scaling
+    amax_history: Array | None = None  # fp32 [length], likewise
+    stochastic_rounding_rng_state: Array | None = None
+    """uint32 [.., 4]: a seed and an offset of 64 bits, the low halves first; of NVFP4's gradients,
+    and of several devices the first one's."""
 
     @staticmethod
     def fresh(length: int) -> "QuantizeMeta":

@@ -128,6 +128,39 @@ class BlockScaleQuantizer(Quantizer):
 
 
 @dataclass
+class NVFP4Quantizer(Quantizer):
+    """E2M1 with an E4M3 scale for 16 values, or squares of them, and an amax for the tensor.
+
+    Dense layers cast by it within their plans; by itself it casts nothing (NotImplementedError).
+
+    Attributes
+    ----------
+    stochastic_rounding_rng_state : Array, optional
+        uint32 [.., 4], whose first four are a seed and an offset; for a cast that rounds
+        stochastically.
+    """
+
+    stochastic_rounding_rng_state: Array | None = None
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """Split into leaves and the rest."""
+        rest = (self.cast, self.q_layout, self.checkpoint_name)
+        return (self.stochastic_rounding_rng_state,), rest
+
+    @classmethod
+    def tree_unflatten(cls, rest: tuple, leaves: tuple) -> "NVFP4Quantizer":
+        """Undo `tree_flatten`."""
+        return cls(*rest, *leaves)
+
+    def use(self) -> tuple[state.Drawn | None, int]:
+        """Return the random pair of a call."""
+        drawn = self.stochastic_rounding_rng_state
+        if drawn is None or not self.cast.rounds_at_random:
+            return None, 0
+        return state.Drawn(drawn.reshape(-1)[:4].astype(jnp.uint32)), 0
+
+
+@dataclass
 class DelayedScaleQuantizer(Quantizer):
     """One scale for a tensor, of the amaxes of earlier steps.
 
@@ -186,8 +219,13 @@ class DelayedScaleQuantizer(Quantizer):
         self._reading[2] += 1
         return made, slot
 
-    def _scale(self, x: Array) -> Array:
+    def usable_scale(self) -> Array:
+        """The scale, fp32 [1], to cast with; ValueError or NaN where the state is a sum."""
         return state.usable_scale(self.scale, self.amax_history, self._rule)
+
+    def _scale(self, x: Array) -> Array:
+        del x
+        return self.usable_scale()
 
     def quantize(self, x: Array, *args: Any, **kwargs: Any) -> ScaledTensor:
         """Cast a tensor with the scale, as `Quantizer.quantize`; then `update` with its amax."""
@@ -205,6 +243,8 @@ class DelayedScaleQuantizer(Quantizer):
 _CLASSES = {
     ScalingMode.DELAYED_TENSOR_SCALING: DelayedScaleQuantizer,
     ScalingMode.CURRENT_TENSOR_SCALING: CurrentScaleQuantizer,
+    ScalingMode.NVFP4_1D_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_2D_SCALING: NVFP4Quantizer,
 }
 
 
@@ -265,7 +305,7 @@ class QuantizerFactory:
         scaling_mode : ScalingMode
             Which elements share a scale.
         q_dtype : dtype
-            float8_e4m3fn or float8_e5m2.
+            float8_e4m3fn or float8_e5m2; of NVFP4 float4_e2m1fn.
         q_layout : QuantizeLayout, optional
             Forms to make; both by default.
         n_groups : None
@@ -273,7 +313,8 @@ class QuantizerFactory:
         checkpoint_name : str, optional
             Name of results for the policies of `jax.checkpoint`.
         **kwargs :
-            Fields of the quantizer: `cast`, `scale`, `amax_history`, `amax_compute_algo`.
+            Fields of the quantizer: `cast`, `scale`, `amax_history`, `amax_compute_algo`,
+            `stochastic_rounding_rng_state`.
         """
         if n_groups:
             raise NotImplementedError(f"QuantizerFactory.create: n_groups={n_groups}: groups of a "
@@ -322,7 +363,7 @@ class QuantizerFactory:
         fp8_recipe : Recipe, optional
             By default that of the `autocast` in force; without one the set is empty.
         quantize_meta_set : QuantizeMetaSet, optional
-            Scales and histories of delayed scaling; fresh ones by default.
+            Scales and histories of delayed scaling, fresh ones by default; of NVFP4 random states.
         """
         from transformer_engine.jax.quantize.helper import get_global_quantize_recipe
 
@@ -360,4 +401,6 @@ class QuantizerFactory:
             fields |= {"amax_compute_algo": config.amax_compute_algo}
             meta = meta or QuantizeMeta.fresh(config.amax_history_len)
             fields |= {"scale": meta.scale, "amax_history": meta.amax_history}
+        if cast.mode.is_nvfp4_scaling and meta is not None:
+            fields["stochastic_rounding_rng_state"] = meta.stochastic_rounding_rng_state
         return QuantizerFactory.create(1, cast.mode, cast.dtype, layout, n_groups, name, **fields)

@@ -12,6 +12,7 @@ from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
 from transformer_engine.jax.quantize.tensor import TensorSource
 
 _DTYPES = {_core.DTYPE_E4M3: jnp.float8_e4m3fn, _core.DTYPE_E5M2: jnp.float8_e5m2}
+_FP4 = jnp.dtype(jnp.float4_e2m1fn)
 _MODES = {
     _core.RECIPE_DELAYED: ScalingMode.DELAYED_TENSOR_SCALING,
     _core.RECIPE_CURRENT: ScalingMode.CURRENT_TENSOR_SCALING,
@@ -28,12 +29,16 @@ def _cast_of(operand: OperandCast, recipe: recipes.Recipe) -> Cast | None:
     if operand.recipe == _core.RECIPE_BLOCK:
         mode = ScalingMode.BLOCK_2D_SCALING if squares else ScalingMode.BLOCK_1D_SCALING
         squares = False
+    elif operand.recipe == _core.RECIPE_NVFP4:
+        mode = ScalingMode.NVFP4_2D_SCALING if squares else ScalingMode.NVFP4_1D_SCALING
+        return Cast(mode, _FP4, options=operand.options)
     elif operand.recipe in _MODES:
         mode = _MODES[operand.recipe]
     else:
         raise NotImplementedError(
             f"{type(recipe).__name__}: no cast of JAX arrays is built; use DelayedScaling, "
-            "Float8CurrentScaling, Float8BlockScaling, Float8RowScaling or MXFP8BlockScaling"
+            "Float8CurrentScaling, Float8BlockScaling, Float8RowScaling, MXFP8BlockScaling or "
+            "NVFP4BlockScaling"
         )
     power_2 = bool(operand.options & _core.CAST_POWER_2)
     margin = recipe.margin if recipe.delayed() else operand.margin
@@ -46,13 +51,13 @@ def cast_of_mode(mode: ScalingMode, dtype: Any, margin: int = 0) -> Cast:
 
     Scales of 128 or 128 x 128 elements are powers of two, as those of the recipe.
     """
-    if mode.is_nvfp4_scaling:
-        raise NotImplementedError(f"{mode}: no cast of JAX arrays is built; use one to FP8")
-    dtypes = [jnp.dtype(known) for known in _DTYPES.values()]
+    known = [_FP4] if mode.is_nvfp4_scaling else _DTYPES.values()
+    dtypes = [jnp.dtype(each) for each in known]
     if dtype is None or jnp.dtype(dtype) not in dtypes:
         raise ValueError(f"{mode} makes {' or '.join(map(str, dtypes))}, not {dtype}")
     tiles = mode in (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING)
-    return Cast(mode, jnp.dtype(dtype), power_2=tiles, margin=margin)
+    squares = _core.CAST_TILES_2D * (mode is ScalingMode.NVFP4_2D_SCALING)
+    return Cast(mode, jnp.dtype(dtype), power_2=tiles, margin=margin, options=squares)
 
 
 def check_recipe(recipe: recipes.Recipe) -> None:
@@ -109,11 +114,16 @@ class QuantizeConfig:
 
     @classmethod
     def of_mode(cls, mode: ScalingMode, fwd_dtype: Any, bwd_dtype: Any) -> "QuantizeConfig":
-        """Make that of one mode for all operands; dtypes are E4M3 and E5M2 by default."""
+        """Make that of one mode for all operands.
+
+        Dtypes are E4M3 and E5M2 by default, of NVFP4 E2M1.
+        """
         made = cls(None)
         if mode is ScalingMode.NO_SCALING:
             return made
         forward, backward = fwd_dtype or jnp.float8_e4m3fn, bwd_dtype or jnp.float8_e5m2
+        if mode.is_nvfp4_scaling:
+            forward, backward = fwd_dtype or _FP4, bwd_dtype or _FP4
         made.casts = tuple(cast_of_mode(mode, d) for d in (forward, forward, backward))
         made.fast = _core.LINEAR_FAST_OUTPUT if mode.is_tensor_scaling() else 0
         if mode is ScalingMode.DELAYED_TENSOR_SCALING:
@@ -128,6 +138,12 @@ class QuantizeConfig:
         """Return the mode of an operand."""
         cast = self.casts[tensor_source.value]
         return ScalingMode.NO_SCALING if cast is None else cast.mode
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether gradients are rounded stochastically."""
+        grad = self.casts[TensorSource.DGRAD.value]
+        return grad is not None and grad.rounds_at_random
 
     @property
     def has_state(self) -> bool:

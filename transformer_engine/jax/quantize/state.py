@@ -75,6 +75,12 @@ def look(scale: Array, history: Array, rule: Rule) -> Use:
     return Use(usable_scale(scale, history, rule), jnp.zeros((USES, 2), jnp.float32))
 
 
+class Drawn(NamedTuple):
+    """What one call has of random numbers."""
+
+    pair: Array  # uint32 [4]: a seed and an offset
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def read(scale: Array, history: Array, rule: Rule) -> Use:
     """Read a state; differentiating gives the next one."""
