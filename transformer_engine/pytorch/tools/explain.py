@@ -59,13 +59,12 @@ def _packed_sizes(given: dict, inp: Tensor) -> tuple[int, ...]:
 
 def _in_one_piece(module: torch.nn.Module, recipe: Any) -> list[str]:
     """A line where GEMMs may run in pieces beside collectives, and a recipe keeps them from it."""
-    by_tensor = recipe.custom() or recipe.delayed() or recipe.float8_current_scaling()
     parts = [m for m in module.modules() if getattr(m, "sequence_parallel", False)]
-    if by_tensor or not any(any(part.overlaps[1]) for part in parts):
+    if not (recipe.mxfp8() or recipe.nvfp4()) or not any(any(p.overlaps[1]) for p in parts):
         return []
     return [
-        f"GEMMs run in one piece under {type(recipe).__name__}: ub_overlap_ag and ub_overlap_rs "
-        "cut rows, which have scales of their own"
+        f"GEMMs run in one piece under {type(recipe).__name__}, whatever ub_overlap_ag and "
+        "ub_overlap_rs say: each piece would multiply the whole weight out"
     ]
 
 
