@@ -132,11 +132,11 @@ class Layout:
         if self.cp > 1:
             ranks = dist.get_process_group_ranks(self.cp_group)
             layer.set_context_parallel_group(self.cp_group, ranks, self.cp_stream, "p2p")
+        self._shard(layer)
         if self.tp > 1:
             for name, parameter in layer.named_parameters():
                 if getattr(parameter, "tensor_model_parallel", False):
                     self.split_dims[f"{prefix}.{name}"] = parameter.partition_dim
-        self._shard(layer)
         return layer
 
     def _shard(self, module: torch.nn.Module) -> None:

@@ -41,7 +41,7 @@ class CompositeLayer(NativeModule):
 
     def __getstate__(self) -> dict:
         """Copy and pickle without calls."""
-        return {**self.__dict__, **_no_calls()}
+        return {**super().__getstate__(), **_no_calls()}
 
     def _replicate_for_data_parallel(self) -> "CompositeLayer":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""

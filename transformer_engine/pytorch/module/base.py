@@ -18,6 +18,7 @@ from transformer_engine.pytorch.execution.recompute_frames import Entry
 from transformer_engine.pytorch.execution.thread_state import current_state
 from transformer_engine.pytorch.module import program_names
 from transformer_engine.pytorch.module.fp8_meta import Fp8Meta, live_values
+from transformer_engine.pytorch.module.parameters import keep_marks, marks_of
 from transformer_engine.pytorch.module.program_names import *  # noqa: F403 - programs import them from here
 from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.scaling_state import arenas, scaling
@@ -63,6 +64,31 @@ class NativeModule(torch.nn.Module):
             f"{type(self).__name__}: torch.jit.trace would record the output as a constant; use "
             "torch.compile"
         )
+
+    def _marks(self) -> dict[str, dict[str, Any]]:
+        """Marks of the module's own parameters, by name."""
+        return {name: marks_of(p) for name, p in self._parameters.items() if p is not None}
+
+    def _keep_marks(self, marks: Mapping[str, dict[str, Any]]) -> None:
+        for name, given in marks.items():
+            keep_marks(given, self._parameters[name])
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "NativeModule":
+        """Convert or move the parameters; new ones have the marks of those before."""
+        marks = self._marks()
+        super()._apply(fn, recurse)
+        self._keep_marks(marks)
+        return self
+
+    def __getstate__(self) -> dict:
+        """Copy and pickle with the marks of parameters, which copies of them have not."""
+        return {**super().__getstate__(), "_copied_marks": self._marks()}
+
+    def __setstate__(self, state: dict) -> None:
+        """Restore a copy or a pickle."""
+        marks = state.pop("_copied_marks", {})
+        super().__setstate__(state)
+        self._keep_marks(marks)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute that is no parameter, buffer or module, past `torch.nn.Module`."""
@@ -415,7 +441,7 @@ class Fp8Module(NativeModule):
 
     def __getstate__(self) -> dict:
         """Copy and pickle with the values of the scaling state, not with its chunks."""
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         state["_loaded_state"] = self._state_values()
         state["_slots"] = None
         state["_quantization"] = None

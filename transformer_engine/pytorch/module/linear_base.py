@@ -27,6 +27,8 @@ from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import (
     add_grad,
+    keep_marks,
+    marks_of,
     refuse_distributed,
     reset_linear,
 )
@@ -136,8 +138,11 @@ class LinearBase(LinearCallBase):
         parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
         if name in parameters:
             refuse_distributed(type(self).__name__, name, value)
+            marks = {} if parameters[name] is None else marks_of(parameters[name])
             if not replaces(self, name, value):
                 super().__setattr__(name, value)
+            if parameters[name] is not None:
+                keep_marks(marks, parameters[name])
             self._forget_casts_of(name)
             return
         self._check_name(name)
@@ -170,7 +175,12 @@ class LinearBase(LinearCallBase):
         """Convert or move the parameters; what was kept of the old ones goes."""
         self._weight_caches = (None,) * len(self.LINEARS)
         self._forget_calls()
-        return super()._apply(quantized.converted(fn), recurse)
+        first = {name: quantized.first_values(p) for name, p in self._parameters.items()}
+        super()._apply(quantized.converted(fn), recurse)
+        for name, value in first.items():
+            if value is not None and is_quantized(self._parameters[name]):
+                quantized.preserve(self._parameters[name], value)
+        return self
 
     def _load_from_state_dict(self, *given: Any) -> None:
         """Load the module's own state; what was kept of the former weights goes.

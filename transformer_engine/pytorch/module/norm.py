@@ -34,6 +34,8 @@ from transformer_engine.pytorch.module.parameters import (
     checked_eps,
     device_of,
     have_memory,
+    keep_marks,
+    marks_of,
     reset_norm,
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
@@ -72,14 +74,21 @@ class NormModule(NativeModule):
         self._places: dict[tuple, tuple] | None = None  # see `_find_places`
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a setting counts from the next call on."""
+        """Set an attribute; a setting counts from the next call on.
+
+        A parameter keeps the marks of the one that it replaces.
+        """
+        parameters = self.__dict__.get("_parameters", {})
+        former = parameters.get(name)
         super().__setattr__(name, value)
+        if former is not None and parameters.get(name) is not None:
+            keep_marks(marks_of(former), parameters[name])
         if name in _SETTINGS:  # calls were kept under the old one
             self.__dict__.update(_kept_calls={}, _places=None)
 
     def __getstate__(self) -> dict:
         """Copy and pickle without plans and calls."""
-        return {**self.__dict__, "_plans": {}, "_kept_calls": {}, "_places": None}
+        return {**super().__getstate__(), "_plans": {}, "_kept_calls": {}, "_places": None}
 
     def _replicate_for_data_parallel(self) -> "NormModule":
         """Copy for `torch.nn.DataParallel`, without calls: its parameters are others."""

@@ -16,6 +16,11 @@ from transformer_engine.pytorch.torchside.modes import active_device
 
 WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""
+MARKS = frozenset(
+    ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+    + ("skip_backward_post_hook", "allreduce", "average_gradients_across_tp_domain")
+)
+"""Attributes by which modules and frameworks tell programs what to do with a parameter."""
 
 
 def default_device() -> torch.device:
@@ -40,6 +45,17 @@ def have_memory(module: Module) -> bool:
     `torch.nn.Module.register_parameter`, so that they come out on the meta device.
     """
     return not any(parameter.is_meta for parameter in module.parameters(recurse=False))
+
+
+def marks_of(parameter: Tensor) -> dict[str, Any]:
+    """Those of `MARKS` that a parameter has, with their values."""
+    return {name: value for name, value in vars(parameter).items() if name in MARKS}
+
+
+def keep_marks(marks: Mapping[str, Any], parameter: Tensor) -> None:
+    """Give a parameter the marks of the one whose place it takes, as far as it has none itself."""
+    for name, value in marks.items():
+        vars(parameter).setdefault(name, value)
 
 
 def refuse_options(module: str, **arguments: tuple[Any, Any]) -> None:

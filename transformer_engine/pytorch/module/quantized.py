@@ -398,7 +398,7 @@ def quantize_weights(module: Any, names: Sequence[str], init: QuantizedInit) -> 
             made = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
         if init.preserve:
-            _preserve(made, parameter.detach().cpu())
+            preserve(made, parameter.detach().cpu())
         setattr(module, name, made)
 
 
@@ -476,15 +476,15 @@ def _weight_quantizer(
     return made
 
 
-def _preserve(parameter: Any, value: Tensor) -> None:
+def preserve(parameter: Any, value: Tensor) -> None:
     """Keep the first values with a parameter, under the names that programs ask by."""
     parameter._high_precision_init_val = value
-    parameter.get_high_precision_init_val = MethodType(_get_init_val, parameter)
+    parameter.get_high_precision_init_val = MethodType(first_values, parameter)
     parameter.clear_high_precision_init_val = MethodType(_clear_init_val, parameter)
 
 
-def _get_init_val(parameter: Any) -> Tensor | None:
-    """The values that a parameter began with, in high precision on the CPU; None once cleared."""
+def first_values(parameter: Any) -> Tensor | None:
+    """The values that a parameter began with, in high precision on the CPU; None where not kept."""
     return getattr(parameter, "_high_precision_init_val", None)
 
 
