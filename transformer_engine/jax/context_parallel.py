@@ -381,10 +381,10 @@ class _Ring:
             return problem, Limits(None, None)
         batch, tokens = shape[:2]
         before = of_keys[1][0, 0] < of_queries[1][0, 0]
-        few = tokens // 2 if self._turns else 0
-        lengths = (tokens, few), (few, tokens)  # of queries, and of keys
-        if not self._turns:
-            lengths = (tokens, tokens), (tokens, 0)
+        # Of queries and of keys: of a device before this one, and of one behind it.
+        lengths = (tokens, tokens), (tokens, 0)
+        if self._turns:
+            lengths = (tokens, tokens // 2), (tokens // 2, tokens)
         lengths = (jnp.where(before, *map(jnp.int32, each)) for each in lengths)
         limits = Limits(None, None, tuple(jnp.broadcast_to(each, batch) for each in lengths))
         return problem._replace(causal=False), limits
