@@ -13,7 +13,7 @@ import pytest
 from comparators import assert_nmse
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_arrays import bits, normal, to_torch
-from tols import BF16, F32, tol
+from tols import BF16, E5M2, F32, tol
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
@@ -165,9 +165,9 @@ class Spread:
         return made, compiled.as_text(), ran
 
 
-def assert_close(found, wanted, parts, dtype):
+def assert_close(found, wanted, parts, dtype, more=0.0):
     """Sums of so many parts, each rounded to the dtype; all other numbers are the same bits."""
-    bound = tol("round", dtype) * 2 * parts + tol("sum", F32, 4 * parts)
+    bound = tol("round", dtype) * 2 * parts + tol("sum", F32, 4 * parts) + more
     assert_nmse(to_torch(found), to_torch(wanted).double(), bound)
 
 
@@ -175,11 +175,15 @@ def check(rng, layer, recipe, dtype, cut, devices):
     """Results are those of one device, products are in FP8; returns what was reduced."""
     spread = Spread(rng, layer, recipe, dtype, cut, devices)
     wanted, (found, text, ran) = spread.on_one(), spread.on_mesh()
-    for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(wanted[2]), strict=True):
-        assert np.array_equal(bits(a), bits(b)), "scaling state"
-    jax.tree.map(
-        functools.partial(assert_close, parts=len(devices), dtype=dtype), found[:2], wanted[:2]
-    )
+    close = functools.partial(assert_close, parts=len(devices), dtype=dtype)
+    same_products = devices[0].platform == "cpu"  # of other sizes: a GPU may add in another order
+    if layer == "layernorm_mlp" and not same_products:  # then some of what follows is cast anew
+        close = functools.partial(close, more=tol("recast", E5M2) / 32)
+        jax.tree.map(close, found[2], wanted[2])
+    else:
+        for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(wanted[2]), strict=True):
+            assert np.array_equal(bits(a), bits(b)), "scaling state"
+    jax.tree.map(close, found[:2], wanted[:2])
     products = 3 * len(devices) * (2 if layer == "layernorm_mlp" else 1)
     expected = (0, products) if recipe == "none" else (products, 0)
     assert (ran.fp8_gemms, ran.other_gemms) == expected

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of axes: which axis of the mesh a dim of a tensor is spread over.
 
-Everything this package computes is plain JAX, so that XLA divides it among devices and inserts the
-collectives; constraints say which way is wanted, and results are the same without them.
+XLA divides what this package computes among devices, and inserts the collectives; constraints say
+which way is wanted, and results are the same without them.
 """
 
 from collections.abc import Iterator, Sequence
