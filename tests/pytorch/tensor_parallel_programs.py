@@ -2,6 +2,7 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+import os
 from functools import partial
 from unittest import mock
 
@@ -334,6 +335,34 @@ def unshared(device):
         layer(torch.randn(32, 32, device=device, requires_grad=True)).sum().backward()
         assert layer.weight.grad is not None
     return [layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.tp_size]
+
+
+def other_rows(device, kind, recipe):
+    """What calls say to which ranks come with other numbers of rows, and whether one goes on.
+
+    The second one repeats a kind that all ranks have agreed on, on rank 0 alone.
+    """
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
+    with torch.device(device):
+        options = {"dtype": torch.float32, "sequence": True}
+        module = make(kind, ranks, dist.group.WORLD, **options)
+        columns = HIDDEN // ranks if kind == "row" else HIDDEN
+    autocast = te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe])
+
+    def call(rows):
+        with autocast:
+            module(torch.ones(rows, 2, columns, device=device)).sum().backward()
+
+    execution._MADE.clear()  # other tests have run some of these kinds
+    others = 16 * (1 + rank)
+    for rows, variables in ((others, {}), (16, {}), (others, {"TE_CHECK_RANKS": "1"})):
+        try:
+            with mock.patch.dict(os.environ, variables):
+                call(rows * ranks if kind == "row" else rows)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def refusals(device):

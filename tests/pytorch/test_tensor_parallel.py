@@ -290,6 +290,22 @@ def test_a_layer_of_experts_exchanges_nothing(ranks):
         assert marks == [True, 0, 1]
 
 
+@four_too
+@pairs(kind=["column", "row", "mlp", "layer"], recipe=["none", "current"])
+def test_other_rows(ranks, kind, recipe):
+    """Ranks with other numbers of rows get an error in the first call of a kind, or are asked to.
+
+    They go on after it.
+    """
+    if ranks.size == 1:
+        pytest.skip("one rank has all rows")
+    for first, good, checked in ranks.run(programs.other_rows, kind, recipe):
+        assert good == ""
+        for said in (first, checked):
+            assert "the ranks of tp_group do not make the same call: rank 0: [" in said
+            assert f"; rank {ranks.size - 1}: [" in said
+
+
 REFUSED = {
     "no group": "RuntimeError: Linear: tp_size={n}, and no tp_group: call set_tensor_parallel_gr",
     "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
