@@ -14,6 +14,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.execution import collectives as execution
+from transformer_engine.pytorch.module import overlap, user_buffers
 from transformer_engine.pytorch.torchside import collectives as torchside
 
 RECIPES = {
@@ -234,6 +235,9 @@ def chosen_overlaps(device):
     note("method", shape, ranks, ub_cfgs={"fc1_fprop": {"method": "none"}})
     note("cublasmp", shape, ranks, with_cublasmp=True)
     note("size", shape, ranks + 1)
+    note("gemm", shape, ranks, ub_cfgs={"nonsense_fprop": {"method": "bulk"}})
+    note("layer", shape, ranks, widths={"fc3": 32})
+    note("width", shape, ranks, widths={"fc1": 32 * ranks + 1})
     told = [
         {f"fc1_{gemm}": {"method": how} for gemm in ("fprop", "dgrad")}
         for how in ("ring_exchange", "bulk")
@@ -243,9 +247,27 @@ def chosen_overlaps(device):
         note("twice", shape, ranks)
         found["initialized"].append(te.module.base.is_ub_initialized())
         found["told"] = made(), [does for each in made("qkv") for does in each]
+        found["unnamed"] = made(None)
     finally:
         te.destroy_ub()
     found["initialized"].append(te.module.base.is_ub_initialized())
+    found["shapes"] = []
+    sizes = {"qkv": 48 * ranks, "fc1": 96 * ranks}
+
+    def times(functions, device):
+        """Seconds that say that pieces are faster for the third and fourth layer alone."""
+        for function in functions:
+            function()
+        layer, number = functions[0].__defaults__[0], len(found["shapes"])
+        found["shapes"].append((layer.in_features, layer.out_features))
+        return [float((number >= 4) != bool(number % 2))] * 2
+
+    with mock.patch.object(user_buffers, "_times", times):
+        te.initialize_ub(shape, ranks, use_fp8=True, dtype=torch.float32, widths=sizes)
+    try:
+        found["by layer"] = {name: made(name) for name in overlap.LAYERS}
+    finally:
+        te.destroy_ub()
     return found
 
 
@@ -393,6 +415,14 @@ def refusals(device):
         bshd = {"set_parallel_mode": True, "sequence_parallel": True, "qkv_format": "bshd"}
         note("batch first", lambda: te.MultiheadAttention(64, 8, tp_group=world, **bshd))
         heads = {"set_parallel_mode": True, "num_gqa_groups": 1}
+        both = {"ub_overlap_rs_dgrad": True, "ub_bulk_wgrad": True, "sequence_parallel": True}
+        column = {"parallel_mode": "column", "tp_group": world}
+        note("exclusive", lambda: te.Linear(8, 8 * ranks, **column, **both))
+        summed = {"ub_tp_comm_overlap": True, "ub_overlap_rs_dgrad": True}
+        layer = {"tp_group": world, "sequence_parallel": True, "set_parallel_mode": True}
+        note("exclusive of a layer", lambda: te.TransformerLayer(64, 64, 8, **layer, **summed))
+        terms = {"tp_group": world, "sequence_parallel": True}
+        note("terms", lambda: te.LayerNormMLP(64, 64, **terms))
         note("groups", lambda: te.MultiheadAttention(64, 8, tp_group=world, **heads))
         row = make("row", ranks, world, sequence=True, **common)
         note("rows", lambda: row(torch.ones(ranks * 16 + 1, HIDDEN // ranks)))

@@ -214,11 +214,31 @@ def test_chosen_overlaps(ranks):
         told, measured = found["told"]
         assert told == ((True, False, True), (False, False, False))
         assert all(type(does) is bool for does in measured)
+        assert found["unnamed"] == ((False,) * 3,) * 2
         assert found["initialized"] == [False, True, False]
         assert found["twice"].startswith("RuntimeError: initialize_ub: it was called before")
         assert found["method"].startswith("ValueError: initialize_ub: fc1_fprop: method='none'")
         assert found["cublasmp"].startswith("NotImplementedError: initialize_ub: with_cublasmp")
         assert found["size"].startswith("ValueError: initialize_ub: tp_size=")
+        assert found["gemm"].startswith("ValueError: initialize_ub: ub_cfgs: nonsense_fprop=")
+        assert found["layer"].startswith("ValueError: initialize_ub: widths: fc3='fc3'")
+        assert found["width"].startswith("ValueError: initialize_ub: widths=")
+
+
+def test_each_layer_is_measured_by_its_shape(ranks):
+    """The other mode, which was not measured, runs not in pieces."""
+    n = ranks.size
+    h = 32 * n
+    shapes = [(h, 48), (h // n, h), (h, 96), (4 * h // n, h)]
+    never = (False, False, False)
+    wanted = dict.fromkeys(("qkv", "proj"), never)
+    wanted |= {"fc1": (True, False, False), "fc2": (True, False, True)}
+    for found in ranks.run(programs.chosen_overlaps):
+        measured = [shape for shape in shapes for _ in range(2)]
+        assert found["shapes"] == (measured if n > 1 else [])
+        assert all(plain == never for plain, _ in found["by layer"].values())
+        by_layer = {name: quantized for name, (_, quantized) in found["by layer"].items()}
+        assert by_layer == (wanted if n > 1 else dict.fromkeys(wanted, never))
 
 
 @four_too
@@ -315,6 +335,9 @@ REFUSED = {
     "made for one": "ValueError: Linear: tp_group has {n} ranks, the module was made for 1",
     "no mode": "ValueError: MultiheadAttention: tp_size={n} with set_parallel_mode=False",
     "batch first": "ValueError: MultiheadAttention: sequence_parallel=True with qkv_format='bshd'",
+    "exclusive": "ValueError: Linear: ub_overlap_rs_dgrad=True with ub_bulk_dgrad=False, ub_bulk_w",
+    "exclusive of a layer": "ValueError: TransformerLayer: ub_overlap_rs_dgrad=True with ub_bulk_d",
+    "terms": "ValueError: LayerNormMLP: tp_size={n}, sequence_parallel=True with set_parallel_mod",
     "groups": "ValueError: DotProductAttention: num_gqa_groups=1 is no multiple of tp_size={n}",
     "rows": "ValueError: ",
     "fp8_output": "NotImplementedError: Linear: fp8_output=True: a sum over {n} ranks",
