@@ -3,7 +3,9 @@
 
 import contextlib
 import os
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -29,6 +31,7 @@ RECIPES = {
     ),
 }
 HIDDEN, FFN, HEADS, TILE = 128, 256, 8, 128
+DEATH = 5  # seconds that ranks wait for one that has ended
 WARM_UPS = 3  # steps before a capture: communicators are made, and weights get gradients
 _ROW = ("proj.", "fc2_")
 """Names of what is split by inputs."""
@@ -385,6 +388,35 @@ def other_rows(device, kind, recipe):
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def dies(device, kind, end, recipe, folder):
+    """The last rank ends in the middle of a step; the others write their errors to a folder."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=DEATH))
+    with torch.device(device):
+        module = make(kind, ranks, group, dtype=torch.float32, sequence=True)
+    x = torch.ones(16, 2, HIDDEN, device=device)
+    autocast = te.autocast(
+        enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe], amax_reduction_group=group
+    )
+
+    def step(end=None):
+        if end == "before":
+            os._exit(0)
+        with autocast:
+            out = module(x)
+        if end == "between":
+            os._exit(0)
+        out.sum().backward()
+
+    step()
+    dist.barrier()
+    try:
+        step(end if rank == ranks - 1 else None)
+    except RuntimeError as error:
+        (Path(folder) / str(rank)).write_text(str(error))
+        raise
 
 
 def refusals(device):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch import tensor_parallel_programs as programs
-from pytorch.ranks import FOUR_TOO, GROUPS
+from pytorch.ranks import FOUR_TOO, GROUPS, Ranks
 from thinning import in_turns, pairs
 from tols import BF16, E5M2, F32, tol
 
@@ -324,6 +324,24 @@ def test_other_rows(ranks, kind, recipe):
         for said in (first, checked):
             assert "the ranks of tp_group do not make the same call: rank 0: [" in said
             assert f"; rank {ranks.size - 1}: [" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "recipe"), [("mlp", "before", "none"), ("layer", "between", "current")]
+)
+def test_a_rank_dies(kind, end, recipe, tmp_path):
+    """In the middle of a step: the others get an error within the time-out of their group.
+
+    In processes of its own, as those that wait for more functions would wait for the dead one.
+    """
+    ranks = Ranks("cpu", 2)
+    try:
+        with pytest.raises((AssertionError, EOFError, ConnectionError)):
+            ranks.run(programs.dies, kind, end, recipe, str(tmp_path))
+    finally:
+        ranks.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert (tmp_path / "0").read_text()
 
 
 REFUSED = {
