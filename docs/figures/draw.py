@@ -137,16 +137,16 @@ def scale_layouts() -> plt.Figure:
 COMPUTES, SENDS, MAY_OVERLAP = "#dbe9f4", "#eeb6a5", "#f6d8cf"
 PASSES = {
     "forward": (
-        ("norm,\ncast", 0.8, ""), ("", 1.0, "gather codes?"), ("qkv", 1.2, ""),
+        ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("qkv", 1.2, ""),
         ("attention", 1.4, ""), ("proj", 1.0, ""), ("", 1.0, "reduce-scatter?"),
-        ("norm,\ncast", 0.8, ""), ("", 1.0, "gather codes?"), ("fc1", 1.4, ""),
+        ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("fc1", 1.4, ""),
         ("activ.,\ncast", 0.8, ""), ("fc2", 1.4, ""), ("", 1.0, "reduce-scatter?"),
     ),
     "backward": (
-        ("cast", 0.6, ""), ("", 1.0, "gather codes?"), ("fc2\ndgrad", 1.0, ""),
-        ("fc2\nwgrad", 1.0, ""), ("activ.,\ncast", 0.8, ""), ("fc1\ndgrad", 1.2, "gather saved"),
+        ("cast", 0.6, ""), ("", 1.0, "gather codes?"), ("fc2\nwgrad", 1.0, ""),
+        ("fc2\ndgrad", 1.0, ""), ("activ.,\ncast", 0.8, ""), ("fc1\ndgrad", 1.2, "gather saved"),
         ("fc1\nwgrad", 1.2, "reduce-scatter"), ("norm,\ncast", 0.8, ""), ("", 1.0, "gather codes?"),
-        ("proj\ndgrad", 0.9, ""), ("proj\nwgrad", 0.9, ""), ("attention", 1.4, ""),
+        ("proj\nwgrad", 0.9, ""), ("proj\ndgrad", 0.9, ""), ("attention", 1.4, ""),
         ("qkv\ndgrad", 1.2, "gather saved"), ("qkv\nwgrad", 1.2, "reduce-scatter"),
         ("norm", 0.6, ""),
     ),
