@@ -140,11 +140,11 @@ PASSES = {
         ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("qkv", 1.2, ""),
         ("attention", 1.4, ""), ("proj", 1.0, ""), ("", 1.0, "reduce-scatter?"),
         ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("fc1", 1.4, ""),
-        ("activ.,\ncast", 0.8, ""), ("fc2", 1.4, ""), ("", 1.0, "reduce-scatter?"),
+        ("act,\ncast", 0.8, ""), ("fc2", 1.4, ""), ("", 1.0, "reduce-scatter?"),
     ),
     "backward": (
         ("cast", 0.6, ""), ("", 1.0, "gather codes?"), ("fc2\nwgrad", 1.0, ""),
-        ("fc2\ndgrad", 1.0, ""), ("activ.,\ncast", 0.8, ""), ("fc1\ndgrad", 1.2, "gather saved"),
+        ("fc2\ndgrad", 1.0, ""), ("act,\ncast", 0.8, ""), ("fc1\ndgrad", 1.2, "gather saved"),
         ("fc1\nwgrad", 1.2, "reduce-scatter"), ("norm,\ncast", 0.8, ""), ("", 1.0, "gather codes?"),
         ("proj\nwgrad", 0.9, ""), ("proj\ndgrad", 0.9, ""), ("attention", 1.4, ""),
         ("qkv\ndgrad", 1.2, "gather saved"), ("qkv\nwgrad", 1.2, "reduce-scatter"),

@@ -121,9 +121,9 @@ class TensorParallel:
         """Check and keep the arguments of the constructor.
 
         `overlaps` are ub_overlap_ag and ub_overlap_rs, `backward` is ub_overlap_rs_dgrad and the
-        bulk ones of dgrad and wgrad, which exclude it: ValueError. TypeError or ValueError for no group, no mode, no kind of reduction or no number of ranks,
-        or another one than the group has; NotImplementedError for a kind of reduction that is not
-        there.
+        bulk ones of dgrad and wgrad, which exclude it: ValueError. TypeError or ValueError for no
+        group, no mode, no kind of reduction or no number of ranks, or another one than the group
+        has; NotImplementedError for a kind of reduction that is not there.
         """
         kind = type(self).__name__
         _expect_group(kind, "tp_group", tp_group)

@@ -102,11 +102,7 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
         raise ValueError(f"initialize_ub: shape={tuple(shape)}, expected multiples of {tp_size}")
     if dtype not in _DTYPES:
         raise ValueError(f"initialize_ub: dtype={dtype}")
-    given = widths or {}
-    one_of("initialize_ub", LAYERS, **{f"widths: {name}": name for name in given})
-    sizes = {name: given.get(name, times * shape[1]) for name, times in _WIDTHS.items()}
-    if any(size < 1 or size % tp_size for size in sizes.values()):
-        raise ValueError(f"initialize_ub: widths={sizes}, expected multiples of {tp_size}")
+    sizes = _sizes(widths or {}, shape[1], tp_size)
     default = UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE
     modes = [default] if quantization_modes is None else list(quantization_modes)
     told = ub_cfgs or {}
@@ -123,6 +119,15 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
         choose(mode, measured | methods)
     if group is not None:
         torch.distributed.destroy_process_group(group)
+
+
+def _sizes(widths: Mapping[str, int], features: int, ranks: int) -> dict[str, int]:
+    """Features on the other side of each layer, of all ranks; `widths` are those given."""
+    one_of("initialize_ub", LAYERS, **{f"widths: {name}": name for name in widths})
+    sizes = {name: widths.get(name, times * features) for name, times in _WIDTHS.items()}
+    if any(size < 1 or size % ranks for size in sizes.values()):
+        raise ValueError(f"initialize_ub: widths={sizes}, expected multiples of {ranks}")
+    return sizes
 
 
 def _methods(configuration: Mapping) -> dict[str, bool]:
