@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of docs/formats_and_recipes.md beside this file.
+"""Draw the pictures of docs/formats_and_recipes.md and docs/distributed.md beside this file.
 
     python docs/figures/draw.py [FOLDER]
 
@@ -134,10 +134,58 @@ def scale_layouts() -> plt.Figure:
     return figure
 
 
+COMPUTES, SENDS, MAY_OVERLAP = "#dbe9f4", "#eeb6a5", "#f6d8cf"
+PASSES = {
+    "forward": (
+        ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("qkv", 1.2, ""),
+        ("attention", 1.4, ""), ("proj", 1.0, ""), ("", 1.0, "reduce-scatter?"),
+        ("norm,\ncast", 0.8, ""), ("cast\nweight", 1.0, "gather codes?"), ("fc1", 1.4, ""),
+        ("act,\ncast", 0.8, ""), ("fc2", 1.4, ""), ("", 1.0, "reduce-scatter?"),
+    ),
+    "backward": (
+        ("cast", 0.6, ""), ("", 1.0, "gather codes?"), ("fc2\nwgrad", 1.0, ""),
+        ("fc2\ndgrad", 1.0, ""), ("act,\ncast", 0.8, ""), ("fc1\ndgrad", 1.2, "gather saved"),
+        ("fc1\nwgrad", 1.2, "reduce-scatter"), ("norm,\ncast", 0.8, ""), ("", 1.0, "gather codes?"),
+        ("proj\nwgrad", 0.9, ""), ("proj\ndgrad", 0.9, ""), ("attention", 1.4, ""),
+        ("qkv\ndgrad", 1.2, "gather saved"), ("qkv\nwgrad", 1.2, "reduce-scatter"),
+        ("norm", 0.6, ""),
+    ),
+}  # fmt: skip
+"""Steps of a layer in their order: what a rank computes, how wide it is drawn, and what is sent
+meanwhile. A "?" behind that: it may travel beside the GEMM that is next to it, in pieces."""
+
+
+def collectives() -> plt.Figure:
+    """Collectives of a Transformer layer under tensor and sequence parallelism, over time."""
+    figure, places = plt.subplots(2, 1, figsize=(9.6, 3.6), layout="constrained")
+    for axes, (name, steps) in zip(places, PASSES.items(), strict=True):
+        left = 0.0
+        for computes, width, sent in steps:
+            color = MAY_OVERLAP if sent.endswith("?") else SENDS
+            for text, y, shade in ((computes, 1.1, COMPUTES), (sent.rstrip("?"), 0.0, color)):
+                if text:
+                    box = Rectangle((left, y), width, 1.0, facecolor=shade, edgecolor="0.4")
+                    axes.add_patch(box)
+                    lines = text.replace(" ", "\n").replace("-", "-\n")
+                    axes.annotate(
+                        lines, (left + width / 2, y + 0.5), ha="center", va="center", fontsize=6.5
+                    )
+            left += width
+        axes.set_xlim(0.0, left)
+        axes.set_ylim(-0.05, 2.15)
+        axes.set_yticks((0.5, 1.6), ("travels", "computes"))
+        axes.set_xticks(())
+        axes.tick_params(left=False)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_title(f"{name}, one rank, from left to right", loc="left")
+    return figure
+
+
 PICTURES: dict[str, Callable[[], plt.Figure]] = {
     "number_lines": number_lines,
     "errors": errors,
     "scale_layouts": scale_layouts,
+    "collectives": collectives,
 }
 
 

@@ -28,7 +28,7 @@ def drawn(draw, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["number_lines", "errors", "scale_layouts"])
+@pytest.mark.parametrize("name", ["number_lines", "errors", "scale_layouts", "collectives"])
 def test_pictures_show_what_the_script_draws(drawn, name):
     assert differences(drawn / f"{name}.svg", DOCS / f"figures/{name}.svg") == []
 
@@ -43,7 +43,8 @@ def test_a_value_that_is_not_drawn_or_elsewhere_is_found(draw, drawn, tmp_path, 
 
 
 def test_every_picture_is_drawn_kept_and_shown(draw, drawn):
-    page = (DOCS / "formats_and_recipes.md").read_text(encoding="utf-8")
+    pages = ("formats_and_recipes.md", "distributed.md")
+    page = "".join((DOCS / name).read_text(encoding="utf-8") for name in pages)
     kept = {path.name for path in (DOCS / "figures").glob("*.svg")}
     assert (
         kept == {path.name for path in drawn.glob("*.svg")} == {f"{n}.svg" for n in draw.PICTURES}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparators import assert_bits
 from pytorch.ranks import FOUR, GROUPS, Ranks
-from tols import F32, tol
+from tols import E5M2, F32, tol
 
 import transformer_engine.pytorch as te
 
@@ -144,6 +144,30 @@ def test_a_resumed_run_in_fp8_has_the_bits_of_an_uninterrupted_one(ranks, flags,
     runs = [figures(tmp_path / name) for name in ("whole", "parts")]
     assert runs[0]["gemms"] == runs[1]["gemms"]
     assert runs[0]["gemms"]["fp8"] == runs[0]["gemms"]["fp8_expected"]
+
+
+def test_fp8_goes_on_in_another_layout(ranks, flags, tmp_path):
+    """Parts of layers become copies: scales come along, and losses stay those of the old layout.
+
+    Gradients are cast by other scales, which may change a step by what rounds them: so losses
+    differ by that share of how far they have come.
+    """
+    fp8 = ["--precision", "fp8"]
+    parts = flags(
+        tmp_path / "parts", *options("tp", ranks)[1], *fp8, "--checkpoint", tmp_path / "gpt"
+    )
+    finish(ranks.run(programs.train, [*parts, "--stop-after", str(BEGUN)]))
+    shutil.copytree(tmp_path / "gpt", tmp_path / "copied")
+    finish(ranks.run(programs.train, [*parts, "--resume", str(tmp_path / "gpt")]))
+    copies = [*options("dp", ranks)[1], *fp8, "--resume", tmp_path / "copied"]
+    finish(ranks.run(programs.train, flags(tmp_path / "copies", *copies)))
+    found, wanted = (figures(tmp_path / name) for name in ("copies", "parts"))
+    for name in ("train_curve", "valid_curve"):
+        mine, theirs = torch.tensor(found[name]), torch.tensor(wanted[name])
+        came = theirs[0, 1] - theirs[:, 1].min()
+        bound = math.sqrt(tol("round", E5M2)) * came.item()
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
+        assert torch.equal(mine[: BEGUN // 2], theirs[: BEGUN // 2])
 
 
 REFUSED = {

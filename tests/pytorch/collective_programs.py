@@ -123,3 +123,9 @@ def collectives(device, tensors, wait):
     found.append(part)
     whole = distributed.gather_split_1d_tensor(part, None)
     return distributed.get_distributed_rank(), [t.cpu() for t in found], whole.cpu()
+
+
+def gathered(device, tensors):
+    """Rows of all ranks."""
+    mine = tensors[dist.get_rank()].to(device)
+    return te.distributed.gather_along_first_dim(mine, dist.group.WORLD)[0].cpu()

@@ -3,7 +3,9 @@
 
 import contextlib
 import gc
+import os
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,21 @@ def checkpointed(device, weights, x, grad, recipe, way):
     out.backward(grad.to(device))
     found = [out.detach(), leaf.grad, scale.grad, *(p.grad for p in layers.parameters())]
     return [t.cpu() for t in found], gone
+
+
+def other_inputs(device):
+    """What checkpoints say that compare inputs: of equal ones, and of others on each rank."""
+    found = []
+    for number in (0.0, float(dist.get_rank())):
+        x = torch.full((4, 8), number, device=device, requires_grad=True)
+        options = {"distribute_saved_activations": True, "tp_group": dist.group.WORLD}
+        try:
+            with mock.patch.dict(os.environ, TE_CHECK_RANKS="1"):
+                te.checkpoint(lambda x: x.sin(), x, **options).sum().backward()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 # ---- FSDP1 ---------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 
 import contextlib
 import io
+import os
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -14,6 +17,7 @@ import transformer_engine.pytorch as te
 from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.execution import collectives as execution
+from transformer_engine.pytorch.module import overlap, user_buffers
 from transformer_engine.pytorch.torchside import collectives as torchside
 
 RECIPES = {
@@ -28,6 +32,7 @@ RECIPES = {
     ),
 }
 HIDDEN, FFN, HEADS, TILE = 128, 256, 8, 128
+DEATH = 5  # seconds that ranks wait for one that has ended
 WARM_UPS = 3  # steps before a capture: communicators are made, and weights get gradients
 _ROW = ("proj.", "fc2_")
 """Names of what is split by inputs."""
@@ -273,6 +278,9 @@ def chosen_overlaps(device):
     note("method", shape, ranks, ub_cfgs={"fc1_fprop": {"method": "none"}})
     note("cublasmp", shape, ranks, with_cublasmp=True)
     note("size", shape, ranks + 1)
+    note("gemm", shape, ranks, ub_cfgs={"nonsense_fprop": {"method": "bulk"}})
+    note("layer", shape, ranks, widths={"fc3": 32})
+    note("width", shape, ranks, widths={"fc1": 32 * ranks + 1})
     told = [
         {f"fc1_{gemm}": {"method": how} for gemm in ("fprop", "dgrad")}
         for how in ("ring_exchange", "bulk")
@@ -282,9 +290,27 @@ def chosen_overlaps(device):
         note("twice", shape, ranks)
         found["initialized"].append(te.module.base.is_ub_initialized())
         found["told"] = made(), [does for each in made("qkv") for does in each]
+        found["unnamed"] = made(None)
     finally:
         te.destroy_ub()
     found["initialized"].append(te.module.base.is_ub_initialized())
+    found["shapes"] = []
+    sizes = {"qkv": 48 * ranks, "fc1": 96 * ranks}
+
+    def times(functions, device):
+        """Seconds that say that pieces are faster for the third and fourth layer alone."""
+        for function in functions:
+            function()
+        layer, number = functions[0].__defaults__[0], len(found["shapes"])
+        found["shapes"].append((layer.in_features, layer.out_features))
+        return [float((number >= 4) != bool(number % 2))] * 2
+
+    with mock.patch.object(user_buffers, "_times", times):
+        te.initialize_ub(shape, ranks, use_fp8=True, dtype=torch.float32, widths=sizes)
+    try:
+        found["by layer"] = {name: made(name) for name in overlap.LAYERS}
+    finally:
+        te.destroy_ub()
     return found
 
 
@@ -376,6 +402,63 @@ def unshared(device):
     return [layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.tp_size]
 
 
+def other_rows(device, kind, recipe):
+    """What calls say to which ranks come with other numbers of rows, and whether one goes on.
+
+    The second one repeats a kind that all ranks have agreed on, on rank 0 alone.
+    """
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
+    with torch.device(device):
+        options = {"dtype": torch.float32, "sequence": True}
+        module = make(kind, ranks, dist.group.WORLD, **options)
+        columns = HIDDEN // ranks if kind == "row" else HIDDEN
+    autocast = te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe])
+
+    def call(rows):
+        with autocast:
+            module(torch.ones(rows, 2, columns, device=device)).sum().backward()
+
+    execution._MADE.clear()  # other tests have run some of these kinds
+    others = 16 * (1 + rank)
+    for rows, variables in ((others, {}), (16, {}), (others, {"TE_CHECK_RANKS": "1"})):
+        try:
+            with mock.patch.dict(os.environ, variables):
+                call(rows * ranks if kind == "row" else rows)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def dies(device, kind, end, recipe, folder):
+    """The last rank ends in the middle of a step; the others write their errors to a folder."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=DEATH))
+    with torch.device(device):
+        module = make(kind, ranks, group, dtype=torch.float32, sequence=True)
+    x = torch.ones(16, 2, HIDDEN, device=device)
+    autocast = te.autocast(
+        enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe], amax_reduction_group=group
+    )
+
+    def step(end=None):
+        if end == "before":
+            os._exit(0)
+        with autocast:
+            out = module(x)
+        if end == "between":
+            os._exit(0)
+        out.sum().backward()
+
+    step()
+    dist.barrier()
+    try:
+        step(end if rank == ranks - 1 else None)
+    except RuntimeError as error:
+        (Path(folder) / str(rank)).write_text(str(error))
+        raise
+
+
 def refusals(device):
     """Errors by what has raised them."""
     ranks, found = dist.get_world_size(), {}
@@ -404,6 +487,14 @@ def refusals(device):
         bshd = {"set_parallel_mode": True, "sequence_parallel": True, "qkv_format": "bshd"}
         note("batch first", lambda: te.MultiheadAttention(64, 8, tp_group=world, **bshd))
         heads = {"set_parallel_mode": True, "num_gqa_groups": 1}
+        both = {"ub_overlap_rs_dgrad": True, "ub_bulk_wgrad": True, "sequence_parallel": True}
+        column = {"parallel_mode": "column", "tp_group": world}
+        note("exclusive", lambda: te.Linear(8, 8 * ranks, **column, **both))
+        summed = {"ub_tp_comm_overlap": True, "ub_overlap_rs_dgrad": True}
+        layer = {"tp_group": world, "sequence_parallel": True, "set_parallel_mode": True}
+        note("exclusive of a layer", lambda: te.TransformerLayer(64, 64, 8, **layer, **summed))
+        terms = {"tp_group": world, "sequence_parallel": True}
+        note("terms", lambda: te.LayerNormMLP(64, 64, **terms))
         note("groups", lambda: te.MultiheadAttention(64, 8, tp_group=world, **heads))
         row = make("row", ranks, world, sequence=True, **common)
         note("rows", lambda: row(torch.ones(ranks * 16 + 1, HIDDEN // ranks)))

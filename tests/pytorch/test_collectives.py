@@ -25,6 +25,15 @@ def test_collectives(ranks, wait):
         assert_same_bits(whole, torch.cat(own))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool])
+def test_gather_of_bytes(ranks, dtype):
+    """Backends do not know FP8: its bytes travel."""
+    tensors = [torch.randn(6, 5).to(dtype) for _ in range(ranks.size)]
+    for found in ranks.run(programs.gathered, tensors):
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), torch.cat(tensors).view(torch.uint8))
+
+
 def test_one_process():
     x = torch.ones(3, 2)
     for function in (

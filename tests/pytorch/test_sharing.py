@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations that ranks share: each keeps a part, and all gather it in the backward."""
 
+import functools
+
 import pytest
 import torch
 from pytorch import sharing_programs as programs
@@ -36,6 +38,29 @@ def test_checkpoint_refuses():
     for given in ((), ("text",)):
         with pytest.raises(TypeError, match="the first argument: (NoneType|str)"):
             te.checkpoint(print, *given, tp_group="group", **share)
+
+
+def calls_of(module):
+    return [module, module.forward, functools.partial(module, is_first_microbatch=None)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_checkpoint_refuses_inputs_of_one_rank(number):
+    """Under sequence parallelism: wherever it can see the module."""
+    layer = te.LayerNormLinear(
+        8, 8, tp_size=2, parallel_mode="column", sequence_parallel=True, device="cpu"
+    )
+    call = calls_of(layer)[number]
+    with pytest.raises(ValueError, match="of a module with sequence_parallel: its input is of"):
+        te.checkpoint(call, torch.ones(2, 8), distribute_saved_activations=True, tp_group="group")
+
+
+def test_checkpoint_compares_inputs_where_it_is_asked_to(ranks):
+    """Where a function hides the module."""
+    for same, found in ranks.run(programs.other_inputs):
+        assert same == ""
+        if ranks.size > 1:
+            assert "the ranks of tp_group differ in the first argument: rank 0: [4, 8] " in found
 
 
 def test_checkpoint_wants_equal_parts(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparators import assert_nmse
 from pytorch import tensor_parallel_programs as programs
-from pytorch.ranks import FOUR_TOO, GROUPS
+from pytorch.ranks import FOUR_TOO, GROUPS, Ranks
 from thinning import in_turns, pairs
 from tols import BF16, E5M2, F32, tol
 
@@ -239,11 +239,31 @@ def test_chosen_overlaps(ranks):
         told, measured = found["told"]
         assert told == ((True, False, True), (False, False, False))
         assert all(type(does) is bool for does in measured)
+        assert found["unnamed"] == ((False,) * 3,) * 2
         assert found["initialized"] == [False, True, False]
         assert found["twice"].startswith("RuntimeError: initialize_ub: it was called before")
         assert found["method"].startswith("ValueError: initialize_ub: fc1_fprop: method='none'")
         assert found["cublasmp"].startswith("NotImplementedError: initialize_ub: with_cublasmp")
         assert found["size"].startswith("ValueError: initialize_ub: tp_size=")
+        assert found["gemm"].startswith("ValueError: initialize_ub: ub_cfgs: nonsense_fprop=")
+        assert found["layer"].startswith("ValueError: initialize_ub: widths: fc3='fc3'")
+        assert found["width"].startswith("ValueError: initialize_ub: widths=")
+
+
+def test_each_layer_is_measured_by_its_shape(ranks):
+    """The other mode, which was not measured, runs not in pieces."""
+    n = ranks.size
+    h = 32 * n
+    shapes = [(h, 48), (h // n, h), (h, 96), (4 * h // n, h)]
+    never = (False, False, False)
+    wanted = dict.fromkeys(("qkv", "proj"), never)
+    wanted |= {"fc1": (True, False, False), "fc2": (True, False, True)}
+    for found in ranks.run(programs.chosen_overlaps):
+        measured = [shape for shape in shapes for _ in range(2)]
+        assert found["shapes"] == (measured if n > 1 else [])
+        assert all(plain == never for plain, _ in found["by layer"].values())
+        by_layer = {name: quantized for name, (_, quantized) in found["by layer"].items()}
+        assert by_layer == (wanted if n > 1 else dict.fromkeys(wanted, never))
 
 
 @four_too
@@ -324,6 +344,40 @@ def test_a_layer_of_experts_exchanges_nothing(ranks):
         assert marks == [True, 0, 1]
 
 
+@four_too
+@pairs(kind=["column", "row", "mlp", "layer"], recipe=["none", "current"])
+def test_other_rows(ranks, kind, recipe):
+    """Ranks with other numbers of rows get an error in the first call of a kind, or are asked to.
+
+    They go on after it.
+    """
+    if ranks.size == 1:
+        pytest.skip("one rank has all rows")
+    for first, good, checked in ranks.run(programs.other_rows, kind, recipe):
+        assert good == ""
+        for said in (first, checked):
+            assert "the ranks of tp_group do not make the same call: rank 0: [" in said
+            assert f"; rank {ranks.size - 1}: [" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "recipe"), [("mlp", "before", "none"), ("layer", "between", "current")]
+)
+def test_a_rank_dies(kind, end, recipe, tmp_path):
+    """In the middle of a step: the others get an error within the time-out of their group.
+
+    In processes of its own, as those that wait for more functions would wait for the dead one.
+    """
+    ranks = Ranks("cpu", 2)
+    try:
+        with pytest.raises((AssertionError, EOFError, ConnectionError)):
+            ranks.run(programs.dies, kind, end, recipe, str(tmp_path))
+    finally:
+        ranks.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert (tmp_path / "0").read_text()
+
+
 REFUSED = {
     "no group": "RuntimeError: Linear: tp_size={n}, and no tp_group: call set_tensor_parallel_gr",
     "no size": "ValueError: Linear: out_features=.* is no multiple of tp_size={n}",
@@ -333,6 +387,9 @@ REFUSED = {
     "made for one": "ValueError: Linear: tp_group has {n} ranks, the module was made for 1",
     "no mode": "ValueError: MultiheadAttention: tp_size={n} with set_parallel_mode=False",
     "batch first": "ValueError: MultiheadAttention: sequence_parallel=True with qkv_format='bshd'",
+    "exclusive": "ValueError: Linear: ub_overlap_rs_dgrad=True with ub_bulk_dgrad=False, ub_bulk_w",
+    "exclusive of a layer": "ValueError: TransformerLayer: ub_overlap_rs_dgrad=True with ub_bulk_d",
+    "terms": "ValueError: LayerNormMLP: tp_size={n}, sequence_parallel=True with set_parallel_mod",
     "groups": "ValueError: DotProductAttention: num_gqa_groups=1 is no multiple of tp_size={n}",
     "rows": "ValueError: ",
     "fp8_output": "NotImplementedError: Linear: fp8_output=True: a sum over {n} ranks",

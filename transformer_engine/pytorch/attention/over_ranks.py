@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import Tensor
 
 from transformer_engine.common import config
 from transformer_engine.pytorch.attention import backends, fp8
@@ -58,11 +58,13 @@ from transformer_engine.pytorch.attention.steps_fp8 import StepCasts
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.random import draw_pairs
 from transformer_engine.pytorch.execution.recompute import checkpoint
-from transformer_engine.pytorch.torchside.collectives import gather_rows
+from transformer_engine.pytorch.torchside.collectives import agree, gather_rows
 from transformer_engine.pytorch.torchside.graph_breaks import Outside
 from transformer_engine.pytorch.torchside.modes import forward_gradients, in_transform
 
 _NAME = "DotProductAttention"
+_KINDS = 256
+"""So many kinds of calls that ranks have agreed on are remembered."""
 
 # ---- what runs -----------------------------------------------------------------------------------
 
@@ -208,13 +210,8 @@ def _agree(groups: _Groups, said: str) -> None:
     Calls that differ would wait for each other.
     """
     for group in (groups.heads, groups.keys):
-        if group is None:
-            continue
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, said, group=group)
-        if len(set(found)) > 1:
-            listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(found))
-            raise ValueError(f"{_NAME}: the ranks of cp_group do not make the same call: {listed}")
+        if group is not None:
+            agree(f"{_NAME}: the ranks of cp_group do not make the same call", said, group)
 
 
 def _choice_of(
@@ -235,6 +232,8 @@ def _choice_of(
         _agree(groups, "a call that is refused" if said is None else f"{said()} (refused)")
         raise
     _agree(groups, said())
+    if len(core._agreed) >= _KINDS:  # on all ranks at once, which have the same ones
+        core._agreed.clear()
     core._agreed[key] = found
     return found
 

@@ -6,16 +6,18 @@ A plan knows of a collective how many ranks it has, and what is sent and receive
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from transformer_engine import _core
+from transformer_engine.common import config
 from transformer_engine.common.plan_text import Plan
 from transformer_engine.pytorch.execution.stages import StageBuffers, Staged
 from transformer_engine.pytorch.torchside.collectives import (
+    agree,
     exchange_rows,
     gather_parts,
     start_gather,
@@ -23,21 +25,37 @@ from transformer_engine.pytorch.torchside.collectives import (
     start_scatter,
     start_sum,
 )
+from transformer_engine.pytorch.torchside.device import is_any_captured
 
 _Started = list[tuple[Any, Callable[[], Any] | None]]
 """Works, and what is done with what each has received."""
+_MADE: "weakref.WeakKeyDictionary[Any, set[tuple]]" = weakref.WeakKeyDictionary()
+"""Kinds of collectives that the ranks of a group have found to be the same on all of them."""
+_KINDS = 256
+"""So many of a group are remembered."""
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    """FP8 as bytes, which all backends send."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+def _agree(name: str, op: Callable, group: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError on all ranks where they begin the first collective of a kind differently.
+
+    Backends do not: ranks of other numbers of rows would end, wait for ever, or read beyond. What
+    a rank remembers depends on its collectives alone, and so is that of all ranks.
+    """
+    made = _MADE.setdefault(group, set())
+    kind = (op, *[(tensor.shape, tensor.dtype) for tensor in tensors])
+    if (kind in made and not config.TE_CHECK_RANKS.get()) or is_any_captured():
+        return
+    shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+    agree(f"{name}: the ranks of tp_group do not make the same call", shapes, group)
+    if len(made) >= _KINDS:
+        made.clear()
+    made.add(kind)
 
 
 def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
     """Of pairs (part, whole): parts are put together along the dim in which they differ."""
     started: _Started = []
     for part, whole in zip(tensors[::2], tensors[1::2], strict=True):
-        part, whole = _raw(part), _raw(whole)
         if part.shape[0] * group.size() == whole.shape[0] and whole.is_contiguous():
             started.append((start_gather(part.contiguous(), whole, group), None))
         else:
@@ -108,7 +126,7 @@ def functions_of(plan: Plan, group: Any) -> dict[str, Callable]:
         if stage.name.endswith("_finish"):
             functions[stage.name] = _finish
             continue
-        run = functools.partial(_start, op, group, stage.buffers)
+        run = functools.partial(_start, stage.name, op, group, stage.buffers)
         functions[stage.name] = run if stage.half >= 0 else functools.partial(_at_once, run)
     return functions
 
@@ -127,9 +145,14 @@ def functions_of_call(plans: Any, group: Any) -> dict[str, Callable]:
     return functions
 
 
-def _start(op: Callable, group: Any, numbers: Sequence[int], buffers: StageBuffers) -> _Started:
+def _start(
+    name: str, op: Callable, group: Any, numbers: Sequence[int], buffers: StageBuffers
+) -> _Started:
     tensors = [buffers.lend(number) for number in numbers]  # some have the dims of the call
-    return op([t.flatten(0, -2) if t.dim() > 2 else t for t in tensors], group)
+    tensors = [t.flatten(0, -2) if t.dim() > 2 else t for t in tensors]
+    if group.size() > 1:
+        _agree(name, op, group, tensors)
+    return op(tensors, group)
 
 
 def _finish(buffers: StageBuffers | None, started: _Started) -> None:

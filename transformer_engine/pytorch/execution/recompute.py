@@ -35,6 +35,7 @@ the forwards of plans leave a `Run` each in the frame, as modules leave entries 
 import contextlib
 import copy
 import functools
+import hashlib
 import inspect
 import sys
 import threading
@@ -46,11 +47,13 @@ from typing import Any
 import torch
 
 from transformer_engine import _core
+from transformer_engine.common import config
 from transformer_engine.common.contexts import Context
 from transformer_engine.pytorch.execution.overrides import of_forward
 from transformer_engine.pytorch.execution.recompute_frames import Frame, Queue, Run
 from transformer_engine.pytorch.execution.thread_state import current_state, in_region
 from transformer_engine.pytorch.torchside.collectives import (
+    agree,
     expect_own,
     gather_split_1d_tensor,
     split_tensor_into_1d_equal_chunks,
@@ -395,6 +398,19 @@ def _distributed(function: Callable, args: tuple, group: Any) -> tuple[Callable,
         )
     whole = args[0] if args else None
     expect_own("checkpoint: the first argument", whole)
+    called = getattr(function, "func", function)  # of a functools.partial
+    module = getattr(called, "__self__", called)  # of a method
+    inside = module.modules() if isinstance(module, torch.nn.Module) else ()
+    if any(getattr(each, "sequence_parallel", False) for each in inside):
+        raise ValueError(
+            "checkpoint: distribute_saved_activations=True of a module with sequence_parallel: its "
+            "input is of this rank alone, and ranks can not keep parts of it for each other: leave "
+            "one of them out"
+        )
+    if config.TE_CHECK_RANKS.get():
+        data = whole.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        said = f"{list(whole.shape)} {whole.dtype} {hashlib.sha256(data.numpy()).hexdigest()[:16]}"
+        agree("checkpoint: the ranks of tp_group differ in the first argument", said, group)
     part = split_tensor_into_1d_equal_chunks(whole.detach(), group, new_buffer=True)
     shape, needs_grad = whole.shape, whole.requires_grad
     first = [whole]  # of the forward: a repetition has no other
@@ -461,7 +477,8 @@ def checkpoint(
         is no plain tensor, with `distribute_saved_activations`.
     ValueError
         With `distribute_saved_activations`: no `tp_group`, or elements that its ranks do not
-        divide.
+        divide; a module with `sequence_parallel`, whose input is of one rank. A function hides its
+        modules: ``TE_CHECK_RANKS`` compares what the ranks give.
     NotImplementedError
         For `distribute_saved_activations` and `get_rng_state_tracker` under `torch.compile`.
     """

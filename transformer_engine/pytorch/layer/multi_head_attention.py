@@ -156,7 +156,10 @@ ub_bulk_dgrad, ub_bulk_wgrad, fuse_wgrad_accumulation, params_dtype, device, nam
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, sequence_parallel=sequence_parallel)
+        self._set_parallel(
+            tp_group, tp_size, sequence_parallel=sequence_parallel,
+            backward=(ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
+        )  # fmt: skip
         self.name = name
         self._check_split(set_parallel_mode, qkv_format)
         one_of(_NAME, ("self", "cross"), attention_type=attention_type)

@@ -171,7 +171,11 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        self._set_parallel(tp_group, tp_size, sequence_parallel=sequence_parallel)
+        backward = ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self._set_parallel(
+            tp_group, tp_size, sequence_parallel=sequence_parallel,
+            backward=backward if ub_tp_comm_overlap else (False,) * 3,
+        )  # fmt: skip
         probabilities(_NAME, hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         one_of(_NAME, ("encoder", "decoder"), layer_type=layer_type)
         one_of(_NAME, FORMATS, attn_input_format=attn_input_format)

@@ -83,6 +83,7 @@ ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name
         self._set_parallel(
             tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel,
             overlaps=(ub_overlap_ag, ub_overlap_rs), ub_name=ub_name,
+            backward=(ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
             symmetric_ar_type=symmetric_ar_type,
         )  # fmt: skip
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)

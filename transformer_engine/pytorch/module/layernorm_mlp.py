@@ -136,6 +136,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self._set_parallel(
             tp_group, tp_size, sequence_parallel=sequence_parallel,
             overlaps=(ub_overlap_ag, ub_overlap_rs), ub_names=("fc1", "fc2"),
+            backward=(ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
             symmetric_ar_type=symmetric_ar_type,
         )  # fmt: skip
         positive_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
@@ -152,6 +153,12 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         self.ffn_hidden_size = ffn_hidden_size
         self._share(ffn_hidden_size, "ffn_hidden_size")
         self.set_parallel_mode = bool(set_parallel_mode)
+        if self.sequence_parallel and not set_parallel_mode:
+            raise ValueError(
+                f"LayerNormMLP: tp_size={self.tp_size}, sequence_parallel=True with "
+                "set_parallel_mode=False: outputs would be terms of a sum, of the rows of all "
+                "ranks: give set_parallel_mode=True"
+            )
         self.checkpoint = bool(checkpoint)
         self.activation = activation
         self.activation_spec = _activation(activation, activation_params)
@@ -196,7 +203,7 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
 
     @property
     def _is_split(self) -> tuple[bool, bool]:
-        return self.set_parallel_mode or self.sequence_parallel, self.set_parallel_mode
+        return self.set_parallel_mode, self.set_parallel_mode
 
     def _linear_tensors(self) -> tuple[LinearTensors, ...]:
         first = (self.fc1_bias,) if self.use_bias else ()

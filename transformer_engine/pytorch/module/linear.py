@@ -43,10 +43,10 @@ class Linear(WeightModule):
         in pieces while rows travel: that of this rank's rows while the others are gathered (of an
         input, and of a gradient), that of the others' rows first where outputs are summed.
     ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        Accepted: sums of the backward overlap its other GEMM whatever these say.
+        Sums of the backward overlap its other GEMM whatever these say. The first excludes the
+        others with `sequence_parallel`, where outputs are split.
     ub_name : str, optional
-        Name of the layer in configurations of `initialize_ub`, which chooses where pieces are
-        faster.
+        Which of the layers that `initialize_ub` measures it is: "qkv", "proj", "fc1" or "fc2".
     fuse_wgrad_accumulation : bool, default False
         Add the weight gradient to ``weight.main_grad`` (fp32, bf16 or fp16, whatever the operands:
         added in fp32 and rounded once) inside its GEMM instead of returning it. Overwritten instead
@@ -121,6 +121,7 @@ class Linear(WeightModule):
         self._set_parallel(
             tp_group, tp_size, parallel_mode, sequence_parallel=sequence_parallel,
             overlaps=(ub_overlap_ag, ub_overlap_rs), ub_name=ub_name,
+            backward=(ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
             symmetric_ar_type=symmetric_ar_type,
         )  # fmt: skip
         gradients = (fuse_wgrad_accumulation, delay_wgrad_compute)

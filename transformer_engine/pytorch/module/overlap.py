@@ -3,7 +3,8 @@
 
 A module says with `ub_overlap_ag` and `ub_overlap_rs` that its GEMMs may run in pieces, of the rows
 of this rank and of those of the others, while rows travel (``_core.COLLECTIVE_PIECES_*``).
-`initialize_ub` measures where that is faster; without it all of them do that may.
+`initialize_ub` measures where that is faster, of each layer of its own shape (`LAYERS`); what it
+has not measured runs not in pieces. Without it all of them do that may.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,39 +27,37 @@ class Overlaps(NamedTuple):
     grad: bool = False  # beside the gather of the gradient of its output
 
 
-class _Chosen(NamedTuple):
-    """What `initialize_ub` has chosen for a mode."""
+LAYERS = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
+"""Names of layers, and how ranks split them."""
+_CHOSEN: dict[UserBufferQuantizationMode, Mapping[str, bool]] = {}
+"""By the name of a layer and of its GEMM (`gemms_of`) whether that runs in pieces."""
 
-    measured: Overlaps
-    methods: Mapping[str, bool]  # by the name of a layer and of its GEMM
 
-
-_CHOSEN: dict[UserBufferQuantizationMode, _Chosen] = {}
+def gemms_of(before: str | None, behind: str | None) -> tuple[str, str, str]:
+    """Names of the GEMMs of `Overlaps`, of the layer with a gather and the one with a sum."""
+    return f"{before}_fprop", f"{behind}_fprop", f"{behind}_dgrad"
 
 
 def overlaps_of(names: Sequence[str | None], gathers: bool, sums: bool) -> tuple[Overlaps, ...]:
     """Those of a module in high precision and in FP8.
 
-    `names` are those of its layer whose input is gathered and of the one whose output is summed, in
-    configurations of `initialize_ub`; `gathers` and `sums` say where GEMMs may run in pieces.
+    `names` are those of its layer whose input is gathered and of the one whose output is summed, of
+    `LAYERS`; `gathers` and `sums` say where GEMMs may run in pieces.
     """
     may = Overlaps(bool(gathers), bool(sums), bool(gathers))
-    gemms = f"{names[0]}_fprop", f"{names[1]}_fprop", f"{names[1]}_dgrad"
+    if not _CHOSEN:
+        return (may,) * len(UserBufferQuantizationMode)
     found = []
     for mode in UserBufferQuantizationMode:
-        chosen = _CHOSEN.get(mode)
-        does = may if chosen is None else chosen.measured
-        methods = {} if chosen is None else chosen.methods
-        does = [methods.get(gemm, d) for gemm, d in zip(gemms, does, strict=True)]
-        found.append(Overlaps(*[m and d for m, d in zip(may, does, strict=True)]))
+        chosen = _CHOSEN.get(mode, {})
+        pairs = zip(may, gemms_of(*names), strict=True)
+        found.append(Overlaps(*[m and chosen.get(gemm, False) for m, gemm in pairs]))
     return tuple(found)
 
 
-def choose(
-    mode: UserBufferQuantizationMode, measured: Overlaps, methods: Mapping[str, bool]
-) -> None:
-    """Say for a mode what was measured, and what a program has said by name."""
-    _CHOSEN[mode] = _Chosen(measured, methods)
+def choose(mode: UserBufferQuantizationMode, gemms: Mapping[str, bool]) -> None:
+    """Say for a mode which GEMMs run in pieces, by their names."""
+    _CHOSEN[mode] = gemms
 
 
 def is_ub_initialized() -> bool:

@@ -113,15 +113,17 @@ class TensorParallel:
         *,
         sequence_parallel: bool = False,
         overlaps: tuple[bool, bool] = (False, False),
+        backward: tuple[bool, bool, bool] = (False, False, False),
         ub_name: str | None = None,
         ub_names: tuple[str, str] | None = None,
         symmetric_ar_type: str | None = None,
     ) -> None:
         """Check and keep the arguments of the constructor.
 
-        TypeError or ValueError for no group, no mode, no kind of reduction or no number of ranks,
-        or another one than the group has; NotImplementedError for a kind of reduction that is not
-        there.
+        `overlaps` are ub_overlap_ag and ub_overlap_rs, `backward` is ub_overlap_rs_dgrad and the
+        bulk ones of dgrad and wgrad, which exclude it: ValueError. TypeError or ValueError for no
+        group, no mode, no kind of reduction or no number of ranks, or another one than the group
+        has; NotImplementedError for a kind of reduction that is not there.
         """
         kind = type(self).__name__
         _expect_group(kind, "tp_group", tp_group)
@@ -147,6 +149,12 @@ class TensorParallel:
         self.tp_group, self.tp_size = tp_group, ranks
         self.parallel_mode = parallel_mode
         self.sequence_parallel = ranks > 1 and bool(sequence_parallel)
+        summed, *bulk = backward
+        if self.sequence_parallel and parallel_mode != "row" and summed and any(bulk):
+            raise ValueError(
+                f"{kind}: ub_overlap_rs_dgrad=True with ub_bulk_dgrad={bulk[0]}, "
+                f"ub_bulk_wgrad={bulk[1]}: two ways of one sum: give False for both of these"
+            )
         self.ub_name = ub_name
         self.overlaps = overlaps_of(ub_names or (ub_name, ub_name), *overlaps)
 

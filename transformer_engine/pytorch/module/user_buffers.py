@@ -11,17 +11,22 @@ from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.module.overlap import (
+    LAYERS,
     Overlaps,
     UserBufferQuantizationMode,
     choose,
+    gemms_of,
     is_ub_initialized,
 )
-from transformer_engine.pytorch.module.parameters import default_device
+from transformer_engine.pytorch.module.parameters import default_device, one_of
 from transformer_engine.pytorch.scaling_state.autocast import autocast
 from transformer_engine.pytorch.torchside.device import module_of, random_kept
 
 _METHODS = {"bulk": False, "pipeline": True, "ring_exchange": True, "external": True}
 """Ways of a configuration: whether the GEMM runs in pieces."""
+_GEMMS = [f"{layer}_{gemm}" for layer in LAYERS for gemm in ("fprop", "dgrad", "wgrad")]
+_WIDTHS = {"qkv": 3, "proj": 1, "fc1": 4, "fc2": 4}
+"""Features on the other side of a layer, to those of `shape`."""
 _BACKENDS = (None, "nccl", "mpi", "gloo")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPEATS, _WARM = 10, 3
@@ -36,12 +41,16 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
     ub_cfgs: Mapping | Sequence[Mapping] | None = None,
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
+    *,
+    widths: Mapping[str, int] | None = None,
 ) -> None:
     """Choose where GEMMs run in pieces, for modules that are made after it.
 
-    All ranks call it. It measures linear layers of `shape`, forward and backward, with and without
-    pieces, on the current device, and takes the faster. There are no buffers to be made: the
-    collectives are those of torch.distributed.
+    All ranks call it. It measures the linear layers of a Transformer, each of its own shape,
+    forward and backward, with and without pieces, on the current device, and takes the faster. A
+    module follows the layer of its `ub_name`; without a name, and in a mode that was not measured,
+    it runs not in pieces. There are no buffers to be made: the collectives are those of
+    torch.distributed.
 
     Parameters
     ----------
@@ -56,20 +65,25 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
     dtype : torch.dtype
         Of activations.
     ub_cfgs : dict or a sequence of one for each mode, optional
-        By name of a layer and its GEMM ("fc1_fprop", "proj_dgrad") a dict whose "method" is taken
+        By name of a layer ("qkv", "proj", "fc1", "fc2") and its GEMM ("fc1_fprop", "proj_dgrad",
+        "qkv_wgrad") a dict whose "method" is taken
         instead of a measurement: "bulk", not in pieces; "ring_exchange", "pipeline" and "external",
         in pieces. Other keys change nothing.
     bootstrap_backend : {None, "nccl", "mpi", "gloo"}
         Changes nothing.
     with_cublasmp : bool
         Not there.
+    widths : dict, optional
+        By name of a layer its features on the other side than those of `shape`, of all ranks: of
+        outputs ("qkv", "fc1") or inputs ("proj", "fc2"). Those of a Transformer with keys for all
+        heads, and an MLP of four times the features without a gate, where not given.
 
     Raises
     ------
     RuntimeError
         It was called before, without `destroy_ub`; torch.distributed is not initialised.
     ValueError
-        No such shape, size, dtype, method or backend.
+        No such shape, size, dtype, layer, method or backend.
     NotImplementedError
         `with_cublasmp`.
     """
@@ -88,10 +102,11 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
         raise ValueError(f"initialize_ub: shape={tuple(shape)}, expected multiples of {tp_size}")
     if dtype not in _DTYPES:
         raise ValueError(f"initialize_ub: dtype={dtype}")
+    sizes = _sizes(widths or {}, shape[1], tp_size)
     default = UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE
     modes = [default] if quantization_modes is None else list(quantization_modes)
-    given = ub_cfgs or {}
-    configurations = [given] * len(modes) if isinstance(given, Mapping) else list(given)
+    told = ub_cfgs or {}
+    configurations = [told] * len(modes) if isinstance(told, Mapping) else list(told)
     if len(configurations) != len(modes):
         raise ValueError(f"initialize_ub: {len(configurations)} ub_cfgs of {len(modes)} modes")
     pairs = zip(modes, configurations, strict=True)
@@ -100,14 +115,24 @@ def initialize_ub(  # noqa: PLR0913 - as the incumbent has it
     if tp_size > 1:
         group, _ = torch.distributed.new_subgroups(group_size=tp_size)
     for mode, methods in found:
-        measured = Overlaps() if group is None else _measure(group, shape, dtype, mode)
-        choose(mode, measured, methods)
+        measured = {} if group is None else _measure(group, shape, sizes, dtype, mode)
+        choose(mode, measured | methods)
     if group is not None:
         torch.distributed.destroy_process_group(group)
 
 
+def _sizes(widths: Mapping[str, int], features: int, ranks: int) -> dict[str, int]:
+    """Features on the other side of each layer, of all ranks; `widths` are those given."""
+    one_of("initialize_ub", LAYERS, **{f"widths: {name}": name for name in widths})
+    sizes = {name: widths.get(name, times * features) for name, times in _WIDTHS.items()}
+    if any(size < 1 or size % ranks for size in sizes.values()):
+        raise ValueError(f"initialize_ub: widths={sizes}, expected multiples of {ranks}")
+    return sizes
+
+
 def _methods(configuration: Mapping) -> dict[str, bool]:
     found = {}
+    one_of("initialize_ub", _GEMMS, **{f"ub_cfgs: {gemm}": gemm for gemm in configuration})
     for gemm, how in configuration.items():
         method = how.get("method")
         if method is not None and method not in _METHODS:
@@ -119,24 +144,27 @@ def _methods(configuration: Mapping) -> dict[str, bool]:
 
 
 def _measure(
-    group: Any, shape: Sequence[int], dtype: torch.dtype, mode: UserBufferQuantizationMode
-) -> Overlaps:
-    """Where pieces are faster for all ranks of a group."""
+    group: Any,
+    shape: Sequence[int],
+    widths: Mapping[str, int],
+    dtype: torch.dtype,
+    mode: UserBufferQuantizationMode,
+) -> dict[str, bool]:
+    """Where pieces are faster for all ranks of a group: by the names of GEMMs."""
     device, (rows, features) = default_device(), shape
     quantized = mode is UserBufferQuantizationMode.FP8
-    own, inner = rows // group.size(), 4 * features
     recipe = DelayedScaling() if quantized else None
     times = []
     with random_kept(device), torch.enable_grad():
-        for parallel, sizes, lead, width in (
-            ("column", (features, inner), own, features),
-            ("row", (inner, features), rows, inner // group.size()),
-        ):
+        for name, parallel in LAYERS.items():
+            columns = parallel == "column"
+            sizes = (features, widths[name]) if columns else (widths[name], features)
             layer = Linear(
                 *sizes, bias=False, params_dtype=dtype, device=device, parallel_mode=parallel,
                 tp_group=group, sequence_parallel=True,
             )  # fmt: skip
-            x = torch.randn(lead, width, dtype=dtype, device=device, requires_grad=True)
+            own = (rows // group.size(), features) if columns else (rows, layer.in_features)
+            x = torch.randn(own, dtype=dtype, device=device, requires_grad=True)
             made: list[Tensor] = []
 
             def forward(layer: Any = layer, x: Tensor = x, made: list = made) -> None:
@@ -151,8 +179,14 @@ def _measure(
                 times.append(_times((forward, backward), device))
     found = torch.tensor(times, device=device)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group)
-    (gather, _), (gather_pieces, _), row, row_pieces = found.tolist()
-    return Overlaps(gather_pieces < gather, row_pieces[0] < row[0], row_pieces[1] < row[1])
+    faster: dict[str, bool] = {}
+    for (name, parallel), whole, pieces in zip(
+        LAYERS.items(), found[::2].tolist(), found[1::2].tolist(), strict=True
+    ):
+        gather, *of_sum = gemms_of(name, name)
+        gemms = [gather] if parallel == "column" else of_sum
+        faster |= {g: p < w for g, p, w in zip(gemms, pieces, whole, strict=False)}
+    return faster
 
 
 def _times(functions: Sequence[Callable], device: torch.device) -> list[float]:

@@ -32,6 +32,15 @@ def ranks_of(op: str, group: Any) -> int:
     return size
 
 
+def agree(problem: str, said: str, group: Any) -> None:
+    """Raise ValueError on all ranks of a group, by a collective, unless all say the same."""
+    found: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(found, said, group=group)
+    if len(set(found)) > 1:
+        listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(found))
+        raise ValueError(f"{problem}: {listed}")
+
+
 def expect_own(label: str, given: Any) -> None:
     """Raise TypeError for what is no plain tensor of this rank alone."""
     expect_tensor(label, given)
@@ -61,6 +70,8 @@ def start_gather(part: Tensor, whole: Tensor, group: Any, async_op: bool = True)
 
     Tensors are dense and of matching shapes, and ranks are several: nothing is checked.
     """
+    if part.element_size() == 1:  # bytes of FP8, which all backends send
+        part, whole = part.view(torch.uint8), whole.view(torch.uint8)
     return getattr(torch.distributed, _GATHER)(whole, part, group=group, async_op=async_op)
 
 
