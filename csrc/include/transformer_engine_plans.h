@@ -53,6 +53,7 @@ typedef enum te_buffer_role {
     X(COLUMN_SCALES, column_scales, likewise)                                                      \
     X(ROW_AMAX, row_amax, likewise) /* of a whole form */                                          \
     X(COLUMN_AMAX, column_amax, likewise)                                                          \
+    X(PIECE_SCALES, piece_scales, likewise) /* row-wise ones of some rows after others */          \
     X(WIDE, wide, likewise) /* in the dtype of the output, for GEMMs of the backward */            \
     X(MEAN, mean, node)                                                                            \
     X(RSIGMA, rsigma, node)                                                                        \

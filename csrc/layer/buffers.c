@@ -89,7 +89,8 @@ static const char *const form_names[TE_LINK_COUNT] = {[TE_LINK_ROW] = "_row",
                                                       [TE_LINK_ROW_SCALES] = "_row_scales",
                                                       [TE_LINK_COLUMN_SCALES] = "_column_scales",
                                                       [TE_LINK_ROW_AMAX] = "_row_amax",
-                                                      [TE_LINK_COLUMN_AMAX] = "_column_amax"};
+                                                      [TE_LINK_COLUMN_AMAX] = "_column_amax",
+                                                      [TE_LINK_PIECE_SCALES] = "_piece_scales"};
 
 /* A value or a gradient. */
 static void describe_value(const te_build *build, te_link link, int32_t of, te_buffer_info *info,
@@ -119,7 +120,8 @@ static void describe_form(const te_build *build, te_link link, int32_t of, te_bu
 {
     const te_node_desc *node = te_node(build, of / TE_OPERAND_ROLES);
     const int32_t role = of % TE_OPERAND_ROLES;
-    te_describe_form(&node->quantization, (te_operand_role)role, link,
+    te_describe_form(&node->quantization, (te_operand_role)role,
+                     link == TE_LINK_PIECE_SCALES ? TE_LINK_ROW_SCALES : link,
                      te_value(build, value_of_operand(build, of))->shape, info);
     (void)snprintf(name, size, "%s%s%s", node->name, operand_names[role], form_names[link]);
 }

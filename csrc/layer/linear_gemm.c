@@ -58,9 +58,9 @@ static int32_t form_read(te_build *build, int32_t k, te_operand_role role, te_li
 }
 
 /* Lets a GEMM read its operand a, or b where `second`. `data` is the buffer; with TE_NO_BUFFER it
- * is the form that the GEMM reads or, in high precision, the weight. */
+ * is the form that the GEMM reads or, in high precision, the weight. `scales` likewise. */
 static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_gemm gemm,
-                        int second, int32_t data)
+                        int second, int32_t data, int32_t scales)
 {
     const struct gemm *of = gemm_of(build, k, gemm);
     const te_operand_role role = of->roles[second];
@@ -80,8 +80,10 @@ static void use_operand(te_build *build, te_stage *stage, int32_t k, te_linear_g
     }
     te_set_number(build, stage, fields_of[second].mode, te_linear_rule(build, k, role)->mode);
     te_use_as(build, stage, fields_of[second].forms[column], data);
-    te_use_as(build, stage, fields_of[second].scales[column],
-              form_read(build, k, role, te_linear_scales(build, k, role, read)));
+    if (scales == TE_NO_BUFFER) {
+        scales = form_read(build, k, role, te_linear_scales(build, k, role, read));
+    }
+    te_use_as(build, stage, fields_of[second].scales[column], scales);
     te_set_number(build, stage, fields_of[second].scales_to_256,
                   te_cast_has(&te_node(build, k)->quantization, role, TE_CAST_TO_256));
     te_use_as(build, stage, fields_of[second].amaxes[column],
@@ -96,7 +98,8 @@ static int is_narrow(const te_build *build, int32_t k, te_linear_gemm gemm, int 
            te_linear_rule(build, k, role)->mode != TE_SCALING_NONE;
 }
 
-te_stage *te_linear_add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
+static te_stage *add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a,
+                          int32_t a_scales, int32_t b)
 {
     const te_node_desc *node = te_node(build, k);
     int wide = !is_narrow(build, k, gemm, 0) || !is_narrow(build, k, gemm, 1);
@@ -104,16 +107,21 @@ te_stage *te_linear_add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, in
     te_stage *stage = te_linear_add(build, k, of->stage, TE_OP_GEMM);
     te_set_number(build, stage, "fast_accumulation", (node->flags & of->fast) != 0 && !wide);
     te_set_number(build, stage, "allow_tf32", (node->flags & TE_LINEAR_ALLOW_TF32) != 0);
-    use_operand(build, stage, k, gemm, 0, a);
-    use_operand(build, stage, k, gemm, 1, b);
+    use_operand(build, stage, k, gemm, 0, a, a_scales);
+    use_operand(build, stage, k, gemm, 1, b, TE_NO_BUFFER);
     return stage;
+}
+
+te_stage *te_linear_add_gemm(te_build *build, int32_t k, te_linear_gemm gemm, int32_t a, int32_t b)
+{
+    return add_gemm(build, k, gemm, a, TE_NO_BUFFER, b);
 }
 
 /* ---- GEMMs in pieces ---------------------------------------------------------------------- */
 
 void te_linear_add_product(te_build *build, int32_t k, const te_linear_product *of)
 {
-    te_stage *stage = te_linear_add_gemm(build, k, of->gemm, of->a, of->b);
+    te_stage *stage = add_gemm(build, k, of->gemm, of->a, of->a_scales, of->b);
     te_use_as(build, stage, "d", of->d);
     te_use_as(build, stage, "bias", of->bias);
     if (!of->gelu) return;
@@ -132,6 +140,15 @@ static int is_matrix_of_ranks(const te_value_desc *value, int32_t ranks)
     const te_extent *rows = &value->shape[0];
     return value->ndim == 2 && rows->symbol != TE_SYMBOL_NONE && rows->align == 1 &&
            rows->divide <= 1 && rows->multiply % ranks == 0;
+}
+
+/* Whether some rows of a form, with their scales, are a form too: those of one rank of the
+ * collective n, which are whole tiles where forms of tiles travel. */
+static int can_be_cut(const te_build *build, int32_t k, te_operand_role role, int32_t n)
+{
+    const te_scaling_mode mode = te_linear_rule(build, k, role)->mode;
+    return mode == TE_SCALING_TENSOR ||
+           (mode == TE_SCALING_BLOCK_1D && (te_node(build, n)->flags & TE_COLLECTIVE_FORMS) != 0);
 }
 
 int32_t te_linear_collective_beside(const te_build *build, int32_t k, te_linear_gemm gemm)
@@ -153,10 +170,49 @@ int32_t te_linear_collective_beside(const te_build *build, int32_t k, te_linear_
     }
     fits = read == TE_LINK_VALUE
                ? !part
-               : read == TE_LINK_ROW && te_linear_rule(build, k, role)->mode == TE_SCALING_TENSOR &&
+               : read == TE_LINK_ROW && can_be_cut(build, k, role, n) &&
                      !te_is_made_outside(&te_node(build, k)->quantization, role) &&
                      (part || te_collective_does(graph, n, step) != TE_DOES_GATHER);
     return fits ? n : TE_NOBODY;
+}
+
+static int has_scales_of_rows(const te_build *build, int32_t k, te_operand_role role,
+                              te_linear_gemm gemm)
+{
+    return te_linear_usage(build, k, role, gemm) != TE_LINK_VALUE &&
+           te_linear_rule(build, k, role)->mode == TE_SCALING_BLOCK_1D;
+}
+
+/* The scales of the rows of `count` ranks from one on, [tiles of a row, rows], copied from those of
+ * all rows. GEMMs read dense ones. */
+static int32_t scales_of_ranks(te_build *build, int32_t k, te_operand_role role, int32_t ranks,
+                               int32_t from, int32_t count)
+{
+    const te_link link = te_linear_scales(build, k, role, TE_LINK_ROW);
+    const int32_t of = te_operand_of(k, te_linear_read_as(build, k, role, link));
+    const int32_t all = te_get(build, link, of), pieces = te_get(build, TE_LINK_PIECE_SCALES, of);
+    const te_extent tiles = te_buffer_of(build, all)->info.shape[0];
+    const te_extent rows = te_buffer_of(build, all)->info.shape[1];
+    const int64_t of_rank = rows.multiply / ranks;
+    const te_extent length = te_multiple(rows.symbol, of_rank * count);
+    const te_buffer_info view = {.ndim = 2,
+                                 .base = all,
+                                 .offset = te_multiple(rows.symbol, of_rank * from),
+                                 .shape = {tiles, length},
+                                 .strides = {rows, te_constant(1)}};
+    const te_buffer_info dense = {.ndim = 2,
+                                  .base = pieces,
+                                  .offset = te_multiple(rows.symbol, tiles.add * of_rank * from),
+                                  .shape = {tiles, length},
+                                  .strides = {length, te_constant(1)}};
+    const int32_t given =
+        te_view(build, &view, "%.24s_from_%d", te_buffer_of(build, all)->name, from);
+    const int32_t into =
+        te_view(build, &dense, "%.24s_from_%d", te_buffer_of(build, pieces)->name, from);
+    te_stage *stage = te_add(build, k, te_node(build, k)->name, "copy_scales", TE_OP_DROPOUT_ADD);
+    te_use_as(build, stage, "input", given);
+    te_use_as(build, stage, "output", into);
+    return into;
 }
 
 /* The product of rows of `count` of so many ranks from one on, written to `d`. */
@@ -164,7 +220,11 @@ static void add_rows(te_build *build, int32_t k, const te_linear_product *whole,
                      int32_t from, int32_t count, int32_t d)
 {
     te_linear_product rows = *whole;
+    const te_operand_role role = gemm_of(build, k, whole->gemm)->roles[0];
     rows.a = te_rows_of_ranks(build, whole->a, ranks, from, count);
+    if (has_scales_of_rows(build, k, role, whole->gemm)) {
+        rows.a_scales = scales_of_ranks(build, k, role, ranks, from, count);
+    }
     rows.d = d;
     if (whole->aux != TE_NO_BUFFER) {
         rows.aux = te_rows_of_ranks(build, whole->aux, ranks, from, count);
@@ -193,8 +253,13 @@ static void multiply_gathered(te_build *build, int32_t k, const te_linear_produc
                               int32_t part)
 {
     const int32_t ranks = te_node(build, n)->ranks, rank = te_node(build, n)->rank;
+    const te_operand_role role = gemm_of(build, k, whole->gemm)->roles[0];
     te_linear_product own = *whole;
     own.a = part;
+    if (has_scales_of_rows(build, k, role, whole->gemm)) {
+        own.a_scales =
+            te_linear_form(build, k, role, te_linear_scales(build, k, role, TE_LINK_ROW));
+    }
     own.d = te_rows_of_ranks(build, whole->d, ranks, rank, 1);
     if (own.aux != TE_NO_BUFFER) own.aux = te_rows_of_ranks(build, own.aux, ranks, rank, 1);
     te_linear_add_product(build, k, &own);

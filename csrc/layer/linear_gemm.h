@@ -11,7 +11,7 @@
  * TE_NO_BUFFER. */
 typedef struct te_linear_product {
     te_linear_gemm gemm;
-    int32_t a, b, d, bias;
+    int32_t a, a_scales, b, d, bias;
     int32_t aux; /* with GELU in the epilogue its input, where that is kept */
     int gelu;
 } te_linear_product;
@@ -22,7 +22,8 @@ te_stage *te_linear_add_gemm(te_build *build, int32_t node, te_linear_gemm gemm,
 void te_linear_add_product(te_build *build, int32_t node, const te_linear_product *product);
 
 /* The collective beside which a GEMM runs in pieces, TE_NOBODY: none. It reads rows of `a` by
- * themselves, which have no scales of their own; of gathered ones the forms that were gathered. */
+ * themselves, of gathered ones the forms that were gathered. They have one scale, or those of tiles
+ * of 1 x 128, which are copied for each piece. */
 int32_t te_linear_collective_beside(const te_build *build, int32_t node, te_linear_gemm gemm);
 /* Whether that collective gathers beside this GEMM. */
 int te_linear_is_beside_gather(const te_build *build, int32_t collective, te_linear_gemm gemm);

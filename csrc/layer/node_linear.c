@@ -91,8 +91,8 @@ static void multiply(te_build *build, int32_t k, int32_t input, int32_t bias)
     const te_graph_desc *graph = build->graph;
     const int32_t activation = activation_in_epilogue(build, k);
     const int32_t n = te_linear_collective_beside(build, k, TE_GEMM_OUTPUT);
-    te_linear_product of = {TE_GEMM_OUTPUT, input,        TE_NO_BUFFER,   TE_NO_BUFFER,
-                            bias,           TE_NO_BUFFER, activation >= 0};
+    te_linear_product of = {TE_GEMM_OUTPUT, input, TE_NO_BUFFER, TE_NO_BUFFER,
+                            TE_NO_BUFFER,   bias,  TE_NO_BUFFER, activation >= 0};
     if (of.gelu && (build->direction != TE_DIRECTION_FORWARD ||
                     te_links_has(&build->saved, TE_LINK_VALUE, node->output))) {
         of.aux = te_get(build, TE_LINK_VALUE, node->output);
@@ -211,7 +211,7 @@ static void multiply_grad_input(te_build *build, int32_t k, int32_t grad)
     if (!needs_grad_input(build, k)) return;
     of.b = weight_of_input(build, k);
     of.d = te_grad_target(build, x);
-    of.bias = of.aux = TE_NO_BUFFER;
+    of.a_scales = of.bias = of.aux = TE_NO_BUFFER;
     if (n == TE_NOBODY) {
         te_linear_add_product(build, k, &of);
     } else {

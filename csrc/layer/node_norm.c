@@ -7,6 +7,7 @@
 
 #include "core/status.h"
 #include "layer/build.h"
+#include "layer/collective.h"
 #include "layer/recipe.h"
 
 static int has_mean(const te_node_desc *node)
@@ -71,12 +72,13 @@ static void use_statistics(te_build *build, te_stage *stage, int32_t n)
 /* Statistics are kept where a backward or a second pass reads them. */
 static int keeps_statistics(const te_build *build, int32_t n)
 {
+    const int32_t output = te_node(build, n)->output;
     if (te_links_has(&build->saved, TE_LINK_RSIGMA, n)) return 1;
     if (is_of_heads(te_node(build, n))) return 0;
     for (int32_t k = n + 1; k < build->graph->node_count; k++) {
         const te_node_desc *reader = te_node(build, k);
-        if (reader->inputs[0] == te_node(build, n)->output &&
-            !te_is_rounded(build, reader->inputs[0]) && te_is_measured(reader, TE_INPUT_OPERAND)) {
+        if (te_linear_value(build->graph, k, TE_INPUT_OPERAND) == output &&
+            !te_is_rounded(build, output) && te_is_measured(reader, TE_INPUT_OPERAND)) {
             return 1;
         }
     }

@@ -134,9 +134,13 @@ def test_bits_are_those_of_the_module(device, kind, recipe, dtype, activation):
         wanted, gradients = step_of_torch(case, recipe, grad)
         with te.counting() as ran:
             out, found, sets = jax.block_until_ready(step(case.arrays, sets, case.array(grad)))
-        assert_same(out, wanted)
-        for key, tensor in gradients.items():
-            assert_same(found[key], tensor)
+        for array, tensor in [(out, wanted), *((found[key], t) for key, t in gradients.items())]:
+            # Where a kernel lies the other way round, cuBLASLt may sum in another order; casts
+            # write what GEMMs read as they read it.
+            if quantized or device == "cpu":
+                assert_same(array, tensor)
+            else:
+                assert_nmse(to_torch(array), tensor, 2 * tol("layer", dtype, INNER))
         emulated = ran.other_gemms if isinstance(recipe, recipes.MXFP8BlockScaling) else 0
         products = 3 * case.layers
         assert (ran.fp8_gemms, ran.other_gemms - emulated) == (

@@ -26,6 +26,12 @@ def _halves():
     return [near[rank // 2], far[rank % 2]]
 
 
+@functools.cache
+def _alone():
+    """A group of this rank."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
 def spread(module, way):
     """Spread a module over all ranks."""
     group = _halves() if way == "a2a+p2p" else dist.group.WORLD
@@ -111,17 +117,40 @@ def delayed(device, problem):
     return amax, found
 
 
-def said(device, way, options, call, shapes):
-    """What a refused call says, of queries, keys and values of such shapes for each rank."""
+def said(device, way, options, call, shapes, recipe=None, apart=False):
+    """What a refused call says, of queries, keys and values of such shapes for each rank.
+
+    `apart`: each rank has scaling state of its own.
+    """
     module = te.DotProductAttention(**options).to(device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes[dist.get_rank()]]
     try:
         spread(module, way[dist.get_rank()] if isinstance(way, list) else way)
         own = {name: v.to(device) if torch.is_tensor(v) else v for name, v in call.items()}
-        module(*tensors, **own)
+        group = {"amax_reduction_group": _alone()} if apart else {}
+        with nullcontext() if recipe is None else te.autocast(recipe=recipe, **group):
+            module(*tensors, **own)
     except (ValueError, NotImplementedError) as error:
         return type(error).__name__, str(error)
+    return None
+
+
+def said_later(device, options, calls, shape, checks):
+    """What the second of two calls of a rank says, whose kinds all ranks have made before."""
+    module = te.DotProductAttention(**options).to(device)
+    spread(module, "p2p")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
+    own = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in c.items()} for c in calls]
+    for call in own[:-1]:
+        module(*tensors, **call)
+    with MonkeyPatch.context() as patch:
+        patch.setenv("TE_CHECK_RANKS", str(int(checks)))
+        try:
+            module(*tensors, **own[-1] if dist.get_rank() == 0 else own[0])
+        except ValueError as error:
+            return str(error)
     return None
 
 

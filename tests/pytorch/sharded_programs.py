@@ -238,6 +238,50 @@ def _sent_later(part, mesh):
     return alike
 
 
+def written_by_pieces(device, name, values):
+    """Write a rank's part of a weight at once and by pieces, of which each rank makes others.
+
+    For values in high precision, all and some of them, and for codes: data of both ways. Numbers
+    of all-reduces of the first and of the last.
+    """
+    model, rank = sharded(device, RECIPES[name], mesh_of(device)), dist.get_rank()
+    part, mine = local_of(model[1].weight), values[rank].to(device)
+    again = torch.randn(3, SIZE, device=device)
+    found, counts = [], []
+    with torch.no_grad():
+        part.copy_(mine)
+        kept = part.detach().clone()
+        wanted = _data_of(part)
+        for given, cut in ((mine, _pieces), (kept, _blocks)):
+            part.copy_(again[:1].expand(part.shape))
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+                for piece, values_of_piece in zip(cut(part), cut(given), strict=True):
+                    piece.copy_(values_of_piece)
+            found.append((_data_of(part), wanted))
+            counts.append(reduced.call_count)
+        part[5:7].copy_(4 * again[1:])
+        some = part.dequantize()
+        whole = kept.dequantize()
+        whole[5:7] = 4 * again[1:]
+        part.copy_(whole)
+        found.append((to_cpu(some), to_cpu(part.dequantize())))
+    return found, counts
+
+
+def _pieces(part):
+    """Pieces of a matrix: of rows, a number of times that differs among ranks, and columns."""
+    return [p for rows in part.chunk(dist.get_rank() + 2) for p in rows.split(200, 1)]
+
+
+def _blocks(part):
+    """Rows of a matrix in multiples of those that any format has in a block."""
+    return part.split(128)
+
+
+def _data_of(part):
+    return [to_cpu(t) for t in part.get_data_tensors() if t is not None]
+
+
 def uneven(device, name, weights, batches, rows):
     """Train modules some of whose rows ranks do not share evenly, under FSDP2 and DDP.
 

@@ -2,6 +2,7 @@
 """What each rank runs of the tests of tensor parallelism: its part of a module, over its group."""
 
 import contextlib
+import io
 from functools import partial
 from unittest import mock
 
@@ -142,6 +143,42 @@ def step(device, kind, recipe, options, problem, how):
     return {name: value.cpu() for name, value in found.items()}, sent
 
 
+def ways_to_run(device, kind, recipe, options, problem):
+    """Names of tensors that have other bits than those of a plain call, by way.
+
+    Ways: evaluation, recomputation, a frozen norm and an input that needs no gradient.
+    """
+    state, x, grads, ways = problem
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = of_rank(x, ways[0], ranks, rank).to(device)
+    grad = of_rank(grads[0], ways[1], ranks, rank).to(device)
+
+    def found(way):
+        with torch.device(device):
+            module = make(kind, ranks, dist.group.WORLD, **options)
+        take_part(module, kind, state, ranks, rank)
+        inp = x.detach().clone().requires_grad_(way != "frozen")
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(way != "frozen" or "norm" not in name)
+        call = module
+        if way.startswith("checkpoint"):
+            call = partial(te.checkpoint, module, use_reentrant=way == "checkpoint")
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            with torch.set_grad_enabled(way != "evaluated"):
+                out = call(inp)
+        if way != "evaluated":
+            out.backward(grad)
+        tensors = {"output": out.detach(), "input": inp.grad}
+        tensors |= {name: p.grad for name, p in module.named_parameters()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    plain = found("plain")
+    return {
+        way: sorted(name for name, t in found(way).items() if not torch.equal(t, plain[name]))
+        for way in ("evaluated", "checkpoint", "checkpoint, saved", "frozen")
+    }
+
+
 def marks(device, kind, options):
     """Attributes of parameters that frameworks read, and their shapes."""
     ranks = dist.get_world_size()
@@ -193,7 +230,7 @@ _SHOWN = ("gemm_output", "gather", "exchange", "gemm_grad_input")
 
 
 def stages(device, kind, recipe):
-    """Names of stages of a linear layer with GEMMs in pieces, forward and backward."""
+    """Names of stages of a linear layer with GEMMs in pieces, forward and backward; a text."""
     with torch.device(device):
         overlap = {"ub_overlap_ag": True, "ub_overlap_rs": True, "bias": False}
         options = {"dtype": torch.bfloat16, "sequence": True, **overlap}
@@ -208,7 +245,10 @@ def stages(device, kind, recipe):
             stage.name.replace("y_", "").replace("gather_input", "gather") for stage in plan.stages
         ]
         found.append([name for name in names if name.startswith(_SHOWN)])
-    return found
+    text = io.StringIO()
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        te.explain(module, x, file=text)
+    return *found, text.getvalue()
 
 
 def chosen_overlaps(device):

@@ -292,16 +292,22 @@ def programs_part(tensor, form, problem, size, rank):
     return torch.cat((chunks[rank], chunks[-1 - rank]), form.index("s"))
 
 
-def check_fp8(ranks, way, kind, mask):
-    """Each shard is as near as attention in FP8 on one rank is: a rounding of each operand."""
+def check_fp8(ranks, way, kind, mask, form="sbhd"):
+    """Each shard is as near as attention in FP8 on one rank is: a rounding of each operand.
+
+    Magnitudes differ from rank to rank, so that scales of one rank are none of another.
+    """
     made = RECIPES[kind](fp8_dpa=True)
-    problem = make_problem("sbhd", torch.bfloat16, 4, (16, 16))
-    options = options_of("sbhd", mask, problem)
-    exact, _ = reference("sbhd", problem, (-1, 0 if mask == "causal" else -1))
-    parts = ranks.run(programs.attend, way, options, {}, problem, made)
+    problem = make_problem(form, torch.bfloat16, 4, (16, 16))
+    for name in "kv":
+        factors = torch.logspace(-1, 1, problem[name].shape[0], 2.0, dtype=torch.bfloat16)
+        problem[name] *= factors[(..., *(None,) * (problem[name].dim() - 1))]
+    options = options_of(form, mask, problem)
+    exact, _ = reference(form, problem, (-1, 0 if mask == "causal" else -1))
+    parts = ranks.run(programs.attend, way, options, call_of(problem), problem, made)
     for rank, found in enumerate(parts):
         for name in ("out", "q", "k", "v"):
-            expected = programs_part(exact[name], "sbhd", problem, len(parts), rank)
+            expected = programs_part(exact[name], form, problem, len(parts), rank)
             terms = 5 if name == "out" else 16  # gradients of queries and keys cancel
             bound = terms * tol("quantize", E4M3)
             assert_nmse(found[name], expected, bound, f"rank {rank} {name}")
@@ -334,7 +340,7 @@ RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScal
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
-@pytest.mark.parametrize("way", ["p2p", "a2a"])
+@pytest.mark.parametrize("way", WAYS)
 def test_fp8(ranks, way, mask, kind):
     problem, options, parts, made = check_fp8(ranks, way, kind, mask)
     if way == "a2a" and ranks.device == "cpu" and kind == "delayed":
@@ -346,9 +352,17 @@ def test_fp8(ranks, way, mask, kind):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("way", ["p2p", "a2a+p2p"])
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a+p2p"])
 def test_fp8_of_four(four, way, kind):
     check_fp8(four, way, kind, "causal")
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+@pytest.mark.parametrize("way", WAYS)
+def test_fp8_of_packed_sequences(gloo, way, mask, kind):
+    """No kernel of a GPU runs these."""
+    check_fp8(gloo, way, kind, mask, "thd")
 
 
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])

@@ -5,7 +5,10 @@ import pytest
 import torch
 from pytorch import context_parallel_programs as programs
 
+from transformer_engine.common.recipe import DelayedScaling
+
 OPTIONS = {"num_attention_heads": 4, "kv_channels": 8, "qkv_format": "sbhd"}
+FP8 = {**OPTIONS, "kv_channels": 16}
 SHAPE = (8, 2, 4, 8)
 LENGTHS = torch.tensor([0, 8, 16], dtype=torch.int32)
 EVERY = ("p2p", "all_gather", "a2a")
@@ -39,6 +42,18 @@ def test_refusals(ranks, name, way):
     ):
         assert kind == "NotImplementedError"
         assert f"with cp_comm_type={way!r} over several ranks is not there yet" in text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_gathered_codes_of_scales_of_a_rank_alone(ranks, apart):
+    """Keys of all ranks are read with one scale."""
+    if ranks.size == 1:
+        pytest.skip("one rank has one scale")
+    made = DelayedScaling(fp8_dpa=True, reduce_amax=apart)
+    call = [[(16, 2, 4, 16)] * 3] * 2
+    for found in ranks.run(programs.said, "all_gather", FP8, {}, call, made, apart):
+        kind, text = found
+        assert kind == "NotImplementedError" and "whose amaxes are not those of all ranks" in text
 
 
 def test_sizes(ranks):
@@ -83,3 +98,24 @@ def test_ranks_that_differ(ranks):
     shapes = [[SHAPE] * 3, [(7, 2, 4, 8)] * 3]
     found = ranks.run(programs.said, "p2p", OPTIONS, {}, shapes)
     assert [kind for kind, _ in found] == ["ValueError"] * 2
+
+
+def test_ranks_that_differ_later(ranks):
+    """In calls of kinds that are known: compared with TE_CHECK_RANKS; lengths are read again."""
+    if ranks.size == 1:
+        pytest.skip("one rank agrees with itself")
+    causal, whole = ({"attn_mask_type": kind} for kind in ("causal", "no_mask"))
+    calls = [causal, whole, whole]
+    for text in ranks.run(programs.said_later, OPTIONS, calls, SHAPE, True):
+        assert "do not make the same call: rank 0: " in text
+        assert "mask 'no_mask'" in text and "mask 'causal'" in text
+    packed = {"max_seqlen_q": 16, "max_seqlen_kv": 16}
+    good, bad = (
+        {**packed, "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32)}
+        for starts in ([0, 8, 16], [0, 6, 16])
+    )
+    options = {**OPTIONS, "qkv_format": "thd"}
+    for calls, refused in (([good, good], False), ([good, bad], True)):
+        found = ranks.run(programs.said_later, options, calls, (8, 4, 8), True)
+        assert [text is not None for text in found] == [refused] * ranks.size
+        assert not refused or all("refused" in text for text in found)

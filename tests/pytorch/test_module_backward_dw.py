@@ -128,6 +128,44 @@ def test_into_main_grad(device, kind, recipe, first):
             assert_added(weight.main_grad, before[name], gradient, FP32, FP32)
 
 
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("fused", [False, True])
+def test_frameworks_see_each_gradient(device, kind, fused):
+    """By their hooks: of `backward_dw` for marked parameters, of the backward for the others."""
+    pair = Pair(kind, device, delay_wgrad_compute=True, fuse_wgrad_accumulation=fused)
+    pair.main_grads(torch.zeros)
+    seen = []
+
+    def hook_of(name, parameter):
+        def see(*_):
+            grad = parameter.main_grad if fused and name in pair.weights else parameter.grad
+            seen.append((name, grad.clone()))
+
+        return see
+
+    nodes = []
+    for name, parameter in pair.module.named_parameters():
+        if getattr(parameter, "skip_backward_post_hook", False):
+            hook = hook_of(name, parameter)
+            pair.module.register_wgrad_accumulation_and_reduce_hooks(hook)
+        else:
+            nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(hook_of(name, parameter))
+    data = pair.batch()
+    for module in (pair.plain, pair.module):
+        pair.step(module, None, data)
+    pair.module.backward_dw()
+    names = {name for name, _ in pair.module.named_parameters()}
+    assert sorted(name for name, _ in seen) == sorted(names)
+    for name, grad in seen:
+        wanted = pair.plain.get_parameter(name).grad
+        if name in pair.weights:
+            assert_same_gemm(grad, wanted, device, None, ROWS, name)
+        else:
+            assert_nmse(grad, wide(wanted), 2 * tol("sum", FP32, ROWS), name)
+    assert not any(hasattr(p, "skip_backward_post_hook") for p in pair.plain.parameters())
+
+
 def subsets_of(module):
     """Sets of parameters that are trained: one, all but one, the norm, a bias."""
     names = set(dict(module.named_parameters()))

@@ -189,12 +189,13 @@ def stages_of_pieces(kind, rank, size):
 
 @four_too
 def test_gemms_in_pieces(ranks):
-    """Beside collectives, where rows have no scales of their own."""
+    """Beside collectives, where products are not multiplied out."""
     if ranks.size == 1:
         pytest.skip("one rank has all rows")
-    for kind, recipe in itertools.product(("column", "row"), ["none", "delayed", "block"]):
-        for rank, (forward, backward) in enumerate(ranks.run(programs.stages, kind, recipe)):
-            if recipe == "block":
+    for kind, recipe in itertools.product(("column", "row"), ["none", "delayed", "block", "mxfp8"]):
+        for rank, (forward, backward, text) in enumerate(ranks.run(programs.stages, kind, recipe)):
+            assert ("GEMMs run in one piece under MXFP8BlockScaling" in text) == (recipe == "mxfp8")
+            if recipe == "mxfp8":
                 assert forward.count("gemm_output") == backward.count("gemm_grad_input") == 1
                 continue
             assert forward == stages_of_pieces(kind, rank, ranks.size)
@@ -205,6 +206,30 @@ def test_gemms_in_pieces(ranks):
                 assert own == "gemm_grad_input" and rest == others
             else:
                 assert backward.count("gemm_grad_input") == 1
+
+
+@four_too
+@pairs(kind=["column", "row"], recipe=["none", "delayed", "current", "block"], tiles=[True, False])
+def test_pieces_have_the_bits_of_one_piece(ranks, kind, recipe, tiles):
+    """On two ranks a sum has one order; a GPU may multiply fewer rows in another one.
+
+    Ranks have whole tiles of rows, or not.
+    """
+    rows = 128 * ranks.size if tiles else 144 * ranks.size
+    ways, how = KINDS[kind][True], HOW[0]
+    _, problem = problem_of(kind, ways, rows, {"dtype": torch.float32, "device": "cpu"})
+    options = {"dtype": torch.float32, "sequence": True}
+    bound = tol("layer", F32, rows) + (recipe != "none") * 8 * tol("round", E5M2)
+    whole, cut = (
+        ranks.run(programs.step, kind, recipe, options | asked, problem, how)
+        for asked in ({}, {"ub_overlap_ag": True, "ub_overlap_rs": True})
+    )
+    for (theirs, _), (mine, _) in zip(whole, cut, strict=True):
+        for name, tensor in mine.items():
+            if ranks.device == "cpu" and (ranks.size <= 2 or kind == "column"):
+                assert torch.equal(tensor, theirs[name]), name
+            else:
+                assert_nmse(tensor, theirs[name], bound, name)
 
 
 def test_chosen_overlaps(ranks):
@@ -238,6 +263,15 @@ def test_bf16(ranks):
             mine = joined("mlp", KINDS["mlp"][sequence], sequence, name, found, whole[name])
             assert mine.dtype == torch.bfloat16
             assert_nmse(mine, whole[name], 8 * tol("round", E5M2) + tol("layer", BF16, 1024), name)
+
+
+@pairs(kind=["ln_column", "mlp", "layer"], recipe=list(programs.RECIPES), sequence=[False, True])
+def test_ways_to_run(ranks, kind, recipe, sequence):
+    """Whatever gradients are wanted, a call has the bits of one that makes all."""
+    ways, options = KINDS[kind][sequence], {"dtype": torch.float32, "sequence": sequence}
+    _, problem = problem_of(kind, ways, 256 * ranks.size, {"dtype": torch.float32, "device": "cpu"})
+    for found in ranks.run(programs.ways_to_run, kind, recipe, options, problem):
+        assert found == dict.fromkeys(found, [])
 
 
 @four_too

@@ -246,7 +246,8 @@ TE_DPA_FP8DS_REDUCE_AMAX = _flag(
 TE_CHECK_RANKS = _flag(
     "Before each reduction of the amaxes of delayed scaling the ranks of a group tell each other "
     "what they reduce, through the store of the group, and wait for each other: the error of ranks "
-    "that differ names the first difference. Set on all of them. Read at each reduction."
+    "that differ names the first difference. In each call of attention over a cp_group they "
+    "compare their calls, and check lengths of packed sequences. Set on all ranks. Read each time."
 )
 TE_NVRTC = _flag(
     "Compile the embedded device source with NVRTC even where a device image would load."

@@ -3,7 +3,7 @@
 
 A library that shards parameters by itself gives its weights the methods of `DistributedWeight`. The
 functions here are what a layer calls around its products; weights that are no such ones pass
-through. Modules of this library call none of them: their weights are parameters as they are.
+through. Modules of this library call none of them, and refuse such weights.
 """
 
 from collections.abc import Sequence

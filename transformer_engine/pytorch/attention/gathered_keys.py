@@ -21,8 +21,8 @@ from transformer_engine.pytorch.attention.chunks import Part, tokens_first
 from transformer_engine.pytorch.attention.hops import Hop, exchange
 from transformer_engine.pytorch.attention.masks import NO_WINDOW
 from transformer_engine.pytorch.attention.steps import Steps, add_into, readable, wide
+from transformer_engine.pytorch.attention.steps_fp8 import StepCasts, read
 from transformer_engine.pytorch.torchside.collectives import (
-    as_bytes,
     gather_rows,
     reduce_scatter_along_first_dim,
 )
@@ -178,14 +178,14 @@ class DenseKeys:
     def _take(self, half: int, which: int, rows: slice, part: Tensor) -> None:
         self._parts.setdefault((half, which), []).append((rows, part))
 
-    def end(self, key: Tensor, value: Tensor) -> list[Tensor]:
+    def end(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Gradients of this rank's keys and values, as these lie."""
         for hop in self._hops:
             hop.wait()
         self._hops.clear()
         made = []
         for which, like in enumerate((key, value)):
-            total = torch.empty_like(tokens_first(self._form, like),
+            total = torch.empty_like(tokens_first(self._form, like), dtype=dtype,
                                      memory_format=torch.contiguous_format)  # fmt: skip
             for half, rows in enumerate(total.chunk(2)):
                 _sum_rows(rows, self._parts[half, which])
@@ -217,11 +217,12 @@ class PackedKeys:
 
     def gather(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Keys and values in order, as operators see them."""
-        flat = torch.cat([each.reshape(-1) for each in (key, value)])
-        rows = gather_rows(as_bytes(flat)[None], self._group)[0].view(flat.dtype)
-        parts = rows.split([key.numel(), value.numel()], 1)
-        pairs = zip(parts, (key, value), strict=True)
-        return [self._order.natural(part.unflatten(1, each.shape))[None] for part, each in pairs]
+        own = [each.contiguous().view(torch.uint8) for each in (key, value)]
+        flat = torch.cat([each.flatten() for each in own])
+        parts = gather_rows(flat[None], self._group)[0].split([each.numel() for each in own], 1)
+        pairs = zip(parts, own, strict=True)
+        whole = [self._order.natural(part.unflatten(1, each.shape))[None] for part, each in pairs]
+        return [each.view(key.dtype) for each in whole]
 
     def begin(self) -> None:
         """Begin to add gradients up."""
@@ -236,10 +237,10 @@ class PackedKeys:
         del number
         self._grads.append(grads)
 
-    def end(self, key: Tensor, value: Tensor) -> list[Tensor]:
+    def end(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Gradients of this rank's keys and values, as these lie."""
         first, *others = self._grads
-        sums = [each.to(wide(key.dtype)) for each in first]
+        sums = [each.to(wide(dtype)) for each in first]
         for grads in others:
             for total, each in zip(sums, grads, strict=True):
                 add_into(total, total, each)
@@ -248,7 +249,7 @@ class PackedKeys:
         flat = torch.cat([each.flatten(1) for each in parts], 1)
         mine = reduce_scatter_along_first_dim(flat, self._group)[0][0]
         pairs = zip(mine.split([key.numel(), value.numel()]), (key, value), strict=True)
-        return [each.view(like.shape).to(like.dtype) for each, like in pairs]
+        return [each.view(like.shape).to(dtype) for each, like in pairs]
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -266,15 +267,23 @@ class GatherCall:
     """One call; see `execution.autograd.Call`.
 
     Its tensors, the output and the parameters are as of `ring.RingCall`; `keys` is `DenseKeys` or
-    `PackedKeys`.
+    `PackedKeys`. In FP8 codes are gathered, of all ranks by one scale.
     """
 
     label = "attention"
     traced = False
 
-    def __init__(self, steps: Steps, tokens: Any, group: Any, keys: Any, draw: Callable) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        tokens: Any,
+        group: Any,
+        keys: Any,
+        draw: Callable,
+        casts: StepCasts | None = None,
+    ) -> None:
         self.steps, self.tokens, self.group, self.keys = steps, tokens, group, keys
-        self.draw = draw
+        self.draw, self.casts = draw, casts
 
     def _added(self, step: _Step, bias: Any, sink: Any, pair: Any) -> dict[str, Any]:
         made = {**step.limits, "sink": sink, "rng": pair}
@@ -286,24 +295,33 @@ class GatherCall:
     def run_forward(self, tensors: tuple) -> tuple[Any, Sequence[Tensor | None]]:
         """Gather and attend."""
         query, key, value, bias, sink = tensors
-        query = readable(query)
+        dtype, query, scales, common = query.dtype, readable(query), (None,) * 3, {}
+        if self.casts is not None:
+            (query, key, value), scales = zip(*self.casts.cast(query, key, value), strict=True)
+            names = ("query_scales", "key_scales", "value_scales")
+            common = dict(zip(names, scales, strict=True)) | self.casts.fields()
         seen, keys = self.steps.seen(query), self.keys.gather(key, value)
         steps = self.keys.steps()
         pairs = [self.draw(query) for _ in steps] if self.steps.dropout > 0.0 else []
-        total, tops, statistics = self.steps.empty(seen, value.shape[-1]), [], []
+        total, tops, statistics = self.steps.empty(seen, value.shape[-1], dtype), [], []
         for number, step in enumerate(steps):
             pair = pairs[number] if pairs else None
             heads = self._heads(seen, keys, step)
             # Of packed sequences a step makes 0 of the tokens of others.
-            apart = self.tokens.packed and number > 0
-            out = None if apart else self.tokens.taken(total, step.queries)
-            made = self.steps.forward(heads, self._added(step, bias, sink, pair), out)
+            apart, place = self.tokens.packed and number > 0, self.tokens.taken(total, step.queries)
+            writes = not apart and self.casts is None
+            limits = self._added(step, bias, sink, pair) | common
+            made = self.steps.forward(heads, limits, place if writes else None)
             if apart:
                 total += made.output
+            elif not writes:
+                place.copy_(made.output)
             tops.append(made.top)
             statistics.append(made.statistics)
         out = self.steps.shown(total)
-        saved = (query, key, value, out, bias, sink, *statistics, *pairs)
+        saved = (query, key, value, *scales, out, bias, sink, *statistics, *pairs)
+        if self.casts is not None:
+            self.casts.end()
         if not self.steps.max_logit:
             return out, saved
         top = torch.stack(tops).amax(0)
@@ -318,8 +336,11 @@ class GatherCall:
 
     def run_backward(self, grads: tuple, saved: tuple) -> tuple[Tensor | None, ...]:
         """Gather again; None, then gradients of all that the forward was given."""
-        query, key, value, out, bias, sink, *more = saved
-        keys = self.keys.gather(key, value)
+        query, key, value, *scales, out, bias, sink = saved[:9]
+        keys, more, dtype = self.keys.gather(key, value), saved[9:], out.dtype
+        if self.casts is not None:
+            pairs_of_codes = zip((query, *keys), scales, strict=True)
+            query, *keys = [read(codes, scale, dtype) for codes, scale in pairs_of_codes]
         steps = self.keys.steps()
         statistics, pairs = more[: len(steps)], more[len(steps) :]
         whole = [self.steps.seen(each) for each in (query, readable(grads[0]), out)]
@@ -352,5 +373,5 @@ class GatherCall:
                 grad_sink += added["grad_sink"]
         if sink is not None:
             dist.all_reduce(grad_sink, group=self.group)
-        of_keys = self.keys.end(key, value)
+        of_keys = self.keys.end(key, value, dtype)
         return None, self.steps.shown(grad_query), *of_keys, grad_bias, grad_sink

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed as dist
 
+from transformer_engine.common import config
 from transformer_engine.pytorch.attention import backends, fp8
 from transformer_engine.pytorch.attention.backends import Choice
 from transformer_engine.pytorch.attention.chunks import (
@@ -52,8 +53,8 @@ from transformer_engine.pytorch.attention.problem import (
     sequence_starts,
 )
 from transformer_engine.pytorch.attention.ring import RingCall
-from transformer_engine.pytorch.attention.ring_fp8 import RingCasts
 from transformer_engine.pytorch.attention.steps import Steps
+from transformer_engine.pytorch.attention.steps_fp8 import StepCasts
 from transformer_engine.pytorch.execution.autograd import run_call
 from transformer_engine.pytorch.execution.random import draw_pairs
 from transformer_engine.pytorch.execution.recompute import checkpoint
@@ -110,7 +111,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("window_size {window} of packed sequences without a causal mask",
             lambda a: _windowed(a) and a.kind.packed and not a.kind.mask_type.causal,
             ("all_gather",)),
-    Feature("FP8 (fp8_dpa, fp8_mha)", lambda a: a.kind.fp8, ("all_gather",)),
 )  # fmt: skip
 """Every feature that some way does not run."""
 
@@ -220,12 +220,15 @@ def _agree(groups: _Groups, said: str) -> None:
 def _choice_of(
     core: Any, heads: Heads, options: AttentionOptions, form: str, more: CoreOptions
 ) -> Choice:
-    """Backend of a call. Checks of a new kind of call are made once, by all ranks together."""
+    """Backend of a call. Checks of a new kind of call are made once, by all ranks together.
+
+    With `TE_CHECK_RANKS` they are made in each call.
+    """
     groups, said = _groups(core), None
     try:
         key, said, find = _question(core, heads, options, form, more, groups)
         known = core._agreed.get(key)
-        if known is not None:
+        if known is not None and not config.TE_CHECK_RANKS.get():
             return known
         found = find()
     except (TypeError, ValueError, NotImplementedError):
@@ -431,10 +434,11 @@ class _Call:
             keys: Any = DenseKeys(self.form, group, window)
             if self.packed:
                 keys = PackedKeys(tokens, self._orders(heads, size, 1)[1], group, window)
-            call = GatherCall(steps, tokens, group, keys, self._draw)
+            casts = StepCasts(core, heads[0], group) if fp8.in_force(core) else None
+            call = GatherCall(steps, tokens, group, keys, self._draw, casts)
         else:
             stream = None if heads[0].device.type == "cpu" else core.cp_stream
-            casts = RingCasts(core, heads[0]) if fp8.in_force(core) else None
+            casts = StepCasts(core, heads[0]) if fp8.in_force(core) else None
             call = RingCall(steps, tokens, group, kind.causal, stream, self._draw, casts)
         return run_call(call, *heads, bias, sink)
 

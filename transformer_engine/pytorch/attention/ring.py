@@ -19,7 +19,6 @@ from torch import Tensor, distributed as dist
 
 from transformer_engine.pytorch.attention.chunks import Part
 from transformer_engine.pytorch.attention.hops import Hop, exchange
-from transformer_engine.pytorch.attention.ring_fp8 import RingCasts, read
 from transformer_engine.pytorch.attention.steps import (
     Made,
     Merged,
@@ -30,6 +29,7 @@ from transformer_engine.pytorch.attention.steps import (
     readable,
     wide,
 )
+from transformer_engine.pytorch.attention.steps_fp8 import StepCasts, read
 from transformer_engine.pytorch.torchside.device import module_of
 
 # ---- hops ----------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class RingCall:
         Where every other step of the forward runs.
     draw : callable
         Draws the random pair of a step.
-    casts : RingCasts, optional
+    casts : StepCasts, optional
         Of a call in FP8.
     """
 
@@ -180,7 +180,7 @@ class RingCall:
         causal: bool,
         stream: Any,
         draw: Callable,
-        casts: RingCasts | None = None,
+        casts: StepCasts | None = None,
     ) -> None:
         self.steps, self.tokens, self.group, self.causal = steps, tokens, group, causal
         self.stream, self.draw, self.casts = stream, draw, casts
@@ -229,7 +229,7 @@ class RingCall:
             own = [readable(each.contiguous()) for each in (key, value)]
             now, scales = None, ()
         else:
-            (query, of_query), key, value = map(self.casts.cast, (query, key, value))
+            (query, of_query), key, value = self.casts.cast(query, key, value)
             now = _Pair.of(key[0], value[0], (key[1], value[1]))
             own, scales = [now.key, now.value], now.scales
             common = {"query_scales": of_query, **self.casts.fields()}

@@ -64,11 +64,14 @@ class Steps(NamedTuple):
         numbers = {"scale": self.scale, "dropout": self.dropout, "softcap": self.softcap}
         return {"window_left": -1, "window_right": -1, **numbers, **limits}
 
-    def empty(self, like: Tensor, channels: int) -> Tensor:
-        """An output for queries [batch, tokens, heads, channels], in the order of the format."""
+    def empty(self, like: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An output for queries [batch, tokens, heads, channels], in the order of the format.
+
+        In a dtype, that of the queries where None.
+        """
         batch, tokens, heads, _ = like.shape
         lead = (tokens, batch) if self.form == "sbhd" else (batch, tokens)
-        made = like.new_empty(*lead, heads, channels)
+        made = like.new_empty(*lead, heads, channels, dtype=dtype)
         return made.transpose(0, 1) if self.form == "sbhd" else made
 
     def forward(self, heads: Sequence[Tensor], limits: dict[str, Any], out: Any = None) -> Made:

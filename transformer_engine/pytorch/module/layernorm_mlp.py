@@ -169,7 +169,10 @@ ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
             self.reset_parameters()
         for prefix, mode in zip(self.LINEARS, ("column", "row"), strict=True):
             biases = [getattr(self, f"{prefix}bias")] if self.use_bias and set_parallel_mode else []
-            mark_linear([getattr(self, f"{prefix}weight")], biases, mode, self.sequence_parallel)
+            mark_linear(
+                [getattr(self, f"{prefix}weight")], biases, mode, self.sequence_parallel,
+                delay_wgrad_compute,
+            )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Sizes and what differs from the defaults."""

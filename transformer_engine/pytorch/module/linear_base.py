@@ -25,7 +25,11 @@ from transformer_engine.pytorch.module.call import Deferred, LastCall
 from transformer_engine.pytorch.module.call_key import KeptCall, KeptPlans
 from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
-from transformer_engine.pytorch.module.parameters import add_grad, reset_linear
+from transformer_engine.pytorch.module.parameters import (
+    add_grad,
+    refuse_distributed,
+    reset_linear,
+)
 from transformer_engine.pytorch.module.region import Region
 from transformer_engine.pytorch.torchside.modes import replaces, without_memory
 from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
@@ -127,9 +131,11 @@ class LinearBase(LinearCallBase):
 
         A parameter that is assigned takes what was kept of the former one away: FSDP assigns the
         whole and the sharded one by turns, and their memory and versions do not tell their values.
+        NotImplementedError for a `DistributedWeight`.
         """
         parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
         if name in parameters:
+            refuse_distributed(type(self).__name__, name, value)
             if not replaces(self, name, value):
                 super().__setattr__(name, value)
             self._forget_casts_of(name)

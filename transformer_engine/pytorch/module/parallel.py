@@ -351,17 +351,25 @@ def _place_in(kind: str, group: Any, exchange: str) -> tuple[int, int]:
 
 
 def mark_linear(
-    weights: list[Parameter], biases: list[Parameter], mode: str | None, sequence: bool
+    weights: list[Parameter],
+    biases: list[Parameter],
+    mode: str | None,
+    sequence: bool,
+    delayed: bool,
 ) -> None:
     """Say on the parameters of a linear layer how tensor parallelism splits them.
 
     Frameworks that reduce gradients, clip them or reshape checkpoints read these attributes, on one
     rank too: ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and, of what each
     rank has whole, ``sequence_parallel``: its gradient is of the rows of a rank, to be summed over
-    the ranks by the program, where it is true (`sequence`).
+    the ranks by the program, where it is true (`sequence`). ``skip_backward_post_hook`` is on
+    weights whose gradients come with `backward_dw` (`delayed`): what is to be done with them is
+    registered by `register_wgrad_accumulation_and_reduce_hooks`; those of biases come before.
     """
     for weight in weights:
         _mark(weight, 1 if mode == "row" else 0)
+        if delayed:
+            weight.skip_backward_post_hook = True
     for bias in biases:
         if mode == "row":
             bias.sequence_parallel = sequence

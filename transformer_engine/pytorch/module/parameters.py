@@ -255,3 +255,12 @@ def add_grad(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad.to(parameter.dtype)
     else:
         parameter.grad.add_(grad)
+
+
+def refuse_distributed(kind: str, name: str, parameter: Any) -> None:
+    """Raise NotImplementedError for a `distributed_weight.DistributedWeight` as a parameter."""
+    if hasattr(parameter, "materialize_group_for_forward"):
+        raise NotImplementedError(
+            f"{kind}: {name}: a DistributedWeight ({type(parameter).__name__}): modules do not "
+            "put weights together; shard them by FSDP2 (torch.distributed.fsdp.fully_shard)"
+        )

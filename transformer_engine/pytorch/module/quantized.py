@@ -409,8 +409,10 @@ def _quantized_part(quantizer: Any, values: Tensor, group: Any) -> Any:
         quantizer.reduce_over(group)
     with torch.no_grad():
         made = quantizer.quantize(values)
-    if reduces and is_quantized(made):
-        made._quantizer.reduce_over(group)
+    if group is not None and is_quantized(made):
+        made._quantizer._of_part = True
+        if reduces:
+            made._quantizer.reduce_over(group)
     return made
 
 

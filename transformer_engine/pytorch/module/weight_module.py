@@ -85,7 +85,10 @@ class WeightModule(TensorParallel, LinearBase):
             self._pack()
             self.reset_parameters()
         biases = self._tensors("bias") if self.use_bias else ()
-        mark_linear(self._tensors("weight"), biases, self.parallel_mode, self.sequence_parallel)
+        mark_linear(
+            self._tensors("weight"), biases, self.parallel_mode, self.sequence_parallel,
+            self.delay_wgrad_compute,
+        )  # fmt: skip
 
     def _pack(self) -> None:
         """Lay split weights one after the other, so that a call reads them as one.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch import tensor as formats
+from transformer_engine.pytorch.tensor import parts
 from transformer_engine.pytorch.torchside.modes import (
     aliasing,
     is_composite,
@@ -200,24 +201,22 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
         source = source._dequantized(source.dtype, tuple(source.shape))
         return func(into, source, *args[2:], **kwargs)
     if is_quantized(source):
-        if into._takes(source):
+        takes = into._takes(source)
+        if takes:
+            source._settle()
+            if into._viewed is not None:
+                into._settle()
             into.copy_from_storage(source)
+        if takes or parts.copy_rows(into, source):
             into._changed()
-            _count_in_wholes(into)
+            parts.count_in_wholes(into)
             return into
-        source = source._dequantized(source.dtype, tuple(source.shape))
+        dtype = torch.promote_types(source.dtype, torch.float32)  # rounded by the cast alone
+        source = source._dequantized(dtype, tuple(source.shape))
     if source.shape != into.shape:
         source = source.expand(into.shape)
     into._write(source.to(into.device))
     return into
-
-
-def _count_in_wholes(view: Any) -> None:
-    """Count a write in what a tensor is a view of: below autograd views have versions apart."""
-    while view._viewed is not None:
-        view = view._viewed[0]
-        view._count_write()
-        view._changed()
 
 
 @_handles(aten._foreach_copy_.default)
@@ -276,7 +275,7 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
     if fields is None:
         return _view_of(tensor, None, view)
     if func in _ROWS and tensor._viewed is None and not is_traced_or_faked():
-        like = view(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+        like = view(parts.on_meta(tensor))
         if like.shape == tensor.shape:  # all of it
             return aliasing(func, args, kwargs, tensor._like(stride=tensor.stride()))
     return aliasing(func, args, kwargs, _view_of(tensor, fields, view))
@@ -290,18 +289,14 @@ def _as_strided(func: Any, args: tuple, kwargs: dict) -> Any:
     same = (tuple(size), tuple(stride)) == (tuple(whole.shape), tuple(whole.stride()))
     if same and offset in ([], [None], [0]) and whole._viewed is None:
         return whole.detach()
-    views = []
-    while whole._viewed is not None:
-        whole, view = whole._viewed
-        views.append(view)
-    like = torch.empty_strided(whole.shape, whole.stride(), device="meta")
+    whole, view = parts.outermost(whole)
+    like = parts.on_meta(whole)
     if not like.is_contiguous():
         raise NotImplementedError(
             f"as_strided of a {type(whole).__name__} of strides {tuple(whole.stride())}: its "
             "values do not lie like that: make another view, or dequantize it"
         )
-    for view in reversed(views):
-        like = view(like)
+    like = view(like)
     at = like.storage_offset() if offset in ([], [None]) else offset[0]
     view = functools.partial(_call, aten.as_strided.default, [size, stride, at], {})
     return _view_of(whole, None, view)
@@ -364,7 +359,7 @@ def _view_of(tensor: Any, fields: dict | None, view: Callable) -> Any:
     """
     if fields is None:
         return formats.IdentityTensor._window_of(tensor, view)
-    like = view(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+    like = view(parts.on_meta(tensor))
     made = tensor._like(fields, shape=like.shape, stride=like.stride())
     made._viewed = tensor, view
     return made

@@ -342,7 +342,9 @@ class Float8Tensor(FormatTensor, Float8TensorStorage):
         data = casts.empty_rows((rows, *self.shape[1:]), self.device).zero_()
         fields = {**self._fields(), "_data": data, "_transpose": None, "_transpose_version": None}
         fields["_scales"] = self._scales.clone()
-        return self._like(fields, shape=data.shape)
+        made = self._like(fields, shape=data.shape)
+        made._own_rows = self.shape[0]
+        return made
 
     def _is_shard(self) -> bool:
         """Return whether it is a part of a weight that ranks share."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.tensor.parts import versions_of
 from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import (
     FormatTensor,
@@ -100,7 +101,7 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
             like = view(torch.empty(whole.shape, dtype=whole.dtype, device="meta"))
         else:
             like = values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
-            seen = _versions_of(whole)
+            seen = versions_of(whole)
         fields = {"_hp_data": values, "whole": whole}
         made = cls._made(fields, like.dtype, like.shape, stride=like.stride())
         made._viewed, made._seen = (whole, view), seen
@@ -116,6 +117,11 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
     @_hp_data.setter
     def _hp_data(self, values: Tensor) -> None:
         self._values = values
+
+    def _default_quantizer(self) -> Quantizer:
+        if self._is_window():  # a write reads nothing
+            return IdentityQuantizer(dtype=self.dtype)
+        return super()._default_quantizer()
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         return None if self._is_window() else super()._viewed_fields(view)
@@ -139,7 +145,7 @@ class IdentityTensor(FormatTensor, IdentityTensorStorage):
             if values is not self._seen:  # these values lie in its memory
                 self._values, self._seen = view(values), values
             return
-        versions = _versions_of(whole)
+        versions = versions_of(whole)
         if versions is None or versions != self._seen:
             values = view(whole._dequantized(whole.dtype, tuple(whole.shape)))
             lost = self._values is None or (
@@ -164,16 +170,6 @@ def _reads_later(whole: Any) -> bool:
     parts = [part for part in whole.get_data_tensors() if part is not None]
     plain = isinstance(whole, FormatStorage) and not is_traced_or_faked(*parts)
     return plain and whole.is_contiguous()
-
-
-def _versions_of(tensor: Any) -> tuple | None:
-    """Version of the data of a quantized tensor; None: it does not tell."""
-    tensors = [part for part in tensor.get_data_tensors() if part is not None]
-    if is_traced_or_faked(*tensors):
-        return tuple(tensor._counted_writes())
-    if any(part.is_inference() for part in tensors):
-        return None
-    return tuple((part.data_ptr(), part._version) for part in tensors)
 
 
 class IdentityQuantizer(Quantizer):

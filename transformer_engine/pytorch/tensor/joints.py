@@ -45,3 +45,17 @@ def parts_of(storage: Any, joints: dict[str, Joint]) -> Iterator[Part]:
         yield Part(scales, own, joint.scales, joint.align)
         if form == "rowwise" and getattr(storage, "_row_scaled_nvfp4", False):
             yield Part("_amax_rowwise", storage._amax_rowwise, 0, 1)
+
+
+def rows_of(storage: Any, joints: dict[str, Joint], first: int, count: int) -> Iterator[Tensor]:
+    """Views of all that belongs to some rows of a matrix whose forms join so, and its amaxes."""
+    rows = storage.shape[0]
+    for form, joint in joints.items():
+        data, scales = (getattr(storage, f"_{form}_{what}") for what in ("data", "scale_inv"))
+        length = data.shape[joint.data]  # half of the rows, where two share a byte
+        yield data.narrow(joint.data, first * length // rows, count * length // rows)
+        yield scales.narrow(joint.scales, first // joint.rows, -(-count // joint.rows))
+        amax = getattr(storage, f"_amax_{form}", None)
+        if amax is not None:
+            by_rows = form == "rowwise" and storage._row_scaled_nvfp4
+            yield amax.narrow(0, first, count) if by_rows else amax

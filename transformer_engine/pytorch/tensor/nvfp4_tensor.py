@@ -101,6 +101,9 @@ class NVFP4TensorStorage(TwoFormStorage):
                 "256"
             )
 
+    def _shares_amax(self) -> bool:
+        return getattr(self._quantizer, "with_amax_reduction", False)
+
     def _scales_to_256(self) -> bool:
         return self._nvfp4_e4m3_max == 256
 

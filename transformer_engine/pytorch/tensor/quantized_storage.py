@@ -18,8 +18,8 @@ from transformer_engine.pytorch.tensor.quantizer_arguments import checked_dtype
 from transformer_engine.pytorch.torchside.modes import is_traced_or_faked, without_memory
 
 NOT_FIELDS = frozenset(
-    "_quantizer _dtype _own_fields _viewed _writes _sent _is_param _high_precision_init_val "
-    "get_high_precision_init_val clear_high_precision_init_val".split()
+    "_quantizer _dtype _own_fields _viewed _writes _sent _own_rows _is_param "
+    "_high_precision_init_val get_high_precision_init_val clear_high_precision_init_val".split()
 )
 """Attributes of tensors and storages that say nothing of their data."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -370,7 +370,11 @@ class QuantizedTensorStorage:
         dtype = self.dtype if dtype is None else dtype
         if isinstance(self, Tensor) and self.requires_grad and torch.is_grad_enabled():
             return Dequantize.apply(self, dtype)
+        self._settle()
         return self._decoded(dtype, tuple(self.shape))
+
+    def _settle(self) -> None:
+        """Cast what waits for that; a storage has no such values."""
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
         """Cast a tensor of the same shape into this one; see `Quantizer.update_quantized`."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from transformer_engine.common import absent
+from transformer_engine.pytorch.tensor import parts
 from transformer_engine.pytorch.tensor.dispatch import run as _dispatch
 from transformer_engine.pytorch.tensor.pickling import pickled_class, rebuild_quantized
 from transformer_engine.pytorch.tensor.quantized_storage import (
@@ -91,6 +92,8 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
     """[number of writes] while a graph is traced, where no version tells; aliases share it."""
     _sent: Sent | None = None
     """What FSDP2 gathered of this part of a weight."""
+    _own_rows: int | None = None
+    """Of a part of a weight that FSDP2 has padded: rows that are no padding."""
 
     @staticmethod
     def _joined_fields(parts: Any) -> dict[str, Any] | None:
@@ -265,11 +268,27 @@ class QuantizedTensor(Tensor, QuantizedTensorStorage):
         """
         if self._viewed is None:
             QuantizedTensorStorage._write_by(self, quantizer, source, noop)
-            return
-        whole, view = self._viewed
-        values = plain(whole)
-        view(values).copy_(source)
-        whole._write(values, None, noop)
+        else:
+            parts.write(self, source, noop)
+
+    def _written(self) -> None:
+        parts.forget(self)
+        super()._written()
+
+    def _settle(self) -> None:
+        parts.settle(self)
+
+    def _dequantized(self, dtype: torch.dtype, shape: tuple) -> Tensor:
+        self._settle()
+        return super()._dequantized(dtype, shape)
+
+    def _mapped(self, function: Any) -> dict[str, Any]:
+        self._settle()
+        return super()._mapped(function)
+
+    def _plain_fields(self) -> tuple[dict[str, Any], tuple | None]:
+        self._settle()
+        return super()._plain_fields()
 
     def _take_view(self, other: "QuantizedTensor") -> None:
         """Be a view of what another tensor over the same data is one of."""

@@ -78,6 +78,8 @@ class Quantizer(abc.ABC):
     """True where casting the same values again gives the same bits, and changes no state."""
     _GATHERS_ROWS: ClassVar[bool] = False
     """True where the column-wise form is made of the row-wise one alone."""
+    _of_part: bool = False
+    """True of the quantizer of a rank's part of a weight."""
     _ARGUMENTS: ClassVar[tuple[str, ...]] = ()
     """Arguments of the constructor, besides the usages, that are attributes by the same names; an
     element type is ``dtype``."""
@@ -405,7 +407,9 @@ class Quantizer(abc.ABC):
 
     def copy(self) -> "Quantizer":
         """Copy the settings; tensors of a scaling state are shared."""
-        return copy.copy(self)
+        made = copy.copy(self)
+        made.__dict__.pop("_of_part", None)
+        return made
 
     def calibrate(self, tensor: Tensor) -> None:
         """Record what a tensor would need, without a cast: nothing, unless the format has state."""

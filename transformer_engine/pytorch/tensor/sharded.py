@@ -101,6 +101,7 @@ def before_gather(mine: Any, mesh: Any, size: tuple | None, dtype: torch.dtype |
     `mesh` are the ranks; `size` is that of the weight, None where all parts have equally many rows;
     `dtype` is that of values, the nominal one where None.
     """
+    mine._settle()
     sent = mine._sent
     if sent is not None and sent.asked == (mesh, size, dtype) and sent.places == _places(mine):
         return sent.tensors, Gathered(mine, *sent.about)

@@ -16,7 +16,7 @@ from transformer_engine import _core
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor import casts
 from transformer_engine.pytorch.tensor.casts import code_of
-from transformer_engine.pytorch.tensor.joints import Joint
+from transformer_engine.pytorch.tensor.joints import Joint, joints_of, rows_of
 from transformer_engine.pytorch.tensor.quantized_storage import FormatStorage
 from transformer_engine.pytorch.tensor.quantized_tensor import FormatTensor
 from transformer_engine.pytorch.tensor.quantizer import CodesQuantizer
@@ -179,13 +179,45 @@ class TwoFormStorage(FormatStorage):
         return code_of(self._fp8_dtype)
 
     def _takes(self, source: Any) -> bool:
+        return self._has_format_of(source) and self.shape == source.shape
+
+    def _has_format_of(self, source: Any) -> bool:
+        """Return whether codes and scales of another tensor mean here what they mean there."""
         return (
             isinstance(source, TwoFormStorage)
             and source._mode() == self._mode()
-            and source._kind() == self._kind()
+            and source._format() == self._format()
             and all(source.get_usages()[form] for form, own in self.get_usages().items() if own)
-            and self.shape == source.shape
         )
+
+    def _format(self) -> list:
+        """Settings of tensors of any shape."""
+        return [getattr(self, name) for name in self._SETTINGS if name != "_logical_shape"]
+
+    def _copy_rows(self, source: Any, first: int, start: int, count: int) -> bool:
+        """Copy rows of a matrix from `start` on to those from `first` on: codes and scales.
+
+        False where it has another format, or where these lie together with those of other rows.
+        """
+        if not (self._has_format_of(source) and self._shares_amax()):
+            return False
+        forms = [form for form, own in self.get_usages().items() if own]
+        lengths = self.shape[0], source.shape[0], first, start, count
+        kind = getattr(type(self), "_STORAGE", type(self))
+        joints = [joints_of(kind, self._turns(), forms, rows) for rows in lengths]
+        if None in joints:
+            return False
+        self._settle(), source._settle()
+        mine, theirs = (
+            rows_of(matrix, joints[0], at, count) for matrix, at in ((self, first), (source, start))
+        )
+        for into, given in zip(mine, theirs, strict=True):
+            into.copy_(given)
+        return True
+
+    def _shares_amax(self) -> bool:
+        """Return whether all parts of a weight have one amax; a format without one has no other."""
+        return True
 
     def _viewed_fields(self, view: Any) -> dict[str, Any] | None:
         """Views of all values that keep the last dim: the scales are those of whole rows."""

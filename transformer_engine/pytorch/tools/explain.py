@@ -57,6 +57,17 @@ def _packed_sizes(given: dict, inp: Tensor) -> tuple[int, ...]:
     return packed_sizes(options, inp.shape[0], keys.shape[0])
 
 
+def _in_one_piece(module: torch.nn.Module, recipe: Any) -> list[str]:
+    """A line where GEMMs may run in pieces beside collectives, and a recipe keeps them from it."""
+    parts = [m for m in module.modules() if getattr(m, "sequence_parallel", False)]
+    if not (recipe.mxfp8() or recipe.nvfp4()) or not any(any(p.overlaps[1]) for p in parts):
+        return []
+    return [
+        f"GEMMs run in one piece under {type(recipe).__name__}, whatever ub_overlap_ag and "
+        "ub_overlap_rs say: each piece would multiply the whole weight out"
+    ]
+
+
 def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **kwargs: Any) -> None:
     """Print the plans that calls of a module's layers run, without running them.
 
@@ -81,6 +92,8 @@ def explain(module: torch.nn.Module, *args: Any, file: TextIO | None = None, **k
     if recipe is not None and (recipe.mxfp8() or recipe.nvfp4()):
         asked = is_mxfp8_available if recipe.mxfp8() else is_nvfp4_available
         lines.append(f"GEMMs are emulated: {asked(return_reason=True)[1]}")
+    if recipe is not None:
+        lines += _in_one_piece(module, recipe)
     lines += filter(None, (without_kernels(inp.device),))
     plans = module.plans_of(*args, **kwargs)
     sizes = _sizes(inp) + _sizes(kwargs.get("encoder_output"))
