@@ -183,6 +183,11 @@ def test_recipes_are_casts():
             ScalingMode.BLOCK_2D_SCALING,
             ScalingMode.BLOCK_1D_SCALING,
         ),
+        recipe.NVFP4BlockScaling: (
+            ScalingMode.NVFP4_1D_SCALING,
+            ScalingMode.NVFP4_2D_SCALING,
+            ScalingMode.NVFP4_1D_SCALING,
+        ),
     }
     supported = tq.get_supported_quantization_recipes()
     assert {type(each) for each in supported} == wanted.keys()
@@ -190,7 +195,9 @@ def test_recipes_are_casts():
         config = tq.get_quantize_config_with_recipe(each)
         found = tuple(config.get_scaling_mode(source) for source in tq.TensorSource)
         assert found == wanted[type(each)] and config.is_fp8_enabled()
-        forward, backward = tq.helper._format2dtypes(each.fp8_format)
+        forward = backward = jnp.float4_e2m1fn
+        if not each.nvfp4():
+            forward, backward = tq.helper._format2dtypes(each.fp8_format)
         assert [cast.dtype for cast in config.casts] == [forward, forward, backward]
         assert config.has_state == each.delayed()
     block = tq.get_quantize_config_with_recipe(recipe.Float8BlockScaling(use_f32_scales=True))
@@ -200,12 +207,11 @@ def test_recipes_are_casts():
 
 
 @pytest.mark.parametrize("made, error, said", [
-    (lambda: recipe.NVFP4BlockScaling(), NotImplementedError, "NVFP4BlockScaling"),
     (lambda: recipe.DelayedScaling(measure_first=True), NotImplementedError, "measure_first"),
     (lambda: recipe.DelayedScaling(amax_compute_algo=max), NotImplementedError, "amax_compute"),
     (lambda: recipe.DelayedScaling(reduce_amax=False), ValueError, "reduce_amax"),
     (lambda: recipe.Float8CurrentScaling(fp8_dpa=True), NotImplementedError, "fp8_dpa"),
-], ids=["nvfp4", "measure", "algorithm", "reduce", "attention"])  # fmt: skip
+], ids=["measure", "algorithm", "reduce", "attention"])  # fmt: skip
 def test_recipes_that_are_refused(made, error, said):
     with pytest.raises(error, match=said), te.autocast(enabled=True, recipe=made()):
         pass
@@ -253,8 +259,6 @@ def test_sets_of_quantizers():
         tq.QuantizerFactory.create_set(scaling_mode=mode, fp8_recipe=recipe.DelayedScaling())
     with pytest.raises(ValueError, match="makes float8_e4m3fn or float8_e5m2"):
         tq.QuantizerFactory.create(1, mode, jnp.float16)
-    with pytest.raises(NotImplementedError, match="NVFP4_1D"):
-        tq.QuantizerFactory.create(1, ScalingMode.NVFP4_1D_SCALING, jnp.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(("ndim", "axis"), pairs_first((2, 3), (1, -1)), ids=case_id)

@@ -134,10 +134,10 @@ def test_bits_are_those_of_the_module(rng, key, recipe, options, dtype, transpos
                 assert_same(value, named[path].grad)
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_is_the_layer_of_modules(rng, key, recipe, monkeypatch):
-    """One call each way; the numbers are those of the modules, and of the definitions."""
-    used, module = RECIPES[recipe], layer(dtype=jnp.bfloat16)
+@pytest.mark.parametrize(("recipe", "dtype"), [("none", F32), ("delayed", BF16), ("delayed", F32)])
+def test_is_the_layer_of_modules(rng, key, recipe, dtype, monkeypatch):
+    """One call each way; the bits are those of the modules, the numbers those of definitions."""
+    used, module = RECIPES[recipe], layer(dtype=DTYPES[dtype])
     shape = BATCH, LENGTH, HIDDEN
     x, grad = normal(rng, shape, BF16), normal(rng, shape, BF16)
     with te.autocast(enabled=used is not None, recipe=used):
@@ -149,13 +149,13 @@ def test_is_the_layer_of_modules(rng, key, recipe, monkeypatch):
         defined = by_definition(step_of(module))(*given)
         monkeypatch.setattr(whole_layer, "runs", lambda *_: False)
         by_modules = step_of(module)(*given)
-    bound = 2 * tol("layer", BF16, INNER)
-    bound += tol("recast", E4M3, x.size) if used else 0.0
-    for other in (by_modules, defined):
-        assert jax.tree.structure(other) == jax.tree.structure(whole)
-        for got, wanted in zip(jax.tree.leaves(whole), jax.tree.leaves(other), strict=True):
-            assert got.dtype == wanted.dtype
-            assert_nmse(wide(got), wide(wanted), bound, "whole layer")
+    bound = 2 * tol("layer", BF16, INNER) + (tol("recast", E4M3, x.size) if used else 0.0)
+    assert jax.tree.structure(by_modules) == jax.tree.structure(whole)
+    leaves = (jax.tree.leaves(of) for of in (whole, by_modules, defined))
+    for got, exact, near in zip(*leaves, strict=True):
+        assert got.dtype == exact.dtype == near.dtype
+        np.testing.assert_array_equal(got, exact)
+        assert_nmse(wide(got), wide(near), bound, "whole layer")
 
 
 def test_dropout(rng, key):

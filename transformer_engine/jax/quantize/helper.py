@@ -25,7 +25,9 @@ _RECIPES = (
     recipes.MXFP8BlockScaling,
     recipes.NVFP4BlockScaling,
 )
-_MODES = tuple(mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING)
+_MODES = tuple(
+    mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING and not mode.is_nvfp4_scaling
+)
 
 
 class _InForce:
@@ -122,13 +124,14 @@ def is_fp8_available(
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode) -> tuple[bool, str]:
-    """Return whether casts of a mode are there, as all are, and the reason if not."""
-    del scaling_mode
-    return True, ""
+    """Return whether quantizers of a mode cast by themselves, and the reason if not."""
+    if scaling_mode in _MODES or scaling_mode is ScalingMode.NO_SCALING:
+        return True, ""
+    return False, f"{scaling_mode}: casts are those within custom calls of dense layers"
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:
-    """Return the modes whose casts are there."""
+    """Return the modes whose quantizers cast by themselves."""
     return list(_MODES)
 
 
