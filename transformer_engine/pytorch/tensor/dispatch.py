@@ -211,7 +211,9 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
             into._changed()
             parts.count_in_wholes(into)
             return into
-        dtype = torch.promote_types(source.dtype, torch.float32)  # rounded by the cast alone
+        dtype = source.dtype
+        if parts.is_part(into):  # rounded by the cast alone
+            dtype = torch.promote_types(dtype, torch.float32)
         source = source._dequantized(dtype, tuple(source.shape))
     if source.shape != into.shape:
         source = source.expand(into.shape)

@@ -70,7 +70,7 @@ def write(part: Any, source: Tensor, noop: Tensor | None) -> None:
     """Write plain values through a view: the tensor that it is of is cast, by its own quantizer."""
     whole, view = outermost(part)
     data = _first(whole)
-    if not _is_part(whole) or noop is not None or is_traced_or_faked(data):
+    if not is_part(whole) or noop is not None or is_traced_or_faked(data):
         whole, view = part._viewed  # which may be a view, and counts its writes
         values = plain(whole)
         view(values).copy_(source)
@@ -97,7 +97,7 @@ def count_in_wholes(view: Any) -> None:
 
 def settle(whole: Any) -> None:
     """Cast what has been written to a tensor and waits for more, with all ranks that share it."""
-    if _is_part(whole):
+    if is_part(whole):
         whole, _ = outermost(whole)
         staged = _first(whole).__dict__.pop(_STAGED, None)
         if staged is not None:
@@ -106,7 +106,7 @@ def settle(whole: Any) -> None:
 
 def forget(whole: Any) -> None:
     """Let go what waits for a cast: all of the tensor has been written anew."""
-    if _is_part(whole):
+    if is_part(whole):
         _first(whole).__dict__.pop(_STAGED, None)
 
 
@@ -118,9 +118,10 @@ def _first(tensor: Any) -> Tensor:
     return next(part for part in tensor.get_data_tensors() if part is not None)
 
 
-def _is_part(tensor: Any) -> bool:
-    """Return whether it is a rank's part of a weight."""
-    return tensor._quantizer is not None and tensor._quantizer._of_part
+def is_part(tensor: Any) -> bool:
+    """Return whether it is a rank's part of a weight, or a view of one."""
+    quantizer = outermost(tensor)[0]._quantizer
+    return quantizer is not None and quantizer._of_part
 
 
 # ---- rows of codes -------------------------------------------------------------------------------
