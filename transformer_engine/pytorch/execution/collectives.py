@@ -20,6 +20,7 @@ from transformer_engine.pytorch.torchside.collectives import (
     agree,
     exchange_rows,
     gather_parts,
+    sendable,
     start_gather,
     start_largest,
     start_scatter,
@@ -55,7 +56,7 @@ def _agree(name: str, op: Callable, group: Any, tensors: Sequence[Tensor]) -> No
 def _gather(tensors: Sequence[Tensor], group: Any) -> _Started:
     """Of pairs (part, whole): parts are put together along the dim in which they differ."""
     started: _Started = []
-    for part, whole in zip(tensors[::2], tensors[1::2], strict=True):
+    for part, whole in zip(*[map(sendable, tensors[i::2]) for i in (0, 1)], strict=True):
         if part.shape[0] * group.size() == whole.shape[0] and whole.is_contiguous():
             started.append((start_gather(part.contiguous(), whole, group), None))
         else:

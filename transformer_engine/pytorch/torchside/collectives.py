@@ -56,6 +56,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def sendable(tensor: Tensor) -> Tensor:
+    """A tensor as all backends send it: FP8 as bytes. It shares the memory."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def _named(name: str, older: str) -> str:
     """Name of a collective of torch, which renames some: the new one, or the older one."""
     return name if hasattr(torch.distributed, name) else older
@@ -70,8 +75,6 @@ def start_gather(part: Tensor, whole: Tensor, group: Any, async_op: bool = True)
 
     Tensors are dense and of matching shapes, and ranks are several: nothing is checked.
     """
-    if part.element_size() == 1:  # bytes of FP8, which all backends send
-        part, whole = part.view(torch.uint8), whole.view(torch.uint8)
     return getattr(torch.distributed, _GATHER)(whole, part, group=group, async_op=async_op)
 
 
@@ -164,7 +167,7 @@ def gather_rows(
     made = _into(f"{op}: output_tensor", output, inp, _rows(f"{op}: inp", inp) * size)
     if size == 1:
         return inp if output is None else made.copy_(inp), None
-    return made, start_gather(inp.contiguous(), made, group, async_op)
+    return made, start_gather(sendable(inp.contiguous()), sendable(made), group, async_op)
 
 
 def gather_parts(part: Tensor, whole: Tensor, dim: int, group: Any) -> tuple[Any, Callable | None]:
