@@ -20,12 +20,23 @@ import transformer_engine.jax.flax as te_flax
 import transformer_engine.pytorch as te_torch
 from transformer_engine import _core
 from transformer_engine.common import recipe as recipes
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    SequenceDescriptor,
+    fused_attn,
+)
 from transformer_engine.jax.custom_calls import call_operator
 from transformer_engine.jax.dense import dense
+from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.operator_cuts import Cut, Result, over_devices, rows
 from transformer_engine.jax.quantize import QuantizerFactory, noop_quantizer_set
-from transformer_engine.jax.row_cuts import Rows, by_rows
+from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
 BATCH, LENGTH, IN, OUT, INNER = 4, 32, 64, 128, 128
 RECIPES = {
@@ -269,13 +280,15 @@ def gradients_of_norm(grad, x, gamma, *statistics):
 
 
 @pytest.mark.parametrize("spec", [P(AXES), P(*AXES), P("data", None, "model"), P()], ids=str)
-def test_operators_by_rows(rng, cpus, spec):
+def test_operators_in_parts(rng, cpus, spec):
     """Rows are cut as they lie; features are gathered, and sums over rows are joined."""
     shape, mesh = (4, 32, 64), mesh_of(cpus, 2)
     dims = shape, shape, shape[-1:], shape[:-1], shape[:-1]
     arrays = [normal(rng, each, F32) for each in dims]
-    rows = Rows((2, 2, 0, 2, 2), (2, "sum", "sum", "max"))
-    run = jax.jit(lambda *given: by_rows(gradients_of_norm, rows)(*given))
+    of_rows, sums = rows(2), Result((), "sum")
+    cut = Cut((of_rows, of_rows, (), of_rows, of_rows),
+              (Result(of_rows), sums, sums, Result((), "max")))  # fmt: skip
+    run = jax.jit(lambda *given: over_devices(gradients_of_norm, cut, *given))
     wanted = run(*jax.device_put(arrays, cpus[0]))
     with jax.set_mesh(mesh):
         spread = NamedSharding(mesh, spec)
@@ -289,6 +302,86 @@ def test_operators_by_rows(rng, cpus, spec):
     text, cut = compiled.as_text(), spec != P()
     assert reduced(text).get("all-reduce", 0) == 3 * cut and "te_operator" in text
     assert ("all-gather" in text) == (len(spec) == 3)
+
+
+def on_one_and_on_mesh(run, given, specs, devices):
+    """Results of a function on one device and on a mesh, and the compiled text of the latter."""
+    run, mesh = jax.jit(run), mesh_of(devices, 2)
+    wanted = run(*jax.device_put(given, jax.sharding.SingleDeviceSharding(devices[0])))
+    with jax.set_mesh(mesh):
+        spread = [NamedSharding(mesh, spec) for spec in specs]
+        compiled = jax.jit(run).lower(*map(jax.device_put, given, spread)).compile()
+        found = compiled(*map(jax.device_put, given, spread))
+    return found, wanted, compiled.as_text()
+
+
+def operators(name, rng):
+    """A function and its gradients, by operators of their own, and arrays [4, 32, ..]."""
+    x, grad = (normal(rng, (4, 32, 64), BF16) for _ in range(2))
+    if name == "norm":
+        affine = [normal(rng, (64,), BF16) for _ in range(2)]
+        return (lambda x, *of: layernorm(x, *of, norm_type="layernorm")), [x, *affine], grad
+    if name == "activation":
+        x = normal(rng, (4, 32, 2, 64), BF16)
+        return (lambda x: activation(x, ("silu", "linear"))), [x], grad
+    hidden = jnp.asarray(rng.random((4, 1, 32, 32)) < 0.25, jnp.uint8)
+    logits, grad = (normal(rng, (4, 8, 32, 32), BF16) for _ in range(2))
+    kind = SoftmaxFusionType.SCALED_MASKED
+    return (lambda x: softmax(x, hidden, 0.5, kind)), [logits], grad
+
+
+@pytest.mark.parametrize("name", ["norm", "activation", "softmax"])
+def test_operators_over_a_mesh(rng, cpus, name):
+    """Rows are computed where they are; gradients of gamma and beta are sums."""
+    run, given, grad = operators(name, rng)
+
+    def step(grad, *given):
+        y, back = jax.vjp(run, *given)
+        return y, back(grad)
+
+    specs = [P(*AXES), P(*AXES), *[P()] * (len(given) - 1)]
+    found, wanted, text = on_one_and_on_mesh(step, [grad, *given], specs, cpus)
+    assert "te_operator" in text
+    assert reduced(text) == ({"all-reduce": 2} if name == "norm" else {})
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        if a.ndim > 1:
+            assert np.array_equal(bits(a), bits(b))
+        else:
+            assert_close(a, b, 4, BF16)
+
+
+@pytest.mark.parametrize(("groups", "bias"), [(8, None), (4, (1, 8, 32, 32)), (2, (4, 1, 32, 32))])
+def test_attention_over_a_mesh(rng, cpus, groups, bias):
+    """Batches and heads are computed where they are, those of keys too."""
+    heads, less = (4, 32, 8, 16), (4, 32, groups, 16)
+    given = [normal(rng, shape, BF16) for shape in (heads, heads, less, less, *[bias] * bool(bias))]
+    lengths = jnp.asarray(rng.integers(1, 33, 4), jnp.int32)
+    described = SequenceDescriptor.from_seqlens(lengths)
+    how = AttnBiasType.POST_SCALE_BIAS if bias else AttnBiasType.NO_BIAS
+
+    def step(grad, q, k, v, bias=None, dropout=0.0):
+        def run(q, k, v, bias):
+            return fused_attn(
+                (q, k, v), bias, described, jax.random.key(0), how,
+                AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                AttnSoftmaxType.VANILLA_SOFTMAX, 0.25, dropout, True,
+            )  # fmt: skip
+
+        y, back = jax.vjp(run, q, k, v, bias)
+        return y, back(grad)
+
+    of_heads = P("data", None, "model")
+    specs = [of_heads] * 4 + [P()] * bool(bias)
+    found, wanted, text = on_one_and_on_mesh(step, given, specs, cpus)
+    assert text.count('custom_call_target="te_operator"') == 2
+    assert reduced(text) == ({"all-reduce": 1} if bias else {})
+    for a, b in zip(jax.tree.leaves(found)[:4], jax.tree.leaves(wanted)[:4], strict=True):
+        assert np.array_equal(bits(a), bits(b))
+    if bias:
+        assert_close(found[1][3], wanted[1][3], 4, BF16)
+    with jax.set_mesh(mesh_of(cpus, 2)):  # each direction would draw for parts of its own
+        jaxpr = jax.make_jaxpr(functools.partial(step, dropout=0.5))(*given)
+    assert "te_operator" not in str(jaxpr)
 
 
 # ---- rules ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax import Array
 from transformer_engine.jax.custom_calls import call_operator
 from transformer_engine.jax.definitions import are_custom_calls_on, attention as definition
 from transformer_engine.jax.definitions.attention import Limits, Problem
+from transformer_engine.jax.operator_cuts import Cut, Labels, Result, over_devices
 
 _DTYPES = (jnp.float16, jnp.bfloat16)
 _VECTOR, _MOST_CHANNELS = 8, 256
@@ -22,13 +23,15 @@ def runs(problem: Problem, heads: tuple[Array, ...], bias: Array | None, limits:
 
     They do on all devices what cuDNN's kernels do: 16-bit heads of multiples of 8 channels up to
     256. A bias is added behind the scale, and its gradient is of all queries and keys; rows are
-    whole, have a length, or are packed, without a bias then. What they do not compute is by
-    definition (docs/jax.md).
+    whole, have a length, or are packed, without a bias then. Over a mesh batches and heads are cut,
+    of rows that are not packed, without dropout: what forward and backward draw would be of a cut
+    that XLA chooses for each. What they do not compute is by definition (docs/jax.md).
     """
     q, k, v = heads
     known = limits.segments is None or limits.lengths is not None
     known |= limits.packed is not None and bias is None
-    if not are_custom_calls_on() or problem.max_logit or not known:
+    cut = not _is_packed(limits) and problem.dropout == 0.0
+    if not are_custom_calls_on(cut=cut) or problem.max_logit or not known:
         return False
     channels = (q.shape[-1], v.shape[-1])
     fits = q.dtype in _DTYPES and len({each.dtype for each in heads}) == 1
@@ -100,6 +103,50 @@ def _call(
 
     These are fp32 [batch, heads, queries], of packed rows [1, batch queries, heads].
     """
+    given = heads, bias, sink, limits._replace(segments=None), pair
+    arrays, tree = jax.tree.flatten(given)
+
+    def run(*arrays: Array) -> tuple[Array, Array]:
+        return _call_alone(problem, *tree.unflatten(arrays))
+
+    cut = Cut(_labels(*given), (Result(_ROWS), Result(("batch", "heads"))))
+    return over_devices(run, cut, *arrays)
+
+
+_ROWS = ("batch", None, "heads")
+"""Labels of [batch, tokens, heads, channels]."""
+
+
+def _labels(
+    heads: tuple[Array, ...],
+    bias: Array | None,
+    sink: Array | None,
+    limits: Limits,
+    pair: Array | None,
+) -> tuple[Labels, ...]:
+    """Labels of all arrays of a call. A dim of size 1 is repeated."""
+
+    def of(array: Array, *labels: str) -> Labels:
+        pairs = zip(labels, array.shape, strict=False)
+        return tuple(label if size > 1 else None for label, size in pairs)
+
+    given = [_ROWS] * len(heads)
+    given += [of(bias, "batch", "heads")] if bias is not None else []
+    given += [("heads",)] if sink is not None else []
+    given += [of(limits.mask, "batch", "heads")] if limits.mask is not None else []
+    given += [("batch",)] * len(limits.lengths or ())
+    rest = [*(limits.packed or ()), *([] if pair is None else [pair])]  # never cut
+    return (*given, *[()] * len(rest))
+
+
+def _call_alone(
+    problem: Problem,
+    heads: tuple[Array, Array, Array],
+    bias: Array | None,
+    sink: Array | None,
+    limits: Limits,
+    pair: Array | None,
+) -> tuple[Array, Array]:
     packed = _is_packed(limits)
     seen = _seen(heads, packed)
     batch, tokens, count, _ = seen["query"].shape
@@ -124,6 +171,29 @@ def _call_backward(
     pair: Array | None,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Gradients of queries, keys, values, bias and sink."""
+    given = heads, bias, sink, limits._replace(segments=None), pair
+    arrays, tree = jax.tree.flatten(given)
+
+    def run(grad: Array, output: Array, sums: Array, *arrays: Array) -> tuple:
+        return _call_backward_alone(problem, grad, (output, sums), *tree.unflatten(arrays))
+
+    labels = _labels(*given)
+    of_bias = labels[len(heads)] if bias is not None else ()
+    results = [*[Result(_ROWS)] * 3, Result(of_bias, "sum"), Result(("heads",), "sum")]
+    cut = Cut((_ROWS, _ROWS, ("batch", "heads"), *labels), tuple(results))
+    return over_devices(run, cut, grad, *made, *arrays)
+
+
+def _call_backward_alone(
+    problem: Problem,
+    grad: Array,
+    made: tuple[Array, Array],
+    heads: tuple[Array, Array, Array],
+    bias: Array | None,
+    sink: Array | None,
+    limits: Limits,
+    pair: Array | None,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     packed = _is_packed(limits)
     seen = _seen(heads, packed)
     of = {"query": seen["query"], "key": seen["key"], "value": seen["value"]}

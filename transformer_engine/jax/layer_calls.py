@@ -42,7 +42,6 @@ from transformer_engine.jax.custom_calls import (
 )
 from transformer_engine.jax.definitions import is_spread
 from transformer_engine.jax.layer_cuts import (
-    Axes,
     Cut,
     Direction,
     Ports,
@@ -52,6 +51,7 @@ from transformer_engine.jax.layer_cuts import (
     ports_of,
 )
 from transformer_engine.jax.layer_plans import Dims, Facts, LayerPlans, Side, layer_plans
+from transformer_engine.jax.sharding import Axes
 
 # ---- what a device runs --------------------------------------------------------------------------
 

@@ -25,10 +25,7 @@ from transformer_engine.jax.layer_plans import (
     Side,
     layer_plans,
 )
-from transformer_engine.jax.sharding import AxesInForce
-
-Axes = tuple[str, ...]
-"""Axes of a mesh."""
+from transformer_engine.jax.sharding import Axes, AxesInForce, axes_of
 
 # ---- arrays of a call ----------------------------------------------------------------------------
 
@@ -227,12 +224,6 @@ class _Seen:
         """The factors of rows that it cuts at a side."""
         places = self.places.get(axis, ())
         return sorted({at.factor for at in places if at.side == side and at.factor[0] == "b"})
-
-
-def axes_of(array: Any) -> list[Axes]:
-    """Axes of each dim of an array that has a `NamedSharding`."""
-    spec = tuple(array.sharding.spec) + (None,) * (len(array.shape) - len(array.sharding.spec))
-    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
 
 
 # ---- decisions -----------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from jax import Array
 
 from transformer_engine import _core
 from transformer_engine.jax.custom_calls import call_operator
-from transformer_engine.jax.definitions import are_custom_calls_on, casts
+from transformer_engine.jax.definitions import are_custom_calls_on, casts, is_spread
 from transformer_engine.jax.definitions.activations import Limits
 from transformer_engine.jax.definitions.scaling_modes import Cast, ScalingMode
+from transformer_engine.jax.operator_cuts import Cut, Labels, Result, over_devices, rows
 
 NORMS = {"layernorm": _core.NORM_LAYERNORM, "rmsnorm": _core.NORM_RMSNORM}
 """Norms of the C library, by name."""
@@ -46,7 +47,7 @@ def run_on(*arrays: Array | None) -> bool:
     """Return whether operators compute on such arrays; asked while a call is traced."""
     there = [array for array in arrays if array is not None]
     known = all(array.dtype in DTYPES and array.size for array in there)
-    return known and are_custom_calls_on()
+    return known and are_custom_calls_on(cut=True)
 
 
 class Into(NamedTuple):
@@ -59,10 +60,13 @@ class Into(NamedTuple):
 
 
 def into(dtype: Any, cast: Cast | None, scale: Array | None, forms: tuple = (True, False)) -> Into:
-    """`dtype` without a cast; what an operator casts itself; else fp32, which is cast later."""
+    """`dtype` without a cast; what an operator casts itself; else fp32, which is cast later.
+
+    Over a mesh it casts nothing: what it transposes can not be put together from parts.
+    """
     if cast is None:
         return Into(dtype)
-    if cast.mode is ScalingMode.DELAYED_TENSOR_SCALING:
+    if cast.mode is ScalingMode.DELAYED_TENSOR_SCALING and not is_spread():
         return Into(None, cast, scale, forms)
     return Into(jnp.dtype(jnp.float32))
 
@@ -128,18 +132,23 @@ def norm(
 
     `plan` is a `NormPlan`; an RMSNorm has no mean.
     """
-    rows = math.prod(x.shape[:-1])
-    means = plan.kind == "layernorm"
-    given = {"rsigma": jnp.zeros(rows, jnp.float32)}
-    given |= {"mean": jnp.zeros(rows, jnp.float32)} if means else {}
-    fields = {"kind": NORMS[plan.kind], "gamma": gamma, "eps": plan.epsilon}
-    fields |= {"beta": beta, "zero_centered": plan.zero_centered, "input": _matrix(x)}
-    made, all_made = _call("norm", x.shape, 1, to, {}, **fields, **given)
-    mean, rsigma = (
-        all_made[name].reshape(x.shape[:-1]) if name in all_made else None
-        for name in ("mean", "rsigma")
-    )
-    return made, (mean, rsigma)
+    lines = rows(x.ndim - 1)
+
+    def run(x: Array, gamma: Array, beta: Array | None) -> tuple:
+        count = math.prod(x.shape[:-1])
+        means = plan.kind == "layernorm"
+        given = {"rsigma": jnp.zeros(count, jnp.float32)}
+        given |= {"mean": jnp.zeros(count, jnp.float32)} if means else {}
+        fields = {"kind": NORMS[plan.kind], "gamma": gamma, "eps": plan.epsilon}
+        fields |= {"beta": beta, "zero_centered": plan.zero_centered, "input": _matrix(x)}
+        made, all_made = _call("norm", x.shape, 1, to, {}, **fields, **given)
+        mean, rsigma = (
+            all_made[name].reshape(x.shape[:-1]) if name in all_made else None
+            for name in ("mean", "rsigma")
+        )
+        return made, (mean, rsigma)
+
+    return over_devices(run, Cut((lines, (), ()), (Result(lines),) * 2), x, gamma, beta)
 
 
 def norm_gradient(
@@ -150,22 +159,27 @@ def norm_gradient(
     statistics: tuple[Array | None, Array],
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of x, gamma and beta (None of an RMSNorm), in the dtypes of x and gamma."""
-    mean, rsigma = statistics
-    results = {"grad_input": _like(_matrix(x)), "gamma_grad": _like(gamma)}
-    if mean is not None:
-        results["beta_grad"] = _like(gamma)
-    made = call_operator(
-        "norm_backward",
-        results,
-        grad_output=_matrix(grad),
-        input=_matrix(x),
-        kind=NORMS[plan.kind],
-        rsigma=rsigma.reshape(-1),
-        mean=None if mean is None else mean.reshape(-1),
-        gamma=gamma,
-        zero_centered=plan.zero_centered,
-    )
-    return made["grad_input"].reshape(x.shape), made["gamma_grad"], made.get("beta_grad")
+    lines, total = rows(x.ndim - 1), Result((), "sum")
+
+    def run(grad: Array, x: Array, gamma: Array, mean: Array | None, rsigma: Array) -> tuple:
+        results = {"grad_input": _like(_matrix(x)), "gamma_grad": _like(gamma)}
+        if mean is not None:
+            results["beta_grad"] = _like(gamma)
+        made = call_operator(
+            "norm_backward",
+            results,
+            grad_output=_matrix(grad),
+            input=_matrix(x),
+            kind=NORMS[plan.kind],
+            rsigma=rsigma.reshape(-1),
+            mean=None if mean is None else mean.reshape(-1),
+            gamma=gamma,
+            zero_centered=plan.zero_centered,
+        )
+        return made["grad_input"].reshape(x.shape), made["gamma_grad"], made.get("beta_grad")
+
+    cut = Cut((lines, lines, (), lines, lines), (Result(lines), total, total))
+    return over_devices(run, cut, grad, x, gamma, *statistics)
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:
@@ -183,20 +197,31 @@ def _activation_fields(x: Array, kinds: tuple[str, ...], numbers: Limits) -> dic
 
 def activate(x: Array, kinds: tuple[str, ...], numbers: Limits, to: Into) -> Made:
     """The activation of x [.., functions, columns]: [.., columns]."""
-    shape = (*x.shape[:-2], x.shape[-1])
-    return _call("activation", shape, 1, to, {}, **_activation_fields(x, kinds, numbers))[0]
+    lines = rows(x.ndim - 2)
+
+    def run(x: Array) -> tuple[Made]:
+        shape = (*x.shape[:-2], x.shape[-1])
+        return _call("activation", shape, 1, to, {}, **_activation_fields(x, kinds, numbers))[:1]
+
+    return over_devices(run, Cut((lines,), (Result(lines),)), x)[0]
 
 
 def activation_gradient(
     grad: Array, x: Array, kinds: tuple[str, ...], numbers: Limits, to: Into, sums: bool = False
 ) -> tuple[Made, Array | None]:
     """Gradient of x [.., functions, columns]; with `sums` those over rows, in the dtype of x."""
-    fields = _activation_fields(x, kinds, numbers) | {"grad_output": _matrix(grad)}
-    results = {}
-    if sums:
-        results["bias_grad"] = jax.ShapeDtypeStruct((math.prod(x.shape[-2:]),), x.dtype)
-    made, all_made = _call("activation_backward", x.shape, 2, to, results, **fields)
-    return made, all_made["bias_grad"].reshape(x.shape[-2:]) if sums else None
+    lines = rows(x.ndim - 2)
+
+    def run(grad: Array, x: Array) -> tuple[Made, Array | None]:
+        fields = _activation_fields(x, kinds, numbers) | {"grad_output": _matrix(grad)}
+        results = {}
+        if sums:
+            results["bias_grad"] = jax.ShapeDtypeStruct((math.prod(x.shape[-2:]),), x.dtype)
+        made, all_made = _call("activation_backward", x.shape, 2, to, results, **fields)
+        return made, all_made["bias_grad"].reshape(x.shape[-2:]) if sums else None
+
+    cut = Cut((lines, lines), (Result(lines), Result((), "sum")))
+    return over_devices(run, cut, grad, x)
 
 
 # ---- softmaxes -----------------------------------------------------------------------------------
@@ -208,18 +233,38 @@ def _four_dims(array: Array) -> Array:
 
 def softmax(logits: Array, mask: Array | None, scale: float, causal: bool) -> Array:
     """Probabilities of logits [.., queries, keys] of 2 to 4 dims; not 0 in a mask hides a key."""
-    x = _four_dims(logits)
-    window = {"window_left": -1, "window_right": 0} if causal else {}
-    hidden = None if mask is None else _four_dims(mask != 0)
-    made = call_operator(
-        "softmax", {"output": _like(x)}, input=x, mask=hidden, scale=scale, **window
-    )
-    return made["output"].reshape(logits.shape)
+    lines = rows(logits.ndim - 2)
+
+    def run(logits: Array, mask: Array | None) -> tuple[Array]:
+        x = _four_dims(logits)
+        window = {"window_left": -1, "window_right": 0} if causal else {}
+        hidden = None if mask is None else _four_dims(mask != 0)
+        made = call_operator(
+            "softmax", {"output": _like(x)}, input=x, mask=hidden, scale=scale, **window
+        )
+        return (made["output"].reshape(logits.shape),)
+
+    hides = () if mask is None else _labels_of_mask(mask, logits)
+    return over_devices(run, Cut((lines, hides), (Result(lines),)), logits, mask)[0]
+
+
+def _labels_of_mask(mask: Array, logits: Array) -> Labels:
+    """Those of logits, but for dims that the mask is repeated along."""
+    more = logits.ndim - mask.ndim
+    labels = (None,) * -more + rows(logits.ndim - 2)[max(more, 0) :]
+    sizes = (1,) * -more + logits.shape[max(more, 0) :]
+    pairs = zip(labels, sizes, mask.shape, strict=False)
+    return tuple(label if size == of else None for label, size, of in pairs)
 
 
 def softmax_gradient(grad: Array, probabilities: Array, scale: float) -> Array:
     """Gradient of logits, in the dtype of the probabilities."""
-    p = _four_dims(probabilities)
-    given = {"grad_output": _four_dims(grad), "probabilities": p, "scale": scale}
-    made = call_operator("softmax_backward", {"grad_input": _like(p)}, **given)
-    return made["grad_input"].reshape(probabilities.shape)
+    lines = rows(probabilities.ndim - 2)
+
+    def run(grad: Array, probabilities: Array) -> tuple[Array]:
+        p = _four_dims(probabilities)
+        given = {"grad_output": _four_dims(grad), "probabilities": p, "scale": scale}
+        made = call_operator("softmax_backward", {"grad_input": _like(p)}, **given)
+        return (made["grad_input"].reshape(probabilities.shape),)
+
+    return over_devices(run, Cut((lines, lines), (Result(lines),)), grad, probabilities)[0]

@@ -8,7 +8,7 @@ which way is wanted, and results are the same without them.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -26,6 +26,9 @@ W_NO_SHARD_AXES = "nvte_w_no_shard"
 W_FSDP_AXES = "nvte_w_fsdp"
 W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
+
+Axes = tuple[str, ...]
+"""Axes of a mesh."""
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,9 @@ def with_sharding_constraint_by_logical_axes(
     if len(logical_axis_names) != x.ndim:
         raise ValueError(f"{x.ndim} dims have the names {tuple(logical_axis_names)}")
     return with_sharding_constraint(x, generate_pspec(logical_axis_names))
+
+
+def axes_of(array: Any) -> list[Axes]:
+    """Axes of each dim of an array that has a `NamedSharding`."""
+    spec = tuple(array.sharding.spec) + (None,) * (len(array.shape) - len(array.sharding.spec))
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
