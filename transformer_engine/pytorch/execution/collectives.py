@@ -31,25 +31,23 @@ from transformer_engine.pytorch.torchside.device import is_any_captured
 _Started = list[tuple[Any, Callable[[], Any] | None]]
 """Works, and what is done with what each has received."""
 _MADE: "weakref.WeakKeyDictionary[Any, set[tuple]]" = weakref.WeakKeyDictionary()
-"""Kinds of collectives that the ranks of a group have found to be the same on all of them."""
-_KINDS = 256
-"""So many of a group are remembered."""
+"""Kinds of collectives that the ranks of a group have compared once."""
 
 
 def _agree(name: str, op: Callable, group: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError on all ranks where they begin the first collective of a kind differently.
 
-    Backends do not: ranks of other numbers of rows would end, wait for ever, or read beyond. What
-    a rank remembers depends on its collectives alone, and so is that of all ranks.
+    Backends do not: ranks of other numbers of rows would end, wait for ever, or read beyond. Sizes
+    are no part of a kind, as they may change with each step, which a comparison holds up.
     """
-    made = _MADE.setdefault(group, set())
-    kind = (op, *[(tensor.shape, tensor.dtype) for tensor in tensors])
+    made = _MADE.get(group)
+    if made is None:
+        made = _MADE[group] = set()
+    kind = (op, *[tensor.dtype for tensor in tensors])
     if (kind in made and not config.TE_CHECK_RANKS.get()) or is_any_captured():
         return
     shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
     agree(f"{name}: the ranks of tp_group do not make the same call", shapes, group)
-    if len(made) >= _KINDS:
-        made.clear()
     made.add(kind)
 
 
