@@ -237,43 +237,41 @@ def test_accumulation_is_that_of_the_recipe():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_nobody_wants_cost_nothing(device, kind):
-    """Products are counted; what is wanted has the bits that it has with all others."""
+def test_evaluation(device, kind):
+    """Without a gradient the bits are the same, and nothing is saved."""
     case = Case(device, kind, torch.bfloat16)
     sets = quantizers(RECIPES["delayed"], case.layers)
     grad = case.array(torch.randn(*LEADING, OUT if case.layers == 1 else IN, dtype=torch.bfloat16))
-    made = jax.block_until_ready(jax.jit(case.step)(case.arrays, sets, grad))
-    out, everything, following = made
-
-    def of(*names):
-        """Gradients of some arrays, or of the sets alone; how many products ran."""
-        given = {name: case.arrays[name] for name in names} or sets
-
-        @jax.jit
-        def step(given, grad):
-            def run(given):
-                return (
-                    case.run(case.arrays | given, sets) if names else case.run(case.arrays, given)
-                )
-
-            return jax.vjp(run, given)[1](grad)[0]
-
-        with te.counting() as ran:
-            found = jax.block_until_ready(step(given, grad))
-        return found, ran.fp8_gemms
-
-    weights = [name for name in case.arrays if name.endswith("weight") and "norm" not in name]
-    found, count = of(*weights)
-    assert count == 3 * case.layers - 1  # none for the gradient of the first layer's input
-    for name in weights:
-        assert jnp.array_equal(found[name], everything[name])
-    found, count = of("x")
-    assert count == 2 * case.layers and jnp.array_equal(found["x"], everything["x"])
-    states, count = of()
-    # Each state is that of all casts: for one the gradient of the output is cast, and multiplied.
-    assert count == (2 if case.layers == 1 else 4)
-    for one, other in zip(*map(jax.tree.leaves, (states, following)), strict=True):
-        assert jnp.array_equal(one, other)
+    out, *_ = jax.block_until_ready(jax.jit(case.step)(case.arrays, sets, grad))
     with te.counting() as ran:
         alone = jax.block_until_ready(jax.jit(case.run)(case.arrays, sets))
     assert ran.fp8_gemms == case.layers and jnp.array_equal(alone, out)
+    kept = jax.make_jaxpr(case.run)(case.arrays, sets)
+    assert "f8_e5m2" not in str(kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_each_call_has_the_gradients_of_its_own_arguments(kind, wrap):
+    """JAX traces a function once for all of its calls, whatever each is differentiated by."""
+    case = Case("cpu", kind, torch.bfloat16)
+    sets = quantizers(RECIPES["current"], case.layers)
+    weight, bias = ("fc1_weight", "fc1_bias") if case.layers == 2 else ("weight", "bias")
+    called = wrap(lambda arrays: case.run(arrays, sets))
+
+    def loss(arrays, function, first, second):
+        def by(names):
+            stop = jax.lax.stop_gradient
+            return function({n: a if n in names else stop(a) for n, a in arrays.items()})
+
+        return jnp.sum(by(first).astype(jnp.float32)) + jnp.sum(jnp.sin(by(second)))
+
+    ways = ["x"], [weight], [bias], list(case.arrays)
+    for first, second in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        each = ways[first], ways[second]
+        found, wanted = (
+            jax.jit(jax.grad(lambda a, f=f, each=each: loss(a, f, *each)))(case.arrays)
+            for f in (called, lambda arrays: case.run(arrays, sets))
+        )
+        for name in case.arrays:
+            assert jnp.array_equal(found[name], wanted[name]), (each, name)

@@ -90,27 +90,27 @@ class _Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(plan: _Plan, x: Array, kernel: Array, bias: Array | None, uses: linear.Uses) -> Array:
-    return _forward(plan, x, kernel, bias, uses)[0]
+    return _forward(plan, x, kernel, bias, uses, wanted=False)[0]
 
 
-def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
-    x, kernel, bias, uses = planned.values(given)
+def _forward(plan: _Plan, *given: Any, wanted: bool = True) -> tuple[Array, Any]:
+    x, kernel, bias, uses = given
     layer = planned.Layer((plan.linear,))
     if planned.runs(layer, x, kernel):
-        x, *others = given
-        return planned.forward(layer, x, (None, None), *((a,) for a in others), plan.depth)
+        of_one = ((a,) for a in (kernel, bias, uses))
+        return planned.forward(layer, x, (None, None), *of_one, plan.depth, wanted=wanted)
     y, saved = linear.linear_forward(x, kernel, plan.linear, uses, plan.depth)
     return linear.with_bias(y, bias, plan.linear.is_quantized, x.dtype), (saved, bias, uses)
 
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, planned.whole(grad))
+        of = planned.backward(kept, grad)
         return of.x, *of.kernels, *of.biases, *of.uses
-    grad, (saved, bias, uses) = planned.whole(grad), kept
+    saved, bias, uses = kept
     made = linear.linear_backward(saved, grad, plan.linear, uses, plan.depth)
     of_x = made.x.astype(saved.dtypes[0].dtype)
     return of_x, made.kernel, linear.bias_gradient(grad, bias), made.uses
 
 
-_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+_dense.defvjp(_forward, _backward)

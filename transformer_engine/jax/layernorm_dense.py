@@ -68,15 +68,15 @@ class _Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layernorm_dense(plan: _Plan, *args: Any) -> Array:
-    return _forward(plan, *args)[0]
+    return _forward(plan, *args, wanted=False)[0]
 
 
-def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
-    x, kernel, gamma, beta, bias, uses = planned.values(given)
+def _forward(plan: _Plan, *given: Any, wanted: bool = True) -> tuple[Array, Any]:
+    x, kernel, gamma, beta, bias, uses = given
     layer = planned.Layer((plan.linear,), plan.norm)
     if planned.runs(layer, x, kernel, gamma):
-        x, kernel, *affine, bias, uses = given
-        return planned.forward(layer, x, tuple(affine), (kernel,), (bias,), (uses,))
+        of_one = ((a,) for a in (kernel, bias, uses))
+        return planned.forward(layer, x, (gamma, beta), *of_one, wanted=wanted)
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linear, x.dtype), plan.axes)
     y, saved = linear.linear_forward(operand, kernel, plan.linear, uses)
@@ -85,12 +85,12 @@ def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, planned.whole(grad))
+        of = planned.backward(kept, grad)
         return of.x, *of.kernels, *of.affine, *of.biases, *of.uses
-    grad, (norm, saved, bias, uses) = planned.whole(grad), kept
+    norm, saved, bias, uses = kept
     made = linear.linear_backward(saved, grad, plan.linear, uses)
     of_x, of_gamma, of_beta = norm_backward(plan.norm, norm, made.x.astype(norm.x.dtype))
     return of_x, made.kernel, of_gamma, of_beta, linear.bias_gradient(grad, bias), made.uses
 
 
-_layernorm_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+_layernorm_dense.defvjp(_forward, _backward)

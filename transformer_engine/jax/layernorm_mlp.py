@@ -108,15 +108,14 @@ class _Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layernorm_mlp(plan: _Plan, *args: Any) -> Array:
-    return _forward(plan, *args)[0]
+    return _forward(plan, *args, wanted=False)[0]
 
 
-def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
-    x, gamma, beta, kernels, biases, uses = planned.values(given)
+def _forward(plan: _Plan, *given: Any, wanted: bool = True) -> tuple[Array, Any]:
+    x, gamma, beta, kernels, biases, uses = given
     layer = planned.Layer(plan.linears, plan.norm, plan.activation)
     if planned.runs(layer, x, gamma, *kernels):
-        x, *affine, kernels, biases, uses = given
-        y, kept = planned.forward(layer, x, tuple(affine), kernels, biases, uses)
+        y, kept = planned.forward(layer, x, (gamma, beta), kernels, biases, uses, wanted=wanted)
         return checkpoint_name(y, plan.names[1]), kept
     values, norm = norm_forward(plan.norm, x, gamma, beta)
     operand = constrain(linear.operand_of(values, plan.linears[0], x.dtype), plan.axes[0])
@@ -135,9 +134,9 @@ def _forward(plan: _Plan, *given: Any) -> tuple[Array, Any]:
 
 def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     if isinstance(kept, planned.Kept):
-        of = planned.backward(kept, planned.whole(grad))
+        of = planned.backward(kept, grad)
         return of.x, *of.affine, of.kernels, of.biases, of.uses
-    grad, (norm, h, saved, biases, uses) = planned.whole(grad), kept
+    norm, h, saved, biases, uses = kept
     second = linear.linear_backward(saved[1], grad, plan.linears[1], uses[1])
     of_values = second.x.astype(h.dtype)
     of_h = chosen("activation_gradient")(of_values, h, *plan.activation)
@@ -149,4 +148,4 @@ def _backward(plan: _Plan, kept: Any, grad: Array) -> tuple:
     return of_x, of_gamma, of_beta, of_kernels, of_biases, (first.uses, second.uses)
 
 
-_layernorm_mlp.defvjp(_forward, _backward, symbolic_zeros=True)
+_layernorm_mlp.defvjp(_forward, _backward)

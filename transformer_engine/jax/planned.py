@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from transformer_engine.common.plans import CallPlans
 from transformer_engine.jax import linear
@@ -94,7 +93,7 @@ def pairs_of(plans: CallPlans, drawn: Sequence[Drawn | None]) -> tuple[Array, ..
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """What a call was given; static."""
 
     dtype: Any
@@ -117,7 +116,7 @@ class Kept:
 
     facts: Facts
     names: AxesInForce
-    given: tuple[_Given | None, ...]  # input, gamma and beta, kernels, biases; None: absent
+    given: tuple[Given | None, ...]  # input, gamma and beta, kernels, biases; None: absent
     saved: tuple  # what the plan saves, as one tuple, where there is that, and others
     uses: tuple  # of each dense layer
     amaxes: Array | None  # [dense layers, slots], of inputs and weights
@@ -133,43 +132,6 @@ class Gradients(NamedTuple):
     uses: tuple[linear.Uses, ...]
 
 
-def values(given: Any) -> Any:
-    """What a `custom_vjp` with ``symbolic_zeros`` gives its forward, as arrays."""
-    return jax.tree.map(lambda a: a.value if _is_primal(a) else a, given, is_leaf=_is_primal)
-
-
-def _is_primal(given: Any) -> bool:
-    return isinstance(given, CustomVJPPrimal)
-
-
-def _are_wanted(given: Any) -> Any:
-    """Whether gradients are, of what `values` takes."""
-    if isinstance(given, tuple):
-        return tuple(map(_are_wanted, given))
-    return _is_primal(given) and given.perturbed
-
-
-def _wanted(x: Any, affine: tuple, kernels: tuple, biases: tuple, uses: tuple) -> tuple:
-    """Which gradients the plans make: also one that is not wanted, where a state needs the cast.
-
-    The gradient of a layer's output is cast for that of its kernel, or of what comes before it.
-    """
-    given = (x, tuple(affine), tuple(kernels), tuple(biases))
-    of_x, of_affine, of_kernels, of_biases = _are_wanted(given)
-    found: list[bool] = []
-    before = of_x or any(of_affine)
-    for i, (_, _, grad) in enumerate(uses):
-        state = grad is not None and any(map(_are_wanted, grad))
-        found.append(of_kernels[i] or (state and not before))
-        before |= found[i] or of_biases[i]
-    return of_x, of_affine, tuple(found), of_biases
-
-
-def whole(grad: Array | SymbolicZero) -> Array:
-    """The gradient that a `custom_vjp` with ``symbolic_zeros`` gives its backward, as an array."""
-    return jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad
-
-
 def forward(
     layer: Layer,
     x: Any,
@@ -178,18 +140,18 @@ def forward(
     biases: tuple,
     uses: tuple[linear.Uses, ...],
     depth: int = 1,
+    *,
+    wanted: bool,
 ) -> tuple[Array, Kept]:
-    """Run a layer on what a `custom_vjp` with ``symbolic_zeros`` gives its forward, or on arrays.
+    """Run a layer.
 
     `x` is [batch.., in..], where in are `depth` dims, and `affine` are gamma and beta of the norm,
     [in]. The first kernel is [in.., out..], a second one [in, out..], biases are [out..]. Returns
-    [batch.., out..] in the dtype of `x`, and what `backward` needs: nothing for gradients that
-    nobody wants.
+    [batch.., out..] in the dtype of `x`, and what `backward` needs where gradients are `wanted`: of
+    all arrays, since JAX keeps one structure of what a forward gives, whatever it differentiates.
     """
-    wanted = _wanted(x, affine, kernels, biases, uses)
-    x, affine, kernels, biases, uses = values((x, affine, kernels, biases, uses))
     listed = (x, *affine, *kernels, *biases)
-    given = tuple(None if a is None else _Given(a.dtype, varying(a)) for a in listed)
+    given = tuple(None if a is None else Given(a.dtype, varying(a)) for a in listed)
     depths = (depth, 1)[: len(kernels)]
     # Without a recipe all that is multiplied has one dtype.
     dtypes = [None if each.is_quantized else x.dtype for each in layer.linears]
@@ -209,7 +171,10 @@ def forward(
             for kernel, of in zip(kernels, depths, strict=True)
         ),
         tuple(None if bias is None else code_of(bias.dtype) for bias in biases),
-        wanted,
+        (
+            wanted,
+            *(tuple(wanted and a is not None for a in of) for of in (affine, kernels, biases)),
+        ),
     )
     plans, names = layer_plans(facts).call, axes_in_force()
     pairs = zip(kernels, biases, strict=True)

@@ -175,12 +175,15 @@ def _amaxes(made: PlanResults, slots: int) -> Array | None:
 # ---- facts ---------------------------------------------------------------------------------------
 
 
-def _facts_of(plan: LayerPlan, x: Array, wanted: Any, tensors: Parameters) -> _Facts:
-    """Facts of a call; `wanted`: which gradients of input and parameters are."""
-    dtype, (of_x, of_parameters), modules = code_of(x.dtype), wanted, []
+def _facts_of(plan: LayerPlan, x: Array, tensors: Parameters, wanted: bool) -> _Facts:
+    """Facts of a call; `wanted`: whether gradients of input and parameters are."""
+    dtype, modules = code_of(x.dtype), []
+
+    def there(of: Sequence) -> tuple[bool, ...]:
+        return tuple(wanted and each is not None for each in of)
+
     for _, norm, own in _MODULES:
         affine = (None, None) if norm is None else tensors.affine[norm]
-        of_affine = (False, False) if norm is None else of_parameters.affine[norm]
         linears = plan.linears[own]
         layer = Layer(
             linears,
@@ -197,10 +200,10 @@ def _facts_of(plan: LayerPlan, x: Array, wanted: Any, tensors: Parameters) -> _F
                     Kernel(k.shape[:1], k.shape[1:], code_of(k.dtype)) for k in tensors.kernels[own]
                 ),
                 tuple(None if b is None else code_of(b.dtype) for b in tensors.biases[own]),
-                (False, of_affine, of_parameters.kernels[own], of_parameters.biases[own]),
+                (False, there(affine), there(tensors.kernels[own]), there(tensors.biases[own])),
             )
         )
-    return _Facts(plan, dtype, tuple(modules), of_x)
+    return _Facts(plan, dtype, tuple(modules), wanted)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def transformer_layer(
     Array
         Of the shape and dtype of `x`.
     """
-    return _forward(plan, x, parameters, states, drawn, pairs)[0]
+    return _forward(plan, x, parameters, states, drawn, pairs, wanted=False)[0]
 
 
 def _pairs(plan: LayerPlan, drawn: Sequence, pairs: Sequence) -> list[Drawn | None]:
@@ -269,16 +272,10 @@ def _pairs(plan: LayerPlan, drawn: Sequence, pairs: Sequence) -> list[Drawn | No
     return found
 
 
-def _forward(plan: LayerPlan, *given: Any) -> tuple[Array, _Kept]:
-    x, parameters, states, drawn, pairs = planned.values(given)
-    of_x, of_parameters, of_states, *_ = map(planned._are_wanted, given)
-    of_parameters = Parameters(*of_parameters)
-    # The gradient of a layer's output is cast for that of its kernel.
-    of_state = any(jax.tree.leaves(of_states))
-    of_kernels = tuple(wanted or of_state for wanted in of_parameters.kernels)
-    wanted = of_x, of_parameters._replace(kernels=of_kernels)
+def _forward(plan: LayerPlan, *given: Any, wanted: bool = True) -> tuple[Array, _Kept]:
+    x, parameters, states, drawn, pairs = given
     listed = tuple(
-        None if a is None else (a.shape, planned._Given(a.dtype, varying(a)))
+        None if a is None else (a.shape, planned.Given(a.dtype, varying(a)))
         for a in (x, *parameters.in_order())
     )
     # Without a recipe all that is multiplied has one dtype.
@@ -287,7 +284,7 @@ def _forward(plan: LayerPlan, *given: Any) -> tuple[Array, _Kept]:
         kernels=tuple(map(_in_dtype, parameters.kernels, dtypes)),
         biases=tuple(map(_in_dtype, parameters.biases, dtypes)),
     )
-    facts = _facts_of(plan, x, wanted, parameters)
+    facts = _facts_of(plan, x, parameters, wanted)
     plans, flat = (
         _plans_of(facts),
         Parameters(
@@ -319,7 +316,7 @@ def _backward(plan: LayerPlan, kept: _Kept, grad: Array) -> tuple:
     if plans.backward is not None:
         packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
         state = _scales_of(plans.backward_state, kept.scale, backward=True)
-        arrays = [*plans.pick_grads((planned.whole(grad),)), *saved, *state]
+        arrays = [*plans.pick_grads((grad,)), *saved, *state]
         made = call_plan(plans.backward, arrays, *packed, slots=_SLOTS)
         of_gradients = _amaxes(made, BACKWARD_SLOTS)
         for i, (at, of) in enumerate(zip(plans.places, kept.given, strict=True)):
@@ -346,4 +343,4 @@ def _next_states(plan: LayerPlan, kept: _Kept, of_gradients: Array | None) -> St
     return States(*(m.at[:, 2].set(o[:, 2]) for m, o in zip(made, old, strict=True)))
 
 
-transformer_layer.defvjp(_forward, _backward, symbolic_zeros=True)
+transformer_layer.defvjp(_forward, _backward)
