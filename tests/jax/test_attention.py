@@ -409,3 +409,23 @@ def test_questions():
     assert is_fused_attn_kernel_available(*of_call, batch_size=2, return_max_logit=True)
     for place, value in ((2, jnp.bfloat16), (3, QKVLayout.T3HD), (9, 3)):
         assert not is_fused_attn_kernel_available(*of_call[:place], value, *of_call[place + 1 :])
+
+
+def test_sequences_of_other_rows(rng):
+    """One row stands for all; what fits no rows is refused."""
+    q, k = normal(rng, (2, 12, 4, 16), BF16), normal(rng, (2, 16, 4, 16), BF16)
+
+    def run(described, k=k):
+        return fused_attn(
+            (q, k, k), None, described, None, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,
+            QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.25, 0.0, True,
+        )  # fmt: skip
+
+    make = SequenceDescriptor.from_segment_ids_and_pos
+    ids = jnp.ones((1, 12), jnp.int32).at[0, 9:].set(0)
+    one, each = run(make(ids), q), run(make(jnp.repeat(ids, 2, 0)), q)
+    assert jnp.array_equal(one, each) and jnp.any(one[1] != 0)
+    with pytest.raises(ValueError, match=r"segment_ids is \(2, 12\), expected \(2, 16\)"):
+        run(make(jnp.ones((2, 12), jnp.int32)))
+    with pytest.raises(ValueError, match=r"seqlens is \(3,\), expected \(2,\)"):
+        run(SequenceDescriptor.from_seqlens(jnp.ones(3, jnp.int32)))

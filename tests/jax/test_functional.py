@@ -526,3 +526,23 @@ def test_what_is_refused(what):
     call, error, said = REFUSED[what]
     with pytest.raises(error, match=said):
         call()
+
+
+def test_arrays_of_other_shapes_are_refused(rng):
+    """A reshape would make numbers of them."""
+    x, kernel = normal(rng, 8, 64), normal(rng, 64, 4, 2)
+    gamma, kernels = normal(rng, 64), (normal(rng, 64, 2, 32), normal(rng, 32, 64))
+    for shape in ((2, 4), (8,), (2,)):
+        with pytest.raises(ValueError, match=r"dense: bias is .*, expected \(4, 2\)"):
+            dense(to_jax(x), to_jax(kernel), jnp.zeros(shape), ((1,), (0,)))
+    with pytest.raises(ValueError, match=r"layernorm_dense: gamma is \(8, 8\), expected \(64,\)"):
+        layernorm_dense(to_jax(x), to_jax(kernel), jnp.ones((8, 8)), None, None, "rmsnorm")
+    for biases, text in (
+        ((jnp.zeros((32, 2)), None), r"bias_1 is \(32, 2\), expected \(2, 32\)"),
+        ((jnp.zeros((2, 32)),), "2 kernels and 1 biases"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            layernorm_mlp(to_jax(x), to_jax(gamma), None, tuple(map(to_jax, kernels)), biases,
+                          "rmsnorm", activation_type=("silu", "linear"))  # fmt: skip
+    with pytest.raises(TypeError, match="x is int32, expected a float dtype"):
+        dense(jnp.ones((8, 64), jnp.int32), to_jax(kernel), None, ((1,), (0,)))

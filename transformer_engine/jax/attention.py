@@ -225,7 +225,7 @@ def _check_shapes(q, k, v, bias, bias_type):
         raise ValueError(f"a bias of {list(bias.shape)} does not broadcast to {list(full)}")
 
 
-def _limits(sequences, mask_type, layout, lengths, most):
+def _limits(sequences, mask_type, layout, batch, lengths, most):
     """What of the sequences, `most` a row, a mask of this type reads."""
     if not mask_type.is_padding():
         if layout.is_thd():
@@ -235,6 +235,7 @@ def _limits(sequences, mask_type, layout, lengths, most):
     if sequences is None:
         raise ValueError(f"the mask type {mask_type.value} needs a SequenceDescriptor or a mask")
     if isinstance(sequences, SequenceDescriptor):
+        sequences = sequences.over(batch, lengths)
         segments, alone = sequences.segments(lengths), sequences.lengths(layout.is_thd())
         apart = alone or sequences.is_reordered
         packed = None if apart else packed_rows(*segments, sequences.count(most))
@@ -381,7 +382,9 @@ def fused_attn(
         max_logit=return_max_logit,
     )
     lengths = (q.shape[1], k.shape[1])
-    limits = _limits(sequence_descriptor, attn_mask_type, qkv_layout, lengths, max_segments_per_seq)
+    limits = _limits(
+        sequence_descriptor, attn_mask_type, qkv_layout, q.shape[0], lengths, max_segments_per_seq
+    )
     sink = _sink(softmax_type, softmax_offset, q.shape[2])
     key = _dropout_key(seed, rate)
     described = isinstance(sequence_descriptor, SequenceDescriptor)

@@ -79,6 +79,9 @@ def dense(
         raise ValueError(
             f"dense: x sums over {x.shape[x.ndim - depth :]}, kernel over {kernel.shape[:depth]}"
         )
+    linear.check_arrays(
+        "dense", x, kernel=(kernel, kernel.shape), bias=(bias, kernel.shape[depth:])
+    )
     plan, uses = linear.plan_of_set(quantizer_set)
     return constrain(_dense(_Plan(plan, depth), x, kernel, bias, uses), output_axes)
 

@@ -56,6 +56,11 @@ def layernorm_dense(
     del transpose_batch_sequence
     norm = norm_plan(norm_type, zero_centered_gamma, epsilon, beta)
     own, uses = linear.plan_of_set(quantizer_set)
+    columns, outside = x.shape[-1:], kernel.shape[1:]
+    linear.check_arrays(
+        "layernorm_dense", x, gamma=(gamma, columns), beta=(beta, columns),
+        kernel=(kernel, (*columns, *outside)), bias=(bias, outside),
+    )  # fmt: skip
     x, kernel = constrain(x, layernorm_input_axes), constrain(kernel, kernel_axes)
     return _layernorm_dense(_Plan(norm, own, dot_input_axes), x, kernel, gamma, beta, bias, uses)
 

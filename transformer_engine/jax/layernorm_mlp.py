@@ -84,6 +84,15 @@ def layernorm_mlp(
             f"layernorm_mlp: kernels[0] is {kernels[0].shape}, and activation "
             f"{activation.kinds} needs [hidden, {len(activation.kinds)}, intermediate]"
         )
+    biases = tuple(biases) or (None, None)
+    if len(kernels) != 2 or len(biases) != 2:
+        raise ValueError(f"layernorm_mlp: {len(kernels)} kernels and {len(biases)} biases of 2")
+    columns, inner, outside = x.shape[-1:], kernels[0].shape[1:], kernels[1].shape[1:]
+    linear.check_arrays(
+        "layernorm_mlp", x, gamma=(gamma, columns), beta=(beta, columns),
+        kernel_1=(kernels[0], (*columns, *inner)), bias_1=(biases[0], inner),
+        kernel_2=(kernels[1], (*inner[1:], *outside)), bias_2=(biases[1], outside),
+    )  # fmt: skip
     plan = _Plan(
         norm_plan(norm_type, zero_centered_gamma, epsilon, beta),
         activation,
@@ -94,7 +103,6 @@ def layernorm_mlp(
     x = constrain(x, norm_input_axes)
     axes = kernel_1_axes, kernel_2_axes
     kernels = tuple(constrain(k, names) for k, names in zip(kernels, axes, strict=True))
-    biases = tuple(biases) or (None, None)
     return _layernorm_mlp(plan, x, gamma, beta, kernels, biases, (uses_1, uses_2))
 
 

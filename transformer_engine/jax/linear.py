@@ -86,6 +86,20 @@ class _Form(NamedTuple):
         return _Form(casts.Quantized(turned(data.data, first), data.scale_inv), first)
 
 
+def check_arrays(op: str, x: Array, **wanted: tuple[Array | None, tuple[int, ...]]) -> None:
+    """Check what a layer is given: each array by its name, with the shape that it has to have.
+
+    ValueError for another shape, TypeError for what has no float dtype.
+    """
+    for name, (array, shape) in {"x": (x, x.shape), **wanted}.items():
+        if array is None:
+            continue
+        if array.shape != tuple(shape):
+            raise ValueError(f"{op}: {name} is {array.shape}, expected {tuple(shape)}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} is {array.dtype}, expected a float dtype")
+
+
 def cast_lines(x: Array, plan: OperandPlan, use: Use | None, depth: int) -> Any:
     """Cast a tensor as an operand; itself where it is not cast."""
     if plan.cast is None:

@@ -123,6 +123,34 @@ class SequenceDescriptor:
         made = {"segment_ids": segment_ids, "segment_pos": segment_pos}
         return cls(**made, is_reordered=is_segment_ids_reordered)
 
+    def over(self, batch: int, lengths: tuple[int, int]) -> "SequenceDescriptor":
+        """Return the same with arrays of all rows: one row stands for each.
+
+        `lengths`: of a row of queries, and of keys. ValueError for other shapes.
+        """
+
+        def of_rows(name: str, array: Any, *length: int) -> Any:
+            if array is None:
+                return None
+            array = jnp.asarray(array)
+            shape = (batch, *(length or array.shape[1:]))
+            if array.ndim < 1 or array.shape[0] not in (1, batch) or array.shape[1:] != shape[1:]:
+                raise ValueError(f"SequenceDescriptor: {name} is {array.shape}, expected {shape}")
+            return jnp.broadcast_to(array, shape)
+
+        def of_both(name: str, *lengths: int) -> tuple:
+            ends = lengths or ((), ())
+            pairs = zip(getattr(self, name), ends, strict=True)
+            return tuple(of_rows(name, each, *([end] if lengths else [])) for each, end in pairs)
+
+        return SequenceDescriptor(
+            of_both("seqlens"),
+            of_both("seq_offsets"),
+            of_both("segment_ids", *lengths),
+            of_both("segment_pos", *lengths),
+            self.is_reordered,
+        )
+
     def segments(self, lengths: tuple[int, int]):
         """Return ((segment ids, positions) of queries, the same of keys), each [batch, length].
 
