@@ -223,18 +223,16 @@ static te_status resolve_buffers(run_state *run, const te_plan_call *call)
         const int packed = te_is_packed(buffer->info.role);
         void *base = run->layout->in_saved[i] ? call->saved : call->scratch;
         if (buffer->info.role == TE_ROLE_VIEW) break; /* they come last */
-        if (call->apart && call->buffers[i].data == NULL && (!packed || base == NULL)) {
-            tensor->data = NULL;
-        } else if (!packed || (call->apart && call->buffers[i].data != NULL)) {
+        if (call->apart ? call->buffers[i].data != NULL : !packed) {
             TE_TRY(check_buffer(buffer, tensor, &call->buffers[i]));
             *tensor = call->buffers[i];
-        } else if (base != NULL) {
+        } else if (packed && base != NULL) {
             tensor->data = (char *)base + (uintptr_t)tensor->data;
-        } else if (te_tensor_numel(tensor) > 0) {
+        } else if (call->apart || te_tensor_numel(tensor) == 0) {
+            tensor->data = NULL;
+        } else {
             return TE_FAIL(TE_ERROR_INVALID, "plan: %s: the %s buffer is NULL", buffer->name,
                            run->layout->in_saved[i] ? "saved" : "scratch");
-        } else {
-            tensor->data = NULL;
         }
     }
     if (call->apart) TE_TRY(check_used(run));
