@@ -80,6 +80,12 @@ class NativeModule(torch.nn.Module):
         self._keep_marks(marks)
         return self
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Load; parameters that are assigned have the marks of those before."""
+        marks = self._marks()
+        super()._load_from_state_dict(*given)
+        self._keep_marks(marks)
+
     def __getstate__(self) -> dict:
         """Copy and pickle with the marks of parameters, which copies of them have not."""
         return {**super().__getstate__(), "_copied_marks": self._marks()}

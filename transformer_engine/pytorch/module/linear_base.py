@@ -27,8 +27,7 @@ from transformer_engine.pytorch.module.linear_calls import LinearCallBase
 from transformer_engine.pytorch.module.main_gradients import main_grad_of
 from transformer_engine.pytorch.module.parameters import (
     add_grad,
-    keep_marks,
-    marks_of,
+    keep_marks_of,
     refuse_distributed,
     reset_linear,
 )
@@ -138,11 +137,10 @@ class LinearBase(LinearCallBase):
         parameters = self.__dict__.get("_parameters", ())  # a subclass may set before __init__
         if name in parameters:
             refuse_distributed(type(self).__name__, name, value)
-            marks = {} if parameters[name] is None else marks_of(parameters[name])
+            former = parameters[name]
             if not replaces(self, name, value):
                 super().__setattr__(name, value)
-            if parameters[name] is not None:
-                keep_marks(marks, parameters[name])
+            keep_marks_of(former, parameters[name])
             self._forget_casts_of(name)
             return
         self._check_name(name)

@@ -34,8 +34,7 @@ from transformer_engine.pytorch.module.parameters import (
     checked_eps,
     device_of,
     have_memory,
-    keep_marks,
-    marks_of,
+    keep_marks_of,
     reset_norm,
 )
 from transformer_engine.pytorch.scaling_state.extra_state import KEY, says_nothing
@@ -76,13 +75,12 @@ class NormModule(NativeModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a setting counts from the next call on.
 
-        A parameter keeps the marks of the one that it replaces.
+        A parameter has the marks of the one of which it is another form.
         """
         parameters = self.__dict__.get("_parameters", {})
         former = parameters.get(name)
         super().__setattr__(name, value)
-        if former is not None and parameters.get(name) is not None:
-            keep_marks(marks_of(former), parameters[name])
+        keep_marks_of(former, parameters.get(name))
         if name in _SETTINGS:  # calls were kept under the old one
             self.__dict__.update(_kept_calls={}, _places=None)
 

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from transformer_engine.pytorch.torchside.device import accelerator
 from transformer_engine.pytorch.torchside.modes import active_device
+from transformer_engine.pytorch.torchside.tensor_kinds import is_quantized, local_of
 
 WEIGHT_DEVIATION = 0.023
 """Standard deviation of weights without an `init_method`."""
@@ -50,6 +51,18 @@ def have_memory(module: Module) -> bool:
 def marks_of(parameter: Tensor) -> dict[str, Any]:
     """Those of `MARKS` that a parameter has, with their values."""
     return {name: value for name, value in vars(parameter).items() if name in MARKS}
+
+
+def keep_marks_of(former: Tensor | None, parameter: Tensor | None) -> None:
+    """Give a parameter that is assigned the marks of the former one, of which it is another form.
+
+    That is a part or a whole (FSDP2), or a cast. A plain one in place of a plain one is a new one,
+    which its program marks: megatron-core refuses one that has marks already.
+    """
+    if former is None or parameter is None:
+        return
+    if any(local_of(p) is not p or is_quantized(p) for p in (former, parameter)):
+        keep_marks(marks_of(former), parameter)
 
 
 def keep_marks(marks: Mapping[str, Any], parameter: Tensor) -> None:
