@@ -123,7 +123,7 @@ class Kept:
 
 
 class Gradients(NamedTuple):
-    """Gradients of a layer, as what they are of; None of what is absent or has none."""
+    """Gradients of a layer, as what they are of; None of what is absent."""
 
     x: Array | None
     affine: tuple[Array | None, Array | None]
@@ -195,9 +195,6 @@ def forward(
 def backward(kept: Kept, grad: Array) -> Gradients:
     """Gradients, by that of the result."""
     facts, plans = kept.facts, layer_plans(kept.facts).call
-    if plans.backward is None:  # the state alone goes on
-        nothing = (None,) * len(facts.kernels)
-        return Gradients(None, (None, None), nothing, nothing, _following(kept, None))
     packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
     scales = [_scales(kept.uses, backward=True)] if plans.backward_state else []
     arrays = [*plans.pick_grads((grad,)), *saved, *scales, *chain.from_iterable(packed)]

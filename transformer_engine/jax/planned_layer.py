@@ -312,35 +312,26 @@ def _in_dtype(array: Array | None, dtype: Any) -> Array | None:
 
 def _backward(plan: LayerPlan, kept: _Kept, grad: Array) -> tuple:
     plans, found = _plans_of(kept.facts), [None] * len(kept.given)
-    of_gradients = None
-    if plans.backward is not None:
-        packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
-        state = _scales_of(plans.backward_state, kept.scale, backward=True)
-        arrays = [*plans.pick_grads((grad,)), *saved, *state]
-        made = call_plan(plans.backward, arrays, *packed, slots=_SLOTS)
-        of_gradients = _amaxes(made, BACKWARD_SLOTS)
-        for i, (at, of) in enumerate(zip(plans.places, kept.given, strict=True)):
-            if at >= 0:
-                shape, like = of
-                found[i] = like.alike(made.outputs[at].reshape(shape))
+    packed, saved = kept.saved[: plans.saves_packed], kept.saved[plans.saves_packed :]
+    state = _scales_of(plans.backward_state, kept.scale, backward=True)
+    arrays = [*plans.pick_grads((grad,)), *saved, *state]
+    made = call_plan(plans.backward, arrays, *packed, slots=_SLOTS)
+    for i, (at, of) in enumerate(zip(plans.places, kept.given, strict=True)):
+        if at >= 0:
+            shape, like = of
+            found[i] = like.alike(made.outputs[at].reshape(shape))
     states = None
     if kept.states is not None:
-        states = _next_states(plan, kept, of_gradients)
+        states = _next_states(plan, kept, _amaxes(made, BACKWARD_SLOTS))
     return found[0], Parameters.of(found[1:]), states, None, None
 
 
-def _next_states(plan: LayerPlan, kept: _Kept, of_gradients: Array | None) -> States:
-    """The next states; those of gradients stay where there were none."""
-    there = of_gradients is not None
-    amaxes = (kept.amaxes, of_gradients if there else jnp.zeros((4, 1), jnp.float32))
-    amaxes = jnp.concatenate(amaxes, 1)
+def _next_states(plan: LayerPlan, kept: _Kept, of_gradients: Array) -> States:
+    """The next states."""
+    amaxes = jnp.concatenate((kept.amaxes, of_gradients), 1)
     shared = tuple(sorted(varying(amaxes) - varying(kept.scale)))
     amaxes = joined(jax.lax.pmax(amaxes, shared) if shared else amaxes, kept.scale)
-    made = _following(plan, kept.states, kept.scale, amaxes)
-    if there:
-        return made
-    old = States(kept.scale, kept.states.history)
-    return States(*(m.at[:, 2].set(o[:, 2]) for m, o in zip(made, old, strict=True)))
+    return _following(plan, kept.states, kept.scale, amaxes)
 
 
 transformer_layer.defvjp(_forward, _backward)

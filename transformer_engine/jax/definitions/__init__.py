@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the JAX front end computes, in plain jax.numpy: one table of functions.
 
-The functional layer takes its functions from `chosen`, the one place that decides who computes.
+What does not run as custom calls (`are_custom_calls_on`) takes its functions from `chosen`.
 """
 
 import functools
